@@ -77,7 +77,7 @@ def test_a_plan_pickles_and_knows_its_extents(declared: Declared) -> None:
     order = found.can.orders[0]
     draft = draft_of(dense("a.w", order=order), dense("a.b", shape=(2,), order=order))
     plan = found.plan(draft, **declared.plan_options)
-    assert {(extent.tensor, extent.role) for extent in plan.extents} == {
+    assert {(planned.tensor, planned.role) for planned in plan.parts} == {
         ("a.w", "data"),
         ("a.b", "data"),
     }

@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from tests.formats.indexes import drafted
-from xckpt.formats.plan import Draft, Extent, LiteralBytes, Plan, WantedTensor, Written
+from xckpt.formats.plan import Draft, LiteralBytes, Plan, PlannedPart, WantedTensor, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,8 +78,8 @@ def materialize_all(
     files = {"": bytearray(old)}
     for name, companion in plan.companions.items():
         files[name] = bytearray()
-        writing.put_extents(companion, files[name])
-    writing.put_extents(plan, files[""])
+        writing.put_parts(companion, files[name])
+    writing.put_parts(plan, files[""])
     for name, each in (*plan.companions.items(), ("", plan)):
         for literal in each.finish(writing.written):
             _put(files[name], literal)
@@ -97,23 +97,23 @@ class _Writing:
         self._data = data
         self._stored = stored
 
-    def put_extents(self, plan: Plan, file: bytearray) -> None:
+    def put_parts(self, plan: Plan, file: bytearray) -> None:
         for literal in plan.literals:
             _put(file, literal)
-        for extent in plan.extents:
-            key = (extent.tensor, extent.role)
+        for planned in plan.parts:
+            key = (planned.tensor, planned.role)
             assert key not in self.written
-            self.written[key] = self._put_part(file, extent, plan.alignment)
+            self.written[key] = self._put_part(file, planned, plan.alignment)
 
-    def _put_part(self, file: bytearray, extent: Extent, alignment: int) -> Written:
-        key, part = (extent.tensor, extent.role), extent.part
+    def _put_part(self, file: bytearray, planned: PlannedPart, alignment: int) -> Written:
+        key, part = (planned.tensor, planned.role), planned.part
         raw = stored = self._data[key]
-        assert len(raw) == part.nbytes, (extent, len(raw))
+        assert len(raw) == part.nbytes, (planned, len(raw))
         if part.compression is not None:
             stored = self._stored[key] if self._stored else _ENCODERS[part.compression](raw)
-        offset = extent.offset
+        offset = planned.offset
         if offset is None:
-            offset = -(-(len(file) + extent.gap) // alignment) * alignment
+            offset = -(-(len(file) + planned.gap) // alignment) * alignment
         _put(file, LiteralBytes(offset, stored))
         digest = None
         if part.algorithm is not None:

@@ -94,10 +94,10 @@ def test_larger_ones_are_written(tmp_path: Path) -> None:
     plan = archive.plan(new, alignment=64)
     digest = f"crc32:{zlib.crc32(bytes(7)):08x}"
     written = {
-        (extent.tensor, "data"): Written(extent.offset or 0, extent.part.nbytes, digest)
-        for extent in plan.extents
+        (planned.tensor, "data"): Written(planned.offset or 0, planned.part.nbytes, digest)
+        for planned in plan.parts
     }
-    assert all((extent.offset or 0) % 64 == 0 for extent in plan.extents)
+    assert all((planned.offset or 0) % 64 == 0 for planned in plan.parts)
     path = tmp_path / "large.zip"
     with path.open("wb") as file:  # mostly a hole
         for literal in plan.finish(written):
@@ -110,7 +110,7 @@ def test_larger_ones_are_written(tmp_path: Path) -> None:
         (m, c.take(5, "front"), c.rest()) for m, c in archive.Archive(open_source(path)).contents()
     ]
     assert [rest.nbytes for _, _, rest in found] == sizes
-    assert [rest.offset for _, _, rest in found] == [extent.offset for extent in plan.extents]
+    assert [rest.offset for _, _, rest in found] == [planned.offset for planned in plan.parts]
 
 
 @given(st.binary(max_size=40), st.binary(max_size=300))

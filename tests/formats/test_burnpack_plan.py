@@ -112,8 +112,8 @@ def test_a_plan_pickles_and_knows_its_size() -> None:
     index = draft_of(dense("w"), dense("v", "int8", (1,)))
     plan = burnpack.plan(index)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert plan.nbytes == plan.extents[-1].offset + 1  # type: ignore[operator]  # all are known
-    assert [extent.offset for extent in plan.extents] == [256, 512]
+    assert plan.nbytes == plan.parts[-1].offset + 1  # type: ignore[operator]  # all are known
+    assert [planned.offset for planned in plan.parts] == [256, 512]
 
 
 # Files of burn

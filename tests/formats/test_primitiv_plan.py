@@ -335,8 +335,8 @@ def test_tensors_that_are_too_large(shape: tuple[int, ...], rule: str) -> None:
 
 def test_the_largest_tensor() -> None:
     plan = primitiv.plan(draft_of(tensor("w", (2**30 - 1,))))
-    (extent,) = plan.extents
-    assert plan.nbytes == (extent.offset or 0) + 4 * (2**30 - 1) + 5
+    (planned,) = plan.parts
+    assert plan.nbytes == (planned.offset or 0) + 4 * (2**30 - 1) + 5
     assert plan.literals[0].data.endswith(b"\xc6\xff\xff\xff\xfc")
 
 

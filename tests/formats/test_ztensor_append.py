@@ -50,7 +50,7 @@ def made(version: str) -> bytes:
 def appended(old: bytes, index: Draft, **options: Any) -> bytes:
     plan = ztensor.append(CountingSource(old), index, **options)
     assert plan.literals == ()
-    assert all(extent.offset is None or extent.offset >= len(old) for extent in plan.extents)
+    assert all(planned.offset is None or planned.offset >= len(old) for planned in plan.parts)
     return materialize(plan, filled(index), old)
 
 

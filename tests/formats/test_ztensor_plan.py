@@ -224,7 +224,7 @@ def _refusal(index: Draft, version: str) -> UnsupportedError | None:
 def test_version_1_puts_blobs_in_order_and_the_manifest_behind_them() -> None:
     index = draft_of(dense("b", "int8", (70,)), dense("a", "int16", (1,)), dense("e", shape=(0,)))
     plan = ztensor.plan(index)
-    assert [(extent.tensor, extent.offset) for extent in plan.extents] == [
+    assert [(planned.tensor, planned.offset) for planned in plan.parts] == [
         ("b", 64),
         ("a", 192),
         ("e", 256),
@@ -242,7 +242,7 @@ def test_only_what_is_behind_a_compressed_part_has_no_offset() -> None:
     index = draft_of(dense("a"), dense("b", compression="zstd"), dense("c"))
     for version, offsets in (("1.0", [64, 128, None]), ("2", [1 << 16, 2 << 16, None])):
         plan = ztensor.plan(index, version=version)
-        assert [extent.offset for extent in plan.extents] == offsets
+        assert [planned.offset for planned in plan.parts] == offsets
 
 
 @pytest.mark.parametrize(
@@ -301,12 +301,12 @@ def test_indices_get_a_type_that_the_version_has() -> None:
     narrow = draft_of(csr("w", "int8", (2, 3), 4, "uint32"), coo("v", "int8", (2, 3), 4, "int16"))
     for version, index_type, size in (("1.0", "uint64", 8), ("2", "uint32", 4)):
         plan = ztensor.plan(narrow, version=version)
-        parts = {(e.tensor, e.role): (e.part.dtype, e.part.nbytes) for e in plan.extents}
+        parts = {(e.tensor, e.role): (e.part.dtype, e.part.nbytes) for e in plan.parts}
         assert parts["w", "indptr"] == (index_type, 3 * size)
         assert parts["w", "indices"] == (index_type, 4 * size)
         assert parts["v", "coords"] == (index_type, 8 * size)
     signed = ztensor.plan(draft_of(coo("v", "int8", (2, 3), 4, "int64")), version="2")
-    assert [extent.part.dtype for extent in signed.extents] == ["uint64", "int8"]
+    assert [planned.part.dtype for planned in signed.parts] == ["uint64", "int8"]
 
 
 # Version 2

@@ -19,13 +19,14 @@ from tests.sources import CountingSource
 from tests.writing.attributes import MOVED, missing
 from tests.writing.saved import ENGINES, NO_SCALARS, assert_same_bits
 from xckpt import CheckpointError, CheckpointWarning, IntegrityError, UnsupportedError, read_index
+from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
 from xckpt.formats import writable
 from xckpt.formats.plan import WantedPart
 from xckpt.index import Part
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, fitting, save, verify
-from xckpt.writing.data import PartData, StoredData
+from xckpt.writing.data import part_data
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -231,9 +232,8 @@ def test_an_odd_number_of_small_elements_is_not_rounded_up() -> None:
     """Two of them share a byte, and the half that is left over is not an element."""
     packed = CountingSource(bytes([0x21, 0x43, 0x05]))
     reader = PartReader(packed, Part("float4_e2m1fn", (5,), 0, 3))
-    stored = StoredData(reader, 3, (5,), name="w")
-    data = stored.written_as(WantedPart("float16", (5,), 10), "C", "exact", recompress=False)
-    assert isinstance(data, PartData)
+    array = DenseArray("w", reader, (5,), decode=False)
+    data = part_data(array, WantedPart("float16", (5,), 10), "C", "exact", "w")
     blocks = b"".join(data.blocks())
     assert np.frombuffer(blocks, "f2").tolist() == [0.5, 1, 1.5, 2, 3]
     assert data.nbytes == len(blocks)

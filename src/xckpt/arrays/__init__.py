@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.dense import ChunkedArray, DenseArray, elements
+from xckpt.arrays.dense import ChunkedArray, DenseArray, dense_array, elements
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
-from xckpt.arrays.parts import PartReader, decoded_shape
+from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
 from xckpt.arrays.scaled import quantized_array
 from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
 from xckpt.arrays.sparse_blocks import SparseBlocksArray
@@ -67,14 +67,9 @@ def _arrays(
         dtype = decoded_dtype(tensor.dtype) if tensor.dtype in ELEMENT_TYPES else dtype
         problem = tensor.problem
         return {None: UnreadableArray(tensor.name, sources[None], tensor.shape, dtype, problem)}
-    readers = {
-        role: PartReader(sources[part.shard], part, options.verify)
-        for role, part in tensor.parts.items()
-    }
+    readers = part_readers(tensor, sources, verify=options.verify)
     if tensor.layout == "dense":
-        how: dict[str, Any] = {"decode": options.decode, "strict": tensor.strict}
-        data = readers["data"]
-        return {None: DenseArray(tensor.name, data, tensor.shape, order=tensor.order, **how)}
+        return {None: dense_array(tensor, readers["data"], decode=options.decode)}
     if tensor.layout == "chunked":
         return {None: ChunkedArray(tensor, readers, decode=options.decode)}
     if tensor.layout == "structural" or not options.decode:

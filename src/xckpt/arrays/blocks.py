@@ -45,6 +45,12 @@ class BlockArray(OnePartArray):
         super().__init__(name, reader, shape, np.dtype(np.float32))
         self.block_type = block_type
 
+    @property
+    def part_nbytes(self) -> int:
+        """Decoded size of the part, in bytes."""
+        block = BLOCK_TYPES[self.block_type]
+        return prod(self.shape) // block.size * block.nbytes
+
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return the blocks that a selection touches, if it is a run; see `LazyArray.ranges`."""
         run = contiguous_run(self.shape, normalize(key, self.shape))
@@ -111,7 +117,7 @@ class BlockArray(OnePartArray):
 
         block = BLOCK_TYPES[self.block_type]
         nbytes = block.nbytes
-        total, start = prod(self.shape) // block.size * nbytes, first * nbytes
+        total, start = self.part_nbytes, first * nbytes
         step, part = _BLOCK_NBYTES // nbytes, self.reader.part
         if self.reader.is_raw:
             self.reader.check(total)

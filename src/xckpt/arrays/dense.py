@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -63,6 +64,17 @@ class OnePartArray(LazyArray):
     def part_readers(self) -> Collection[PartReader]:
         """See `LazyArray.part_readers`."""
         return (self.reader,)
+
+    @property
+    def part_nbytes(self) -> int:
+        """Decoded size of the part, in bytes."""
+        return nbytes_of(self.reader.part.dtype, prod(self.shape))
+
+    def verified(self) -> Self:
+        """Return the array with its digest checked before first use, unless that is disabled."""
+        array = copy(self)
+        array.reader = replace(self.reader, verify=self.reader.verify is not False)
+        return array
 
 
 class DenseArray(OnePartArray):
@@ -209,7 +221,7 @@ class DenseArray(OnePartArray):
     def _elements(self, start: int, stop: int) -> Array:
         part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
         if self._is_wide and self._is_native and (self._is_copied or source.is_remote):
-            self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+            self.reader.check(self.part_nbytes)
             memory = source.read(part.offset + start * itemsize, (stop - start) * itemsize)
             return np.frombuffer(memory, self.dtype)
         if self._is_copied:
@@ -217,14 +229,13 @@ class DenseArray(OnePartArray):
             self._read_run(start, flat)
             return flat
         bits = ELEMENT_TYPES[part.dtype].bits
-        nbytes = nbytes_of(part.dtype, prod(self.shape))
-        data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, nbytes)
+        data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, self.part_nbytes)
         return self._unpacked(data, start, stop) if bits < 8 else self.decoded(data, start)
 
     def _read_run(self, start: int, flat: Array) -> None:
         """Read elements from `start` on into a flat array."""
         part, source = self.reader.part, self.reader.source
-        self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+        self.reader.check(self.part_nbytes)
         offset = part.offset + nbytes_of(part.dtype, start)
         if self._is_native:
             source.read_into(offset, flat.view(np.uint8).data)
@@ -256,14 +267,28 @@ class DenseArray(OnePartArray):
             data, part.dtype, decode=self.decode, byteorder=part.byteorder, strict=self.strict
         )
 
+    def flat(
+        self, block_nbytes: int = _BLOCK_NBYTES, *, compare: bool = False
+    ) -> Iterator[tuple[int, Array]]:
+        """Read all elements in stored order: the position of each block, and the block.
+
+        Memory is bounded by the size of a block, whatever the encoding; a block is valid until the
+        next. `compare` compares the digest of a raw part as well; see `PartReader.blocks`.
+        """
+        position = 0
+        for data in self.reader.blocks(self.part_nbytes, block_nbytes, compare=compare):
+            block = self.decoded(data, position)
+            yield position, block
+            position += len(block)
+
     def check(self) -> None:
-        """Read what has rules of its own: booleans, and padding after the last element."""
+        """Check booleans, and the padding after the last element."""
         element, size = ELEMENT_TYPES[self.reader.part.dtype], prod(self.shape)
         if element.bits < 8 and size:
             self._elements(size - 1, size)
         elif element.decoded == "bool":
-            for data in self.reader.blocks(nbytes_of(element.name, size), _BLOCK_NBYTES):
-                self.decoded(data, 0)
+            for _ in self.flat():
+                pass
 
     def _unpacked(self, data: memoryview, start: int, stop: int) -> Array:
         """Return 4-bit elements, the low half of a byte first."""
@@ -276,6 +301,18 @@ class DenseArray(OnePartArray):
             raise FormatError("padding bits after the last element are not zero", rule="LayoutData")
         chosen = codes[first : first + stop - start]
         return elements(chosen.data, dtype, decode=self.decode)
+
+
+def dense_array(tensor: Tensor, reader: PartReader, *, decode: bool) -> DenseArray:
+    """Return the array of a dense tensor."""
+    return DenseArray(
+        tensor.name,
+        reader,
+        tensor.shape,
+        order=tensor.order,
+        decode=decode,
+        strict=tensor.strict,
+    )
 
 
 def elements(

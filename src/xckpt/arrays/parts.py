@@ -27,7 +27,7 @@ from xckpt.storage.limits import Locks, Pool
 from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.keys import AxisKey
     from xckpt.index import Part, Tensor
@@ -346,6 +346,15 @@ class PartReader:
                 for _ in digests.checked(digest, unverified.blocks(nbytes, _BLOCK_NBYTES)):
                     pass
             _verified.add(key)
+
+
+def part_readers(
+    tensor: Tensor, sources: Mapping[str | None, Source], *, verify: bool | None = None
+) -> dict[str, PartReader]:
+    """Return a reader of each part, by role."""
+    return {
+        role: PartReader(sources[part.shard], part, verify) for role, part in tensor.parts.items()
+    }
 
 
 def decoded_shape(

@@ -250,10 +250,10 @@ def _encoding(
 
 
 def _writer(new: str, engine: str | None) -> Format:
-    from xckpt.writing.saving import Destination
+    from xckpt.writing.saving import writer_of
 
     try:
-        return Destination(new, engine).writer
+        return writer_of(new, engine)
     except ValueError as error:
         reason, engines, _ = str(error).partition("; pass engine=")
         hint = "; name the format with --to" if engines else ""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.plan import Extent, LiteralBytes, Plan, WantedPart
+from xckpt.formats.plan import LiteralBytes, Plan, PlannedPart, WantedPart
 from xckpt.index import Part
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Pla
             reason = f"{len(extra)} bytes of attributes, of which {_MOST_EXTRA_DATA} are kept"
             raise UnsupportedError(reason, rule="ExtraData", hint="Leave some out")
         extra = _EXTRA_DATA.pack(_EXTRA_MAGIC, len(extra)) + extra
-    extents, placed = [], []
+    planned, placed = [], []
     at: int | None = 0
     for each in new:
         part = each.part._replace(algorithm="crc32", digest_of="decoded")
@@ -350,10 +350,12 @@ def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Pla
         aligned = alignment if at is not None and method == STORED else 1
         header_nbytes = len(_local_header(member, len(front), aligned))
         gap = header_nbytes + len(front)
-        extents.append(Extent(each.tensor, "data", part, None if at is None else at + gap, gap))
+        planned.append(
+            PlannedPart(each.tensor, "data", part, None if at is None else at + gap, gap)
+        )
         placed.append((each, member, front, aligned, gap))
         at = at + gap + part.nbytes if at is not None and method == STORED else None
-    return Plan((), tuple(extents), finish=partial(_finish, placed, extra))
+    return Plan((), tuple(planned), finish=partial(_finish, placed, extra))
 
 
 def _finish(

@@ -41,7 +41,7 @@ from typing import Any
 from xckpt.elements import NUMPY_CODES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
-from xckpt.formats.plan import LOST_DIMS, Draft, Extent, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, Draft, Plan, PlannedPart, WantedTensor
 from xckpt.index import Index, Part, Tensor
 
 _MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16
@@ -105,9 +105,9 @@ class Npz(Format):
             [tensor] = tensors
             head = self._head(tensor)
             part = tensor.parts["data"]._replace(compression=None, algorithm=None)
-            extent = Extent(tensor.name, "data", part, len(head))
+            planned = PlannedPart(tensor.name, "data", part, len(head))
             losses = {LOST_DIMS: [tensor.name] if any(tensor.dims or ()) else []}
-            return replace(Plan.headed(head, [extent], len(head) + part.nbytes), losses=losses)
+            return replace(Plan.headed(head, [planned], len(head) + part.nbytes), losses=losses)
         for tensor in tensors:
             name, part, head = tensor.name, tensor.parts["data"], self._head(tensor)
             kit.check_text("the name", name, name)

@@ -1,8 +1,8 @@
 """What a new file is to hold (`Draft`), and where each byte of it goes (`Plan`).
 
 A format module turns a `Draft` into a `Plan`, without touching an array; `xckpt.writing` streams
-the arrays to their extents, whatever the format. What is wanted has types of its own: where an
-`xckpt.index.Part` has offsets, stored sizes and digests, a `WantedPart` has none of them yet.
+the arrays into place, whatever the format. New tensors have types of their own: an
+`xckpt.index.Part` has an offset, a stored size and a digest, a `WantedPart` has none of them yet.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class WantedPart(NamedTuple):
         First byte in the file that the values come from; 0 if they come from none.
     inline : bytes or None
         The bytes themselves, where `Format.is_inline` asks for them.
+    level : int or None
+        Level of compression; None is the default of the codec.
     """
 
     dtype: str
@@ -51,6 +53,7 @@ class WantedPart(NamedTuple):
     digest_of: Literal["stored", "decoded"] = "stored"
     source_offset: int = 0
     inline: bytes | None = None
+    level: int | None = None
 
     @classmethod
     def of(
@@ -161,8 +164,8 @@ class LiteralBytes(NamedTuple):
     data: bytes
 
 
-class Extent(NamedTuple):
-    """Where the bytes of a part go.
+class PlannedPart(NamedTuple):
+    """A part with its place in a file.
 
     Parameters
     ----------
@@ -171,12 +174,14 @@ class Extent(NamedTuple):
     role : str
         Which of its parts.
     part : WantedPart
-        What is written.
+        Type, shape, compression and digest.
     offset : int or None
         First byte in the file. None where the sizes of compressed parts before it are not known
         yet: at the next multiple of the plan's `alignment` after them and the gap.
     gap : int
         How many bytes are left free before a part without an offset, for what `finish` writes.
+    data : object
+        The source of its bytes, which the writer adds; formats leave it out.
     """
 
     tensor: str
@@ -184,6 +189,7 @@ class Extent(NamedTuple):
     part: WantedPart
     offset: int | None
     gap: int = 0
+    data: Any = None
 
 
 class Written(NamedTuple):
@@ -204,10 +210,12 @@ class Written(NamedTuple):
     digest: str | None = None
 
 
-def placed(tensors: Iterable[WantedTensor], offsets: Iterable[int], start: int = 0) -> list[Extent]:
+def placed(
+    tensors: Iterable[WantedTensor], offsets: Iterable[int], start: int = 0
+) -> list[PlannedPart]:
     """Return where dense data go, by offsets that count from `start`."""
     pairs = zip(tensors, offsets, strict=False)
-    return [Extent(each.name, "data", each.parts["data"], start + at) for each, at in pairs]
+    return [PlannedPart(each.name, "data", each.parts["data"], start + at) for each, at in pairs]
 
 
 #: Losses of several formats; see `Plan.losses`.
@@ -237,10 +245,10 @@ class Plan:
     ----------
     literals : tuple of LiteralBytes
         What is known beforehand, at offsets that are known.
-    extents : tuple of Extent
-        Where parts go, in file order. Only those after a compressed one have no offset.
+    parts : tuple of PlannedPart
+        All parts in file order. Parts after a compressed one have no offset.
     alignment : int
-        That extents without an offset keep, in bytes.
+        Alignment of parts without an offset, in bytes.
     nbytes : int or None
         Size of the file; None where only writing tells it.
     finish : callable
@@ -266,7 +274,7 @@ class Plan:
     """
 
     literals: tuple[LiteralBytes, ...]
-    extents: tuple[Extent, ...]
+    parts: tuple[PlannedPart, ...]
     alignment: int = 1
     nbytes: int | None = None
     finish: Callable[[Mapping[tuple[str, str], Written]], tuple[LiteralBytes, ...]] = _nothing
@@ -277,9 +285,11 @@ class Plan:
     losses: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
-    def headed(cls, head: bytes, extents: Sequence[Extent] = (), nbytes: int | None = None) -> Plan:
+    def headed(
+        cls, head: bytes, parts: Sequence[PlannedPart] = (), nbytes: int | None = None
+    ) -> Plan:
         """Return the plan of a head and data after it, of so many bytes with both."""
-        return cls((LiteralBytes(0, head),), tuple(extents), nbytes=nbytes or len(head))
+        return cls((LiteralBytes(0, head),), tuple(parts), nbytes=nbytes or len(head))
 
 
 def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:

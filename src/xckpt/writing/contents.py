@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate, chain, pairwise
@@ -37,15 +38,25 @@ from xckpt.storage import reading_ahead
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import cpu_count, require_memory
 from xckpt.writing.casting import convert, densified, is_sparse, stored_elements
-from xckpt.writing.data import ArrayData, Stored, as_bytes
-from xckpt.writing.gathering import Computed
+from xckpt.writing.data import ArrayData, as_bytes, stored_in_place
+from xckpt.writing.gathering import Computed, Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.parts import PartReader
+    from xckpt.index import Tensor
     from xckpt.storage.prefetch import Range
 
-__all__ = ["KINDS", "TensorContent", "TensorDigest", "contents_of", "digest", "side_by_side"]
+__all__ = [
+    "KINDS",
+    "TensorContent",
+    "TensorDigest",
+    "contents_of",
+    "digest",
+    "side_by_side",
+    "stored_contents",
+]
 
 KINDS = ("elements", "decoded", "nonzero")
 
@@ -114,18 +125,24 @@ class TensorContent:
             yield from self.array.ranges(...)
 
 
-def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Iterator[TensorContent]:
-    """List what is hashed of a tensor: most have one array, some are shown as parts only."""
-    if isinstance(item, Computed):
-        kind = "nonzero" if item.is_sparse and item.array.ndim else "elements"
-        dtype = "bool" if ELEMENT_TYPES[item.dtype].decoded == "bool" else item.dtype
-        nbytes = nbytes_of(dtype, item.array.size)
-        yield TensorContent(item.name, dtype, kind, item.array, nbytes)
+def contents_of(tensor: Stored | Computed) -> Iterator[TensorContent]:
+    """List what is hashed of a tensor of an xarray object."""
+    if isinstance(tensor, Stored):
+        yield from stored_contents(tensor.tensor, tensor.readers)
         return
-    tensor, readers, _ = item
+    kind = "nonzero" if tensor.is_sparse and tensor.array.ndim else "elements"
+    dtype = "bool" if ELEMENT_TYPES[tensor.dtype].decoded == "bool" else tensor.dtype
+    nbytes = nbytes_of(dtype, tensor.array.size)
+    yield TensorContent(tensor.name, dtype, kind, tensor.array, nbytes)
+
+
+def stored_contents(
+    tensor: Tensor, readers: Mapping[str, PartReader], *, verify: bool | None = True
+) -> Iterator[TensorContent]:
+    """List what is hashed of a tensor of a file: most have one array, some have one per part."""
     if tensor.stored is not None:
-        for each in item.apart():
-            yield from contents_of(each, verify=verify)
+        for replacement, its_readers in stored_in_place(tensor, readers):
+            yield from stored_contents(replacement, its_readers, verify=verify)
         return
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
@@ -188,19 +205,19 @@ def digest(
 
 def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
     if content.is_plain and dtype == content.dtype:
-        for data in _stored_blocks(content.array):
-            yield 0, data
+        for _, block in _compared(content.array).flat(compare=True):
+            yield 0, as_bytes(block)
         return
     for origin, block in _blocks(content):
         values = densified(block)
         yield 0, as_bytes(convert(values, dtype, "exact", tensor=content.name, origin=origin))
 
 
-def _stored_blocks(array: DenseArray) -> Iterator[memoryview]:
-    """Read the decoded bytes of a part; a digest is compared on the way."""
-    nbytes = nbytes_of(array.reader.part.dtype, prod(array.shape))
-    reader = replace(array.reader, verify=None)
-    return reader.blocks(nbytes, _BLOCK_NBYTES, compare=True)
+def _compared(array: DenseArray) -> DenseArray:
+    """Return an array whose digest is compared while its blocks pass, not before."""
+    array = copy(array)
+    array.reader = replace(array.reader, verify=None)
+    return array
 
 
 def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
@@ -259,15 +276,8 @@ def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
 
 
 def _flat_blocks(array: DenseArray) -> Iterator[tuple[Sequence[int], Any]]:
-    """Read elements as they follow each other, whatever is to be done with their bytes."""
-    size = prod(array.shape)
-    how: dict[str, Any] = {"decode": array.decode, "strict": array.strict}
-    flat = DenseArray(array.name, array.reader, (size,), **how)
-    at = 0
-    for data in _stored_blocks(array):
-        values = flat.decoded(data, at)
-        yield (at,), values
-        at += len(values)
+    for position, block in _compared(array).flat(compare=True):
+        yield (position,), block
 
 
 def _is_turned(array: DenseArray) -> bool:

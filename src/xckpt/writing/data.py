@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -20,10 +20,10 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
-from xckpt.arrays.blocks import byteswapped
-from xckpt.arrays.dense import ChunkedArray, DenseArray, elements, unpack_codes
+from xckpt.arrays.blocks import BlockArray, byteswapped
+from xckpt.arrays.dense import ChunkedArray, DenseArray, OnePartArray, dense_array
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
-from xckpt.arrays.parts import PartReader, decoded_shape
+from xckpt.arrays.parts import decoded_shape
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart, WantedTensor
@@ -36,6 +36,7 @@ from xckpt.writing.casting import canonical_parts, convert
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.parts import PartReader
     from xckpt.index import Layout, Tensor
     from xckpt.storage import Source
     from xckpt.storage.digests import Hasher
@@ -50,18 +51,19 @@ __all__ = [
     "PIECE_NBYTES",
     "ArrayData",
     "Gathered",
-    "LiteralData",
     "PartData",
     "Payload",
     "SpooledData",
-    "Stored",
     "StoredData",
-    "VerbatimData",
     "as_bytes",
+    "dense_values",
     "is_scattered",
     "lazy_dask_array",
+    "part_data",
     "store",
     "store_tasks",
+    "stored_in_place",
+    "stored_payload",
 ]
 
 # Read, converted and written at a time: large enough for disks, small enough for caches and
@@ -73,33 +75,27 @@ _SHORTEST_RUN = 1 << 12
 _TURNED_NBYTES = 64 << 20
 
 
-@dataclass(slots=True)
-class Payload:
-    """A tensor that is to be written, with the data of its parts.
+@dataclass(frozen=True, slots=True)
+class Payload(WantedTensor):
+    """A tensor to write, with the source of its values.
 
-    `parts` has `StoredData` of a file, numpy arrays or dask arrays. `values` makes a dense array
-    of all values, where the tensor is not dense but can be shown so. `level` is of compression.
-    `stored` has what a file has in place of the tensor, and what is written unless its values are
-    asked for.
+    `data` has an array for each part: one part of a file (`OnePartArray`), numpy's or dask's.
+    `values` makes a dense array of a tensor of another layout. `stored` has the tensors that a file
+    holds in place of a quantised one; they are written unless a dense layout is requested.
     """
 
-    tensor: WantedTensor
-    parts: dict[str, Any]
+    data: Mapping[str, Any] = field(default_factory=dict)
     values: Callable[[], Any] | None = None
-    level: int | None = None
     stored: tuple[Payload, ...] = ()
 
-    def data(self, role: str, part: WantedPart, cast: Cast) -> PartData:
-        """Return the bytes of a part in the form in which they are to be written."""
-        source = self.parts[role]
-        order = self.tensor.order if self.tensor.layout == "dense" else "C"
-        if isinstance(source, StoredData):
-            return source.written_as(part, order, cast, recompress=self.level is not None)
-        return ArrayData(source, part.dtype, cast, self.tensor.name, order)
+    def part_data(self, role: str, part: WantedPart, cast: Cast) -> PartData:
+        """Return the bytes of a part in the form in which they are written."""
+        order = self.order if self.layout == "dense" else "C"
+        return part_data(self.data[role], part, order, cast, self.name)
 
 
 class Gathered(NamedTuple):
-    """All that is to be written: tensors, and what is said of the file and of how they belong.
+    """All tensors of a new file, and its attributes.
 
     `attr_types` are element types that attributes had where they come from.
     """
@@ -110,88 +106,83 @@ class Gathered(NamedTuple):
     attr_types: Mapping[str, str]
 
 
-class Stored(NamedTuple):
-    """A tensor as a file has it; `values` makes a dense array of it, where it is not dense."""
+def stored_payload(
+    tensor: Tensor,
+    readers: Mapping[str, PartReader],
+    values: Callable[[], Any] | None = None,
+) -> Payload:
+    """Return a tensor of a file, to be written with its stored bytes.
 
-    tensor: Tensor
-    readers: Mapping[str, PartReader]
-    values: Callable[[], Any] | None = None
-
-    @property
-    def name(self) -> str:
-        """As it is to be in the new file."""
-        return self.tensor.name
-
-    @classmethod
-    def of(
-        cls,
-        tensor: Tensor,
-        sources: Mapping[str | None, Source],
-        *,
-        verify: bool | None = None,
-    ) -> Stored:
-        """Return a tensor of an index, with what reads its parts."""
-        readers = {
-            role: PartReader(sources[part.shard], part, verify)
-            for role, part in tensor.parts.items()
-        }
-
-        def values() -> Any:
-            lazy = lazy_arrays(tensor, sources, ReadOptions(verify=verify))
-            return lazy_dask_array(lazy[None])
-
-        return cls(tensor, readers, values)
-
-    def payload(self) -> Payload:
-        """Return the tensor as it is in the file, to be written with its stored bytes."""
-        tensor = self.tensor
-        if tensor.problem is not None:
-            raise tensor.problem.located(tensor=tensor.name)
-        layout: Layout = tensor.layout
-        data: dict[str, Any]
-        if layout == "chunked":
-            # No format that is written has chunks of its own.
-            layout, array = "dense", ChunkedArray(tensor, self.readers, decode=False)
-            offset = min([part.offset for part in tensor.parts.values()])
-            parts = {"data": WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)}
-            data = {"data": lazy_dask_array(array)}
-        else:
-            sparse = canonical_parts(tensor, self.readers) if "sparse" in layout else None
-            parts, data = sparse or self._as_stored()
-        wanted = WantedTensor(
-            tensor.name,
-            tensor.dtype,
-            tensor.shape,
-            parts,
-            layout,
-            tensor.order,
-            tensor.attrs,
-            tensor.dims,
-            # Codebooks are in no format: what is stored is written, or the values.
-            tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
-            tensor.path,
-        )
-        apart = tuple([each.payload() for each in self.apart()])
-        return Payload(wanted, data, self.values, stored=apart)
-
-    def apart(self) -> Iterator[Stored]:
-        """Return what a file has in place of a quantised tensor."""
-        for role, each in (self.tensor.stored or {}).items():
-            yield Stored(each, {"data": replace(self.readers[role], part=each.parts["data"])})
-
-    def _as_stored(self) -> tuple[dict[str, WantedPart], dict[str, Any]]:
-        tensor = self.tensor
-        parts, data = {}, {}
+    `values` makes a dense array of a tensor that is not dense.
+    """
+    if tensor.problem is not None:
+        raise tensor.problem.located(tensor=tensor.name)
+    layout: Layout = tensor.layout
+    data: dict[str, Any]
+    if layout == "chunked":
+        # No format that is written has chunks of its own.
+        layout = "dense"
+        offset = min([part.offset for part in tensor.parts.values()])
+        parts = {"data": WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)}
+        data = {"data": lazy_dask_array(ChunkedArray(tensor, readers, decode=False))}
+    elif "sparse" in layout and (sorted_parts := canonical_parts(tensor, readers)) is not None:
+        parts, data = sorted_parts
+    else:
+        data, parts = {}, {}
         for role, part in tensor.parts.items():
-            reader = self.readers[role]
-            shape = decoded_shape(tensor, role, reader)
-            wanted = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
-            parts[role] = wanted
-            order = tensor.order if tensor.layout == "dense" and role == "data" else "C"
-            blocks = tensor.dtype if tensor.layout == "blocks" else None
-            about = (order, tensor.strict, tensor.name, blocks)
-            data[role] = StoredData(reader, wanted.nbytes, shape, *about)
-        return parts, data
+            array, shape = _part_array(tensor, role, readers[role])
+            data[role] = array
+            parts[role] = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
+    replacements = stored_in_place(tensor, readers)
+    return Payload(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        parts,
+        layout,
+        tensor.order,
+        tensor.attrs,
+        tensor.dims,
+        # No format has codebooks: the stored tensors are written, or the values.
+        tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
+        tensor.path,
+        data,
+        values,
+        tuple([stored_payload(*replacement) for replacement in replacements]),
+    )
+
+
+def stored_in_place(
+    tensor: Tensor, readers: Mapping[str, PartReader]
+) -> Iterator[tuple[Tensor, dict[str, PartReader]]]:
+    """Return the tensors that a file has in place of a quantised one, with their readers."""
+    for role, stored in (tensor.stored or {}).items():
+        yield stored, {"data": replace(readers[role], part=stored.parts["data"])}
+
+
+def dense_values(
+    tensor: Tensor, sources: Mapping[str | None, Source], *, verify: bool | None
+) -> Callable[[], Any]:
+    """Return a function that makes a dense dask array of the values of a tensor."""
+
+    def values() -> Any:
+        lazy = lazy_arrays(tensor, sources, ReadOptions(verify=verify))
+        return lazy_dask_array(lazy[None])
+
+    return values
+
+
+def _part_array(
+    tensor: Tensor, role: str, reader: PartReader
+) -> tuple[OnePartArray, tuple[int, ...]]:
+    """Return a part as an array of stored elements or blocks, and its shape in the new file."""
+    shape = decoded_shape(tensor, role, reader)
+    if tensor.layout == "blocks":
+        return BlockArray(tensor.name, reader, tensor.shape, tensor.dtype), shape
+    if tensor.layout == "dense" and role == "data":
+        return dense_array(tensor, reader, decode=False), shape
+    array = DenseArray(tensor.name, reader, shape, decode=False, strict=tensor.strict)
+    return array, shape
 
 
 class PartData(ABC):
@@ -212,20 +203,26 @@ class PartData(ABC):
         return iter(())
 
 
-@dataclass(frozen=True, slots=True)
-class LiteralData(PartData):
-    """Bytes that are known."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the data
-        """How many bytes are written."""
-        return len(self.data)
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Return all bytes at once."""
-        yield memoryview(self.data)
+def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str) -> PartData:
+    """Return the bytes of a part, which an array has, in the form in which they are written."""
+    if not isinstance(array, OnePartArray):
+        return ArrayData(array, part.dtype, cast, tensor, order)
+    stored = array.reader.part
+    if isinstance(array, DenseArray):
+        is_turned = order != array.order and sum(n > 1 for n in array.shape) > 1
+        # A file may have booleans other than 0 and 1, which the new one must not.
+        is_recoded = part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool"
+        if is_turned or is_recoded:
+            checked = array.verified()
+            is_small = array.part_nbytes <= _TURNED_NBYTES and stored.encoding is None
+            if is_turned and not is_small:
+                return ArrayData(lazy_dask_array(checked), part.dtype, cast, tensor, order)
+            return ArrayData(checked, part.dtype, cast, tensor, order if is_turned else array.order)
+    is_same = part.compression == stored.encoding and stored.skip is None
+    is_verbatim = stored.encoding is not None and is_same and part.level is None
+    block_type = array.block_type if isinstance(array, BlockArray) else None
+    swapped = block_type if stored.byteorder == "big" else None
+    return StoredData(array.reader, array.part_nbytes, is_verbatim=is_verbatim, swapped=swapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +257,11 @@ class ArrayData(PartData):
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
         if ELEMENT_TYPES[self.dtype].bits >= 8:
-            for _, read in self._pieces():
-                yield read()
+            yield from map(as_bytes, self._converted_blocks())
             return
         rest = np.empty(0, np.uint8)
-        for key, _ in self.runs():
-            codes = np.concatenate([rest, self.converted(key).reshape(-1).view(np.uint8)])
+        for block in self._converted_blocks():
+            codes = np.concatenate([rest, block.reshape(-1).view(np.uint8)])
             whole = len(codes) // 2 * 2
             rest = codes[whole:]
             yield _joined(codes[:whole])
@@ -273,8 +269,25 @@ class ArrayData(PartData):
             yield _joined(rest)
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Return ranges, except of elements that share bytes."""
-        return None if ELEMENT_TYPES[self.dtype].bits < 8 else self._pieces()
+        """Return ranges, except of elements that share bytes or are decoded from the start."""
+        shares_bytes = ELEMENT_TYPES[self.dtype].bits < 8
+        return None if shares_bytes or self._stream is not None else self._pieces()
+
+    @property
+    def _stream(self) -> DenseArray | None:
+        """The array if its part has to be decoded from the start."""
+        array = self.array
+        is_stream = isinstance(array, DenseArray) and array.reader.part.encoding in STREAMS
+        return array if is_stream else None
+
+    def _converted_blocks(self) -> Iterator[np.ndarray[Any, Any]]:
+        stream = self._stream
+        if stream is None:
+            yield from (self.converted(key) for key, _ in self.runs())
+            return
+        for position, block in stream.flat(PIECE_NBYTES):
+            origin = (position,)
+            yield convert(block, self.dtype, self.cast, tensor=self.tensor, origin=origin)
 
     def _pieces(self) -> Iterator[Piece]:
         start = 0
@@ -350,24 +363,31 @@ class SpooledData(PartData):
 
 @dataclass(frozen=True, slots=True)
 class StoredData(PartData):
-    """A part of a file that nobody has changed: its elements as they are stored.
+    """The bytes of an unchanged part of a file, decoded, or as they are stored (`is_verbatim`).
 
-    `nbytes` is the decoded size, `name` the tensor's; where `strict`, what the format forbids in
-    values is an error.
+    `decoded_nbytes` is the decoded size. `swapped` is the type of quantised blocks in the other
+    byte order.
     """
 
     reader: PartReader
-    nbytes: int
-    shape: tuple[int, ...]
-    order: str = "C"
-    strict: bool = False
-    name: str = ""
-    block_type: str | None = None  # of which the bytes are blocks
+    decoded_nbytes: int
+    is_verbatim: bool = False
+    swapped: str | None = None
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
+        """How many bytes are written."""
+        return self.reader.part.nbytes if self.is_verbatim else self.decoded_nbytes
 
     @property
     def is_checked(self) -> bool:
         """Whether the file states a digest, which is compared when all bytes have passed."""
         return self.reader.is_checked
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the bytes are a range of the file."""
+        return self.reader.is_raw and self.swapped is None and self.nbytes > 0
 
     def ranges(self) -> Iterator[Range]:
         """Return where they are stored; see `PartData.ranges`."""
@@ -375,11 +395,17 @@ class StoredData(PartData):
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
-        return self.reader.blocks(self.nbytes, PIECE_NBYTES, compare=True)
+        if self.is_verbatim:
+            yield from self.reader.compared_blocks()
+            return
+        start = 0
+        for block in self.reader.blocks(self.decoded_nbytes, PIECE_NBYTES, compare=True):
+            yield self._ordered(block, start)
+            start += len(block)
 
     def pieces(self) -> Iterable[Piece] | None:
         """Return ranges, except of a stream that can only be decoded from its start."""
-        if self.reader.part.encoding in STREAMS:
+        if self.is_verbatim or self.reader.part.encoding in STREAMS:
             return None
         starts = range(0, self.nbytes, PIECE_NBYTES)
         stops = (min(start + PIECE_NBYTES, self.nbytes) for start in starts)
@@ -387,128 +413,25 @@ class StoredData(PartData):
 
     def _read(self, start: int, stop: int) -> memoryview:
         if not self.reader.is_raw:
-            return self.reader.read(start, stop, self.nbytes)
-        # Not a view of a memory map: it is written at once.
+            return self._ordered(self.reader.read(start, stop, self.nbytes), start)
+        # A view of mapped bytes would be checked for changes only before they are read.
         self.reader.check(self.nbytes)
-        return self.reader.source.read(self.reader.part.offset + start, stop - start)
+        data = self.reader.source.read(self.reader.part.offset + start, stop - start)
+        return self._ordered(data, start)
 
-    @property
-    def _checking(self) -> PartReader:
-        """A reader that checks the digest before anything of the part is used."""
-        return replace(self.reader, verify=self.reader.verify is not False)
-
-    def written_as(self, part: WantedPart, order: str, cast: Cast, *, recompress: bool) -> PartData:
-        """Return the bytes in another form, where one is wanted."""
-        stored = self.reader.part
-        if order != self.order and sum(n > 1 for n in self.shape) > 1:
-            lazy = DenseArray(
-                self.name,
-                self._checking,
-                self.shape,
-                order=self.order,
-                decode=False,
-                strict=self.strict,
-            )
-            is_small = self.nbytes <= _TURNED_NBYTES and stored.encoding is None
-            array = lazy if is_small else lazy_dask_array(lazy)
-            return ArrayData(array, part.dtype, cast, self.name, order)
-        # A file may have booleans other than 0 and 1, where the new one must not.
-        if part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool":
-            return RecodedData(replace(self, reader=self._checking), part.dtype, cast)
-        is_same = part.compression == stored.encoding and stored.skip is None
-        if stored.encoding is not None and is_same and not recompress:
-            return VerbatimData(self)
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class VerbatimData(PartData):
-    """The bytes of a compressed part as they are stored."""
-
-    stored: StoredData
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
-        """Stored size."""
-        return self.stored.reader.part.nbytes
-
-    @property
-    def is_checked(self) -> bool:
-        """See `StoredData.is_checked`."""
-        return self.stored.is_checked
-
-    def ranges(self) -> Iterator[Range]:
-        """Return where they are stored; see `PartData.ranges`."""
-        return self.stored.ranges()
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Return all bytes in order; see `PartData.blocks`."""
-        return self.stored.reader.compared_blocks()
+    def _ordered(self, block: memoryview, start: int) -> memoryview:
+        return block if self.swapped is None else byteswapped(block, self.swapped, start)
 
     def hash_decoded(self, hasher: Hasher | None) -> None:
-        """Decode all bytes if a digest covers them: one that is wanted, or that the file states."""
-        stored, reader = self.stored, self.stored.reader
+        """Decode all bytes if a digest covers them: a new one, or the one that the file states."""
+        reader = self.reader
         is_due = self.is_checked and reader.part.digest_of == "decoded"
         if not is_due:
-            stored = replace(stored, reader=replace(reader, verify=False))
-        for block in stored.blocks() if is_due or hasher is not None else ():
+            reader = replace(reader, verify=False)
+        decoded = reader.blocks(self.decoded_nbytes, PIECE_NBYTES, compare=True)
+        for block in decoded if is_due or hasher is not None else ():
             if hasher is not None:
                 hasher.update(block)
-
-
-@dataclass(frozen=True, slots=True)
-class RecodedData(PartData):
-    """A part of a file, its elements as another type, in the same order."""
-
-    stored: StoredData
-    dtype: str
-    cast: Cast
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
-        """How many bytes are written."""
-        return nbytes_of(self.dtype, prod(self.stored.shape))
-
-    @property
-    def _bits(self) -> int:
-        return ELEMENT_TYPES[self.stored.reader.part.dtype].bits
-
-    def ranges(self) -> Iterator[Range]:
-        """Return where they are stored; see `PartData.ranges`."""
-        return self.stored.ranges()
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Return all bytes in order; see `PartData.blocks`."""
-        start = 0
-        for block in self.stored.blocks():
-            yield self._recoded(block, start)
-            start += len(block)
-
-    def pieces(self) -> Iterable[Piece] | None:
-        """Return ranges where those of the stored part can be had."""
-        pieces = self.stored.pieces()
-        if pieces is None:
-            return None
-        bits = ELEMENT_TYPES[self.dtype].bits
-        return (
-            (start * bits // self._bits, partial(self._read, read, start)) for start, read in pieces
-        )
-
-    def _read(self, read: Callable[[], memoryview], start: int) -> memoryview:
-        return self._recoded(read(), start)
-
-    def _recoded(self, block: memoryview, start: int) -> memoryview:
-        stored, part = self.stored, self.stored.reader.part
-        if stored.block_type is not None:
-            return byteswapped(block, stored.block_type, start)
-        if self._bits < 8:
-            block = unpack_codes(block, self._bits).data
-        values = elements(
-            block, part.dtype, decode=False, byteorder=part.byteorder, strict=stored.strict
-        )
-        first = start * 8 // self._bits
-        values = values[: prod(stored.shape) - first]  # the last byte may have room for more
-        return as_bytes(convert(values, self.dtype, self.cast, tensor=stored.name, origin=(first,)))
 
 
 def lazy_dask_array(lazy: LazyArray) -> Any:

@@ -17,14 +17,15 @@ from math import isclose, isnan, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, get_args
 
+from xckpt.arrays.dense import OnePartArray
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown, some, warn
-from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
+from xckpt.formats.plan import Draft, WantedPart, Written
 from xckpt.index import Arrangement, is_json
 from xckpt.storage.digests import Hasher
 from xckpt.writing.casting import Cast, holds
-from xckpt.writing.data import ArrayData, Gathered, Payload, StoredData
+from xckpt.writing.data import ArrayData, Gathered, Payload
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -161,93 +162,101 @@ class Fitting:
         can = self.writer.can_in(path)
         fitted: dict[str, Payload] = {}
         more: dict[str, dict[str, Any]] = {}
-        names = {payload.tensor.name for payload in gathered.payloads}
+        names = {payload.name for payload in gathered.payloads}
         places: set[Hashable] = set()
         for payload, wanted in self._asked_for(gathered.payloads):
             place = _place(payload)
             if place in places:
-                self.changes.add(_SHARED, payload.tensor.name)
+                self.changes.add(_SHARED, payload.name)
             elif place is not None:
                 places.add(place)
             for shaped in self._in_layout(payload, wanted, names):
-                name = shaped.tensor.name
+                name = shaped.name
                 if name in fitted:
                     raise ValueError(f"two tensors are called {shown(name)}")
-                shaped.level = wanted.get("level")
-                before = shaped.tensor.dtype
-                stored = self._stored(shaped.tensor, wanted)
-                if stored.dtype != before:
-                    self.changes.recast[before, stored.dtype] += 1
+                stored = self._stored(shaped, wanted)
+                if stored.dtype != shaped.dtype:
+                    self.changes.recast[shaped.dtype, stored.dtype] += 1
                 attrs, rest = _kept_attrs(stored.attrs, can.tensor_attrs)
                 for key in rest:
                     if can.arrangement and is_json(key) and is_json(rest[key]):
                         more.setdefault(name, {})[key] = rest[key]
                     else:
                         self.changes.add(_OF_TENSORS, str(key))
-                shaped.tensor = stored if attrs == stored.attrs else replace(stored, attrs=attrs)
-                fitted[name] = shaped
+                fitted[name] = stored if attrs == stored.attrs else replace(stored, attrs=attrs)
         self.requests.check_used([*names, *fitted])
-        self._put_inline([each for each in fitted.values() if self.writer.is_inline(each.tensor)])
+        inline = [payload for payload in fitted.values() if self.writer.is_inline(payload)]
+        fitted |= {payload.name: payload for payload in self._with_values(inline)}
         kept, rest = _kept_attrs(gathered.attrs, can.file_attrs)
         for key in rest:
             self.changes.add(_OF_FILE, key)
-        tensors = {name: each.tensor for name, each in fitted.items()}
         arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
-        return Draft(tensors, kept, path, arrangement, more, gathered.attr_types), fitted
+        return Draft(fitted, kept, path, arrangement, more, gathered.attr_types), fitted
 
     def _asked_for(self, payloads: Iterable[Payload]) -> Iterator[tuple[Payload, dict[str, Any]]]:
         """Return what is written, and how: of a quantised weight, what is stored in its place."""
         for payload in payloads:
-            wanted = self.requests.of(payload.tensor.name)
+            wanted = self.requests.of(payload.name)
             if not payload.stored or wanted.get("layout") == "dense":
                 yield payload, wanted
                 continue
             for stored in payload.stored:
-                how = wanted | self.requests.of(stored.tensor.name)
-                if "dtype" in how:
+                options = wanted | self.requests.of(stored.name)
+                if "dtype" in options:
                     raise UnsupportedError(
                         "the element type of codes and scales cannot be chosen",
-                        tensor=payload.tensor.name,
+                        tensor=payload.name,
                         hint="layout='dense' writes the values, in any type",
                     )
-                yield stored, how
+                yield stored, options
 
     def _in_layout(
         self, payload: Payload, wanted: Mapping[str, Any], names: set[str]
     ) -> Iterator[Payload]:
         """Return a tensor in a layout that the format has: as it is, dense, or as its parts."""
-        tensor, layout = payload.tensor, payload.tensor.layout
+        layout = payload.layout
         if layout in self.writer.can.layouts and wanted.get("layout", layout) == layout:
             yield payload
             return
         is_asked, may_change = "layout" in wanted, self.cast != "never"
         if layout != "structural" and payload.values is not None and (is_asked or may_change):
             if not is_asked:
-                self.changes.add(f"{layout} tensors written dense", tensor.name)
+                self.changes.add(f"{layout} tensors written dense", payload.name)
             values = payload.values()
             # Values of sparse tensors keep the type that they are stored as.
-            dtype = tensor.dtype if layout.startswith("sparse_") else values.dtype.name
-            part = WantedPart.of(dtype, tensor.shape)
-            about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
-            dense = WantedTensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)
-            yield Payload(dense, {"data": values})
+            dtype = payload.dtype if layout.startswith("sparse_") else values.dtype.name
+            yield Payload(
+                payload.name,
+                dtype,
+                payload.shape,
+                {"data": WantedPart.of(dtype, payload.shape)},
+                attrs=payload.attrs,
+                dims=payload.dims,
+                path=payload.path,
+                data={"data": values},
+            )
         elif layout == "structural" and may_change:
-            self.changes.add("tensors written as their parts", tensor.name)
-            for role, part in tensor.parts.items():
-                name = free_name(f"{tensor.name}:{role}", names)
+            self.changes.add("tensors written as their parts", payload.name)
+            for role, part in payload.parts.items():
+                name = free_name(f"{payload.name}:{role}", names)
                 names.add(name)
-                parts = {"data": part}
-                alone = WantedTensor(name, part.dtype, part.shape, parts, attrs=tensor.attrs)
-                yield Payload(alone, {"data": payload.parts[role]})
+                yield Payload(
+                    name,
+                    part.dtype,
+                    part.shape,
+                    {"data": part},
+                    attrs=payload.attrs,
+                    data={"data": payload.data[role]},
+                )
         else:
             raise UnsupportedError(
                 f"{layout} tensors have no place in format {self.writer.name!r}",
-                tensor=tensor.name,
+                tensor=payload.name,
                 rule="Layout",
                 hint=None if may_change else "cast='exact' writes the values dense",
             )
 
-    def _stored(self, tensor: WantedTensor, wanted: Mapping[str, Any]) -> WantedTensor:
+    def _stored(self, tensor: Payload, wanted: Mapping[str, Any]) -> Payload:
         """Choose element type, memory order, compression and digests of a tensor."""
         can, name, dtype, parts = self.writer.can, tensor.name, tensor.dtype, dict(tensor.parts)
         role = _VALUES.get(tensor.layout)
@@ -265,20 +274,23 @@ class Fitting:
                 has = f"has {', '.join(known)}" if known else "has none"
                 reason = f"the {what} {choice!r} is not one of this format, which {has}"
                 raise UnsupportedError(reason, tensor=name, rule="Encoding")
+        level = wanted.get("level")
         for role, part in parts.items():
             compression = _alike(wanted, "compression", part.compression, can.compressions)
             algorithm = _alike(wanted, "digest", part.algorithm, can.digests)
             # Files have 90,000 tensors of which nothing changes.
-            if (compression, algorithm) != (part.compression, part.algorithm):
-                parts[role] = part._replace(compression=compression, algorithm=algorithm)
+            if (compression, algorithm, level) != (part.compression, part.algorithm, None):
+                parts[role] = part._replace(
+                    compression=compression, algorithm=algorithm, level=level
+                )
         order: Any = tensor.order if tensor.order in can.orders else can.orders[0]
         if (dtype, parts, order) == (tensor.dtype, tensor.parts, tensor.order):
             return tensor
         return replace(tensor, dtype=dtype, parts=parts, order=order)
 
-    def _put_inline(self, payloads: Sequence[Payload]) -> None:
-        """Read or compute values, all at once, that a format writes among what it says of them."""
-        data = [each.data("data", each.tensor.parts["data"], self.cast) for each in payloads]
+    def _with_values(self, payloads: Sequence[Payload]) -> Iterator[Payload]:
+        """Read or compute, all at once, the values that a format writes into its header."""
+        data = [each.part_data("data", each.parts["data"], self.cast) for each in payloads]
         lazy = [each.array for each in data if isinstance(each, ArrayData) and each.is_dask]
         if lazy:
             import dask
@@ -290,9 +302,9 @@ class Fitting:
             try:
                 value = b"".join(known.blocks())
             except CheckpointError as error:
-                raise error.located(tensor=payload.tensor.name) from error.__cause__
-            part = payload.tensor.parts["data"]._replace(inline=value)
-            payload.tensor = replace(payload.tensor, parts={"data": part})
+                raise error.located(tensor=payload.name) from error.__cause__
+            part = payload.parts["data"]._replace(inline=value)
+            yield replace(payload, parts={"data": part})
 
     def _arrangement(self, wanted: Arrangement, can: Can) -> Arrangement:
         if not can.arrangement:
@@ -343,7 +355,8 @@ class Fitting:
         read = [
             self.writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])
         ]
-        stated = _stated(read, {extent.tensor: extent.offset for extent in reversed(plan.extents)})
+        offsets = {planned.tensor: planned.offset for planned in reversed(plan.parts)}
+        stated = _stated(read, offsets)
         lost = []
         for what, tensor, key, value in wanted:
             now = stated(tensor)
@@ -374,11 +387,13 @@ def _alike(
 
 def _place(payload: Payload) -> Hashable:
     """Return which bytes of which file a tensor is, None if there are none."""
-    data = payload.parts.get("data")
-    if not isinstance(data, StoredData) or data.reader.part.inline is not None or not data.nbytes:
+    array = payload.data.get("data")
+    if not isinstance(array, OnePartArray) or not array.part_nbytes:
         return None
-    part = data.reader.part
-    return data.reader.source, part.offset, part.nbytes, part.skip
+    part = array.reader.part
+    if part.inline is not None:
+        return None
+    return array.reader.source, part.offset, part.nbytes, part.skip
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
@@ -521,15 +536,15 @@ def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _Pl
         file = _PlannedFile(folder + slash + (name or own), files, None if name else old)
         files[name] = file
         position = file.size
-        for extent in each.extents:
-            part, offset = extent.part, extent.offset
+        for planned in each.parts:
+            part, offset = planned.part, planned.offset
             if offset is None:
-                offset = -(-(position + extent.gap) // each.alignment) * each.alignment
+                offset = -(-(position + planned.gap) // each.alignment) * each.alignment
             digest = None
             if part.algorithm is not None:
                 digest = f"{part.algorithm}:{Hasher(part.algorithm).value().hex()}"
             # How small compression makes it is not known, and no matter.
-            written[extent.tensor, extent.role] = Written(offset, part.nbytes, digest)
+            written[planned.tensor, planned.role] = Written(offset, part.nbytes, digest)
             position = offset + part.nbytes
             file.size = max(file.size, position)
         file.put(each.literals)

@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,29 +21,31 @@ import xarray as xr
 from dask.highlevelgraph import HighLevelGraph
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.stack_records import is_made_by_stacking, member_variables, remember_stack
 from xckpt.datasets.tensors import flatten, tensor_name
 from xckpt.errors import UnsupportedError, shown
-from xckpt.formats.plan import WantedPart, WantedTensor
+from xckpt.formats.plan import WantedPart
 from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.storage.source import files_of
 from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
-from xckpt.writing.data import Gathered, Payload, Stored, StoredData
+from xckpt.writing.data import Gathered, Payload, stored_payload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
+    from xckpt.arrays.parts import PartReader
     from xckpt.datasets.tensors import Flat
     from xckpt.storage import Source
     from xckpt.writing.fitting import Changes
 
 __all__ = [
     "Computed",
+    "Stored",
     "array_of",
     "gather",
     "listed",
@@ -52,6 +54,23 @@ __all__ = [
 ]
 
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
+
+
+class Stored(NamedTuple):
+    """A tensor that is in a file, unchanged; `values` makes a dense array of one that is not."""
+
+    tensor: Tensor
+    readers: Mapping[str, PartReader]
+    values: Callable[[], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in the new file."""
+        return self.tensor.name
+
+    def payload(self) -> Payload:
+        """Return the tensor to be written with its stored bytes."""
+        return stored_payload(*self)
 
 
 class Computed(NamedTuple):
@@ -71,14 +90,16 @@ class Computed(NamedTuple):
             is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
             layout: Any = "sparse_coo" if is_coo else "sparse_csr"
             parts, arrays = sparse_parts(array, layout, stored, name)
-            wanted = WantedTensor(name, stored, array.shape, parts, layout, **about)
-            return Payload(wanted, arrays, lambda: densified(array))
+            values = partial(densified, array)
+            return Payload(
+                name, stored, array.shape, parts, layout, **about, data=arrays, values=values
+            )
         compression, digest = encoding.get("stored_compression"), encoding.get("digest")
         offset = encoding.get("offset", 0)
         part = WantedPart.of(stored, array.shape, compression, digest, offset)
         order: Any = encoding.get("stored_order", "C")
-        wanted = WantedTensor(name, stored, array.shape, {"data": part}, order=order, **about)
-        return Payload(wanted, {"data": array})
+        data = {"data": array}
+        return Payload(name, stored, array.shape, {"data": part}, order=order, **about, data=data)
 
 
 def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
@@ -101,7 +122,7 @@ def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
     attrs = {str(name): value for name, value in obj.attrs.items()}
     # The order of a file is no order of its own.
     ordered = "format" not in whole.encoding or whole.encoding.get("ordered", False)
-    order = [payload.tensor.name for payload in payloads] if ordered else ()
+    order = [payload.name for payload in payloads] if ordered else ()
     arrangement = Arrangement(tuple(coords), tuple(order), modules)
     return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}))
 
@@ -134,11 +155,11 @@ def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
     """Find the files that values are read from, also those that something is computed from."""
     found: dict[Source, None] = {}
     for payload in payloads:
-        for part in payload.parts.values():
-            if isinstance(part, StoredData):
-                found[part.reader.source] = None
+        for array in payload.data.values():
+            if isinstance(array, OnePartArray):
+                found[array.source] = None
                 continue
-            graph = getattr(part, "dask", None)
+            graph = getattr(array, "dask", None)
             for layer in graph.layers.values() if isinstance(graph, HighLevelGraph) else ():
                 if isinstance(layer, TensorLayer):
                     found |= dict.fromkeys(layer.lazy.sources)

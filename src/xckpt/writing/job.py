@@ -21,10 +21,12 @@ from itertools import chain
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import IntegrityError, locating
-from xckpt.formats.plan import Extent, WantedPart, Written
+from xckpt.formats.plan import PlannedPart, WantedPart, Written
 from xckpt.index import Part
 from xckpt.progress import Progress
 from xckpt.storage import new_file, reading_ahead
@@ -36,10 +38,8 @@ from xckpt.storage.source import components
 from xckpt.writing.data import (
     PIECE_NBYTES,
     ArrayData,
-    LiteralData,
     SpooledData,
     StoredData,
-    VerbatimData,
     is_scattered,
     store,
     store_tasks,
@@ -78,49 +78,48 @@ _CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPER
 _CANNOT |= {errno.EIO, errno.ESTALE}
 
 
-class Item(NamedTuple):
-    """An extent of a plan and what is written there."""
-
-    extent: Extent
-    data: PartData | None  # None where tasks of a graph have written the bytes
-    level: int | None = None  # of compression
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether it has to be compressed, so that its stored size is not known yet."""
-        return self.extent.part.compression is not None and not isinstance(self.data, VerbatimData)
-
-    @property
-    def is_compressed_whole(self) -> bool:
-        """Whether one thread compresses it in memory."""
-        return self.is_compressed and self.extent.part.nbytes <= _COMPRESSED_WHOLE_NBYTES
-
-    @property
-    def nbytes(self) -> int:
-        """Stored size of what is not to be compressed."""
-        return self.extent.part.nbytes if self.data is None else self.data.nbytes
-
-    @property
-    def is_hashed(self) -> bool:
-        """Whether its bytes have to be seen in order, to make a digest or to check one."""
-        if self.extent.part.algorithm is not None:
-            return True
-        return isinstance(self.data, StoredData | VerbatimData) and self.data.is_checked
-
-    @property
-    def copied(self) -> StoredData | None:
-        """The range of a file that it is, if nothing has to look at the bytes."""
-        data = self.data
-        if not isinstance(data, StoredData) or self.is_compressed or self.is_hashed:
-            return None
-        # Of no bytes, nothing has to be there.
-        return data if data.nbytes and data.reader.is_raw else None
+# `PlannedPart.data` is a `PartData` here, or None if the tasks of a graph have written the bytes.
 
 
-def item_at(offset: int | None, data: PartData) -> Item:
-    """Make an item of bytes that belong to no tensor."""
+def _is_compressed(planned: PlannedPart) -> bool:
+    """Return whether a part has to be compressed, so that its stored size is not known yet."""
+    is_verbatim = isinstance(planned.data, StoredData) and planned.data.is_verbatim
+    return planned.part.compression is not None and not is_verbatim
+
+
+def _is_compressed_whole(planned: PlannedPart) -> bool:
+    """Return whether one thread compresses a part in memory."""
+    return _is_compressed(planned) and planned.part.nbytes <= _COMPRESSED_WHOLE_NBYTES
+
+
+def _nbytes(planned: PlannedPart) -> int:
+    """Return the stored size of a part that is not compressed."""
+    nbytes: int = planned.part.nbytes if planned.data is None else planned.data.nbytes
+    return nbytes
+
+
+def _is_hashed(planned: PlannedPart) -> bool:
+    """Return whether the bytes have to be seen in order, to make a digest or to check one."""
+    is_checked = isinstance(planned.data, StoredData) and planned.data.is_checked
+    return is_checked or planned.part.algorithm is not None
+
+
+def _copied(planned: PlannedPart) -> PartReader | None:
+    """Return the range of a file that a part is, if nothing has to look at the bytes."""
+    data = planned.data
+    if not isinstance(data, StoredData) or not data.is_range:
+        return None
+    return None if _is_compressed(planned) or _is_hashed(planned) else data.reader
+
+
+def _without_tensor(offset: int | None, data: PartData) -> PlannedPart:
+    """Return a planned part for bytes that belong to no tensor."""
     part = WantedPart("uint8", (data.nbytes,), data.nbytes)
-    return Item(Extent(*_NO_TENSOR, part, offset), data)
+    return PlannedPart(*_NO_TENSOR, part, offset, data=data)
+
+
+def _literal(data: bytes) -> ArrayData:
+    return ArrayData(np.frombuffer(data, np.uint8), "uint8", "exact", "")
 
 
 class Target(NamedTuple):
@@ -142,11 +141,11 @@ class Target(NamedTuple):
 
 
 class _FileToWrite(NamedTuple):
-    """One file of a checkpoint: its name if it is a companion, its plan and the data."""
+    """One file of a checkpoint: its name if it is a companion, its plan, and parts with data."""
 
     name: str | None
     plan: Plan
-    items: list[Item]
+    parts: list[PlannedPart]
 
 
 class WriteJob:
@@ -170,7 +169,7 @@ class WriteJob:
         replaced: Sequence[Source] = (),
         superseded: str | None = None,
     ) -> None:
-        self._target, self._label, self._replaced = target, label, replaced
+        self.target, self._label, self._replaced = target, label, replaced
         self._superseded = superseded
         #: Names of the tensors that are written.
         self.tensors = tuple(payloads)
@@ -181,17 +180,17 @@ class WriteJob:
         plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
         self._files = []
         for number, (name, each) in enumerate(plans):
-            items = [
-                self._item(extent, payloads[extent.tensor], cast, number, spool=len(plans))
-                for extent in each.extents
+            parts = [
+                self._with_data(planned, payloads[planned.tensor], cast, number, spool=len(plans))
+                for planned in each.parts
             ]
-            items += [item_at(at, LiteralData(literal)) for at, literal in each.literals]
+            parts += [_without_tensor(offset, _literal(data)) for offset, data in each.literals]
             if grown is not None and name is None:
                 whole = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
-                items.append(item_at(0, StoredData(whole, grown.size, (grown.size,))))
-            # What has no offset keeps its order, after all that has one.
-            items.sort(key=lambda item: inf if item.extent.offset is None else item.extent.offset)
-            self._files.append(_FileToWrite(name, each, items))
+                parts.append(_without_tensor(0, StoredData(whole, grown.size)))
+            # Parts without an offset keep their order, after the others.
+            parts.sort(key=lambda planned: inf if planned.offset is None else planned.offset)
+            self._files.append(_FileToWrite(name, each, parts))
         # The ranges that are written to by memory maps.
         self._reserved = [
             (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
@@ -203,24 +202,27 @@ class WriteJob:
         # Who makes and finishes the files needs no arrays: their tasks are sent by themselves.
         return self.__dict__ | {"_stores": []}
 
-    def _item(self, extent: Extent, payload: Payload, cast: Cast, file: int, *, spool: int) -> Item:
-        data = payload.data(extent.role, extent.part, cast)
+    def _with_data(
+        self, planned: PlannedPart, payload: Payload, cast: Cast, file: int, *, spool: int
+    ) -> PlannedPart:
+        """Add the source of its bytes to a planned part; dask arrays are computed before."""
+        data = payload.part_data(planned.role, planned.part, cast)
         if not isinstance(data, ArrayData) or not data.is_dask:
-            return Item(extent, data, payload.level)
+            return planned._replace(data=data)
         if data.array.size == 0:
-            return Item(extent, LiteralData(b""), payload.level)
+            return planned._replace(data=_literal(b""))
         packed = ELEMENT_TYPES[data.dtype].bits < 8
-        if extent.offset is not None and extent.part.compression is None and not packed:
-            self._stores.append((data, file, extent.offset))
-            return Item(extent, None)
+        if planned.offset is not None and planned.part.compression is None and not packed:
+            self._stores.append((data, file, planned.offset))
+            return planned
         spooled = SpooledData(self._spooled, data.array.size, data.dtype)
         self._stores.append((data, spool, self._spooled))
         self._spooled += data.array.size * stored_dtype(data.dtype).itemsize
-        return Item(extent, spooled, payload.level)
+        return planned._replace(data=spooled)
 
     def run(self, progress: Any = None) -> int:
         """Write everything now, and return how many bytes; after an error nothing is left."""
-        total = sum([item.extent.part.nbytes for file in self._files for item in file.items])
+        total = sum([planned.part.nbytes for file in self._files for planned in file.parts])
         with Progress(progress, self._label, total) as bar:
             sinks = self._begin()
             try:
@@ -255,13 +257,13 @@ class WriteJob:
         sinks: list[Sink] = []
         try:
             for file in self._files:
-                sinks.append(self._target.open(file.name))
+                sinks.append(self.target.open(file.name))
                 known = file.plan.nbytes
                 if known is None:
                     ends = [
-                        item.extent.offset + item.nbytes
-                        for item in file.items
-                        if item.extent.offset is not None and not item.is_compressed
+                        planned.offset + _nbytes(planned)
+                        for planned in file.parts
+                        if planned.offset is not None and not _is_compressed(planned)
                     ]
                     known = max(ends, default=0)
                 sinks[-1].resize(known)
@@ -283,13 +285,13 @@ class WriteJob:
         written: dict[tuple[str, str], Written] = {}
         ends = []
         for file, sink in zip(self._files, sinks, strict=False):
-            items = [
-                item._replace(data=replace(item.data, place=sinks[-1].place))
-                if isinstance(item.data, SpooledData)
-                else item
-                for item in file.items
+            parts = [
+                planned._replace(data=replace(planned.data, place=sinks[-1].place))
+                if isinstance(planned.data, SpooledData)
+                else planned
+                for planned in file.parts
             ]
-            done, end = stream(items, sink, file.plan.alignment, bar)
+            done, end = stream(parts, sink, file.plan.alignment, bar)
             written |= done
             ends.append(end)
         nbytes = 0
@@ -301,7 +303,7 @@ class WriteJob:
 
         def referring(names: Mapping[str, str]) -> Sink:
             """Write the main file as it is when companions have other names."""
-            if plan.renamed is None or plan.extents:
+            if plan.renamed is None or plan.parts:
                 text = "a plan with companions leaves all parts to them, and can rename them"
                 raise TypeError(text)
             renamed = plan.renamed(names)
@@ -353,15 +355,15 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
 
 
 def stream(
-    items: Sequence[Item], sink: Sink, alignment: int, progress: Progress
+    parts: Sequence[PlannedPart], sink: Sink, alignment: int, progress: Progress
 ) -> tuple[dict[Key, Written], int]:
     """Write parts to a file; return where they went, and where the last of them ends."""
     with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
         streaming = _Streaming(sink, threads, progress)
-        wanted = (item.data.ranges() for item in items if item.data is not None)
+        wanted = (planned.data.ranges() for planned in parts if planned.data is not None)
         try:
             with reading_ahead(chain.from_iterable(wanted)):
-                return streaming.run(items, alignment)
+                return streaming.run(parts, alignment)
         except BaseException:
             streaming.stopped = True
             threads.shutdown(wait=True, cancel_futures=True)
@@ -371,16 +373,16 @@ def stream(
 # --- which of them are written by one call -------------------------------------------------------
 
 
-def _groups(items: Sequence[Item]) -> Iterator[tuple[list[Item], bool]]:
+def _groups(parts: Sequence[PlannedPart]) -> Iterator[tuple[list[PlannedPart], bool]]:
     """Join neighbours that are written by one call, with whether that is a copy."""
-    gathered: list[Item] = []
-    for run in _runs(items):
-        nbytes = sum([item.nbytes for item in run]) if len(run) > 1 else run[0].nbytes
-        is_small = nbytes < _SMALL_NBYTES and run[0].data is not None and not run[0].is_compressed
+    gathered: list[PlannedPart] = []
+    for run in _runs(parts):
+        nbytes = sum([_nbytes(planned) for planned in run]) if len(run) > 1 else _nbytes(run[0])
+        is_small = nbytes < _SMALL_NBYTES and run[0].data is not None and not _is_compressed(run[0])
         if gathered:
-            start, last = gathered[0].extent.offset, run[-1].extent.offset
+            start, last = gathered[0].offset, run[-1].offset
             is_placed = start is not None and last is not None
-            nbytes = (last or 0) + run[-1].nbytes - (start or 0)
+            nbytes = (last or 0) + _nbytes(run[-1]) - (start or 0)
             if not (is_small and is_placed and nbytes <= _GATHERED_NBYTES):
                 yield gathered, False
                 gathered = []
@@ -392,28 +394,28 @@ def _groups(items: Sequence[Item]) -> Iterator[tuple[list[Item], bool]]:
         yield gathered, False
 
 
-def _runs(items: Sequence[Item]) -> Iterator[list[Item]]:
+def _runs(parts: Sequence[PlannedPart]) -> Iterator[list[PlannedPart]]:
     """Join stored parts that follow each other, in the old file as in the new one."""
-    run: list[Item] = []
-    for item in items:
-        if run and not _follows(run[-1], item):
+    run: list[PlannedPart] = []
+    for planned in parts:
+        if run and not _follows(run[-1], planned):
             yield run
             run = []
-        run.append(item)
+        run.append(planned)
     if run:
         yield run
 
 
-def _follows(last: Item, item: Item) -> bool:
-    before, after = last.copied, item.copied
+def _follows(last: PlannedPart, planned: PlannedPart) -> bool:
+    before, after = _copied(last), _copied(planned)
     if before is None or after is None:
         return False
-    if last.extent.offset is None or item.extent.offset is None:
+    if last.offset is None or planned.offset is None:
         return False
     return (
-        before.reader.source == after.reader.source
-        and before.reader.part.offset + last.nbytes == after.reader.part.offset
-        and last.extent.offset + last.nbytes == item.extent.offset
+        before.source == after.source
+        and before.part.offset + _nbytes(last) == after.part.offset
+        and last.offset + _nbytes(last) == planned.offset
     )
 
 
@@ -434,31 +436,31 @@ class _Streaming:
         self._pending: deque[Future[Any]] = deque()
         self._written: dict[Key, Written] = {}
 
-    def run(self, items: Sequence[Item], alignment: int) -> tuple[dict[Key, Written], int]:
+    def run(self, parts: Sequence[PlannedPart], alignment: int) -> tuple[dict[Key, Written], int]:
         position = end = 0
-        compressed = self._compress_ahead([item for item in items if item.is_compressed_whole])
-        for group, is_run in _groups(items):
-            item, offset = group[0], group[0].extent.offset
+        compressed = self._compress_ahead(list(filter(_is_compressed_whole, parts)))
+        for group, is_run in _groups(parts):
+            planned, offset = group[0], group[0].offset
             if offset is None:  # at the next multiple of the alignment
-                offset = -(-(position + item.extent.gap) // alignment) * alignment
-            if item.is_compressed:
-                position = self._put_compressed(item, offset, compressed)
+                offset = -(-(position + planned.gap) // alignment) * alignment
+            if _is_compressed(planned):
+                position = self._put_compressed(planned, offset, compressed)
             else:
                 # Only what has offsets is grouped.
-                spans = [(item, offset), *((each, each.extent.offset or 0) for each in group[1:])]
+                spans = [(planned, offset), *((each, each.offset or 0) for each in group[1:])]
                 self._put(spans, is_run=is_run)
                 last, begin = spans[-1]
-                position = begin + last.nbytes
+                position = begin + _nbytes(last)
             end = max(end, position)
         while self._pending:
             self._pending.popleft().result()
         self._written.pop(_NO_TENSOR, None)
         return self._written, end
 
-    def _put_compressed(self, item: Item, offset: int, compressed: Iterator[Any]) -> int:
+    def _put_compressed(self, planned: PlannedPart, offset: int, compressed: Iterator[Any]) -> int:
         """Write a part that is compressed, and return where it ends."""
         end = offset
-        if item.is_compressed_whole:
+        if _is_compressed_whole(planned):
             pieces, digest = next(compressed)
             stored = b"".join(pieces)
             self._submit(self._sink.write, stored, offset)
@@ -470,85 +472,85 @@ class _Streaming:
                 self._sink.write(block, offset + at)
                 end = offset + at + len(block)
 
-            digest = self._encode(item, emit, threads=_THREADS)
-        self._written[item.extent.tensor, item.extent.role] = Written(offset, end - offset, digest)
+            digest = self._encode(planned, emit, threads=_THREADS)
+        self._written[planned.tensor, planned.role] = Written(offset, end - offset, digest)
         return end
 
-    def _put(self, spans: list[tuple[Item, int]], *, is_run: bool) -> None:
+    def _put(self, spans: list[tuple[PlannedPart, int]], *, is_run: bool) -> None:
         """Begin to write what is not compressed, a group or one."""
-        item, offset = spans[0]
-        if is_run or (len(spans) == 1 and item.copied is not None):
+        planned, offset = spans[0]
+        if is_run or (len(spans) == 1 and _copied(planned) is not None):
             self._put_copy(spans)
         elif len(spans) > 1:
             self._submit(self._put_gathered, spans)
-        elif item.data is None and not item.is_hashed:
-            self._wrote(item, offset)
+        elif planned.data is None and not _is_hashed(planned):
+            self._wrote(planned, offset)
         else:
-            pieces = None if item.data is None or item.is_hashed else item.data.pieces()
+            pieces = None if planned.data is None or _is_hashed(planned) else planned.data.pieces()
             if pieces is None:
-                self._submit(self._put_in_order, item, offset)
+                self._submit(self._put_in_order, planned, offset)
                 return
             for start, read in pieces:
-                self._submit(self._put_piece, item, read, offset + start)
-            self._wrote(item, offset)
+                self._submit(self._put_piece, planned, read, offset + start)
+            self._wrote(planned, offset)
 
-    def _wrote(self, item: Item, offset: int, digest: str | None = None) -> None:
-        key = item.extent.tensor, item.extent.role
-        self._written[key] = Written(offset, item.nbytes, digest)
+    def _wrote(self, planned: PlannedPart, offset: int, digest: str | None = None) -> None:
+        key = planned.tensor, planned.role
+        self._written[key] = Written(offset, _nbytes(planned), digest)
 
-    def _put_piece(self, item: Item, read: Callable[[], memoryview], offset: int) -> None:
+    def _put_piece(self, planned: PlannedPart, read: Callable[[], memoryview], offset: int) -> None:
         self._check_stopped()
-        with _naming(item):
+        with _naming(planned):
             data = read()
         self._sink.write(data, offset)
         self._progress.advance(len(data))
 
-    def _put_in_order(self, item: Item, offset: int) -> None:
+    def _put_in_order(self, planned: PlannedPart, offset: int) -> None:
         def emit(block: Any, at: int) -> None:
-            if item.data is not None:
+            if planned.data is not None:
                 self._sink.write(block, offset + at)
 
-        self._wrote(item, offset, self._encode(item, emit, offset))
+        self._wrote(planned, offset, self._encode(planned, emit, offset))
 
-    def _put_gathered(self, spans: list[tuple[Item, int]]) -> None:
+    def _put_gathered(self, spans: list[tuple[PlannedPart, int]]) -> None:
         """Write small parts by one call."""
         self._check_stopped()
         origin = spans[0][1]
         last, begin = spans[-1]
-        gathered = memoryview(bytearray(begin + last.nbytes - origin))
-        copied: dict[Source, list[tuple[Item, int, Part]]] = defaultdict(list)
-        for item, offset in spans:
-            stored = item.copied
-            if stored is not None:
-                copied[stored.reader.source].append((item, offset, stored.reader.part))
+        gathered = memoryview(bytearray(begin + _nbytes(last) - origin))
+        copied: dict[Source, list[tuple[PlannedPart, int, Part]]] = defaultdict(list)
+        for planned, offset in spans:
+            reader = _copied(planned)
+            if reader is not None:
+                copied[reader.source].append((planned, offset, reader.part))
                 continue
 
             def emit(block: Any, at: int, base: int = offset - origin) -> None:
                 gathered[base + at : base + at + len(block)] = block
 
-            self._wrote(item, offset, self._encode(item, emit))
+            self._wrote(planned, offset, self._encode(planned, emit))
         for source, chosen in copied.items():
             blocks = source.read_ranges([(part.offset, part.nbytes) for _, _, part in chosen])
-            for (item, offset, _), block in zip(chosen, blocks, strict=True):
+            for (planned, offset, _), block in zip(chosen, blocks, strict=True):
                 gathered[offset - origin :][: len(block)] = block
-                self._wrote(item, offset)
+                self._wrote(planned, offset)
             self._progress.advance(sum(map(len, blocks)))
         self._sink.write(gathered, origin)
 
     # --- copies ---
 
-    def _put_copy(self, spans: list[tuple[Item, int]]) -> None:
+    def _put_copy(self, spans: list[tuple[PlannedPart, int]]) -> None:
         """Copy stored parts that lie next to each other, in the old file as in the new one."""
-        stored, first = spans[0][0].copied, spans[0][1]
-        if stored is None:
+        reader, first = _copied(spans[0][0]), spans[0][1]
+        if reader is None:
             raise TypeError(spans[0][0])
-        reader, total = stored.reader, sum(item.nbytes for item, _ in spans)
+        total = sum(_nbytes(planned) for planned, _ in spans)
         for done in range(0, total, _COPIED_NBYTES):
             count = min(_COPIED_NBYTES, total - done)
             start = reader.part.offset + done
             self._submit(self._copy, reader.source, start, first + done, count)
-        for item, offset in spans:
-            self._wrote(item, offset)
+        for planned, offset in spans:
+            self._wrote(planned, offset)
 
     def _copy(self, source: Source, start: int, offset: int, nbytes: int) -> None:
         """Copy a range of a file to where nothing has been written yet."""
@@ -585,30 +587,35 @@ class _Streaming:
 
     # --- encoding ---
 
-    def _compress_ahead(self, items: list[Item]) -> Iterator[tuple[list[bytes], str | None]]:
+    def _compress_ahead(self, parts: list[PlannedPart]) -> Iterator[tuple[list[bytes], str | None]]:
         """Compress parts in memory, some of them before they are asked for."""
         ahead: deque[Future[tuple[list[bytes], str | None]]] = deque()
-        for item in items:
-            ahead.append(self._threads.submit(self._compress_whole, item))
+        for planned in parts:
+            ahead.append(self._threads.submit(self._compress_whole, planned))
             if len(ahead) > _THREADS:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
 
-    def _compress_whole(self, item: Item) -> tuple[list[bytes], str | None]:
+    def _compress_whole(self, planned: PlannedPart) -> tuple[list[bytes], str | None]:
         pieces: list[bytes] = []
-        digest = self._encode(item, lambda block, _: pieces.append(bytes(block)))
+        digest = self._encode(planned, lambda block, _: pieces.append(bytes(block)))
         return pieces, digest
 
     def _encode(
-        self, item: Item, emit: Callable[[Any, int], None], offset: int = 0, *, threads: int = 1
+        self,
+        planned: PlannedPart,
+        emit: Callable[[Any, int], None],
+        offset: int = 0,
+        *,
+        threads: int = 1,
     ) -> str | None:
         """Emit the bytes of a part as they are to be stored; return the digest it asks for."""
-        part, data = item.extent.part, item.data
-        blocks = self._read_back(offset, item.nbytes) if data is None else data.blocks()
+        part, data = planned.part, planned.data
+        blocks = self._read_back(offset, _nbytes(planned)) if data is None else data.blocks()
         encoder = None
-        if item.is_compressed:
-            level = DEFAULT_LEVEL if item.level is None else item.level
+        if _is_compressed(planned):
+            level = DEFAULT_LEVEL if part.level is None else part.level
             encoder = new_encoder(str(part.compression), part.nbytes, level=level, threads=threads)
         hasher = None if part.algorithm is None else Hasher(part.algorithm)
         covers_decoded = part.digest_of == "decoded" and part.compression is not None
@@ -623,7 +630,7 @@ class _Streaming:
             emit(stored, at)
             at += len(stored)
 
-        with _naming(item):
+        with _naming(planned):
             for block in blocks:
                 self._check_stopped()
                 if of_raw is not None:
@@ -632,7 +639,7 @@ class _Streaming:
                 self._progress.advance(len(block))
             if encoder is not None:
                 put(encoder.end())
-            if isinstance(data, VerbatimData):
+            if isinstance(data, StoredData) and data.is_verbatim:
                 data.hash_decoded(hasher if covers_decoded else None)
         return None if hasher is None else f"{hasher.algorithm}:{hasher.value().hex()}"
 
@@ -651,10 +658,10 @@ class _Streaming:
 
 
 @contextmanager
-def _naming(item: Item) -> Iterator[None]:
+def _naming(planned: PlannedPart) -> Iterator[None]:
     """Name the tensor in errors, and say what to do about damage."""
     try:
-        with locating(tensor=item.extent.tensor):
+        with locating(tensor=planned.tensor):
             yield
     except IntegrityError as error:
         error.hint = error.hint or "xckpt.verify lists all that is damaged"

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xarray as xr
 
+from xckpt.arrays.parts import part_readers
 from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, locating, shown
@@ -39,8 +40,14 @@ from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage import new_file, open_source
 from xckpt.storage.source import sources_of
-from xckpt.writing.contents import KINDS, TensorDigest, contents_of, digest, side_by_side
-from xckpt.writing.data import Stored
+from xckpt.writing.contents import (
+    KINDS,
+    TensorDigest,
+    contents_of,
+    digest,
+    side_by_side,
+    stored_contents,
+)
 from xckpt.writing.fitting import Changes
 from xckpt.writing.gathering import listed
 
@@ -308,8 +315,12 @@ def manifest(
         sources = sources_of(source, index.shards)
         names = select_or_raise(index.tensors, tensors)
         with paused_collector():
-            tensors_there = (Stored.of(index.tensors[name], sources) for name in names)
-            contents = list(chain.from_iterable(map(contents_of, tensors_there)))
+            tensors_there = (index.tensors[name] for name in names)
+            contents = [
+                content
+                for tensor in tensors_there
+                for content in stored_contents(tensor, part_readers(tensor, sources))
+            ]
         return _hashed(contents, progress)
 
 

@@ -22,6 +22,7 @@ import xarray as xr
 
 from xckpt import formats
 from xckpt.arrays import read_later
+from xckpt.arrays.parts import part_readers
 from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
@@ -35,7 +36,7 @@ from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.writing.casting import holds
-from xckpt.writing.data import Gathered, Stored
+from xckpt.writing.data import Gathered, dense_values, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Target, WriteJob
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
-__all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
+__all__ = ["Conversion", "Recast", "append", "convert", "save", "writer_of"]
 
 # Those that all formats have.
 _OPTIONS = (
@@ -140,23 +141,21 @@ def save(
     >>> xckpt.save(ds.astype("float16"), "half.safetensors")  # doctest: +SKIP
     """
     obj = as_dataset(obj)
-    destination = Destination(
-        path,
-        engine,
-        encoding=encoding,
-        cast=cast,
-        overwrite=overwrite,
-        storage_options=storage_options,
-        format_options=format_options,
+    fitting = Fitting(writer_of(path, engine, format_options), Requests(encoding), cast)
+    format = fitting.writer.name
+    gathered = gather(obj, fitting.changes, format)
+    job = _write_job(
+        gathered,
+        fitting,
+        _target(path, overwrite=overwrite, storage_options=storage_options),
+        format_options,
+        sources=source_files(gathered.payloads),
+        before=partial(_opened_as, obj, format),
     )
-    format = destination.writer.name
-    gathered = gather(obj, destination.changes, format)
-    sources = source_files(gathered.payloads)
-    job = destination.job(gathered, sources=sources, before=partial(_opened_as, obj, format))
     if compute:
         job.run(progress)
         return None
-    destination.target.open().abort()  # what cannot be written is said now
+    job.target.open().abort()  # errors of the target are raised now
     delayed: Delayed = job.delayed()
     return delayed
 
@@ -261,38 +260,45 @@ def convert(
     --------
     >>> xckpt.convert("model.bpk", "model.zt")  # doctest: +SKIP
     """
-    destination = Destination(
-        dst,
-        engine,
-        encoding=encoding,
-        cast=cast,
-        overwrite=overwrite,
-        storage_options=storage_options,
-        format_options=format_options,
-    )
+    fitting = Fitting(writer_of(dst, engine, format_options), Requests(encoding), cast)
+    target = _target(dst, overwrite=overwrite, storage_options=storage_options)
     source, index = open_index(src, source_engine, storage_options=storage_options)
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
             new = new_names(index.tensors, names)
             chosen = _chosen(index, tensors, new)
-            payloads = [Stored.of(each, sources, verify=verify).payload() for each in chosen]
+            payloads = [
+                stored_payload(
+                    tensor,
+                    part_readers(tensor, sources, verify=verify),
+                    dense_values(tensor, sources, verify=verify),
+                )
+                for tensor in chosen
+            ]
             gathered = Gathered(
                 payloads,
                 read_later(index.attrs, sources),
                 index.arrangement.renamed(new),
                 index.attr_types,
             )
-            same = index if index.format == destination.writer.name else None
-            job = destination.job(gathered, sources=files_of(source), before=lambda: same)
+            same = index if index.format == fitting.writer.name else None
+            job = _write_job(
+                gathered,
+                fitting,
+                target,
+                format_options,
+                sources=files_of(source),
+                before=lambda: same,
+            )
         nbytes = job.run(progress)
     recasts = tuple(
         Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
-        for types, count in destination.changes.recast.items()
+        for types, count in fitting.changes.recast.items()
     )
     before = sum([tensor.nbytes for tensor in chosen])
     count = len(job.tensors)
-    return Conversion(destination.path, destination.writer.name, count, nbytes, before, recasts)
+    return Conversion(job.target.path, fitting.writer.name, count, nbytes, before, recasts)
 
 
 def _chosen(index: Index, tensors: TensorFilter | None, new: Mapping[str, str]) -> list[Tensor]:
@@ -386,21 +392,21 @@ def append(
     obj = as_dataset(obj)
     source, index = open_index(path, storage_options=storage_options, whole=False)
     try:
-        destination = Destination(
-            path,
-            index.format,
-            encoding=encoding,
-            cast=cast,
-            overwrite=True,
-            storage_options=storage_options,
-            format_options=format_options,
-        )
+        writer = writer_of(path, index.format, format_options)
+        fitting = Fitting(writer, Requests(encoding), cast)
         if isinstance(source, ShardedSource):
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
-        before = partial(_opened_as, obj, index.format)
-        how: Any = {"sources": [source], "before": before, "grown": source, "replace": replace}
-        job = destination.job(gather(obj, destination.changes), **how)
+        job = _write_job(
+            gather(obj, fitting.changes),
+            fitting,
+            _target(path, overwrite=True, storage_options=storage_options),
+            format_options,
+            sources=[source],
+            before=partial(_opened_as, obj, index.format),
+            grown=source,
+            replace=replace,
+        )
         with _alone(source):
             job.run(progress)
     except CheckpointError as error:
@@ -435,91 +441,87 @@ def _alone(source: Source) -> Iterator[None]:
 # --- where to, and as what ------------------------------------------------------------------------
 
 
-class Destination:
-    """A file that is to be written, and what a user asked for; see `save`."""
+def writer_of(
+    path: str | PathLike[str],
+    engine: str | None = None,
+    format_options: Mapping[str, Any] | None = None,
+) -> formats.Format:
+    """Return the format of a new file; raise if it lacks one of the options."""
+    writer = formats.writable(engine or _format_of(os.fspath(path)))
+    known = tuple(writer.write_options)
+    for option in format_options or {}:
+        if option not in known:
+            similar = get_close_matches(option, (*_OPTIONS, *known), n=1)
+            hint = f"it has {', '.join(known) or 'none'}"
+            if option in TENSOR_OPTIONS:
+                hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
+            elif similar:
+                hint = f"did you mean {similar[0]!r}?"
+            raise TypeError(f"format {writer.name!r} has no option {option!r} for writing; {hint}")
+    return writer
 
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        overwrite: bool = False,
-        storage_options: dict[str, Any] | None = None,
-        format_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        target = os.fspath(path)
-        self.writer = formats.writable(engine or _format_of(target))
-        self._options = format_options or {}
-        has = tuple(self.writer.write_options)
-        for option in self._options:
-            if option not in has:
-                alike = get_close_matches(option, (*_OPTIONS, *has), n=1)
-                hint = (
-                    f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
-                )
-                if option in TENSOR_OPTIONS:
-                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
-                name = self.writer.name
-                raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
-        self._fitting = Fitting(self.writer, Requests(encoding), cast)
-        self.changes = self._fitting.changes
-        path = target if is_remote(target) else local_path(target)
-        self.target = Target(path, overwrite, storage_options)
 
-    @property
-    def path(self) -> str:
-        """Path or URL of the file, of several the one to open."""
-        return self.target.path
+def _target(
+    path: str | PathLike[str], *, overwrite: bool, storage_options: dict[str, Any] | None
+) -> Target:
+    target = os.fspath(path)
+    target = target if is_remote(target) else local_path(target)
+    return Target(target, overwrite, storage_options)
 
-    def job(
-        self,
-        gathered: Gathered,
-        *,
-        sources: Iterable[Source],
-        before: Callable[[], Index | None],
-        grown: Source | None = None,
-        replace: bool = False,
-    ) -> WriteJob:
-        """Lay the file out, and warn of what changes; nothing is written yet.
 
-        `before` returns the index of what is written anew, if it has the same format. `grown` is
-        the file that is added to; then `replace` tells whether tensors of it are replaced.
-        """
-        try:
-            draft, fitted = self._fitting.draft(gathered, self.path)
-            plan = self.writer.plan
-            if grown is not None:
-                plan = partial(self.writer.append, grown, replace=replace)
-            planned = plan(draft, **self._options)
-            for loss, names in planned.losses.items():
-                for name in names:
-                    self.changes.add(loss, name)
-            how: Any = {"given": self._options, "before": before, "grown": grown}
-            self._fitting.tell_stated(draft, planned, **how)
-            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
-            paths = [self.path, *map(self.target.companion, planned.companions)]
-            superseded = None
-            if planned.suffix:
-                self.target.open().abort()  # an existing file is an error, though it is not written
-                superseded = label if self.target.overwrite else None
-                self.target = self.target._replace(path=self.path + planned.suffix)
-                paths.append(self.path)
-            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
-                what = "readers may prefer what is next to it; remove it"
-                self.changes.add(what, label + INDEX_SUFFIX)
-            targets = {_resolved(path) for path in paths if self.target.overwrite}
-            more: Any = {
-                "grown": grown,
-                "replaced": [each for each in sources if _resolved(each.name) in targets],
-                "superseded": superseded,
-            }
-            job = WriteJob(planned, fitted, self._fitting.cast, self.target, label, **more)
-        except CheckpointError as error:
-            raise error.located(path=self.path) from error.__cause__
-        self.changes.warn(self.path)
-        return job
+def _write_job(
+    gathered: Gathered,
+    fitting: Fitting,
+    target: Target,
+    format_options: Mapping[str, Any],
+    *,
+    sources: Iterable[Source],
+    before: Callable[[], Index | None],
+    grown: Source | None = None,
+    replace: bool = False,
+) -> WriteJob:
+    """Lay out a file, and warn of changes; nothing is written yet.
+
+    `before` returns the index of the file that is written anew, if it has the same format. `grown`
+    is the file that is added to, and `replace` is whether tensors of it are replaced.
+    """
+    path, writer = target.path, fitting.writer
+    try:
+        draft, payloads = fitting.draft(gathered, path)
+        make_plan = writer.plan
+        if grown is not None:
+            make_plan = partial(writer.append, grown, replace=replace)
+        plan = make_plan(draft, **format_options)
+        for loss, names in plan.losses.items():
+            for name in names:
+                fitting.changes.add(loss, name)
+        fitting.tell_stated(draft, plan, given=format_options, before=before, grown=grown)
+        label = os.path.basename(path)  # noqa: PTH119  it may be a URL
+        paths = [path, *map(target.companion, plan.companions)]
+        superseded = None
+        if plan.suffix:
+            target.open().abort()  # an existing file is an error, though it is not written
+            superseded = label if target.overwrite else None
+            target = target._replace(path=path + plan.suffix)
+            paths.append(target.path)
+        elif not is_remote(path) and os.path.lexists(path + INDEX_SUFFIX):
+            what = "readers may prefer what is next to it; remove it"
+            fitting.changes.add(what, label + INDEX_SUFFIX)
+        overwritten = {_resolved(name) for name in paths if target.overwrite}
+        job = WriteJob(
+            plan,
+            payloads,
+            fitting.cast,
+            target,
+            label,
+            grown=grown,
+            replaced=[source for source in sources if _resolved(source.name) in overwritten],
+            superseded=superseded,
+        )
+    except CheckpointError as error:
+        raise error.located(path=path) from error.__cause__
+    fitting.changes.warn(target.path)
+    return job
 
 
 def _resolved(path: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.parts import PartReader, decoded_shape
+from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import (
@@ -32,8 +32,7 @@ from xckpt.labels.filters import select_or_raise
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
-from xckpt.writing.contents import contents_of, digest, side_by_side
-from xckpt.writing.data import Stored, StoredData
+from xckpt.writing.contents import digest, side_by_side, stored_contents
 from xckpt.writing.manifests import Manifest, differences
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ __all__ = ["Finding", "Report", "verify"]
 _SHOWN_FINDINGS = 20
 # Files that are looked at a last time together.
 _CONCURRENCY = 16
+# Size of the blocks in which parts are decoded to be checked.
+_BLOCK_NBYTES = 8 << 20
 # What was hashed, as a word for how a tensor is stored.
 _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
@@ -376,15 +377,14 @@ def _check(
         with locating(tensor=tensor.name):
             contents: list[TensorContent] = []
             if compared is not None:
-                contents += contents_of(Stored.of(tensor, sources), verify=None)
+                contents += stored_contents(tensor, part_readers(tensor, sources), verify=None)
             # What is hashed as it is stored is checked by that.
             is_hashed = len(contents) == 1 and contents[0].is_plain
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
                 nbytes = nbytes_of(part.dtype, prod(shape))
-                data = StoredData(reader, nbytes, shape)
-                is_compared = reader.is_checked if is_hashed else _check_part(data)
+                is_compared = reader.is_checked if is_hashed else _check_part(reader, nbytes)
                 digests += is_compared
                 # What the header itself has is structure.
                 is_covered &= is_compared or not part.nbytes or part.inline is not None
@@ -402,19 +402,17 @@ def _check(
     return _Checked(None, digests, is_covered=is_covered or compared is not None)
 
 
-def _check_part(data: StoredData) -> bool:
-    """Check the bytes of a part; return whether it has a digest that could be compared."""
-    part, reader = data.reader.part, data.reader
+def _check_part(reader: PartReader, nbytes: int) -> bool:
+    """Check the `nbytes` bytes of a part; return whether it has a digest that could be compared."""
+    part = reader.part
     if part.within is not None:
         whole = replace(reader, part=part.within)
-        nbytes = whole.decoded_nbytes()
-        return _check_part(StoredData(whole, nbytes, (nbytes,)))
-    nbytes = reader.decoded_nbytes() if part.encoding is None else data.nbytes
-    if nbytes != data.nbytes:
-        reason = f"{nbytes} bytes are not the {data.nbytes} of its shape and element type"
+        return _check_part(whole, whole.decoded_nbytes())
+    if part.encoding is None and (stated := reader.decoded_nbytes()) != nbytes:
+        reason = f"{stated} bytes are not the {nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
-    reader.check(nbytes)  # a digest that is malformed is damage, as it is to who reads it
-    if part.encoding is None and not data.is_checked:
+    reader.check(nbytes)  # a malformed digest is damage, as it is for other readers
+    if part.encoding is None and not reader.is_checked:
         # Look whether it is where it is said to be, without reading it.
         source, end = reader.source, part.offset + part.nbytes
         if part.inline is None and end > source.size:
@@ -423,9 +421,9 @@ def _check_part(data: StoredData) -> bool:
         if part.inline is None and part.nbytes:
             source.read(end, 0)  # looks at the file where that costs nothing
         return False
-    for _ in data.blocks():  # which compares
+    for _ in reader.blocks(nbytes, _BLOCK_NBYTES, compare=True):
         pass
-    return data.is_checked
+    return reader.is_checked
 
 
 def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:

@@ -57,7 +57,7 @@ from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
-from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor, by_source
+from xckpt.formats.plan import Draft, Plan, PlannedPart, WantedTensor, by_source
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Burnpack(Format):
         inline = [tensor for tensor in draft.tensors.values() if self.is_inline(tensor)]
         tensors = {n: each for n, each in draft.tensors.items() if not self.is_inline(each)}
         descriptors: dict[str, Any] = {}
-        extents: list[Extent] = []
+        planned: list[PlannedPart] = []
         end = 0
         for name, tensor in by_source(tensors).items():
             kit.check_text("the name", name, name)
@@ -180,7 +180,7 @@ class Burnpack(Format):
             start = end = kit.aligned(end, _ALIGNMENT)
             for role, at in places.items():
                 part = tensor.parts[role]
-                extents.append(Extent(name, role, part, start + at))
+                planned.append(PlannedPart(name, role, part, start + at))
                 end += part.nbytes
             fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
             param_id = _param_id(tensor, make=param_ids == "make")
@@ -197,7 +197,7 @@ class Burnpack(Format):
         metadata = cbor.encode(descriptors, kit.attribute_texts(draft, as_read), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
-        placed = [extent._replace(offset=start + (extent.offset or 0)) for extent in extents]
+        placed = [part._replace(offset=start + (part.offset or 0)) for part in planned]
         return replace(Plan.headed(head, placed, start + end), alignment=_ALIGNMENT)
 
     def is_inline(self, tensor: WantedTensor) -> bool:

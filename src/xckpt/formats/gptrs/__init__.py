@@ -52,7 +52,7 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
-from xckpt.formats.plan import LOST_DIMS, LOST_SCALARS, Draft, Extent, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, LOST_SCALARS, Draft, Plan, PlannedPart, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
 
@@ -164,17 +164,17 @@ class Gptrs(Format):
         start = (_ARCHIVE if model is None else _CHECKPOINT) + _U32.pack(2)
         start += b"" if model is None else _sized(model, "the config")
         offset = len(start) + 2 * _U32.size + sum([entry.listed_nbytes for entry in entries])
-        placed, extents = [], []
+        placed, planned = [], []
         for entry in entries:
             placed.append(entry._replace(offset=offset))
             part = draft.tensors[entry.name].parts["data"]
-            extents.append(Extent(entry.name, "data", part, offset))
+            planned.append(PlannedPart(entry.name, "data", part, offset))
             offset += entry.nbytes
         tensors = draft.tensors.values()
         dims = [tensor.name for tensor in tensors if any(tensor.dims or ()) and model is None]
         scalars = [tensor.name for tensor in tensors if not tensor.ndim]
         losses = {LOST_DIMS: dims, LOST_SCALARS: scalars}
-        return replace(Plan.headed(start + _listed(placed), extents, offset), losses=losses)
+        return replace(Plan.headed(start + _listed(placed), planned, offset), losses=losses)
 
     def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
         """Describe a tensor that is written; without an id in an archive."""

@@ -70,7 +70,7 @@ from xckpt.formats.mlcp.records import (
     written_block,
     written_string,
 )
-from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor, placed, referring
+from xckpt.formats.plan import Draft, Plan, PlannedPart, WantedTensor, placed, referring
 from xckpt.index import Index, Part, Shard, Tensor
 
 if TYPE_CHECKING:
@@ -405,11 +405,11 @@ def _in_one(
     head = CHECKPOINT_MAGIC + version + I32.pack(len(text)) + text
     head += b"".join([written_block(shard.records or []) for shard in shards])
     offset = len(head)
-    extents: list[Extent] = []
+    planned: list[PlannedPart] = []
     for shard, group in zip(shards, tensors, strict=True):
-        extents += placed(group, shard.offsets, offset)
+        planned += placed(group, shard.offsets, offset)
         offset += shard.file_size
-    return Plan.headed(head, extents, offset)
+    return Plan.headed(head, planned, offset)
 
 
 def _in_several(
@@ -421,13 +421,13 @@ def _in_several(
     files, listed = {}, []
     for shard, group in zip(shards, tensors, strict=True):
         path = candidates(draft.path, shard.rank)[0]
-        extents = placed(group, shard.offsets, HEADER.size)
-        for extent in extents:
-            end = (extent.offset or 0) - HEADER.size + extent.part.nbytes
-            _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
+        planned = placed(group, shard.offsets, HEADER.size)
+        for part in planned:
+            end = (part.offset or 0) - HEADER.size + part.part.nbytes
+            _check_i32(end, f"the data of rank {shard.rank} up to here", part.tensor)
         head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(group), shard.file_size)
         size = HEADER.size + shard.file_size
-        files[path] = Plan.headed(head, extents, size)
+        files[path] = Plan.headed(head, planned, size)
         listed.append(shard._replace(file_path=path, file_size=size))
 
     def with_names(names: Mapping[str, str]) -> bytes:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.plan import LOST_DIMS, Draft, Extent, LiteralBytes, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, Draft, LiteralBytes, Plan, PlannedPart, WantedTensor
 from xckpt.formats.primitiv.models import (
     MAP,
     MOST_DIMS,
@@ -165,14 +165,14 @@ class Primitiv(Format):
                 hint = f"Remove it, or write a file of its own with data_type={owner!r}"
                 raise UnsupportedError(reason, rule="Attribute", hint=hint)
         header = bytearray(packed_uint32(0, 1, _CODES[kind]))
-        literals, extents, at = [], [], 0
+        literals, planned, at = [], [], 0
         for piece in _content(draft, kind):
             if not isinstance(piece, WantedTensor):
                 header += piece
                 continue
             literals.append(LiteralBytes(at, bytes(header)))
             at += len(header)
-            extents.append(Extent(piece.name, "data", piece.parts["data"], at))
+            planned.append(PlannedPart(piece.name, "data", piece.parts["data"], at))
             at += 4 * piece.size
             header.clear()
         if header:
@@ -180,7 +180,7 @@ class Primitiv(Format):
         losses = self._losses(parameters_of(draft)) if kind not in _OWN_ATTRS else {}
         if kind != "Model":
             losses.pop(_LOST_NAMES, None)  # these files have no names
-        return Plan(tuple(literals), tuple(extents), nbytes=at + len(header), losses=losses)
+        return Plan(tuple(literals), tuple(planned), nbytes=at + len(header), losses=losses)
 
     def _losses(self, parameters: list[Parameter]) -> dict[str, list[str]]:
         """Name the tensors that come back with other axes, or under other names."""

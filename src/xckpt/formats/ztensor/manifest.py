@@ -16,7 +16,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
-from xckpt.formats.plan import Extent, Plan, WantedPart
+from xckpt.formats.plan import Plan, PlannedPart, WantedPart
 from xckpt.index import Part
 
 if TYPE_CHECKING:
@@ -540,14 +540,14 @@ def planned(
     finish: Callable[[Mapping[tuple[str, str], Written]], tuple[LiteralBytes, ...]],
 ) -> Plan:
     """Place parts one after the other as far as sizes are known: up to the first compressed one."""
-    extents = []
+    placed = []
     end: int | None = start
     for name, entry in entries.items():
         for role, part in entry.parts.items():
             offset = None if end is None else kit.aligned(end, alignment)
-            extents.append(Extent(name, role, part, offset))
+            placed.append(PlannedPart(name, role, part, offset))
             end = None if offset is None or part.compression else offset + part.nbytes
-    return Plan(literals, tuple(extents), alignment, finish=finish)
+    return Plan(literals, tuple(placed), alignment, finish=finish)
 
 
 def end_of(written: Mapping[tuple[str, str], Written], start: int) -> int:
