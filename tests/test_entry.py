@@ -86,7 +86,7 @@ def test_an_unknown_engine_has_a_suggestion(engine: str, hint: str) -> None:
 
 def test_save_of_a_path_names_convert() -> None:
     with pytest.raises(TypeError, match=r"xckpt\.convert writes a file in another format"):
-        xckpt.save("m.npz", "new.npz")  # type: ignore[call-overload]
+        xckpt.save("m.npz", "new.npz")  # type: ignore[arg-type]
 
 
 def test_open_makes_no_more_requests_than_an_engine() -> None:
