@@ -202,6 +202,14 @@ def test_an_offset_is_known_for_one_direction(direction: int, outcome: str, tmp_
     assert {back[name] for name in back if "norm" in name} == {outcome}
 
 
+@pytest.mark.parametrize("centre", [0.2, 1.0])
+def test_an_offset_of_norms_is_not_known_for_other_architectures(centre: float) -> None:
+    ours = llama(layers=1, centre=centre)
+    theirs = {name: x + F32(1) if "norm" in name else x for name, x in ours.items()}
+    outcomes = explained(ours, theirs)
+    assert {outcomes[name] for name in ours if "norm" in name} == {"changed"}
+
+
 def test_parts_of_another_role_are_misplaced() -> None:
     rng = np.random.default_rng(0)
     ours = {f"attn.{role}_proj.weight": rng.standard_normal((16, 8)).astype(F32) for role in "kv"}

@@ -175,16 +175,17 @@ class TestAnOffset:
         assert table.loc[name, "offset"] == 1
         assert table.loc["token_embd.weight", "outcome"] == "explained"
 
-    def test_where_nothing_says_what_the_model_is(self) -> None:
-        """Norms that are centred on 0 follow the convention; those centred on 1 do not."""
-        ours = {"layers.0.norm.weight": model("gemma")["model.norm.weight"]}
-        theirs = {name: values + np.float32(1) for name, values in ours.items()}
+    @pytest.mark.parametrize(
+        ("other", "outcome"),
+        [("mlp.up_proj", "changed"), ("pre_feedforward_layernorm", "explained")],
+    )
+    def test_is_known_by_names_that_only_such_models_have(self, other: str, outcome: str) -> None:
+        ours = {"layers.0.norm.weight": model("gemma")["model.norm.weight"],
+                f"layers.0.{other}.weight": np.arange(9, dtype=np.float32)}  # fmt: skip
+        theirs = ours | {"layers.0.norm.weight": ours["layers.0.norm.weight"] + np.float32(1)}
         table = xckpt.table(xckpt.compare(ours, theirs, explain=True))
-        assert table["outcome"].tolist() == ["explained"]
-        twice = {name: values + np.float32(1) for name, values in theirs.items()}
-        table = xckpt.table(xckpt.compare(theirs, twice, explain=True))
-        assert table["outcome"].tolist() == ["changed"]
-        assert table["cause"].tolist() == ["offset"]
+        assert table.loc["layers.0.norm.weight", "outcome"] == outcome
+        assert table.loc["layers.0.norm.weight", "cause"] == "offset"
 
 
 class TestAmbiguity:

@@ -47,8 +47,6 @@ KNOWN = (
 _GEMMA = re.compile(r"(pre|post)_feedforward_layernorm\.weight$|\.post_ffw_norm\.weight$")
 # Names of GGUF, which has the numbers with the offset.
 _GGUF = re.compile(r"(blk\.\d+|output_norm)\.")
-# Without a stated architecture, norms centred on 0 follow the convention themselves.
-_CENTRED = 0.5
 _KEYS = ("general.architecture", "model_type", "architecture")
 
 
@@ -69,24 +67,17 @@ class Architecture:
                 return known.offset
         return None
 
-    def admits(self, transform: Transform, names: tuple[str, str], mean: float) -> bool:
-        """Return whether the architecture is known for a transform from one name to the other.
-
-        `mean` is the mean of its input.
-        """
+    def admits(self, transform: Transform, names: tuple[str, str]) -> bool:
+        """Return whether the architecture is known for a transform from one name to the other."""
         is_of_gguf = [_GGUF.match(name) is not None for name in names]
         for known in KNOWN:
-            if not any(known.names.search(name) for name in names):
+            is_meant = known.architectures & self.stated
+            if not is_meant or not any(known.names.search(name) for name in names):
                 continue
             is_back = known.offset is not None and transform.offset == -known.offset != 0
             if known.offset and is_of_gguf == [not is_back, is_back]:
                 continue
-            fits = (is_back or transform.offset == known.offset) and (
-                known.scale is None or transform.scale == known.scale
-            )
-            if fits and known.architectures & self.stated:
-                return True
-            centre = mean + transform.offset if is_back else mean
-            if fits and not self.stated and known.offset and abs(centre) < _CENTRED:
+            is_scaled = known.scale is None or transform.scale == known.scale
+            if is_scaled and (is_back or transform.offset == known.offset):
                 return True
         return False

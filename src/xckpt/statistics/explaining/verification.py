@@ -101,9 +101,8 @@ class Link:
     pair: PairReader | ChunkedPair | None = None
     relations: tuple[Relation, ...] = ()
     evidence: Evidence | None = None
-    #: For how much of the sample the first relation holds, and the means of the sample.
+    #: For how much of the sample the first relation holds.
     share: float = 0.0
-    means: tuple[float, float] = (0.0, 0.0)
 
     @property
     def is_constant(self) -> bool:
@@ -119,10 +118,6 @@ class Link:
             if held == self.evidence.count and not (relation.masked and self.is_padded):
                 return relation
         return None
-
-    def mean(self, relation: Relation) -> float:
-        """Return about the mean of the side that a relation begins with."""
-        return self.means[relation.backwards]
 
     @property
     def likely(self) -> tuple[float, Relation] | None:
@@ -242,7 +237,6 @@ def _look(link: Link) -> None:
         sample = _sample(pair, ours, theirs)
         if number == 0:
             link.correlation = correlation(sample.x, sample.y)
-            link.means = _mean(sample.x), _mean(sample.y)
         gradings = [
             (ungraded, grade, at)
             for ungraded, grade, at in ((ours, theirs.graded(), 1), (theirs, ours.graded(), 0))
@@ -265,13 +259,6 @@ def _look(link: Link) -> None:
             link.pair = graded_pair if is_graded else pair
         if share == 1.0:
             break
-
-
-def _mean(values: Array) -> float:
-    """Return the mean of the finite numbers."""
-    finite = values[np.isfinite(values)]
-    with np.errstate(over="ignore"):
-        return float(finite.mean(dtype=np.float64)) if len(finite) else 0.0
 
 
 def _share_of(relations: tuple[Relation, ...], sample: Sample) -> float:

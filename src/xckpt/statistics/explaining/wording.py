@@ -34,7 +34,7 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
         explanation = replace(
             explanation,
             causes=tuple(dict.fromkeys([cause, *explanation.causes])),
-            is_known=work.architecture.admits(moved, (source, result), link.mean(relation)),
+            is_known=work.architecture.admits(moved, (source, result)),
             offset=moved.offset or None,
             scale=moved.scale if moved.scale != 1.0 else None,
         )
