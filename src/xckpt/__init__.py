@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import lazy_loader
 
-from xckpt.loading import uninterrupted
+from xckpt.interrupts import uninterrupted
 from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import xarray as xr  # whole: another thread may be loading it, and a part would
 
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
-from xckpt.loading import uninterrupted
+from xckpt.interrupts import uninterrupted
 from xckpt.registration import register_formatter
 
 if TYPE_CHECKING:

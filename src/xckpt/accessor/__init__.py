@@ -13,7 +13,7 @@ import xckpt
 from xckpt import formats
 from xckpt.accessor.forwarding import Forwarded
 from xckpt.identity import base_id_text, stable_id
-from xckpt.loading import uninterrupted
+from xckpt.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import os

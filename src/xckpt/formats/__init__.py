@@ -15,7 +15,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.loading import uninterrupted
+from xckpt.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import re

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.formatting import columns, printable, shortened
-from xckpt.loading import uninterrupted
+from xckpt.interrupts import uninterrupted
 from xckpt.plots.theme import SCALE
 
 if TYPE_CHECKING:

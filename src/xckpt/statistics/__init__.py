@@ -3,7 +3,7 @@
 `spectrum` takes a pass for each matrix.
 """
 
-from xckpt.loading import uninterrupted
+from xckpt.interrupts import uninterrupted
 
 # Numba and what it compiles are large.
 with uninterrupted():

@@ -34,10 +34,10 @@ from xckpt.datasets.stack_records import (
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import locating, shown, some, warn
 from xckpt.index import Index, paused_collector
+from xckpt.interrupts import uninterrupted
 from xckpt.labels import flat_name
 from xckpt.labels.filters import suggest_names
 from xckpt.labels.numbering import parse_name
-from xckpt.loading import uninterrupted
 from xckpt.registration import register_formatter
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of

@@ -29,7 +29,7 @@ _HUB_PAGE = re.compile(
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from xckpt.storage.sink import Sink
 
@@ -82,14 +82,22 @@ def open_source(
 
 
 def new_file(
-    path: str, *, overwrite: bool = False, storage_options: Mapping[str, Any] | None = None
+    path: str,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    beside: Iterable[Sink] = (),
 ) -> Sink:
-    """Begin a file, which is complete under its name or not there."""
+    """Begin a file, which is complete under its name or not there.
+
+    Of many files that are written `beside` each other, few are open at a time.
+    """
     from xckpt.storage.sink import Sink, UploadSink
 
     if is_remote(path):
-        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
-    return Sink(path, overwrite=overwrite)
+        how = storage_options
+        return UploadSink(path, overwrite=overwrite, beside=beside, storage_options=how)
+    return Sink(path, overwrite=overwrite, beside=beside)
 
 
 def list_folder(

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xckpt.interrupts import uninterrupted
 from xckpt.storage.partial import alone
 from xckpt.storage.source import Source, empty
 
@@ -71,15 +72,16 @@ def read(path: Path, most: int) -> bytes | None:
 def write(path: Path, content: bytes) -> bool:
     """Make or replace a file, whole or not at all; return whether that could be done."""
     try:
-        _make_private(path.parent)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with uninterrupted():
+            _make_private(path.parent)
+            descriptor, name = tempfile.mkstemp(dir=path.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                Path(name).replace(path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
     except (OSError, ValueError):
         return False
     return True
@@ -87,7 +89,7 @@ def write(path: Path, content: bytes) -> bool:
 
 def append(path: Path, content: bytes) -> bool:
     """Add to the end of a file that was read before, by one write; return whether it was done."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), uninterrupted():
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | _FLAGS)
         try:
             if _is_private(os.fstat(descriptor)):

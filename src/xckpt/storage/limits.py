@@ -14,9 +14,11 @@ import threading
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
 
 from xckpt.errors import TooLargeError
+from xckpt.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -136,6 +138,36 @@ class Locks:
 
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
+# Those that hold open files.
+_pools_of_files: WeakSet[Pool[Any]] = WeakSet()
+
+
+def most_open() -> int:
+    """Return how many files one pool may keep open: a quarter of what the process may have."""
+    if sys.platform == "win32":
+        return 64
+    import resource
+
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 64 if allowed == resource.RLIM_INFINITY else max(4, min(64, allowed // 4))
+
+
+def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> int:
+    """Return the descriptor of a file, closing idle files if too many are open."""
+    try:
+        return os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno not in _TOO_MANY:
+            raise
+    close_idle_files()
+    return os.open(path, flags, mode)
+
+
+def close_idle_files() -> None:
+    """Drop all open files that are kept for later."""
+    for pool in list(_pools_of_files):
+        pool.clear()
+
 
 class Pool(Generic[T]):
     """Opened things by key; the least recently used are let go above a limit.
@@ -143,14 +175,18 @@ class Pool(Generic[T]):
     Letting go drops the pool's reference and no more: whoever still uses the thing keeps it, so
     a memory map lives as long as views of it do. The things themselves are to close when they
     are no longer referred to. `measure` says what one counts for the limit, by default 1; what
-    counts for more than the limit is not held.
+    counts for more than the limit is not held. A pool of `files` gives way to other open files.
 
     A forked child starts with an empty pool: it must not share seek positions with its parent,
     nor wait for locks that a thread of the parent held.
     """
 
-    def __init__(self, limit: int = 64, measure: Callable[[T], int] = lambda _: 1) -> None:
+    def __init__(
+        self, limit: int = 64, measure: Callable[[T], int] = lambda _: 1, *, files: bool = False
+    ) -> None:
         self.limit = limit
+        if files:
+            _pools_of_files.add(self)
         self._measure = measure
         self._reset()
         if hasattr(os, "register_at_fork"):
@@ -173,31 +209,42 @@ class Pool(Generic[T]):
                 return self._held[key]
         # Outside the lock: a slow file system holds up only those who wait for it.
         opened = self.make_room(opener)
-        dropped: list[T] = []
-        with self._lock:
-            if key not in self._held:
-                self._total += self._measure(opened)
-            held = self._held.setdefault(key, opened)
-            self._held.move_to_end(key)
-            while self._total > self.limit:
-                dropped.append(self._held.popitem(last=False)[1])
-                self._total -= self._measure(dropped[-1])
+        with uninterrupted():  # what is dropped closes
+            dropped: list[T] = []
+            with self._lock:
+                if key not in self._held:
+                    self._total += self._measure(opened)
+                held = self._held.setdefault(key, opened)
+                self._held.move_to_end(key)
+                while self._total > self.limit:
+                    dropped.append(self._held.popitem(last=False)[1])
+                    self._total -= self._measure(dropped[-1])
+            del dropped
         return held
 
     def make_room(self, opener: Callable[[], T]) -> T:
-        """Open something; if too many files are open, let go of all that are idle and try again."""
+        """Open something; if too many files are open, close all that are idle and try again."""
         try:
             return opener()
         except OSError as error:
             if error.errno not in _TOO_MANY:
                 raise
-        with self._lock:
-            idle, self._held = self._held, OrderedDict()
-        del idle
+        self.clear()
+        close_idle_files()
         return opener()
 
-    def discard(self, key: Hashable) -> None:
-        """Let go of what is held under a key, if anything is."""
-        with self._lock:
-            if key in self._held:
-                self._total -= self._measure(self._held.pop(key))
+    def clear(self) -> None:
+        """Drop everything."""
+        with uninterrupted():
+            with self._lock:
+                idle, self._held = self._held, OrderedDict()
+                self._total = 0
+            del idle
+
+    def discard(self, key: Hashable) -> T | None:
+        """Drop what is held under a key, and return it if anything is."""
+        with uninterrupted(), self._lock:
+            dropped = self._held.pop(key, None)
+            if dropped is not None:
+                self._total -= self._measure(dropped)
+        return dropped

@@ -18,7 +18,8 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
-from xckpt.storage.limits import Pool
+from xckpt.interrupts import uninterrupted
+from xckpt.storage.limits import Pool, most_open
 from xckpt.storage.prefetch import is_being_read
 from xckpt.storage.source import Source, components, empty
 
@@ -135,9 +136,10 @@ class OpenFile:
             raise UnsupportedError(
                 "not a regular file", path=path, hint="Copy it to a file, or pass its bytes"
             )
-        self.fileno = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._lock = threading.Lock()
-        weakref.finalize(self, let_go, self.fileno)
+        with uninterrupted():
+            self.fileno = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, let_go, self.fileno)
 
     def status(self, name: str) -> os.stat_result:
         """Return what the operating system says of the file; errors have its name."""
@@ -185,18 +187,8 @@ def _filled(memory: memoryview, read: Callable[[memoryview, int], int]) -> int:
     return done
 
 
-def _most_open() -> int:
-    """Return how many files may be kept open: a quarter of what the process may have."""
-    if sys.platform == "win32":
-        return 64
-    import resource
-
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 64 if allowed == resource.RLIM_INFINITY else max(4, min(64, allowed // 4))
-
-
 # Descriptors and maps in one pool, because before Python 3.13 a map costs a descriptor as well.
-_pool: Pool[Any] = Pool(_most_open())
+_pool: Pool[Any] = Pool(most_open(), files=True)
 
 
 class LocalSource(Source):
@@ -294,8 +286,9 @@ class LocalSource(Source):
 
     def close(self) -> None:
         """Let go of what this process holds open for the file; see `Source.close`."""
-        _pool.discard(self._key(OpenFile))
-        _pool.discard(self._key(mmap.mmap))
+        with uninterrupted():
+            _pool.discard(self._key(OpenFile))
+            _pool.discard(self._key(mmap.mmap))
 
     def descriptor(self) -> OpenFile:
         """Return the open file, opened anew if need be and if it is still the same."""

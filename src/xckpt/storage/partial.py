@@ -1,12 +1,16 @@
 """Names next to a target, and what becomes of them when their writer is killed.
 
 The temporary file of ``m.zt`` is ``.m.zt.<random>.xckpt-partial`` in the same folder. Its writer
-holds a lock on it (``flock``), which the kernel lets go of however the writer ends, on whatever
+holds a lock on it (``flock``), which the kernel releases however the writer ends, on whatever
 machine. So a temporary file without a lock was left over, and the next writer to that target
 removes it. Where the file system has no locks nothing is removed.
 
-Who gives a file its name holds a lock on ``.m.zt.xckpt-lock`` for as long as that takes. What
-counts is the lock of the kernel, not that the file is there.
+A lock needs an open file, and a checkpoint may have more files than a process may have open. So
+its writer locks one temporary file in each folder, the guard. The names of the others begin with
+the random part of the guard's: ``.m-2.zt.<random><more>.xckpt-partial``.
+
+A writer that gives a file its name holds a lock on ``.m.zt.xckpt-lock`` for as long as that takes.
+What counts is the lock of the kernel, not that the file is there.
 
 Companions of ``m.metadata.json`` have names like ``m_shard_0.xckpt-<m><random>.shard`` besides,
 or instead, while they replace others; ``<m>`` is a hash of ``m.metadata.json``.
@@ -26,6 +30,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xckpt.interrupts import deliver, uninterrupted
+from xckpt.storage.limits import open_file
 from xckpt.storage.local import let_go
 
 if TYPE_CHECKING:
@@ -37,6 +43,8 @@ _LONGEST_WAIT = 60.0  # in seconds; a name changes in milliseconds
 _PAUSE = 0.002
 
 _LONGEST_NAME = 255
+# Of the random part of the name of a guard.
+_RANDOM_LENGTH = 8
 # In a folder that others may write to, a link of the name leads somewhere else.
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -50,25 +58,30 @@ def _shortened(name: str, nbytes: int) -> str:
 
 def _pattern(target: str) -> tuple[str, str]:
     """Return what the names of temporary files of a target begin and end with."""
-    name = _shortened(Path(target).name, len(PARTIAL_SUFFIX) + 12)
+    name = _shortened(Path(target).name, len(PARTIAL_SUFFIX) + 2 + 2 * _RANDOM_LENGTH)
     return f".{name}.", PARTIAL_SUFFIX
 
 
 def create(
-    target: str, replaced: os.stat_result | None, *, private: bool = False
+    target: str, replaced: os.stat_result | None, *, private: bool = False, guard: str | None = None
 ) -> tuple[str, int]:
-    """Make a temporary file for a target, lock it, and return its path and descriptor."""
+    """Make a temporary file for a target, and return its path and descriptor.
+
+    It is locked, unless `guard` is the path of a temporary file in the same folder that is.
+    """
     start, end = _pattern(target)
     # What is private must not be readable while it is written either.
     mode = 0o600 if private or replaced is not None else 0o666
     while True:
-        path = Path(target).with_name(f"{start}{secrets.token_hex(4)}{end}")
+        random = secrets.token_hex(4)
+        random = random if guard is None else guard_of(guard) + random
+        path = Path(target).with_name(f"{start}{random}{end}")
         try:
-            fileno = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, mode)
+            fileno = open_file(path, _FLAGS | os.O_CREAT | os.O_EXCL, mode)
         except FileExistsError:
             continue
         try:
-            is_ours = _lock(fileno)
+            is_ours = guard is not None or _lock(fileno)
             if replaced is not None:
                 _take_over(fileno, replaced)
             # Between the two calls another writer may have taken it for a left-over, and have
@@ -76,9 +89,16 @@ def create(
             if is_ours is not False and _is_same(fileno, path):
                 return str(path), fileno
         except BaseException:
-            discard(fileno, str(path), os.getpid())
+            discard(str(path), os.getpid())
+            let_go(fileno)
             raise
-        discard(fileno, str(path), os.getpid())
+        discard(str(path), os.getpid())
+        let_go(fileno)
+
+
+def guard_of(path: str) -> str:
+    """Return the random part of the name of a guard, from a temporary file that it guards."""
+    return path.removesuffix(PARTIAL_SUFFIX).rpartition(".")[2][:_RANDOM_LENGTH]
 
 
 def _take_over(fileno: int, replaced: os.stat_result) -> None:
@@ -119,32 +139,38 @@ def remove_left_over(target: str) -> None:
     """Remove temporary files of a target whose writers ended without removing them."""
     start, end = _pattern(target)
     with contextlib.suppress(OSError), os.scandir(Path(target).parent) as entries:
-        for entry in entries:
-            middle = entry.name[len(start) : -len(end)]
-            if not (entry.name.startswith(start) and entry.name.endswith(end)) or "." in middle:
+        names = [entry.name for entry in entries if entry.name.endswith(end)]
+        for name in names:
+            if name.startswith(start) and "." not in name[len(start) : -len(end)]:
+                guard = f".{guard_of(name)}{end}"
+                guards = {each for each in names if each.endswith(guard)} - {name}
+                # Somebody else's, gone by now, or in use on Windows: none of our business.
+                with contextlib.suppress(OSError):
+                    _remove_unlocked(Path(target), name, guards)
+
+
+def _remove_unlocked(target: Path, name: str, guards: Iterable[str]) -> None:
+    """Remove a temporary file unless a writer has locked it, or one of its guards."""
+    with contextlib.ExitStack() as stack:
+        for each in (name, *guards):
+            try:
+                fileno = open_file(target.with_name(each), _FLAGS)
+            except FileNotFoundError:
                 continue
-            # Somebody else's, gone by now, or in use on Windows: none of our business.
-            with contextlib.suppress(OSError):
-                fileno = os.open(entry.path, _FLAGS)
-                try:
-                    # One that has both names was killed between the two. Who appends to it has
-                    # the lock.
-                    if _is_same(fileno, Path(target)) or _lock(fileno):
-                        Path(entry.path).unlink()
-                finally:
-                    os.close(fileno)
+            stack.callback(let_go, fileno)
+            # One that has both names was killed between the two. Whoever appends to it has the
+            # lock.
+            if not (_is_same(fileno, target) or _lock(fileno)):
+                return
+        target.with_name(name).unlink()
 
 
-def discard(fileno: int, path: str, owner: int) -> None:
-    """Remove and close a temporary file of a process, unless it was renamed."""
-    try:
-        # A forked child has copies of all sinks, and the files are still its parent's.
-        if os.getpid() == owner:
-            # Removed first: once it is closed, it has no lock. After a commit it is not there.
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
-    finally:
-        let_go(fileno)
+def discard(path: str, owner: int) -> None:
+    """Remove a temporary file of a process, unless it was renamed."""
+    # A forked child has copies of all sinks, and the files are still its parent's.
+    if os.getpid() == owner:
+        with uninterrupted(), contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 @contextlib.contextmanager
@@ -176,10 +202,11 @@ def _locked(path: Path) -> int:
     """Open and lock a file, which is made if it is not there."""
     deadline = time.monotonic() + _LONGEST_WAIT
     while True:
+        deliver()
         try:
-            fileno = os.open(path, _FLAGS | os.O_CREAT, 0o666)
+            fileno = open_file(path, _FLAGS | os.O_CREAT, 0o666)
         except PermissionError:  # another user made it
-            fileno = os.open(path, _FLAGS & ~os.O_RDWR)
+            fileno = open_file(path, _FLAGS & ~os.O_RDWR)
         try:
             is_ours = _lock(fileno)
             if is_ours is None or (is_ours and _is_same(fileno, path)):

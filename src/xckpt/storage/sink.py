@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, UnsupportedError, warn
+from xckpt.interrupts import uninterrupted
 from xckpt.storage.filesystems import as_os_error, file_system
+from xckpt.storage.limits import Pool, most_open, open_file
 from xckpt.storage.local import let_go, local_path
 from xckpt.storage.partial import (
     alone,
@@ -51,7 +53,8 @@ _WRITE_NBYTES = 64 << 20
 # What is written by one call is brought to the disk at once from this size on.
 _EARLY_NBYTES = 1 << 20
 _O_BINARY = getattr(os, "O_BINARY", 0)
-_NOBODY = 0  # no process has this number
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NOBODY = -1  # no process has this number
 # File systems that cannot do something say so in different ways.
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOLCK}
 
@@ -62,6 +65,8 @@ _ADVICE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
     errno.EFBIG: "the file system, or a limit of the process, allows no file of this size",
 }
+# Old files that are kept open while new ones take their names.
+_MOST_HELD = 8
 # Of errors that libraries raise without one.
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
@@ -96,12 +101,34 @@ class Place(NamedTuple):
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read back what was written: exactly so many bytes."""
         with self.named():
-            with Path(self.path).open("rb") as file:
+            with os.fdopen(open_file(self.path, os.O_RDONLY | _O_BINARY), "rb") as file:
                 file.seek(offset)
                 data = file.read(nbytes)
             if len(data) < nbytes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return data
+
+
+class _Descriptor:
+    """An open file, which closes when it is no longer referred to."""
+
+    __slots__ = ("__weakref__", "close", "fileno")
+
+    def __init__(self, fileno: int) -> None:
+        self.fileno = fileno
+        self.close = weakref.finalize(self, let_go, fileno)
+
+
+# Of files whose locks need not be kept.
+_descriptors: Pool[_Descriptor] = Pool(most_open() // 2, files=True)
+
+
+def _discard(path: str, owner: int) -> None:
+    with uninterrupted():
+        discard(path, owner)
+        descriptor = _descriptors.discard(path)
+        if descriptor is not None:  # a traceback may refer to it
+            descriptor.close()
 
 
 class Sink:
@@ -118,20 +145,67 @@ class Sink:
     path: str  # of the temporary file
     _is_upload: ClassVar[bool] = False
 
-    def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        beside: Iterable[Sink] = (),
+    ) -> None:
         name = local_path(os.fspath(target))
-        with Place(name, name).named():
-            self.target = os.path.realpath(name)
-            replaced = _status_of_target(self.target, name, overwrite=overwrite)
-            remove_left_over(self.target)
-            self._own(name, *create(self.target, replaced), overwrite=overwrite)
+        try:
+            with Place(name, name).named():
+                self.target = os.path.realpath(name)
+                replaced = _status_of_target(self.target, name, overwrite=overwrite)
+                self._create(name, replaced, beside, overwrite=overwrite)
+        except BaseException:
+            self.abort()  # a traceback may keep it, and so the file
+            raise
 
-    def _own(self, name: str, path: str, fileno: int, *, overwrite: bool) -> None:
-        """Take over a temporary file: it is removed with the sink."""
-        self.name, self.path, self.fileno, self.overwrite = name, path, fileno, overwrite
+    def _create(
+        self,
+        name: str,
+        replaced: os.stat_result | None,
+        beside: Iterable[Sink],
+        *,
+        overwrite: bool,
+        private: bool = False,
+    ) -> None:
+        """Make the temporary file; it is removed with the sink."""
+        self.name, self.overwrite = name, overwrite
+        folder = os.path.dirname(self.target)  # noqa: PTH120
+        guards = (sink.path for sink in beside if os.path.dirname(sink.path) == folder)  # noqa: PTH120
+        guard = next(guards, None) if sys.platform != "win32" else None
+        with uninterrupted():
+            remove_left_over(self.target)
+            path, fileno = create(self.target, replaced, private=private, guard=guard)
+            self._own(path, _Descriptor(fileno), keep=guard is None)
+
+    def _own(self, path: str, descriptor: _Descriptor, *, keep: bool, owner: int = 0) -> None:
+        """Take over a temporary file, which stays open if its lock is to be kept."""
+        self.path = path
+        self._descriptor = descriptor if keep else None
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(
-            self, discard, fileno, path, os.getpid()
+            self, _discard, path, owner or os.getpid()
         )
+        status = os.fstat(descriptor.fileno)
+        self._identity = (status.st_ino, status.st_dev)
+        if not keep:
+            _descriptors.get(path, lambda: descriptor)
+
+    def opened(self) -> _Descriptor:
+        """Return the open file; of many, few are open at a time."""
+        if self._descriptor is not None:
+            return self._descriptor
+        return _descriptors.get(self.path, self._open)
+
+    def _open(self) -> _Descriptor:
+        with uninterrupted():
+            descriptor = _Descriptor(open_file(self.path, os.O_RDWR | _O_BINARY | _O_NOFOLLOW))
+        status = os.fstat(descriptor.fileno)
+        if (status.st_ino, status.st_dev) != self._identity:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self.name, self.target, self.path, self.overwrite)
@@ -149,14 +223,14 @@ class Sink:
 
     def another(self) -> Sink:
         """Begin another temporary file in the same place."""
-        return Sink(self.name, overwrite=True)
+        return Sink(self.name, overwrite=True, beside=[self])
 
     def resize(self, nbytes: int) -> None:
         """Give the file its size; what is not written reads as zero and takes no space."""
         with self.place.named():
             if nbytes > sys.maxsize:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-            os.ftruncate(self.fileno, nbytes)
+            os.ftruncate(self.opened().fileno, nbytes)
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Take space for a range of bytes, so that a memory map of it can be written to safely."""
@@ -164,7 +238,7 @@ class Sink:
             return
         try:
             with self.place.named():
-                os.posix_fallocate(self.fileno, offset, nbytes)
+                os.posix_fallocate(self.opened().fileno, offset, nbytes)
         except OSError as error:
             if error.errno not in _CANNOT:
                 raise
@@ -172,18 +246,19 @@ class Sink:
     def write(self, data: Any, offset: int) -> None:
         """Write contiguous bytes at a position, all of them."""
         with self.place.named():
-            write_at(self.fileno, data, offset)
+            descriptor = self.opened()
+            write_at(descriptor.fileno, data, offset)
         nbytes = memoryview(data).nbytes
         if nbytes >= _EARLY_NBYTES and hasattr(os, "posix_fadvise") and not self._is_upload:
             # The disk begins now, and not only when `sync` waits for it: on Linux this writes what
             # is not written yet, and forgets none of that.
             with suppress(OSError):
-                os.posix_fadvise(self.fileno, offset, nbytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(descriptor.fileno, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Make what was written durable, under the name of the temporary file."""
         with self.place.named():
-            os.fsync(self.fileno)
+            os.fsync(self.opened().fileno)
 
     def commit(self) -> None:
         """Make the file durable and give it its name, in one step."""
@@ -191,7 +266,12 @@ class Sink:
 
     def abort(self) -> None:
         """Remove what was written; nothing happens after `commit`."""
-        self._finalizer()
+        with uninterrupted():
+            if hasattr(self, "_finalizer"):
+                self._finalizer()
+                # Removed first: once it is closed, it has no lock.
+                if self._descriptor is not None:
+                    self._descriptor.close()
 
     # The steps of `publish`.
 
@@ -202,8 +282,8 @@ class Sink:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other writers from changing what is under the name."""
-        with ExitStack() as stack:
+        """Keep other writers, and Ctrl-C, from changing what is under the name."""
+        with uninterrupted(), ExitStack() as stack:
             with self.place.named():
                 stack.enter_context(alone(self.target))
             yield
@@ -233,7 +313,8 @@ class Sink:
     def has_name(self) -> bool:
         """Whether this file is the one of that name."""
         with suppress(OSError):
-            return os.path.samestat(os.fstat(self.fileno), Path(self.target).stat())
+            status = Path(self.target).stat()
+            return (status.st_ino, status.st_dev) == self._identity
         return False
 
     def remove(self) -> None:
@@ -333,9 +414,9 @@ def _replace(
             for label, sink in companions.items():
                 sink.add_alias(aliases[label])
             _sync_folders(main, companions.values())
-            for sink in sinks if sys.platform != "win32" else ():
+            for sink in sinks[:_MOST_HELD] if sys.platform != "win32" else ():
                 # To free the space of a file takes longer than all renames.
-                with suppress(OSError):  # too many files, for example
+                with suppress(OSError):
                     stack.callback(let_go, os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
             interim.take_name()
         except BaseException:
@@ -471,7 +552,7 @@ def _sync_folders(main: Sink, companions: Iterable[Sink]) -> None:
     folders = main.folders.union(*(sink.folders for sink in companions))
     for path in folders if sys.platform != "win32" else ():
         with main.place.named():
-            folder = os.open(path, os.O_RDONLY)
+            folder = open_file(path, os.O_RDONLY)
             try:
                 os.fsync(folder)
             except OSError as error:
@@ -484,9 +565,9 @@ def _sync_folders(main: Sink, companions: Iterable[Sink]) -> None:
 def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # noqa: FBT001  pickle
     """Open the temporary file of a sink of another process."""
     sink = object.__new__(Sink)
-    sink.name, sink.target, sink.path, sink.overwrite = name, target, path, overwrite
-    sink.fileno = os.open(path, os.O_RDWR | _O_BINARY)
-    sink._finalizer = weakref.finalize(sink, discard, sink.fileno, path, _NOBODY)
+    sink.name, sink.target, sink.overwrite = name, target, overwrite
+    descriptor = _Descriptor(open_file(path, os.O_RDWR | _O_BINARY))
+    sink._own(path, descriptor, keep=False, owner=_NOBODY)
     return sink
 
 
@@ -504,6 +585,7 @@ class UploadSink(Sink):
         url: str,
         *,
         overwrite: bool = False,
+        beside: Iterable[Sink] = (),
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if url.startswith("hf://"):
@@ -518,9 +600,12 @@ class UploadSink(Sink):
         # The target of temporary files only: their names cannot be guessed, and others cannot
         # read them.
         self.target = os.path.join(tempfile.gettempdir(), "xckpt-upload")  # noqa: PTH118
-        with Place(self.target, url, is_upload=True).named():
-            remove_left_over(self.target)
-            self._own(url, *create(self.target, None, private=True), overwrite=overwrite)
+        try:
+            with Place(self.target, url, is_upload=True).named():
+                self._create(url, None, beside, overwrite=overwrite, private=True)
+        except BaseException:
+            self.abort()
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -530,7 +615,8 @@ class UploadSink(Sink):
 
     def another(self) -> Sink:
         """Begin another temporary file for the same URL."""
-        return UploadSink(self.name, overwrite=True, storage_options=self._options)
+        options = self._options
+        return UploadSink(self.name, overwrite=True, beside=[self], storage_options=options)
 
     # The steps of `publish`.
 

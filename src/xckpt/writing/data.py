@@ -30,6 +30,7 @@ from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Quantization
 from xckpt.progress import report
 from xckpt.storage.encodings import STREAMS
+from xckpt.storage.limits import open_file
 from xckpt.storage.sink import write_at
 from xckpt.writing.casting import canonical_parts, convert
 
@@ -508,7 +509,7 @@ def _store_block(
     data = ArrayData(block, region.dtype, region.cast, region.tensor, region.order, origin)
     first = origin[::-1] if region.order == "F" else origin
     with place.named():
-        fileno = os.open(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+        fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
         try:
             # In small runs, so that conversions need little memory besides the chunk.
             for key, _ in data.runs():

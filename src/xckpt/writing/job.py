@@ -28,6 +28,7 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import IntegrityError, locating
 from xckpt.formats.plan import PlannedPart, WantedPart, Written
 from xckpt.index import Part
+from xckpt.interrupts import uninterrupted
 from xckpt.progress import Progress
 from xckpt.storage import new_file, reading_ahead
 from xckpt.storage.digests import Hasher
@@ -134,10 +135,14 @@ class Target(NamedTuple):
         folder, slash, _ = self.path.rpartition("/")
         return folder + slash + "/".join(components(name))
 
-    def open(self, name: str | None = None) -> Sink:
+    def open(self, name: str | None = None, *, beside: Sequence[Sink] = ()) -> Sink:
         """Begin the companion of that name, or the file itself for None."""
-        path = self.path if name is None else self.companion(name)
-        return new_file(path, overwrite=self.overwrite, storage_options=self.storage_options)
+        return new_file(
+            self.path if name is None else self.companion(name),
+            overwrite=self.overwrite,
+            storage_options=self.storage_options,
+            beside=beside,
+        )
 
 
 class _FileToWrite(NamedTuple):
@@ -223,26 +228,30 @@ class WriteJob:
     def run(self, progress: Any = None) -> int:
         """Write everything now, and return how many bytes; after an error nothing is left."""
         total = sum([planned.part.nbytes for file in self._files for planned in file.parts])
+        sinks: list[Sink] = []
         with Progress(progress, self._label, total) as bar:
-            sinks = self._begin()
             try:
-                if self._stores:
-                    import dask
+                try:
+                    self._begin(sinks)
+                    if self._stores:
+                        import dask
 
-                    tasks = [
-                        store(data, sinks[file].place, offset, bar.name)
-                        for data, file, offset in self._stores
-                    ]
-                    dask.compute(*tasks)
-                return self._finish(sinks, bar)
+                        tasks = [
+                            store(data, sinks[file].place, offset, bar.name)
+                            for data, file, offset in self._stores
+                        ]
+                        dask.compute(*tasks)
+                    return self._finish(sinks, bar)
+                finally:
+                    _abort(sinks)
             finally:
-                _abort(sinks)
+                _abort(sinks)  # Ctrl-C may have come before the first call did anything
 
     def delayed(self) -> Any:
         """Make the tasks that write everything; the last one returns nothing."""
         import dask
 
-        sinks = dask.delayed(self._begin, pure=False)()
+        sinks = dask.delayed(self._begun, pure=False)()
         count = len(self._files) + (self._spooled > 0)
         places = [dask.delayed(_place_of, pure=True)(sinks, number) for number in range(count)]
         tasks = [
@@ -252,30 +261,38 @@ class WriteJob:
         ]
         return dask.delayed(self._end, pure=False)(sinks, tasks)
 
-    def _begin(self) -> list[Sink]:
-        """Make the temporary files with all that is known beforehand; the last is the spool."""
+    def _begun(self) -> list[Sink]:
+        """Return the temporary files."""
         sinks: list[Sink] = []
         try:
-            for file in self._files:
-                sinks.append(self.target.open(file.name))
-                known = file.plan.nbytes
-                if known is None:
-                    ends = [
-                        planned.offset + _nbytes(planned)
-                        for planned in file.parts
-                        if planned.offset is not None and not _is_compressed(planned)
-                    ]
-                    known = max(ends, default=0)
-                sinks[-1].resize(known)
-            if self._spooled:
-                sinks.append(sinks[-1].another())
-                sinks[-1].resize(self._spooled)
-            for number, offset, nbytes in self._reserved:
-                sinks[number].reserve(offset, nbytes)
+            self._begin(sinks)
         except BaseException:
             _abort(sinks)
             raise
         return sinks
+
+    def _begin(self, sinks: list[Sink]) -> None:
+        """Make the temporary files with all that is known beforehand; the last is the spool."""
+        *companions, main = self._files
+        # The first of them guards the others.
+        sinks.append(self.target.open(main.name))
+        for number, file in enumerate(companions):
+            sinks.insert(number, self.target.open(file.name, beside=sinks[-1:]))
+        for file, sink in zip(self._files, sinks, strict=True):
+            known = file.plan.nbytes
+            if known is None:
+                ends = [
+                    planned.offset + _nbytes(planned)
+                    for planned in file.parts
+                    if planned.offset is not None and not _is_compressed(planned)
+                ]
+                known = max(ends, default=0)
+            sink.resize(known)
+        if self._spooled:
+            sinks.append(sinks[-1].another())
+            sinks[-1].resize(self._spooled)
+        for number, offset, nbytes in self._reserved:
+            sinks[number].reserve(offset, nbytes)
 
     def _end(self, sinks: list[Sink], _tasks: Any) -> None:
         self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
@@ -307,13 +324,9 @@ class WriteJob:
                 text = "a plan with companions leaves all parts to them, and can rename them"
                 raise TypeError(text)
             renamed = plan.renamed(names)
-            sink = main.another()
-            try:
-                _complete(renamed, sink, _put(renamed.literals, sink, 0), written)
-            except BaseException:
-                sink.abort()
-                raise
-            return sink
+            sinks.append(main.another())
+            _complete(renamed, sinks[-1], _put(renamed.literals, sinks[-1], 0), written)
+            return sinks[-1]
 
         publish(
             main,
@@ -326,8 +339,9 @@ class WriteJob:
 
 
 def _abort(sinks: Iterable[Sink]) -> None:
-    for sink in sinks:
-        sink.abort()
+    with uninterrupted():
+        for sink in sinks:
+            sink.abort()
 
 
 def _place_of(sinks: list[Sink], number: int) -> Place:
@@ -577,7 +591,7 @@ class _Streaming:
         try:
             with self._sink.place.named():
                 return os.copy_file_range(
-                    descriptor.fileno, self._sink.fileno, nbytes, start, offset
+                    descriptor.fileno, self._sink.opened().fileno, nbytes, start, offset
                 )
         except OSError as error:
             if error.errno not in _CANNOT:
