@@ -11,6 +11,7 @@ import xarray as xr
 import zstandard
 
 import xckpt
+from tests.formats import torch_files as torch
 from tests.formats.ztensor_files import dense_v1, dense_v2, stored, v1_file, v2_file
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.sparse import SparseArray
@@ -297,3 +298,65 @@ def test_commands_say_what_does_not_fit(
     monkeypatch.setattr("xckpt.cli.common.FileInput.index", ended)
     assert main(["info", str(path)]) == 2
     assert capsys.readouterr().err == "xckpt: out of memory\n"
+
+
+# --- elements that are repeated ------------------------------------------------------------------
+
+# Shape, strides and kind of views of two elements that stand for terabytes.
+VIEWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
+    "floats": ((1 << 40,), (0,), "FloatStorage"),
+    "petabytes": ((1 << 50, 16), (0, 0), "FloatStorage"),
+    "booleans": ((1 << 20, 1 << 20), (0, 0), "BoolStorage"),
+    "complex": ((1 << 39, 2), (0, 1), "ComplexFloatStorage"),
+}
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "stats": lambda path: xckpt.stats(path, cache=False),
+    "histogram": xckpt.histogram,
+    "findings": xckpt.findings,
+    "compare": lambda path: xckpt.compare(path, xr.open_dataset(path, engine="torch") * 1),
+    "manifest": xckpt.manifest,
+    "convert": lambda path: xckpt.convert(path, path.with_suffix(".safetensors")),
+    "save": lambda path: xckpt.save(
+        xr.open_dataset(path, engine="torch"), path.with_suffix(".npz")
+    ),
+    "max": lambda path: xr.open_dataset(path, engine="torch").max().compute(),
+    "values": lambda path: xr.open_dataset(path, engine="torch")["w"].values,
+}
+
+
+@pytest.fixture(params=VIEWS)
+def view(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Write a file with a broadcast tensor."""
+    shape, strides, kind = VIEWS[request.param]
+    stored_view = torch.view(torch.storage("0", 2, kind), 0, shape, strides)
+    path = tmp_path / "m.pt"
+    nbytes = 2 * {"FloatStorage": 4, "BoolStorage": 1}.get(kind, 8)
+    path.write_bytes(torch.archive(torch.mapping({"w": stored_view}), {"0": bytes(nbytes)}))
+    return path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_broadcast_tensor_of_terabytes_is_refused(view: Path, way: str) -> None:
+    refusal = r"'w'.*xckpt\.\w+-limit|File too large"
+    with pytest.raises((xckpt.TooLargeError, OSError), match=refusal):
+        WAYS[way](view)
+    assert [path.name for path in view.parent.iterdir()] == ["m.pt"]
+
+
+def test_a_selection_of_a_broadcast_tensor_is_read(view: Path) -> None:
+    assert not xr.open_dataset(view, engine="torch")["w"][:3].values.any()
+    assert xckpt.verify(view).ok
+
+
+def test_the_limit_of_expansion_can_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    values = np.arange(4.0, dtype="f4")
+    stored_view = torch.view(torch.storage("0", 4), 0, (1 << 18, 4), (0, 1))
+    path.write_bytes(torch.archive(torch.mapping({"w": stored_view}), {"0": values.tobytes()}))
+    with (
+        dask.config.set({"xckpt.expansion-limit": "3 MiB"}),
+        pytest.raises(xckpt.TooLargeError, match=r"16 stored bytes.*4\.00 MiB.*expansion-limit"),
+    ):
+        xckpt.stats(path)
+    table = xckpt.stats(path)
+    assert float(table["w"].sel(statistic="mean")) == 1.5

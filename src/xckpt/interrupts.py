@@ -1,10 +1,10 @@
 """Ctrl-C, held back while something may not be left half done.
 
-Python raises `KeyboardInterrupt` between any two instructions of the main thread: after a file was
-opened and before its descriptor is in a variable, say. A module whose loading is interrupted is
-removed, while the submodules that it has loaded remain: many packages cannot be loaded after that,
-and an interrupt in the import system itself can leave its lock held, so that all threads wait for
-it forever.
+Python raises `KeyboardInterrupt` between any two instructions of the main thread: for example after
+a file was opened and before its descriptor is in a variable. A module whose loading is interrupted
+is removed, while the submodules that it has loaded remain: many packages cannot be loaded after
+that, and an interrupt in the import system itself can leave its lock held, so that all threads wait
+for it forever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["deliver", "uninterrupted"]
 
 
 class _Held:
-    """What is held back in the main thread: blocks within blocks, and signals."""
+    """State of the main thread: the depth of nested blocks, and the signals held back."""
 
     depth = 0
     signals = 0

@@ -109,6 +109,8 @@ class DenseArray(OnePartArray):
             # It decodes from its start only: cut up, it would be decoded once for each chunk.
             return tuple((size,) for size in self.shape)
         strides = self.reader.part.strides
+        if strides is not None and self.is_expanded:
+            return tuple((size,) for size in self.shape)
         if strides is not None and len(strides) == self.ndim:
             return strided_chunks(self.shape, strides, self.dtype.itemsize, target)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
@@ -406,6 +408,11 @@ class ChunkedArray(LazyArray):
     def sources(self) -> Collection[Source]:
         """All files that blocks are in."""
         return {block.source for block in self.blocks.values()}
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size of all blocks in their files."""
+        return sum([block.reader.part.nbytes for block in self.blocks.values()])
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
         """Return the blocks that are needed; see `LazyArray.narrowed`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -19,6 +20,7 @@ from xckpt.arrays.keys import (
     whole,
 )
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
+from xckpt.storage.limits import exceeds_expansion, require_expansion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -100,6 +102,28 @@ class LazyArray(ABC):
         """Those that reading all of it reads all of."""
         return ()
 
+    @property
+    def stored_nbytes(self) -> int | None:
+        """Size of its parts in the file; None if that is unknown."""
+        sizes = [reader.part.nbytes for reader in self.part_readers]
+        return sum(sizes) if sizes else None
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether a few stored bytes stand for too many elements to read them all."""
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        if not exceeds_expansion(nbytes, 0):
+            return False
+        stored = self.stored_nbytes
+        return stored is not None and exceeds_expansion(nbytes, stored)
+
+    def require_expansion(self) -> None:
+        """Raise `TooLargeError` if it is expanded, before all of it is read piece by piece."""
+        if self.is_expanded:
+            with locating(path=self.source.name, tensor=self.name):
+                nbytes = prod(self.shape) * self.dtype.itemsize
+                require_expansion(nbytes, self.stored_nbytes or 0)
+
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return which bytes of which files a selection is read from, where that is known before.
 
@@ -110,7 +134,9 @@ class LazyArray(ABC):
                 yield from reader.ranges()
 
     def chunks(self, target: int) -> Chunks:
-        """Return the chunks that reading it is cheapest in."""
+        """Return the chunks that reading it is cheapest in; one if they would be too many."""
+        if self.is_expanded:
+            return tuple((size,) for size in self.shape)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
@@ -183,6 +209,11 @@ class SlicedArray(LazyArray):
     def sources(self) -> Collection[Source]:
         """Those of the base; see `LazyArray.sources`."""
         return self.base.sources
+
+    @property
+    def stored_nbytes(self) -> int | None:
+        """That of the base; see `LazyArray.stored_nbytes`."""
+        return self.base.stored_nbytes
 
     @property
     def advice(self) -> str:  # type: ignore[override]  # that of the base

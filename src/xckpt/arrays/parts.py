@@ -23,7 +23,7 @@ from xckpt.arrays.keys import (
 from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
 from xckpt.storage import digests, encodings
-from xckpt.storage.limits import Locks, Pool
+from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
 from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class Strided(NamedTuple):
 
     def select(self, key: Sequence[AxisKey]) -> Array:
         """Return a selection, as opaque elements."""
-        out = np.empty(result_shape(self.shape, key), f"V{self.itemsize}")
+        shape = result_shape(self.shape, key)
+        require_memory(prod(shape) * self.itemsize)
+        out = np.empty(shape, f"V{self.itemsize}")
         if out.size:
             self._select_into(tuple(key), out)
         return out
@@ -189,6 +191,8 @@ class PartReader:
     def check(self, nbytes: int) -> None:
         """Check what can be known before anything is decoded, and the digest if asked to."""
         part = self.part
+        if part.strides is not None:
+            require_expansion(nbytes, part.nbytes)
         if part.digest is not None and self.verify is not False:
             with self._placing():
                 digests.parse(part.digest)  # a malformed one is an error if not checked, too

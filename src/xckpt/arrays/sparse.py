@@ -126,6 +126,8 @@ class SparseArray(LazyArray):
 
     def chunks(self, target: int) -> Chunks:
         """Return chunks that are no smaller than what is read for each, and not too many."""
+        if not self.sparse and self.is_expanded:
+            return tuple((size,) for size in self.shape)
         most = _MOST_CHUNKS + self.nbytes_stored // _NBYTES_PER_CHUNK
         total = prod(self.shape) * self.dtype.itemsize
         target = max(target, self.nbytes_read, total // most)

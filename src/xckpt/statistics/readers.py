@@ -148,6 +148,7 @@ class DenseReader(Reader):
     """Dense elements that are compressed, packed, in another byte order, or booleans."""
 
     def __init__(self, lazy: DenseArray) -> None:
+        lazy.require_expansion()
         self.array = lazy
         # All elements in the order they are stored, in their own type.
         decode = ELEMENT_TYPES[lazy.reader.part.dtype].decoded == "bool"
@@ -208,6 +209,8 @@ class ArrayReader(Reader):
     """Anything that is indexed like an array, in C order."""
 
     def __init__(self, array: Any, nbytes: int | None = None) -> None:
+        if isinstance(array, LazyArray):
+            array.require_expansion()
         self.array = array
         self.shape: tuple[int, ...] = tuple(array.shape)
         dtype = np.dtype(array.dtype)

@@ -1,8 +1,9 @@
 """How much memory a read may take, how many threads and open files: what cannot fit is not begun.
 
 The limit of memory is ``xckpt.memory-limit`` of dask's configuration, by default what is available:
-to the machine, and to the control group of this process, which is what a container is. What is held
-open is shared and bounded in number.
+to the machine, and to the control group of this process, which is what a container is. A tensor
+whose elements are repeated or implied, such as a broadcast view of a few bytes, is not gone through
+element by element above ``xckpt.expansion-limit``. Open files are shared and bounded in number.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 UNCHECKED_NBYTES = 1 << 20
 # To ask for what is available takes longer than to read so little.
 _SMALL_NBYTES = 64 << 20
+
+# Decoded elements may take 32 times their stored bytes: codes of one bit become float32.
+_EXPANSION = 64
+_EXPANSION_LIMIT = "16GiB"
 
 _OPTION = "dask.config.set({'xckpt.memory-limit': '64GiB'}) sets another limit"
 
@@ -63,6 +68,29 @@ def require_memory(nbytes: int, hint: str = "Select less of it at once") -> None
         rule="Memory",
         hint=f"{hint}. {_OPTION}",
     )
+
+
+def exceeds_expansion(nbytes: int, stored_nbytes: int) -> bool:
+    """Return whether elements take far more bytes than are stored, and more than the limit."""
+    if nbytes <= max(UNCHECKED_NBYTES, _EXPANSION * stored_nbytes):
+        return False
+    import dask
+    from dask.utils import parse_bytes
+
+    return nbytes > int(parse_bytes(dask.config.get("xckpt.expansion-limit", _EXPANSION_LIMIT)))
+
+
+def require_expansion(nbytes: int, stored_nbytes: int) -> None:
+    """Raise `TooLargeError` if a few stored bytes stand for too many to read them all."""
+    if exceeds_expansion(nbytes, stored_nbytes):
+        from dask.utils import format_bytes
+
+        raise TooLargeError(
+            f"{stored_nbytes} stored bytes stand for {nbytes} ({format_bytes(nbytes)}), too many "
+            "to read them all",
+            rule="Memory",
+            hint="Select less of it, leave it out, or raise dask's option xckpt.expansion-limit",
+        )
 
 
 def available_nbytes() -> int | None:
@@ -209,7 +237,7 @@ class Pool(Generic[T]):
                 return self._held[key]
         # Outside the lock: a slow file system holds up only those who wait for it.
         opened = self.make_room(opener)
-        with uninterrupted():  # what is dropped closes
+        with uninterrupted():  # a file closes when it is dropped
             dropped: list[T] = []
             with self._lock:
                 if key not in self._held:
@@ -242,7 +270,7 @@ class Pool(Generic[T]):
             del idle
 
     def discard(self, key: Hashable) -> T | None:
-        """Drop what is held under a key, and return it if anything is."""
+        """Drop the object held under a key, and return it; None if there is none."""
         with uninterrupted(), self._lock:
             dropped = self._held.pop(key, None)
             if dropped is not None:

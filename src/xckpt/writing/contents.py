@@ -208,6 +208,8 @@ def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryv
         for _, block in _compared(content.array).flat(compare=True):
             yield 0, as_bytes(block)
         return
+    if isinstance(content.array, LazyArray):
+        content.array.require_expansion()
     for origin, block in _blocks(content):
         values = densified(block)
         yield 0, as_bytes(convert(values, dtype, "exact", tensor=content.name, origin=origin))
