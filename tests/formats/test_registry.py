@@ -137,7 +137,9 @@ def test_a_plan_of_nothing_is_a_plan(name: str) -> None:
 
 def test_a_format_that_is_only_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(formats.get("burnpack")), "can", formats.Can())
-    with pytest.raises(ValueError, match=r"'burnpack' is only read; written are: .*ztensor"):
+    with pytest.raises(
+        ValueError, match=r"'burnpack' is read-only; writable formats are: .*ztensor"
+    ):
         formats.writable("burnpack")
     with pytest.raises(ValueError, match="unknown format 'onnx'"):
         formats.writable("onnx")

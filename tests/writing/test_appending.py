@@ -153,7 +153,9 @@ def test_formats_that_do_not_grow(engine: str, tmp_path: Path) -> None:
     ds = xr.Dataset({"w": ("n", np.zeros(2, "f4"))})
     save(ds, tmp_path / "m", engine)
     before = (tmp_path / "m").read_bytes()
-    with pytest.raises(UnsupportedError, match=rf"'{engine}' cannot grow.*\.merge"):
+    with pytest.raises(
+        UnsupportedError, match=rf"cannot be added to files of format '{engine}'.*\.merge"
+    ):
         append(ds, tmp_path / "m")
     assert (tmp_path / "m").read_bytes() == before
 

@@ -283,7 +283,7 @@ def test_a_file_is_kept_while_what_stands_for_it_may_vanish(
 
 @pytest.mark.parametrize("size", ["many", "", "5XB", 0, -1, 1.5, True, "0"])
 def test_what_is_not_a_size(tmp_path: Path, size: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes"):
+    with pytest.raises(ValueError, match=r"max_shard_size must be a number of bytes"):
         xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size=size)
     assert names(tmp_path) == []
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_opened_is_a_finding(model: Path) -> None:
     assert not report.ok
     assert report.findings[0].tensor is None
     assert verify(b"no checkpoint").findings[0].rule is None
-    assert "Was it written, or copied" in verify(b"").findings[0].message
+    assert "Writing or copying it" in verify(b"").findings[0].message
     with pytest.raises(FileNotFoundError):
         verify(model.with_name("absent"))
 

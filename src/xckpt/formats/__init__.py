@@ -1,8 +1,11 @@
-"""Formats: one object each, that reads and writes, and the registry that picks one by content.
+"""File formats, and the registry that detects them by content.
 
-To add a format, write a subclass of `Format` in a module that has its name, and name the class and
-the endings of its files in the registry below. A format is pure: from bytes to an `Index`, and from
-a `Draft` to a `Plan`, with no arrays, files or xarray. What several need is in `xckpt.formats.kit`.
+A format is one object that reads and writes. It is pure: it turns bytes into an `Index`, and a
+`Draft` into a `Plan`, without arrays, files or xarray. It may import `xckpt.index`, the element
+types, the errors, and `xckpt.formats.kit`, which has helpers for all formats.
+
+To add a format, subclass `Format` in a module of its name, and add the class and the suffixes of
+its files to the registry below. `xckpt.formats.safetensors` is a good example to read first.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ __all__ = [
     "writable",
 ]
 
-# The registry: the class of each format, in the module of the same name in lower case, and how its
-# file names end, in lower case. The name of the module is that of the format and of its engine.
+# The registry: the class of each format and the suffixes of its files. The lower-case name of the
+# class is the name of its module, of the format and of its engine. Suffixes are in lower case.
 _REGISTRY = {
     "Burnpack": (".bpk",),
     "Gguf": (".gguf",),
@@ -61,7 +64,7 @@ _ZIP_HEADER, _ZIP_CONTENT = 30, 16
 
 
 class Readable(Protocol):
-    """What a format reads from."""
+    """A file that a format can read."""
 
     @property
     def name(self) -> str:
@@ -72,7 +75,7 @@ class Readable(Protocol):
         """Size in bytes."""
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return exactly `nbytes` bytes, or raise `FormatError` where they are not in the file."""
+        """Return exactly `nbytes` bytes; raise `FormatError` if the range exceeds the file."""
 
     def sibling(self, name: str) -> Readable:
         """Open a file in the same folder, or raise `FileNotFoundError`."""
@@ -80,30 +83,32 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Can:
-    """What a file of a format can hold; `xckpt.save` brings tensors into such a form.
+    """Capabilities of a format: the tensors and attributes that its files can store.
+
+    `xckpt.save` converts tensors to a supported form.
 
     Parameters
     ----------
     types : tuple of str
-        Element types, best first; `Format.plan` may refuse some for some options. By default all
-        of `Format.types`; a format that has none is only read.
+        Element types, best first; all of `Format.types` by default. `Format.plan` may refuse a
+        type for certain options. A format without types is read-only.
     layouts : tuple of str
         Layouts of tensors; see `xckpt.index.Tensor`.
     compressions : tuple of str
-        Encodings of parts, the first in place of those of other formats.
+        Encodings of parts. The first one replaces encodings that the format lacks.
     digests : tuple of str
-        Digest algorithms of parts, the first in place of those of other formats.
+        Digest algorithms of parts. The first one replaces algorithms that the format lacks.
     orders : tuple of {"C", "F"}
         Memory orders of dense data.
     tensor_attrs, file_attrs : tuple of str or None
-        Names of the attributes that are stored; None is any. Those of the file may be given by a
-        pattern instead, which is that of whole names.
+        Names of the attributes that are stored; None stands for all names. `file_attrs` may also be
+        a pattern that matches whole names.
     stated_attrs : tuple of str
-        Those of the file or of tensors that `Format.read` may make of something else, besides
-        names that are listed above: an attribute that says otherwise does not come back.
+        Names of further attributes, of the file or of tensors, that `Format.read` derives from
+        other fields of the file; other values for these do not survive a round trip.
     arrangement : bool
-        Whether there is room for texts: which tensors are coordinates, and attributes of tensors
-        that have no other place; see `xckpt.formats.kit.arrangement_texts`.
+        Whether files have room for the texts of `xckpt.formats.kit.arrangement_texts`: coordinates,
+        and attributes of tensors that have no other place.
     """
 
     types: tuple[str, ...] = ()
@@ -118,27 +123,27 @@ class Can:
 
 
 class Format:
-    """A file format: what its files are called and can hold, how they are read and written.
+    """A file format: its names, its capabilities, its reader and its writer.
 
-    The keyword-only parameters of `read` and `plan` are options of the format's own. Those of
-    `read` are keywords of its engine, and their descriptions in its docstring are the engine's.
+    The keyword-only parameters of `read` and `plan` are options of the format. The options of
+    `read` become keywords of its engine, with their descriptions from its docstring.
 
     Attributes
     ----------
     name : str
         Name of the format, also of its xarray engine.
     description : str
-        What its files are, in a few words.
+        Description of its files, in a few words.
     shared_suffixes : tuple of str
-        Those of `suffixes` that other programs use too: they do not mark a remote file as of it.
+        Suffixes that other programs use too; they do not identify a remote file.
     folder_marks : tuple of str
-        Names of files that make a folder a checkpoint of it, and are what `read` gets then.
+        Names of files that mark a folder as a checkpoint; `read` gets the file of that name.
     types : mapping of object to str
-        How a file spells element types, and their names in `xckpt.elements.ELEMENT_TYPES`.
+        Element types: from the spelling in a file to a key of `xckpt.elements.ELEMENT_TYPES`.
     spelled : mapping of str to object
-        The same the other way round; of several spellings the first.
+        The reverse of `types`; the first of several spellings.
     can : Can
-        What is written.
+        Capabilities for writing.
     """
 
     name: ClassVar[str]
@@ -156,123 +161,98 @@ class Format:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """How its file names end, for messages and for writing: as the registry says."""
+        """Suffixes of its files, from the registry, for messages and for writing."""
         return suffixes(self.name)
 
     @property
     def open_options(self) -> Mapping[str, Parameter]:
-        """The keywords of `read`."""
+        """Keyword-only parameters of `read`."""
         return _keywords(self.read)
 
     @property
     def write_options(self) -> Mapping[str, Parameter]:
-        """The keywords of `plan`."""
+        """Keyword-only parameters of `plan`."""
         return _keywords(self.plan)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether a file is of this format; damaged ones too, so that `read` says what is wrong.
+        """Return whether a file is of this format.
+
+        True for damaged files as well, so that `read` can explain the damage.
 
         Parameters
         ----------
         head : bytes
-            The first bytes of the file, at most `HEAD_BYTES`; of a zip archive more where the name
-            of its first member is longer.
+            The first bytes of the file, at most `HEAD_BYTES`; more of a zip archive whose first
+            member has a long name.
         size : int
             Size of the file in bytes.
         name : str
-            Its path or URL. The content decides wherever it can.
-
-        Returns
-        -------
-        bool
-            Whether `read` is the right reader.
+            Path or URL; only for formats that the content does not identify.
         """
         raise NotImplementedError
 
     def read(self, source: Readable, *args: Any, **options: Any) -> Index:
-        """Read what a file holds: headers, never the data of a tensor.
+        """Read the headers of a file, never the data of a tensor.
 
         Parameters
         ----------
         source : Readable
-            The file. It is hostile: each count, length and offset is checked against what is left
-            before anything is allocated or repeated that often.
+            The file, which may be hostile: check every count, length and offset against the size of
+            the file before allocating memory or looping.
         **options
-            The format's own, keyword-only and with defaults.
+            Options of the format, keyword-only and with defaults.
 
         Returns
         -------
         Index
-            Tensors in file order. One that cannot be read while the others can has a `problem`.
-            Data in other files are parts with a `shard`, which `Index.shards` tells where to find.
+            Tensors in file order. A tensor that cannot be read, while others can, has a `problem`.
+            Parts in other files have a `shard`, and `Index.shards` has the paths of these files.
 
         Raises
         ------
         FormatError
-            If the file breaks a rule; it names the rule and the offset.
+            If the file breaks a rule; the error names the rule and the offset.
         UnsupportedError
-            If it uses a feature that is not read.
+            If the file uses an unsupported feature.
         """
         raise NotImplementedError
 
     def plan(self, draft: Draft, *args: Any, **options: Any) -> Plan:
-        """Lay a file out, from no array: then ``read(plan(draft))`` gives the same tensors.
+        """Plan a new file without touching an array: ``read`` of the file returns the same tensors.
 
         Parameters
         ----------
         draft : Draft
-            What is to be written. All of it is what `can` allows.
+            Contents of the new file, within the capabilities in `can`.
         **options
-            The format's own, keyword-only and with defaults.
+            Options of the format, keyword-only and with defaults.
 
         Returns
         -------
         Plan
-            Data are little-endian. Where the part of an extent has another element type than the
-            draft has (indices of sparse tensors), they are cast to it.
+            Position of every byte. Data are little-endian; they are cast if the part of an extent
+            has another element type than the draft, as for the indices of sparse tensors.
 
         Raises
         ------
         UnsupportedError
-            If something cannot be represented; it names the tensor and says what to do.
+            If the format cannot represent a tensor; the error names it and has advice.
         ValueError, TypeError
-            If an option is wrong.
+            If an option is invalid.
         """
         raise NotImplementedError
 
     @property
     def own_suffixes(self) -> tuple[str, ...]:
-        """The suffixes that only files of this format have."""
-        return tuple(each for each in self.suffixes if each not in self.shared_suffixes)
+        """Suffixes that only files of this format have."""
+        return tuple(suffix for suffix in self.suffixes if suffix not in self.shared_suffixes)
 
     def can_in(self, path: str) -> Can:
-        """Return what a file of some name can hold.
-
-        Parameters
-        ----------
-        path : str
-            Where it is to be.
-
-        Returns
-        -------
-        Can
-            By default `can`.
-        """
+        """Return the capabilities of a file at `path`; `can` by default."""
         return self.can
 
     def check(self, draft: Draft) -> None:
-        """Check that a draft has only what `can` names; for the beginning of `plan`.
-
-        Parameters
-        ----------
-        draft : Draft
-            What is to be written.
-
-        Raises
-        ------
-        UnsupportedError
-            If a tensor has another layout, element type or memory order.
-        """
+        """Raise `UnsupportedError` if a tensor has a layout, element type or order not in `can`."""
         for tensor in draft.tensors.values():
             if tensor.layout not in self.can.layouts:
                 rule, reason = "Layout", f"{tensor.layout} tensors"
@@ -282,39 +262,39 @@ class Format:
                 rule, reason = "Order", f"tensors in {tensor.order} order"
             else:
                 continue
-            reason += f" have no place in format {self.name!r}"
+            reason += f" cannot be stored in format {self.name!r}"
             hint = f"Convert it to a dense tensor of {', '.join(self.can.types)}, or leave it out"
             raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
     def append(self, source: Readable, draft: Draft, *args: Any, **options: Any) -> Plan:
-        """Lay out what makes a file hold more tensors.
+        """Plan the addition of tensors to a file.
 
-        No byte of the old file is written to, so that cutting the file to its old size undoes what
-        was not finished.
+        Existing bytes are not overwritten, so that truncating the file to its old size undoes an
+        interrupted write.
 
         Parameters
         ----------
         source : Readable
             The file.
         draft : Draft
-            What is added, as for `plan`.
+            New tensors, as for `plan`.
         **options
-            As for `plan`, and ``replace``: whether tensors replace those of the same name.
+            As for `plan`, and ``replace``: whether new tensors replace those of the same name.
 
         Returns
         -------
         Plan
-            With all offsets after the end of the file.
+            Position of every new byte; all offsets are after the end of the file.
 
         Raises
         ------
         UnsupportedError
-            If files of the format cannot grow.
+            If the format does not allow it.
         """
         raise UnsupportedError(
-            f"files of format {self.name!r} cannot grow",
+            f"tensors cannot be added to files of format {self.name!r}",
             rule="Append",
-            hint="Join the Datasets with .merge(...), and save that",
+            hint="Join the Datasets with .merge(...), and save the result",
         )
 
     def module_axes(
@@ -325,35 +305,25 @@ class Format:
         Parameters
         ----------
         shapes : mapping of str to tuple of int
-            Of its tensors, by their names in it.
+            Shapes of the tensors by their names in the module.
 
         Returns
         -------
         mapping of str to tuple
-            A name for each axis, or None, for some of the tensors.
+            Names of axes by tensor, None for an unnamed axis. Tensors without names are left out.
         """
         return {}
 
     def is_inline(self, tensor: WantedTensor) -> bool:
-        """Whether the value of a tensor is written before all data.
+        """Return whether the value of a tensor is written in the header; False by default.
 
-        Then `plan` needs it as the ``inline`` bytes of its part, and makes no extent for it.
-
-        Parameters
-        ----------
-        tensor : WantedTensor
-            Any that is to be written.
-
-        Returns
-        -------
-        bool
-            By default False.
+        The part of such a tensor has its bytes as ``inline``, and the plan has no extent for it.
         """
         return False
 
 
 class FormatOptions(TypedDict, total=False):
-    """Options of single formats; each is described with its format. Others are a `TypeError`."""
+    """Options for writing single formats, documented with their formats."""
 
     alignment: int | None  # ztensor
     config: Any  # gptrs
@@ -370,8 +340,8 @@ class FormatOptions(TypedDict, total=False):
 
 
 def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
-    parameters = signature(method).parameters
-    return {name: each for name, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
+    parameters = signature(method).parameters.items()
+    return {name: option for name, option in parameters if option.kind is Parameter.KEYWORD_ONLY}
 
 
 def names() -> tuple[str, ...]:
@@ -380,18 +350,18 @@ def names() -> tuple[str, ...]:
 
 
 def class_name(name: str) -> str:
-    """Return the name of a format's class, without loading it."""
+    """Return the name of a format's class without importing it."""
     try:
         return _CLASSES[name]
     except KeyError:
         by_suffix = [known for known in names() if f".{name}" in suffixes(known)]
-        alike = by_suffix or get_close_matches(str(name), names(), n=1)
-        hint = f"did you mean {alike[0]!r}? Known" if alike else "known"
+        similar = by_suffix or get_close_matches(str(name), names(), n=1)
+        hint = f"did you mean {similar[0]!r}? Known" if similar else "known"
         raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}") from None
 
 
 def suffixes(name: str) -> tuple[str, ...]:
-    """Return how the file names of a format end, without loading it."""
+    """Return the suffixes of a format's files without importing it."""
     return _REGISTRY[class_name(name)]
 
 
@@ -400,74 +370,74 @@ def get(name: str) -> Format:
     """Return a format by its name."""
     title = class_name(name)
     with uninterrupted():
-        found: Format = getattr(import_module(f"{__name__}.{name}"), title)()
-    return found
+        format: Format = getattr(import_module(f"{__name__}.{name}"), title)()
+    return format
 
 
 def folder_marks() -> tuple[str, ...]:
-    """Return the names of files that make a folder a checkpoint."""
+    """Return the names of files that mark a folder as a checkpoint."""
     return tuple([mark for name in names() for mark in get(name).folder_marks])
 
 
 def writable(name: str) -> Format:
-    """Return a format that is written, by its name."""
-    found = get(name)
-    if not found.can.types:
-        written = ", ".join(known for known in names() if get(known).can.types)
-        raise ValueError(f"format {name!r} is only read; written are: {written}")
-    return found
+    """Return a format that can be written, by its name."""
+    format = get(name)
+    if not format.can.types:
+        writable_names = ", ".join(name for name in names() if get(name).can.types)
+        raise ValueError(f"format {name!r} is read-only; writable formats are: {writable_names}")
+    return format
 
 
 def recognized(source: Readable) -> Format | None:
-    """Return the format that a content is of, None if it is of none."""
-    head, name = _head(source), source.name.partition("?")[0].lower()
-    # First those whose files are called so: then the others need not be loaded.
-    in_order = sorted(names(), key=lambda known: not name.endswith(suffixes(known)))
-    found = map(get, in_order)
-    return next((each for each in found if each.detect(head, source.size, source.name)), None)
+    """Return the format of a file by its content, or None if the format is unknown."""
+    head, file_name = _head(source), source.name.partition("?")[0].lower()
+    # Formats with this suffix come first, so that the others are usually not imported.
+    candidates = sorted(names(), key=lambda name: not file_name.endswith(suffixes(name)))
+    formats = map(get, candidates)
+    return next((f for f in formats if f.detect(head, source.size, source.name)), None)
 
 
 def detect(source: Readable) -> Format:
-    """Find the format of a file by its content."""
-    found = recognized(source)
-    if found is not None:
-        return found
+    """Return the format of a file by its content, or raise `FormatError`."""
+    format = recognized(source)
+    if format is not None:
+        return format
     head = _head(source)
-    known = _foreign(head, source.size, source.name)
-    reason = f"the file begins {head[:16]!r}" if known is None else f"it is {known[0]}"
+    foreign = _foreign(head, source.size, source.name)
+    reason = f"the file begins {head[:16]!r}" if foreign is None else f"it is {foreign[0]}"
     raise FormatError(
         f"not a checkpoint of a known format; {reason}",
         path=source.name,
         offset=0,
-        hint=f"Formats that are read: {', '.join(names())}" if known is None else known[1],
+        hint=f"Known formats: {', '.join(names())}" if foreign is None else foreign[1],
     )
 
 
 def advise(error: FormatError, format: str, source: Readable) -> None:
-    """Say in an error what a file is that is not of the format that was asked for."""
+    """Add the actual type of a file to an error, if the user asked for another format."""
     head = _head(source)
     if get(format).detect(head, source.size, source.name):
         return
-    found = recognized(source)
-    if found is not None:
-        error.hint = f"It is a {found.name} file: open it with engine={found.name!r}"
+    actual = recognized(source)
+    if actual is not None:
+        error.hint = f"It is a {actual.name} file: open it with engine={actual.name!r}"
         return
-    known = _foreign(head, source.size, source.name)
-    if known is not None:
-        error.reason, error.hint = f"it is {known[0]}", known[1]
+    foreign = _foreign(head, source.size, source.name)
+    if foreign is not None:
+        error.reason, error.hint = f"it is {foreign[0]}", foreign[1]
 
 
 def is_foreign(source: Readable) -> bool:
-    """Return whether a file is of no format, and it is known what it is instead."""
-    known = _foreign(_head(source), source.size, source.name)
-    return known is not None and recognized(source) is None
+    """Return whether a file is of a known type that is not a checkpoint."""
+    foreign = _foreign(_head(source), source.size, source.name)
+    return foreign is not None and recognized(source) is None
 
 
 def _head(source: Readable) -> bytes:
-    """Read the first bytes; of a zip archive as many as its first member begins with."""
+    """Read the first bytes; for a zip archive, up to the content of its first member."""
     head = bytes(source.read(0, min(HEAD_BYTES, source.size)))
     if head.startswith(b"PK\3\4"):
-        # The lengths of the name and of what is between it and the content.
+        # Lengths of the name and of the extra fields, which precede the content.
         name, extra = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
         nbytes = min(_ZIP_HEADER + name + extra + _ZIP_CONTENT, source.size)
         if nbytes > len(head):
@@ -475,20 +445,20 @@ def _head(source: Readable) -> bytes:
     return head
 
 
-# --- files that are no checkpoint ----------------------------------------------------------------
+# --- files that are not checkpoints --------------------------------------------------------------
 
 _UNZIP = "Decompress it first"
 _OLD_GGML = "Convert it with convert_llama_ggml_to_gguf.py of llama.cpp"
 _PICKLE = (
-    "Of pickles xckpt reads those of torch.save, and runs none: load it where it was written, and "
-    "save its arrays with numpy.savez"
+    "xckpt never executes pickles, and reads only those of torch.save: load it where it was "
+    "written, and save its arrays with numpy.savez"
 )
 
-# The first bytes, what they tell, and what to do.
-_BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
+# First bytes of a file, its type, and advice.
+_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (
         b"version https://git-lfs.github.com/spec/",
-        "a pointer of Git LFS, not the file that it stands for",
+        "a Git LFS pointer instead of the file itself",
         "Run `git lfs pull` in its repository",
     ),
     (b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
@@ -510,28 +480,28 @@ _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def _foreign(head: bytes, size: int, name: str) -> tuple[str, str] | None:
-    """Return what a file is that begins with some bytes, and what to do; None if unknown."""
-    for beginning, what, advice in _BEGINNINGS:
-        if head.startswith(beginning):
-            return what, advice
+    """Return the type of a file that is not a checkpoint, and advice; None if it is unknown."""
+    for first_bytes, kind, advice in _SIGNATURES:
+        if head.startswith(first_bytes):
+            return kind, advice
     if size == 0:
-        return "empty", "Was it written, or copied, to its end?"
+        return "empty", "Writing or copying it may have failed"
     if head.startswith(b"PK\x03\x04"):
         return "a zip archive without arrays of NumPy or PyTorch", "Extract it first"
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
-        return "a pickle of Python, and not a checkpoint of PyTorch", _PICKLE
+        return "a Python pickle, and not a PyTorch checkpoint", _PICKLE
     if head[257:262] == b"ustar":
         return "a tar archive", "Extract it first"
     if name.partition("?")[0].lower().endswith(".onnx"):
-        return "an ONNX model", "The package onnx reads it: onnx.load(path)"
+        return "an ONNX model", "Load it with the package onnx: onnx.load(path)"
     return _text(head.lstrip().lower())
 
 
 def _text(head: bytes) -> tuple[str, str] | None:
     if head.startswith(_WEB_PAGES):
-        return "a web page, as servers send for errors and logins", "Download the file again"
+        return "a web page, such as an error message or a login form", "Download the file again"
     if head.startswith(b"{") and b'"weight_map"' in head:
         return "an index of shards", "Give it a name that ends with .index.json"
     if head.startswith((b"{", b"[")):
-        return "JSON without tensors", "Is it the configuration next to a checkpoint?"
+        return "JSON without tensors", "It may be the configuration next to a checkpoint"
     return None

@@ -1,4 +1,4 @@
-"""Chunks of a tensor, which several files or archives hold, as one tensor."""
+"""Chunked tensors, joined from chunks in several files or archives."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def check_cover(name: str, size: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> None:
-    """Raise an error unless chunks, as first element and extents, have each element once."""
+    """Raise `FormatError` unless chunks, as (origin, extents), cover each element exactly once."""
     for origin, extents in chunks:
         if any(at + n > most for at, n, most in zip(origin, extents, size, strict=True)):
-            raise _broken(f"a chunk of {shown(name)} at {list(origin)} is beyond {list(size)}")
+            reason = f"at {list(origin)} exceeds its shape {list(size)}"
+            raise _broken(f"a chunk of {shown(name)} {reason}")
     if sum([prod(extents) for _, extents in chunks]) != prod(size) or not chunks:
-        raise _broken(f"the chunks of {shown(name)} are not all of {list(size)}")
+        raise _broken(f"the chunks of {shown(name)} do not cover its shape {list(size)}")
     if len(chunks) == 1:
         return
-    # Along the axis with most chunks few others begin before one ends.
+    # Sweep along the axis with the most chunks, where the fewest chunks overlap at any position.
     axis = max(range(len(size)), key=lambda axis: len({origin[axis] for origin, _ in chunks}))
     unfinished: list[tuple[Shape, Shape]] = []
     for origin, extents in sorted(chunks, key=lambda chunk: chunk[0][axis]):
@@ -32,18 +33,18 @@ def check_cover(name: str, size: Shape, chunks: Sequence[tuple[Shape, Shape]]) -
         unfinished = [chunk for chunk in unfinished if chunk[1][axis] > origin[axis]]
         for begin, end in unfinished:
             if all(a < d and c < b for a, b, c, d in zip(begin, end, origin, ends, strict=True)):
-                places = f"{list(begin)} and {list(origin)}"
-                raise _broken(f"chunks of {shown(name)} at {places} overlap")
+                positions = f"{list(begin)} and {list(origin)}"
+                raise _broken(f"chunks of {shown(name)} at {positions} overlap")
         unfinished.append((origin, ends))
 
 
 def joined(name: str, size: Shape, chunks: Mapping[Shape, Tensor]) -> Tensor:
-    """Return the tensor that dense chunks make, which are given by their first elements."""
+    """Return the chunked tensor of dense chunks, by the positions of their first elements."""
     first = next(iter(chunks.values()))
     if any(
         chunk.dtype != first.dtype or chunk.parts.keys() != {"data"} for chunk in chunks.values()
     ):
-        problem = UnsupportedError("its chunks are not dense and of one type", rule="Chunks")
+        problem = UnsupportedError("its chunks are not all dense with one type", rule="Chunks")
         return Tensor(name, first.dtype, size, {}, problem=problem)
     parts: dict[str, Any] = {}
     for number, (origin, chunk) in enumerate(chunks.items()):

@@ -1,8 +1,7 @@
-"""What several formats share: fields in bounds, strict JSON and CBOR, checks, names of axes.
+"""Helpers for formats: a bounded reader of fields, strict JSON and CBOR, checks, names of axes.
 
-It is as pure as the formats are. What comes from a file is a `FormatError` where it breaks a rule,
-what cannot be written an `UnsupportedError`; who calls knows the offset, the tensor and the rule,
-and fills them in.
+Like the formats it is pure. Invalid contents of a file raise `FormatError`, and values that cannot
+be written raise `UnsupportedError`; callers add the offset, the tensor and the rule.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ if TYPE_CHECKING:
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
 
-_E = TypeVar("_E")
-_T = TypeVar("_T")
+_Entry = TypeVar("_Entry")
+_Value = TypeVar("_Value")
 
 # --- fields of a file -----------------------------------------------------------------------------
 
-# Windows grow while a file is read through, and shrink where data are jumped over: of data as
-# little as possible is read, and what a file claims to hold is read in pieces.
+# The window grows during sequential reads and shrinks after a jump over data, so that little of the
+# data is read. Its maximum bounds the memory, whatever length a file claims.
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
 _SHORT_JUMP = 1 << 14
-
 
 TRUNCATED = "The file may be truncated"
 
 
 class Cursor:
-    """Reads a file field by field from byte `at` on, a window at a time; `at` may be set.
+    """A reader of consecutive fields, through a window of the file.
 
-    Nothing is allocated by what a file claims: a field that is not in the file, or not in the area
-    that was entered, is a `FormatError` of the rule Truncated.
+    The position `at` may be set. A field beyond the end of the file, or of the area that was
+    entered, raises a `FormatError` with the rule Truncated before any memory is allocated. The
+    `label` of a field is its name in messages.
     """
 
     __slots__ = ("_area", "_base", "_buffer", "_end", "_source", "_window", "at")
@@ -57,24 +56,24 @@ class Cursor:
         self._base = at
         self._area = "the file"
         self._end = source.size
-        self._window = _SMALLEST_WINDOW >> 1  # which the first read doubles
+        self._window = _SMALLEST_WINDOW >> 1  # the first read doubles it
         self.at = at
 
     @property
     def left(self) -> int:
-        """How many bytes are left of the file, or of the area that was entered."""
+        """Number of bytes up to the end of the file, or of the area that was entered."""
         return self._end - self.at
 
     def enter(self, nbytes: int, area: str) -> None:
-        """Stay within the next `nbytes` bytes, which messages call `area`."""
+        """Restrict reading to the next `nbytes` bytes; `area` is their name in messages."""
         self._require(nbytes, area)
         self._area = area
         self._end = self.at + nbytes
 
-    def take(self, nbytes: int, what: str) -> bytes:
-        """Read the next bytes, exactly so many."""
+    def take(self, nbytes: int, label: str) -> bytes:
+        """Read exactly `nbytes` bytes."""
         if nbytes > self._end - self.at:
-            self._require(nbytes, what)
+            self._require(nbytes, label)
         start = self.at - self._base
         stop = start + nbytes
         if start < 0 or stop > len(self._buffer):
@@ -83,7 +82,7 @@ class Cursor:
         return self._buffer[start:stop]
 
     def _fill(self, nbytes: int) -> tuple[int, int]:
-        """Move the window here, and return where the next bytes are in it."""
+        """Move the window to `at`; return the start and stop of the next bytes in it."""
         jump = self.at - self._base - len(self._buffer)
         if self.at >= self._base and jump <= 0:
             self._window = min(2 * self._window, _LARGEST_WINDOW)
@@ -97,48 +96,48 @@ class Cursor:
         self._base = self.at
         return 0, nbytes
 
-    def fields(self, kind: Struct, what: str) -> tuple[Any, ...]:
-        """Read the next fields of fixed size."""
-        return kind.unpack(self.take(kind.size, what))
+    def fields(self, kind: Struct, label: str) -> tuple[Any, ...]:
+        """Read the fields of a struct."""
+        return kind.unpack(self.take(kind.size, label))
 
-    def number(self, kind: Struct, what: str) -> int:
-        """Read the next number; `kind` has one field."""
-        found: int = kind.unpack(self.take(kind.size, what))[0]
-        return found
+    def number(self, kind: Struct, label: str) -> int:
+        """Read a number: a struct with one field."""
+        value: int = kind.unpack(self.take(kind.size, label))[0]
+        return value
 
-    def text(self, nbytes: int, what: str, rule: str = "Utf8") -> str:
-        """Read the next bytes as UTF-8."""
+    def text(self, nbytes: int, label: str, rule: str = "Utf8") -> str:
+        """Read `nbytes` bytes as UTF-8."""
         at = self.at
         try:
-            return self.take(nbytes, what).decode()
+            return self.take(nbytes, label).decode()
         except UnicodeDecodeError as error:
-            raise FormatError(f"{what} is not UTF-8: {error}", offset=at, rule=rule) from error
+            raise FormatError(f"{label} is not UTF-8: {error}", offset=at, rule=rule) from error
 
-    def skip_texts(self, count: int, length: Struct, what: str) -> None:
-        """Go on after texts that each have their length before them, without making any."""
-        unpack, size, left = length.unpack_from, length.size, count
-        while left:
-            self.take(size, what)  # which moves the window here
+    def skip_texts(self, count: int, length: Struct, label: str) -> None:
+        """Skip texts with their lengths before them, without decoding any."""
+        unpack, size, remaining = length.unpack_from, length.size, count
+        while remaining:
+            self.take(size, label)  # moves the window to the next length
             at = begin = self.at - size - self._base
             done = 0
             try:
-                for done in range(left):  # noqa: B007  how many there were before the window ended
+                for done in range(remaining):  # noqa: B007  counts the texts before the window's end
                     at += size + unpack(self._buffer, at)[0]
-                left = 0
+                remaining = 0
             except (StructError, OverflowError):
-                left -= done
+                remaining -= done
             self.at = self._base + begin
-            self.skip(at - begin, what)
+            self.skip(at - begin, label)
 
-    def skip(self, nbytes: int, what: str) -> None:
-        """Go on after the next bytes without reading them."""
-        self._require(nbytes, what)
+    def skip(self, nbytes: int, label: str) -> None:
+        """Skip bytes without reading them."""
+        self._require(nbytes, label)
         self.at += nbytes
 
-    def _require(self, nbytes: int, what: str) -> None:
+    def _require(self, nbytes: int, label: str) -> None:
         if nbytes > self.left:
             raise FormatError(
-                f"{what}: {nbytes} bytes, but {self.left} are left of {self._area}",
+                f"{label}: {nbytes} bytes, but {self.left} are left of {self._area}",
                 offset=self.at,
                 rule="Truncated",
                 hint=TRUNCATED if self._area == "the file" else None,
@@ -150,7 +149,7 @@ class Cursor:
 
 def decode_json(
     data: bytes,
-    what: str,
+    label: str,
     *,
     deepest: int | None,
     rule: str = "Json",
@@ -158,22 +157,22 @@ def decode_json(
     parse_int: Callable[[str], Any] = int,
     repeated: Callable[[str], object] | None = None,
 ) -> Any:
-    """Decode JSON as strict parsers do: no NaN, no number out of range, no lone surrogate.
+    """Decode JSON strictly: without NaN, numbers out of range, and lone surrogates.
 
-    At most `deepest` levels, unless the caller looks to that. `repeated` is called with each key
-    that an object has twice, of which the last counts; without it that is an error. Errors have
-    the rule and the offset.
+    `deepest` bounds the nesting; pass None if the caller checks it. A key that an object has twice
+    is an error, unless `repeated` is given: it is called with the key, and the last value counts.
+    Errors have the `rule` and the `offset`.
     """
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        values = dict(pairs)
+        if len(values) < len(pairs):
             times = Counter(key for key, _ in pairs)
             for key in [key for key in times if times[key] > 1]:
                 if repeated is None:
                     raise ValueError(f"duplicate key {shown(key)}")
                 repeated(key)
-        return found
+        return values
 
     try:
         value = json.loads(
@@ -184,21 +183,21 @@ def decode_json(
             parse_constant=finite,
         )
         if b"\\u" in data:
-            # Python lets lone surrogates pass, but cannot encode them.
+            # The decoder accepts lone surrogates, but the encoder does not.
             json.dumps(value, ensure_ascii=False).encode()
     # UnicodeDecodeError and JSONDecodeError are ValueErrors.
     except (ValueError, RecursionError) as error:
         reason = shown(str(error))[1:-1]
-        reason = f"{what} is not valid JSON: {reason}"
+        reason = f"{label} is not valid JSON: {reason}"
         raise FormatError(reason, offset=offset, rule=rule) from error
     if deepest is not None and is_deeper(value, deepest):
-        reason = f"{what} is nested deeper than {deepest} levels"
+        reason = f"{label} is nested deeper than {deepest} levels"
         raise FormatError(reason, offset=offset, rule=rule)
     return value
 
 
 def finite(digits: str) -> float:
-    """Read a number of JSON as a float, which must have a place for it."""
+    """Parse a number of JSON as a float; raise ValueError if it is out of range."""
     number = float(digits)
     if not isfinite(number):
         raise ValueError(f"number out of range: {shown(digits)}")
@@ -206,12 +205,12 @@ def finite(digits: str) -> float:
 
 
 def integer_64(digits: str) -> int | float:
-    """Read an integer as serde_json does: -0 and what 64 bits do not hold are floats."""
+    """Parse an integer as serde_json does: -0 and numbers of more than 64 bits are floats."""
     return int(digits) if len(digits) <= 20 and digits != "-0" else finite(digits)
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and dicts are nested deeper than so many levels."""
+    """Return whether lists and dicts are nested deeper than `levels`."""
     level = [value]
     for _ in range(levels + 1):
         containers = [item for item in level if type(item) in {dict, list}]
@@ -229,7 +228,7 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
-    """One function as the decoder of every semantic tag, so that cbor2 uses none of its own."""
+    """A mapping of every semantic tag to one decoder, so that cbor2 uses none of its own."""
 
     def __init__(self, tagged: Callable[[int, Any], Any]) -> None:
         self._tagged = tagged
@@ -241,11 +240,12 @@ class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
 def decode_cbor(
     data: bytes, *, tagged: Callable[[int, Any], Any], deepest: int = 128, indefinite: bool = True
 ) -> tuple[Any, int]:
-    """Decode the first CBOR value in some bytes; return it and its size.
+    """Decode the first CBOR value in `data`; return the value and its size in bytes.
 
-    cbor2 does it, with three traps closed: it runs semantic tags (a tag can compile a regular
-    expression, parse a date, or tie a list to itself), keeps the last of two equal keys, and nests
-    without end. ``tagged(tag, value)`` gives the meaning of a tag.
+    By default, cbor2 is unsafe in three ways: it interprets semantic tags (a tag can compile a
+    regular expression, parse a date, or make a list contain itself), keeps the last of two equal
+    keys, and has no limit of nesting. Here ``tagged(tag, value)`` interprets tags, and the other
+    two are errors.
     """
     from io import BytesIO
 
@@ -261,7 +261,7 @@ def decode_cbor(
     )
     try:
         return decoder.decode(), stream.tell()
-    # Besides its own errors: TypeError and ValueError from keys that cannot be hashed.
+    # Keys that cannot be hashed raise TypeError and ValueError.
     except (cbor2.CBORError, TypeError, ValueError, RecursionError, MemoryError) as error:
         reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
         # cbor2 has one error class for all of these.
@@ -277,8 +277,8 @@ _SIMPLE = {False: b"\xf4", True: b"\xf5", None: b"\xf6"}
 def encode_cbor(value: Any) -> bytes:
     """Encode a value as core deterministic CBOR (RFC 8949, section 4.2.1).
 
-    It is made of dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
-    encoding of cbor2 is that of RFC 7049, which has another order of keys of several types.
+    Supported are dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
+    encoding of cbor2 follows RFC 7049 instead, which orders keys of several types differently.
 
     >>> encode_cbor({"b": [1, -1], "a": 0.5}).hex(" ")
     'a2 61 61 f9 38 00 61 62 82 01 20'
@@ -326,15 +326,16 @@ def _head(major: int, argument: int) -> bytes:
 
 # --- checks ---------------------------------------------------------------------------------------
 
-#: Of an array of numpy.
+#: Limits of numpy's arrays: number of axes, and size in bytes.
 MOST_AXES = 64
 LARGEST = (1 << 63) - 1
 
 
 def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
-    """Whether numpy has no array of a shape, stored or decoded; an unknown type may be of any size.
+    """Return whether a shape is too large for numpy, as stored or decoded.
 
-    An extent of zero does not make up for the others: numpy wants them to be countable in bytes.
+    numpy limits the product of the other extents even if one is zero. Elements of an unknown type
+    count as 128 bits.
     """
     count = prod(shape) or prod(filter(None, shape))
     if count <= LARGEST >> 4:  # small enough for elements of 128 bits
@@ -344,35 +345,35 @@ def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
     return bits * count // 8 > LARGEST
 
 
-def check_option(name: str, value: str | None, known: Iterable[str]) -> None:
-    """Check the value of an option of a format's own; None is not given."""
-    if value is not None and value not in (known := tuple(known)):
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+def check_option(name: str, value: str | None, choices: Iterable[str]) -> None:
+    """Raise ValueError unless the value of an option is None or one of the choices."""
+    if value is not None and value not in (choices := tuple(choices)):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
 def parse_size(name: str, value: Any) -> int:
-    """Return a number of bytes that is given as a number or a text such as ``"5GB"``."""
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    """Parse a size in bytes, given as a number or as text such as ``"5GB"``."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     nbytes = value
-    if found is not None:
-        base = 1024 if found["binary"] else 1000
-        nbytes = int(float(found["number"]) * base ** " kmgt".index(found["unit"].lower() or " "))
+    if match is not None:
+        base = 1024 if match["binary"] else 1000
+        nbytes = int(float(match["number"]) * base ** " kmgt".index(match["unit"].lower() or " "))
     if type(nbytes) is not int or nbytes < 1:
-        known = "is a number of bytes, or a text such as '5GB' or '500MiB'"
-        raise ValueError(f"{name} {known}, not {value!r}")
+        expected = "a number of bytes, or a text such as '5GB' or '500MiB'"
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
     return nbytes
 
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 
 
-def check_text(what: str, text: str, tensor: str | None = None) -> str:
-    """Return text that is to be written, which UTF-8 must have: no lone surrogates."""
+def check_text(label: str, text: str, tensor: str | None = None) -> str:
+    """Return text for a file unchanged; raise `UnsupportedError` if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise UnsupportedError(
-            f"{what} {shown(text)} has lone surrogates, which are not characters",
+            f"{label} {shown(text)} is not valid Unicode: it has lone surrogates",
             tensor=tensor,
             rule="Name",
             hint="Rename it",
@@ -381,14 +382,14 @@ def check_text(what: str, text: str, tensor: str | None = None) -> str:
 
 
 def as_text(name: str, value: Any, *, nan: bool = False) -> str:
-    """Return an attribute of a file as text: what is not text as JSON."""
+    """Return an attribute as text: JSON unless it is text already."""
     if isinstance(value, str):
         return value
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=nan)
     except (TypeError, ValueError, RecursionError) as error:
-        reason = f"the attribute {shown(str(name))} cannot be text: {error}"
-        hint = "Make it text, or remove it from ds.attrs"
+        reason = f"the attribute {shown(str(name))} cannot be converted to JSON: {error}"
+        hint = "Convert it to text, or remove it from ds.attrs"
         raise UnsupportedError(reason, rule="Metadata", hint=hint) from None
 
 
@@ -399,52 +400,58 @@ def file_name(path: str) -> str:
 
 
 def file_stem(path: str, *suffixes: str) -> str:
-    """Return the last component without the suffix, in whatever case, if it has one of them."""
+    """Return the last component of a path without the first of `suffixes` that it has.
+
+    Suffixes are in lower case, and match in any case.
+    """
     name = file_name(path)
     return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
 
 
 def numbered(stem: str, count: int, suffix: str) -> list[str]:
-    """Name the files that a checkpoint is split into, as all of its formats do."""
+    """Return the conventional names of the files of a split checkpoint."""
     return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
 def overlaps(
     ranges: Iterable[tuple[int, int, str]], *, shared: bool = False
 ) -> list[tuple[int, str, str]]:
-    """Find ranges of bytes that begin within another one: where, whose, and whose that is.
+    """Return the byte ranges that begin within another one: (start, name, name of the other).
 
-    Each is (start, end, name). Empty ranges overlap nothing, equal ones may be `shared` on purpose.
+    Ranges are (start, end, name). Empty ranges overlap nothing. With `shared`, equal ranges are not
+    an overlap.
     """
     if shared:
         first: dict[tuple[int, int], str] = {}
         for start, end, name in ranges:
             first.setdefault((start, end), name)
         ranges = [(start, end, name) for (start, end), name in first.items()]
-    found = []
+    overlapping = []
     reached, owner = 0, ""
     for start, end, name in sorted(ranges):
         if start < end:
             if start < reached:
-                found.append((start, name, owner))
+                overlapping.append((start, name, owner))
             if end > reached:
                 reached, owner = end, name
-    return found
+    return overlapping
 
 
-def read_each(entries: Iterable[tuple[str, _E]], read: Callable[[str, _E], _T]) -> dict[str, _T]:
-    """Read all tensors, each of a name and what is said of it; errors have the name."""
-    found = {}
+def read_each(
+    entries: Iterable[tuple[str, _Entry]], read: Callable[[str, _Entry], _Value]
+) -> dict[str, _Value]:
+    """Call `read` with the name and the entry of each tensor, and add the name to errors."""
+    values = {}
     for name, entry in entries:
         try:
-            found[name] = read(name, entry)
+            values[name] = read(name, entry)
         except CheckpointError as error:
             raise error.located(tensor=name) from None
-    return found
+    return values
 
 
 class Notes:
-    """What a user should know of a file, in one short text for each reason."""
+    """A collection of warnings about a file, with one short text for each reason."""
 
     __slots__ = ("_notes",)
 
@@ -452,12 +459,12 @@ class Notes:
         self._notes: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, where: str) -> None:
-        """Count a reason to warn; the first place that has it is named."""
+        """Add a warning. Repeated reasons are counted, and the text names the first place."""
         count, first = self._notes.get(reason, (0, where))
         self._notes[reason] = (count + 1, first)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the texts, for `Index.warnings`."""
+        """Return the texts for `Index.warnings`."""
         return tuple(
             f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"
             for reason, (count, first) in self._notes.items()
@@ -466,47 +473,47 @@ class Notes:
 
 # --- names of axes --------------------------------------------------------------------------------
 
-#: The attribute that has names of axes, in formats that have room for texts but not for them. It
-#: is JSON, names of tensors to a name for each axis, null where an axis has none:
+#: The attribute for names of axes, in formats that store texts but not such names. Its value is
+#: JSON: names of tensors to names of axes, null for an unnamed axis, such as
 #: ``{"conv.weight":["out","in",null,null]}``. Tensors without a named axis are left out.
 DIMS_KEY = "xckpt.dims"
 
 
 def dims_text(tensors: Mapping[str, Tensor | WantedTensor]) -> str | None:
-    """Write the names of axes of tensors as one text, whatever their order; None without names.
+    """Return the names of axes of tensors as the text for `DIMS_KEY`; None without names.
 
     >>> from xckpt.index import Tensor
     >>> dims_text({"w": Tensor("w", "float32", (2, 3), {}, dims=("row", None))})
     '{"w":["row",null]}'
     """
-    named = {name: tensor.dims for name, tensor in tensors.items() if any(tensor.dims or ())}
-    if not named:
+    dims_by_name = {name: tensor.dims for name, tensor in tensors.items() if any(tensor.dims or ())}
+    if not dims_by_name:
         return None
-    return json.dumps(named, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return json.dumps(dims_by_name, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
 def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
-    """Return tensors with the names of axes that a file has for them.
+    """Return tensors with the names of axes from the text of `DIMS_KEY`.
 
-    These are no reason to refuse a file: what is malformed or does not fit a tensor is ignored.
+    Malformed names, and names that do not fit a tensor, are ignored: the values do not need them.
     """
-    if not (named := json_object(text) if text and type(text) is str else {}):
+    if not (dims_by_name := json_object(text) if text and type(text) is str else {}):
         return tensors
-    found = dict(tensors)
+    renamed = dict(tensors)
     for name, tensor in tensors.items():
-        dims = named.get(name)
+        dims = dims_by_name.get(name)
         if type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims)):
-            found[name] = replace(tensor, dims=tuple(dims))
-    return found
+            renamed[name] = replace(tensor, dims=tuple(dims))
+    return renamed
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object that a text of others is; one without members if it is none."""
+    """Return the JSON object in a text of unknown origin; an empty one if it is anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    return found if type(found) is dict else {}
+        value = None
+    return value if type(value) is dict else {}
 
 
 def _is_name(value: Any) -> bool:
@@ -516,16 +523,16 @@ def _is_name(value: Any) -> bool:
     return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-# --- what an object is besides its tensors --------------------------------------------------------
+# --- coordinates, order and tree of a Dataset -----------------------------------------------------
 
-#: The attribute that has all else that a Dataset or a tree is, in formats that have room for texts.
-#: It is JSON; each field is only there if it says something::
+#: The attribute for the rest of a Dataset or tree, in formats that store texts. Its value is a JSON
+#: object; empty fields are left out::
 #:
 #:     coords   names of the tensors that are coordinates
-#:     order    positions in the file of the tensors, in the order of the variables
-#:     attrs    names of tensors to their attributes, those that the format has no place for
+#:     order    positions of tensors in the file, in the order of the variables
+#:     attrs    names of tensors to those of their attributes that the format cannot store
 #:     modules  paths of nodes to their attributes
-#:     json     names of the attributes of the file whose text is JSON of something else
+#:     json     names of the attributes of the file that are stored as JSON, and were not text
 ARRANGEMENT_KEY = "xckpt.arrangement"
 
 
@@ -536,21 +543,21 @@ def arrangement_texts(
     *,
     only_texts: bool = False,
 ) -> dict[str, str]:
-    """Return the texts that a file has next to its tensors, by their keys; none without need.
+    """Return the texts for `DIMS_KEY` and `ARRANGEMENT_KEY`, by key; empty ones are left out.
 
-    `tensors` are all of the file by the names that they are read with, in the order that they are
-    read in. Errors have the `rule`. With `only_texts`, `as_text` makes texts of the attributes.
+    `tensors` has all tensors of the file, by the names and in the order that a reader returns.
+    Errors have the `rule`. `only_texts` states that attributes are stored by `as_text`.
     """
     for key in (DIMS_KEY, ARRANGEMENT_KEY):
         if key in draft.attrs:
-            reason = f"the attribute {key!r} is where names of axes and coordinates are kept"
+            reason = f"the attribute {key!r} is reserved for names of axes and coordinates"
             raise UnsupportedError(reason, rule=rule, hint="Rename it")
     for name in tensors:
         check_text("the name", name, name)
     read_as = {tensor.name: name for name, tensor in tensors.items()}
     coords = {read_as[name]: None for name in draft.arrangement.coords if name in read_as}
     order = [read_as[name] for name in draft.arrangement.order if name in read_as]
-    said = {
+    fields = {
         "coords": list(coords),
         "order": _positions(order, list(tensors), coords),
         "attrs": {read_as[name]: attrs for name, attrs in draft.tensor_attrs.items()},
@@ -561,22 +568,22 @@ def arrangement_texts(
             if only_texts and type(value) is not str and is_json(value)
         ),
     }
-    said = {field: value for field, value in said.items() if value}
+    fields = {field: value for field, value in fields.items() if value}
     compact: Any = {"ensure_ascii": False, "separators": (",", ":")}
     texts = {
         DIMS_KEY: dims_text(tensors),
-        ARRANGEMENT_KEY: json.dumps(said, **compact) if said else None,
+        ARRANGEMENT_KEY: json.dumps(fields, **compact) if fields else None,
     }
-    what = "a name of an axis or a coordinate"
-    return {key: check_text(what, text) for key, text in texts.items() if text is not None}
+    label = "a name of an axis or a coordinate"
+    return {key: check_text(label, text) for key, text in texts.items() if text is not None}
 
 
 def attribute_texts(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) -> dict[str, str]:
-    """Return the attributes of a file that has texts only, and those of `arrangement_texts`."""
+    """Return all attributes of a file as texts, including those of `arrangement_texts`."""
     texts = {}
     for key, value in draft.attrs.items():
         if type(key) is not str:
-            reason = f"an attribute is named by a {type(key).__name__}"
+            reason = f"the name of an attribute is a {type(key).__name__}, not text"
             raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
         check_text("the attribute", key)
         texts[key] = check_text("an attribute", as_text(key, value, nan=True))
@@ -584,51 +591,51 @@ def attribute_texts(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) 
 
 
 def _positions(order: list[str], names: list[str], coords: Container[str]) -> list[int]:
-    """Return where tensors are that are wanted in some order; none if they are read in it.
+    """Return the positions of `order` in `names`; empty if a reader returns this order anyway.
 
-    Coordinates and data variables have an order of their own.
+    A Dataset orders its coordinates and its data variables separately.
     """
     if len(order) != len(names) or all(
-        [name for name in order if (name in coords) is kind]
-        == [name for name in names if (name in coords) is kind]
-        for kind in (True, False)
+        [name for name in order if (name in coords) is is_coord]
+        == [name for name in names if (name in coords) is is_coord]
+        for is_coord in (True, False)
     ):
         return []
-    positions = {name: at for at, name in enumerate(names)}
+    positions = {name: position for position, name in enumerate(names)}
     return [positions[name] for name in order]
 
 
 def arranged(index: Index, texts: Mapping[str, Any] | None = None) -> Index:
-    """Return an index with what the texts of a file say of it; by default they are attributes.
+    """Return an index with the contents of the texts of `arrangement_texts`.
 
-    What does not fit is ignored, because no tensor depends on it.
+    By default the texts are attributes of the index. Contents that do not fit are ignored, because
+    no tensor depends on them.
     """
     attrs = dict(index.attrs)
     if texts is None:
         texts = {key: attrs.pop(key, None) for key in (DIMS_KEY, ARRANGEMENT_KEY)}
     tensors = with_dims(dict(index.tensors), texts.get(DIMS_KEY))
-    said, names = _Said(texts.get(ARRANGEMENT_KEY)), list(tensors)
-    for name, own in said.mappings("attrs"):
+    fields, names = _ArrangementFields(texts.get(ARRANGEMENT_KEY)), list(tensors)
+    for name, tensor_attrs in fields.mappings("attrs"):
         if name in tensors:
-            tensors[name] = replace(tensors[name], attrs={**own, **tensors[name].attrs})
-    for name in said.names("json"):
+            tensors[name] = replace(tensors[name], attrs={**tensor_attrs, **tensors[name].attrs})
+    for name in fields.names("json"):
         if type(attrs.get(name)) is str:
             try:
                 attrs[name] = _loaded(attrs[name], DEEPEST_ATTRS)
             except ValueError:
-                said.fits = False
-    coords = tuple([name for name in said.names("coords") if name in tensors])
-    order = said.order(len(names))
-    modules = dict(said.mappings("modules"))
-    arrangement = Arrangement(coords, tuple([names[at] for at in order]), modules)
+                fields.are_valid = False
+    coords = tuple([name for name in fields.names("coords") if name in tensors])
+    order = tuple([names[position] for position in fields.order(len(names))])
+    arrangement = Arrangement(coords, order, dict(fields.mappings("modules")))
     warnings = index.warnings
-    if not said.fits:
-        warnings += (f"{ARRANGEMENT_KEY!r} is not as xckpt writes it, and ignored in part",)
+    if not fields.are_valid:
+        warnings += (f"{ARRANGEMENT_KEY!r} is malformed, and ignored in part",)
     return replace(index, tensors=tensors, attrs=attrs, warnings=warnings, arrangement=arrangement)
 
 
 def _loaded(text: Any, levels: int) -> Any:
-    """Return what a JSON text has, or raise ValueError."""
+    """Parse an attribute that is stored as JSON, or raise ValueError."""
     if type(text) is not str:
         raise ValueError(f"a {type(text).__name__} is not JSON")
     try:
@@ -640,77 +647,80 @@ def _loaded(text: Any, levels: int) -> Any:
     return value
 
 
-class _Said:
-    """The fields of an arrangement, of which a file may say anything."""
+class _ArrangementFields:
+    """The fields in the text of `ARRANGEMENT_KEY`, which may be malformed."""
 
     def __init__(self, text: Any) -> None:
         try:
             fields: Any = {} if text is None else _loaded(text, DEEPEST_ATTRS + 3)
         except ValueError:
             fields = None
-        #: Whether all that was asked for has the right type.
-        self.fits = type(fields) is dict
-        self._fields: dict[str, Any] = fields if self.fits else {}
+        #: Whether all fields that were read have the right type.
+        self.are_valid = type(fields) is dict
+        self._fields: dict[str, Any] = fields if self.are_valid else {}
 
     def names(self, field: str) -> list[str]:
-        found = self._typed(field, list)
-        self.fits &= all(type(name) is str for name in found)
-        return list(dict.fromkeys([name for name in found if type(name) is str]))
+        entries = self._typed(field, list)
+        self.are_valid &= all(type(name) is str for name in entries)
+        return list(dict.fromkeys([name for name in entries if type(name) is str]))
 
     def mappings(self, field: str) -> list[tuple[str, dict[str, Any]]]:
-        found = self._typed(field, dict)
-        self.fits &= all(type(value) is dict for value in found.values())
-        return [(name, value) for name, value in found.items() if type(value) is dict]
+        entries = self._typed(field, dict)
+        self.are_valid &= all(type(value) is dict for value in entries.values())
+        return [(name, value) for name, value in entries.items() if type(value) is dict]
 
     def order(self, count: int) -> list[int]:
-        """Return positions, if they are those of all tensors."""
-        found: list[int] = self._typed("order", list)
-        if found and not (
-            len(found) == count
-            and all(type(at) is int for at in found)
-            and set(found) == set(range(count))
+        """Return the positions of `count` tensors; none if they are not a permutation."""
+        positions: list[int] = self._typed("order", list)
+        if positions and not (
+            len(positions) == count
+            and all(type(position) is int for position in positions)
+            and set(positions) == set(range(count))
         ):
-            self.fits = False
+            self.are_valid = False
             return []
-        return found
+        return positions
 
     def _typed(self, field: str, kind: type) -> Any:
-        found = self._fields.get(field, kind())
-        if type(found) is not kind:
-            self.fits = False
+        value = self._fields.get(field, kind())
+        if type(value) is not kind:
+            self.are_valid = False
             return kind()
-        return found
+        return value
 
 
 # --- fields of decoded JSON and CBOR --------------------------------------------------------------
 
 
-def mistyped(what: str, value: Any, expected: str, rule: str = "Schema") -> FormatError:
-    """Make the error for a field that is missing or of the wrong type."""
-    found = "missing or null" if value is None else type(value).__name__
+def mistyped(label: str, value: Any, expected: str, rule: str = "Schema") -> FormatError:
+    """Return the error for a field that is missing or has the wrong type."""
+    actual = "missing or null" if value is None else type(value).__name__
     if type(value) in {str, int, float, bool}:
-        found = shown(value) if type(value) is str else str(value)
+        actual = shown(value) if type(value) is str else str(value)
     elif type(value) in {list, dict}:
-        found = f"{'an array' if type(value) is list else 'a map'} of {len(value)}"
-    return FormatError(f"{what} is {found}: expected {expected}", rule=rule)
+        actual = f"{'an array' if type(value) is list else 'a map'} of {len(value)}"
+    return FormatError(f"{label} is {actual}: expected {expected}", rule=rule)
 
 
-def mapping(what: str, value: Any, rule: str = "Schema") -> dict[Any, Any]:
+def mapping(label: str, value: Any, rule: str = "Schema") -> dict[Any, Any]:
     """Return a field that must be a map."""
     if type(value) is not dict:
-        raise mistyped(what, value, "a map", rule)
+        raise mistyped(label, value, "a map", rule)
     return value
 
 
-def number(what: str, value: Any, rule: str = "Schema") -> int:
-    """Return a field that must be an integer that is not negative."""
+def number(label: str, value: Any, rule: str = "Schema") -> int:
+    """Return a field that must be a non-negative integer."""
     if type(value) is not int or value < 0:
-        raise mistyped(what, value, "a non-negative integer", rule)
+        raise mistyped(label, value, "a non-negative integer", rule)
     return value
 
 
 def as_shape(value: Any, most: int, rule: str = "Schema") -> tuple[int, ...]:
-    """Return a field that must be a shape, of at most so many elements; zeros do not count."""
+    """Return a field that must be a shape with at most `most` elements.
+
+    The limit holds for the product of the other extents if one is zero.
+    """
     if type(value) is not list:
         raise mistyped("shape", value, "an array", rule)
     for extent in value:
@@ -731,5 +741,5 @@ def aligned(offset: int, alignment: int) -> int:
 
 
 def without(tensor: str) -> str:
-    """Say how the rest of a file opens, in a hint."""
-    return f"The rest opens with drop_variables=[{shown(tensor)}]"
+    """Return the hint to open a file without a tensor."""
+    return f"Open the rest of the file with drop_variables=[{shown(tensor)}]"

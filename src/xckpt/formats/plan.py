@@ -1,8 +1,8 @@
-"""What a new file is to hold (`Draft`), and where each byte of it goes (`Plan`).
+"""The contents of a new file (`Draft`), and the position of each byte in it (`Plan`).
 
-A format module turns a `Draft` into a `Plan`, without touching an array; `xckpt.writing` streams
-the arrays into place, whatever the format. New tensors have types of their own: an
-`xckpt.index.Part` has an offset, a stored size and a digest, a `WantedPart` has none of them yet.
+A format module turns a `Draft` into a `Plan` without touching an array. `xckpt.writing` then writes
+the arrays into place, in the same way for all formats. A draft has types of its own, because its
+parts have no offsets, stored sizes and digests yet, as an `xckpt.index.Part` does.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 
 class WantedPart(NamedTuple):
-    """One array of a tensor that is to be written.
+    """One array of a tensor to write.
 
     Parameters
     ----------
     dtype : str
         Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
     shape : tuple of int
-        Its shape.
+        Shape of the array.
     nbytes : int
-        Raw size in bytes.
+        Uncompressed size in bytes.
     compression : str or None
-        What it is compressed with.
+        Name of the compression; None for raw bytes.
     algorithm : str or None
-        Name of the algorithm of its digest.
+        Name of the digest algorithm; None for no digest.
     digest_of : {"stored", "decoded"}
         Whether the digest covers the bytes after or before compression.
     source_offset : int
-        First byte in the file that the values come from; 0 if they come from none.
+        Byte offset of the values in the file that they are copied from; 0 if there is none.
     inline : bytes or None
-        The bytes themselves, where `Format.is_inline` asks for them.
+        The bytes themselves, if `Format.is_inline` is true.
     level : int or None
         Level of compression; None is the default of the codec.
     """
@@ -64,7 +64,7 @@ class WantedPart(NamedTuple):
         digest: str | None = None,
         source_offset: int = 0,
     ) -> WantedPart:
-        """Return a part of the size that its shape makes, with a digest like another one."""
+        """Return a part with the size of its shape and the algorithm of a digest."""
         nbytes = nbytes_of(dtype, prod(shape))
         algorithm = None if digest is None else digest.partition(":")[0]
         return cls(dtype, shape, nbytes, compression, algorithm, "stored", source_offset)
@@ -72,20 +72,20 @@ class WantedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor that is to be written; its fields mean what those of `xckpt.index.Tensor` do.
+    """A tensor to write; its fields have the same meaning as in `xckpt.index.Tensor`.
 
     Parameters
     ----------
     name : str
-        As it is to be in the file.
+        Name in the new file.
     dtype : str
         Element type of the values.
     shape : tuple of int
         Logical shape.
     parts : mapping of str to WantedPart
-        By role.
+        Arrays by role.
     layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"}
-        How the parts make the tensor.
+        How the parts represent the tensor.
     order : {"C", "F"}
         Memory order of dense data.
     attrs : mapping
@@ -93,9 +93,9 @@ class WantedTensor:
     dims : tuple of (str or None), or None
         Names of axes.
     quantization : Quantization or None
-        Set where `layout` is ``"quantized"``.
+        Scheme that decodes the parts, if `layout` is ``"quantized"``.
     path : tuple of str or None
-        Where it is in the tree of modules.
+        Position in the tree of modules.
     """
 
     name: str
@@ -122,23 +122,23 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a new file is to hold.
+    """Contents of a new file.
 
     Parameters
     ----------
     tensors : mapping of str to WantedTensor
-        By name, in the order in which data are wanted.
+        Tensors by name, in the preferred order of their data.
     attrs : mapping
-        What the file is to say of itself, of plain Python types.
+        Attributes of the file, of plain Python types.
     path : str
         Path or URL of the file.
     arrangement : Arrangement
-        Which tensors are coordinates, and the like. Only if `Can.arrangement` is true.
+        Coordinates, order and tree of the Dataset. Only if `Can.arrangement` is true.
     tensor_attrs : mapping of str to mapping
-        By tensor, the attributes for which `Can.tensor_attrs` has no place, of what JSON has. Only
-        if `Can.arrangement` is true.
+        By tensor, attributes of JSON types that are not in `Can.tensor_attrs`. Only if
+        `Can.arrangement` is true.
     attr_types : mapping of str to str
-        Element types that attributes had where they come from; see `xckpt.index.Index`.
+        Element types of the attributes in the file that they come from; see `xckpt.index.Index`.
     """
 
     tensors: Mapping[str, WantedTensor]
@@ -155,7 +155,7 @@ class LiteralBytes(NamedTuple):
     Parameters
     ----------
     offset : int or None
-        First byte in the file; None is right after all that is written before.
+        First byte in the file; None for the first byte after everything written so far.
     data : bytes
         The bytes.
     """
@@ -165,21 +165,21 @@ class LiteralBytes(NamedTuple):
 
 
 class PlannedPart(NamedTuple):
-    """A part with its place in a file.
+    """A part with its position in a new file.
 
     Parameters
     ----------
     tensor : str
         Name of the tensor.
     role : str
-        Which of its parts.
+        Role of the part in the tensor.
     part : WantedPart
         Type, shape, compression and digest.
     offset : int or None
-        First byte in the file. None where the sizes of compressed parts before it are not known
-        yet: at the next multiple of the plan's `alignment` after them and the gap.
+        First byte in the file. None after compressed parts of unknown size: the part then begins
+        at the next multiple of the plan's `alignment` after them and the gap.
     gap : int
-        How many bytes are left free before a part without an offset, for what `finish` writes.
+        Bytes to leave free before a part without an offset; `finish` fills them.
     data : object
         The source of its bytes, which the writer adds; formats leave it out.
     """
@@ -193,16 +193,16 @@ class PlannedPart(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where the bytes of a part went.
+    """Position of a part that has been written.
 
     Parameters
     ----------
     offset : int
         First byte in the file.
     nbytes : int
-        Stored size.
+        Stored size in bytes.
     digest : str or None
-        ``algorithm:value`` in lower-case hexadecimal digits, where the part asked for one.
+        ``algorithm:value`` in lower-case hexadecimal digits, if the part has an `algorithm`.
     """
 
     offset: int
@@ -213,9 +213,11 @@ class Written(NamedTuple):
 def placed(
     tensors: Iterable[WantedTensor], offsets: Iterable[int], start: int = 0
 ) -> list[PlannedPart]:
-    """Return where dense data go, by offsets that count from `start`."""
-    pairs = zip(tensors, offsets, strict=False)
-    return [PlannedPart(each.name, "data", each.parts["data"], start + at) for each, at in pairs]
+    """Return dense tensors as planned parts, at offsets that count from `start`."""
+    return [
+        PlannedPart(tensor.name, "data", tensor.parts["data"], start + offset)
+        for tensor, offset in zip(tensors, offsets, strict=False)
+    ]
 
 
 #: Losses of several formats; see `Plan.losses`.
@@ -224,13 +226,13 @@ LOST_SCALARS = "scalars that get an axis of length 1"
 
 
 def by_source(tensors: Mapping[str, WantedTensor]) -> dict[str, WantedTensor]:
-    """Put tensors in the order that their data have in the file they come from."""
+    """Sort tensors by the offsets of their data in the file that they are copied from."""
 
-    def place(item: tuple[str, WantedTensor]) -> float:
+    def source_offset(item: tuple[str, WantedTensor]) -> float:
         offsets = [part.source_offset for part in item[1].parts.values()]
         return min([offset for offset in offsets if offset > 0], default=inf)
 
-    return dict(sorted(tensors.items(), key=place))
+    return dict(sorted(tensors.items(), key=source_offset))
 
 
 def _nothing(written: Mapping[tuple[str, str], Written]) -> tuple[LiteralBytes, ...]:  # noqa: ARG001
@@ -239,38 +241,40 @@ def _nothing(written: Mapping[tuple[str, str], Written]) -> tuple[LiteralBytes, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where each byte of a new file goes. What nothing is written to is zero.
+    """Position of each byte in a new file. Unwritten bytes are zero.
 
     Parameters
     ----------
     literals : tuple of LiteralBytes
-        What is known beforehand, at offsets that are known.
+        Bytes that do not depend on the data, at fixed offsets.
     parts : tuple of PlannedPart
-        All parts in file order. Parts after a compressed one have no offset.
+        All parts in file order. Only parts after a compressed one have no offset.
     alignment : int
         Alignment of parts without an offset, in bytes.
     nbytes : int or None
-        Size of the file; None where only writing tells it.
+        Size of the file; None if it is unknown before writing.
     finish : callable
-        Gets a `Written` for each (tensor, role) of this plan and of its companions when all of
-        them are written, and returns the literals that depend on them: a manifest with digests.
+        Called after all parts are written, with a `Written` for each (tensor, role) of this plan
+        and of its companions. Returns the literals that depend on them, such as a manifest with
+        digests.
     companions : mapping of str to Plan
         Other files of the same checkpoint, by their names in the same folder. They have all parts.
     renamed : callable or None
-        ``renamed(names)`` plans this file with other names for its companions, by their names. For
-        moments it takes the place of an old file, while companions get their names. A reader
-        that knows fixed names only must refuse it, since it would find old files under these.
+        ``renamed(names)`` plans this file with other names for its companions. Such a file
+        temporarily replaces an old one while the companions are renamed. A reader that ignores the
+        names in the file must refuse it, because fixed names still belong to old files.
     suffix : str
-        What the name of this file has after the path of the draft: it is not the file that was
-        asked for, but refers to those that it was made into.
+        Suffix to add to the path of the draft, if this file refers to the files that the draft
+        was split into.
     is_index : bool
-        Whether this file only says which tensor is in which companion, and is of no format itself.
+        Whether this file only maps tensors to companions, and has no format itself.
     losses : mapping of str to sequence of str
-        What reading does not return of the draft, in words for a warning, with names of tensors.
+        Properties of the draft that a reader does not return, in words for a warning, with the
+        names of the tensors concerned.
 
     Notes
     -----
-    Companions are written first, so that a file with an old name refers to nothing half written.
+    Companions are written first, so that this file never refers to an incomplete one.
     """
 
     literals: tuple[LiteralBytes, ...]
@@ -288,12 +292,15 @@ class Plan:
     def headed(
         cls, head: bytes, parts: Sequence[PlannedPart] = (), nbytes: int | None = None
     ) -> Plan:
-        """Return the plan of a head and data after it, of so many bytes with both."""
+        """Return the plan of a header with data after it; `nbytes` is the size of the file."""
         return cls((LiteralBytes(0, head),), tuple(parts), nbytes=nbytes or len(head))
 
 
 def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:
-    """Split a draft over files of at most so many bytes: tensors in their order, as many as fit."""
+    """Split a draft into several, in order, each with at most `most` bytes of tensors.
+
+    A larger tensor has a draft of its own.
+    """
     files: list[dict[str, WantedTensor]] = [{}]
     filled = 0
     for name, tensor in draft.tensors.items():
@@ -305,9 +312,9 @@ def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> 
         filled += nbytes
     drafts = []
     for tensors in files:
-        # The order of the files is that of their data.
+        # Variables of several files are in the order of the data.
         arrangement = replace(draft.arrangement.of(tensors), order=())
-        attrs = {name: of for name, of in draft.tensor_attrs.items() if name in tensors}
+        attrs = {name: value for name, value in draft.tensor_attrs.items() if name in tensors}
         drafts.append(replace(draft, tensors=tensors, arrangement=arrangement, tensor_attrs=attrs))
     return drafts
 
@@ -319,10 +326,14 @@ def referring(
     *,
     is_index: bool = False,
 ) -> Plan:
-    """Return the plan of a file that `write` makes of the names of its companions, by their own."""
+    """Return the plan of a file that lists its companions.
+
+    `write` returns the contents of the file for a mapping of the companions' planned names to their
+    actual names.
+    """
 
     def renamed(names: Mapping[str, str]) -> Plan:
         return replace(Plan.headed(write(names)), suffix=suffix, is_index=is_index)
 
-    own_names = renamed({name: name for name in companions})
-    return replace(own_names, companions=companions, renamed=renamed)
+    plan = renamed({name: name for name in companions})
+    return replace(plan, companions=companions, renamed=renamed)

@@ -1,6 +1,6 @@
-"""safetensors (``.safetensors``).
+"""safetensors (``.safetensors``), the format of Hugging Face for weights.
 
-A length, a JSON header, and the data of all tensors without a gap::
+A file is a length, a JSON header, and the data of all tensors without gaps::
 
     offset   bytes   what
     0        8       n, length of the header, little-endian, at most 100,000,000
@@ -14,30 +14,30 @@ second is exclusive::
      "embed.weight": {"dtype": "BF16", "shape": [512, 64], "data_offsets": [0, 65536]}}
 
 ``__metadata__`` is optional, or null, and maps text to text. Other fields of a tensor are ignored.
-Elements are in C order. Tensors whose size in bits is not a multiple of 8 are not allowed. In the
-order of their offsets the tensors tile the data: the first begins at 0, each begins where the one
-before it ends, and the last ends with the file. A tensor without elements has an empty range.
+Elements are in C order. The size of a tensor in bits must be a multiple of 8. In the order of their
+offsets the tensors tile the data: the first begins at 0, the others begin where the previous one
+ends, and the last ends with the file. A tensor without elements has an empty range.
 
-The header is what serde_json takes for JSON: no NaN, no lone surrogate, no number beyond a
-64-bit float, at most 127 levels. Duplicate keys are not allowed. The package lets some of them
-pass, and leading blanks, and a tensor written as an array of its fields; here these are errors.
-So are shapes that numpy cannot represent.
-How 6-bit elements share bytes is not said: their tensors are listed, and their values not read.
+The header must be JSON by the rules of serde_json: no NaN, no lone surrogates, no numbers beyond
+64-bit floats, at most 127 levels. Duplicate keys are forbidden. The reference package tolerates
+some of these, leading blanks, and a tensor written as an array of its fields; xckpt raises an
+error, also for shapes that numpy cannot represent. The specification does not define how 6-bit
+elements share bytes: such tensors are listed, but their values cannot be read.
 
-Files are written byte for byte as the package does: wide elements first, then by name; data begin
-at a multiple of 8. (Of several metadata it chooses an order by chance.) An attribute that is not
-text is JSON text; names of axes are one text in ``__metadata__``, which other readers ignore.
-Large models are several files, and a JSON file that says in which of them each tensor is::
+xckpt writes the same bytes as the reference package: wide elements first, then by name; data begin
+at a multiple of 8. (The package writes several metadata entries in random order.) An attribute that
+is not text is written as JSON; names of axes are one text in ``__metadata__``, which other readers
+ignore. Large models have several files, and a JSON file that maps tensors to files::
 
     {"metadata": {"total_size": 13476831232},
      "weight_map": {"embed.weight": "model-00001-of-00003.safetensors"}}
 
-Each rank of ``torch.distributed.checkpoint`` can write such files without an index. They have
-chunks of tensors; ``DCP_SHARDING_INFO`` in the metadata is JSON that has where these begin::
+``torch.distributed.checkpoint`` can write such files without an index, one per rank, which have
+chunks of tensors. ``DCP_SHARDING_INFO`` in their metadata is JSON with the origin of each chunk::
 
     {"embed.weight": {"saved_offsets": [256, 0]}}
 
-References: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
+Specification: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
 rules have the names of its ``SafeTensorError``.
 """
 
@@ -65,10 +65,10 @@ _RULE = "InvalidHeaderDeserialization"
 _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
 _INDEX = ".index.json"
-# Of torch.distributed.checkpoint: where the tensors of a file begin in those of all ranks.
+# Metadata of torch.distributed.checkpoint: the origins of the chunks in a file.
 _SHARDING = "DCP_SHARDING_INFO"
 
-# In the order of the reference package's enumeration, which writes the last types first.
+# In the order of the reference package's enumeration; it writes the last types first.
 _TYPES = {
     "BOOL": "bool",
     "F4": "float4_e2m1fn",  # two in a byte, the first in its low half
@@ -102,23 +102,25 @@ class Safetensors(Format):
     name = "safetensors"
     description = "safetensors files"
     types = _TYPES
-    # The size is that of an index of shards.
+    # An index of shards has the attribute total_size.
     can = Can(file_attrs=None, stated_attrs=("total_size", _SHARDING), arrangement=True)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
+        """Return whether a valid length and a JSON object follow: the format has no magic."""
         length = int.from_bytes(head[:8], "little")
         return length <= _LARGEST_HEADER and _BEGINNING.match(head, 8) is not None
 
     def read(self, source: Readable) -> Index:
         """Read the header; tensors are in the order of their data."""
         if source.size < 8:
-            raise _broken(f"{source.size} bytes are too few for a length", "HeaderTooSmall", 0)
+            reason = f"the file has {source.size} bytes, too few for the length of a header"
+            raise _broken(reason, "HeaderTooSmall", 0)
         length = int.from_bytes(source.read(0, 8), "little")
         if length > _LARGEST_HEADER:
-            raise _broken(f"a header of {length} > {_LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
+            reason = f"the header has {length} bytes, more than {_LARGEST_HEADER}"
+            raise _broken(reason, "HeaderTooLarge", 0)
         if length > source.size - 8:
-            reason = f"a header of {length} bytes, but {source.size - 8} are left of the file"
+            reason = f"the header has {length} bytes, but only {source.size - 8} follow"
             raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
         header = bytes(source.read(8, length))
         if not header.startswith(b"{"):
@@ -130,37 +132,38 @@ class Safetensors(Format):
         if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
             raise _broken("'__metadata__' must map text to text")
         end = 8 + len(header)
-        found = kit.read_each(entries.items(), partial(_tensor, end))
-        ordered = sorted(found.values(), key=lambda of: (of.parts["data"].offset, of.nbytes))
+        by_name = kit.read_each(entries.items(), partial(_tensor, end))
+        ordered = sorted(by_name.values(), key=lambda t: (t.parts["data"].offset, t.nbytes))
         for tensor in ordered:
-            if (offset := tensor.parts["data"].offset) != end:
-                reason = f"data begin at byte {offset}, but those before end at byte {end}"
+            offset = tensor.parts["data"].offset
+            if offset != end:
+                reason = f"data begin at byte {offset}, but the previous tensor ends at byte {end}"
                 raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
             end += tensor.nbytes
         if end != source.size:
-            reason = f"data end at byte {end}, but the file at {source.size}"
+            reason = f"data end at byte {end}, but the file has {source.size} bytes"
             raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
         tensors = {tensor.name: tensor for tensor in ordered}
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
         return kit.arranged(Index(self.name, "", tensors, attrs, source.name, source.size))
 
     def plan(self, draft: Draft, *, max_shard_size: int | str | None = None) -> Plan:
-        """Lay out the header, and the data without a gap; or several such files and their index.
+        """Plan one file, or several files and their index.
 
         Parameters
         ----------
         draft : Draft
-            What is to be written.
+            Contents of the checkpoint.
         max_shard_size : int or str, optional
-            Most bytes of the tensors of one file, or as ``"5GB"``. If there are more, files get
-            names like ``model-00001-of-00003.safetensors``, and ``model.safetensors.index.json``
-            says which tensor is in which; it is written as well if that is the path. A tensor that
-            is larger has a file of its own.
+            Most bytes of tensors in one file, also as text such as ``"5GB"``. Larger checkpoints
+            are split into files with names like ``model-00001-of-00003.safetensors``, and
+            ``model.safetensors.index.json`` lists the file of each tensor. The index is also
+            written if its name is the path. A larger tensor has a file of its own.
 
         Returns
         -------
         Plan
-            Of one file, or of the index, with files as companions.
+            Plan of one file, or of the index, with the files as companions.
         """
         self.check(draft)
         drafts = [draft]
@@ -169,23 +172,27 @@ class Safetensors(Format):
         is_index = draft.path.lower().endswith(_INDEX)
         if len(drafts) == 1 and not is_index:
             return self._in_one(draft)
-        # Readers of shards want to know which library they are for. The index has the total size.
+        # Hugging Face's libraries require the format of shards; the index has the total size.
         attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
         stem = kit.file_stem(draft.path, f".safetensors{_INDEX}", _INDEX, ".safetensors")
         names = kit.numbered(stem, len(drafts), ".safetensors")
-        shards = {name: replace(of, attrs=attrs) for name, of in zip(names, drafts, strict=True)}
+        shards = {
+            name: replace(shard, attrs=attrs) for name, shard in zip(names, drafts, strict=True)
+        }
 
         def index(names: Mapping[str, str]) -> bytes:
             size = sum(map(_nbytes, draft.tensors.values()))
-            weights = {tensor: names[file] for file, of in shards.items() for tensor in of.tensors}
-            root = {"metadata": {"total_size": size}, "weight_map": weights}
+            weight_map = {
+                tensor: names[file] for file, shard in shards.items() for tensor in shard.tensors
+            }
+            root = {"metadata": {"total_size": size}, "weight_map": weight_map}
             return json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
 
         plans = {name: self._in_one(shard) for name, shard in shards.items()}
         return referring(plans, index, "" if is_index else _INDEX, is_index=True)
 
     def _in_one(self, draft: Draft) -> Plan:
-        tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
+        tensors = sorted(draft.tensors.values(), key=lambda t: (_RANKS[t.dtype], t.name))
         metadata = kit.attribute_texts(draft, {tensor.name: tensor for tensor in tensors})
         entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         ends = [0, *accumulate(map(_nbytes, tensors))]
@@ -194,8 +201,9 @@ class Safetensors(Format):
             entries[tensor.name] = entry | {"data_offsets": offsets}
         header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
         if len(header) > _LARGEST_HEADER:
-            reason = f"a header of {len(header)} > {_LARGEST_HEADER} bytes"
-            raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
+            reason = f"the header would have {len(header)} bytes, more than {_LARGEST_HEADER}"
+            hint = "Write several files with max_shard_size"
+            raise UnsupportedError(reason, rule="HeaderTooLarge", hint=hint)
         header += b" " * (-len(header) % 8)
         head = len(header).to_bytes(8, "little") + header
         return Plan.headed(head, placed(tensors, ends, len(head)), len(head) + ends[-1])
@@ -208,7 +216,7 @@ def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = Fal
 def _tensor(start: int, name: str, entry: Any) -> Tensor:
     if type(entry) is not dict:
         raise _broken("a tensor must be an object")
-    # Only what is ignored can be deep: a header has 100,000 tensors.
+    # Only ignored fields can be nested; checking the others would be slow for 100,000 tensors.
     if len(entry) > 3 and kit.is_deeper(entry, _DEEPEST - 1):
         raise _broken(f"the header is nested deeper than {_DEEPEST} levels")
     spelled = entry.get("dtype")
@@ -225,9 +233,9 @@ def _tensor(start: int, name: str, entry: Any) -> Tensor:
     dtype = _TYPES.get(spelled)
     bits = _BITS[spelled] * prod(shape)
     if bits % 8:
-        raise _broken(f"{bits} bits of data are not whole bytes", "MisalignedSlice")
+        raise _broken(f"{bits} bits of data are not a number of bytes", "MisalignedSlice")
     if bits != nbytes * 8:
-        reason = f"{nbytes} bytes of data, but {spelled} {list(shape)} has {bits // 8}"
+        reason = f"{nbytes} bytes of data, but {spelled} {list(shape)} has {bits // 8} bytes"
         raise _broken(reason, "TensorInvalidInfo")
     if not bits and kit.is_oversized(shape, dtype):
         raise _broken(f"the shape {list(shape)} is too large", "ValidationOverflow")
@@ -240,8 +248,8 @@ def _tensor(start: int, name: str, entry: Any) -> Tensor:
 
 
 def _chunks(tensors: dict[str, Tensor], info: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return tensors with the place that they have in larger ones; what does not fit is ignored."""
-    placed = dict(tensors)
+    """Return tensors with their origins in larger ones; origins that do not fit are ignored."""
+    chunks = dict(tensors)
     for name, tensor in tensors.items() if info else ():
         entry = info.get(name)
         origin = entry.get("saved_offsets") if type(entry) is dict else None
@@ -250,8 +258,8 @@ def _chunks(tensors: dict[str, Tensor], info: Mapping[str, Any]) -> dict[str, Te
         if all(type(at) is int and 0 <= at <= kit.LARGEST for at in origin):
             parts = {"data": replace(tensor.parts["data"], origin=(*origin,))}
             attrs = {"saved_offsets": origin} if any(origin) else {}
-            placed[name] = replace(tensor, parts=parts, attrs=attrs)
-    return placed
+            chunks[name] = replace(tensor, parts=parts, attrs=attrs)
+    return chunks
 
 
 def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
@@ -262,12 +270,12 @@ def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
 
 
 def _nbytes(tensor: WantedTensor) -> int:
-    """Return how many bytes a tensor takes, if it can be written."""
+    """Return the size of a tensor in bytes, or raise `UnsupportedError` if it cannot be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
     if tensor.name == "__metadata__":
-        reason, rule = "the name has another meaning here: rename it", "Name"
+        reason, rule = "the name is reserved for attributes: rename it", "Name"
     elif bits % 8:
-        reason, rule = f"{bits} bits of data are not whole bytes", "MisalignedSlice"
+        reason, rule = f"{bits} bits of data are not a number of bytes", "MisalignedSlice"
     else:
         return bits // 8
     raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
