@@ -39,7 +39,7 @@ FILES = {
     "index of shards": (b'{"metadata": {}, "weight_map": {"w": "a"}}', ".index.json"),
     "JSON": (b'{"hidden_size": 64}', "configuration"),
     "gzip": (gzip.compress(b"x" * 100), "Decompress"),
-    "empty": (b"", "copied"),
+    "empty": (b"", "copying"),
 }
 
 

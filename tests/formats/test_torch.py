@@ -403,7 +403,7 @@ class TestFolders:
         if len(cuts) == 1:
             assert ds["w:imag"].values.tolist() == [1, 3]
             return
-        with pytest.raises(xckpt.UnsupportedError, match="not dense and of one type"):
+        with pytest.raises(xckpt.UnsupportedError, match="not all dense with one type"):
             ds["w"].values  # noqa: B018
 
     @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])
@@ -606,7 +606,7 @@ def test_malformed(data: bytes, rule: str) -> None:
 def test_pickles_that_inflate_are_refused() -> None:
     data = files.archive(b"N0" * (4 << 20) + b"N", method=zipfile.ZIP_DEFLATED)
     assert len(data) < 1 << 16
-    with pytest.raises(xckpt.UnsupportedError, match="of which"):
+    with pytest.raises(xckpt.UnsupportedError, match="has .* bytes, more than"):
         FORMAT.read(CountingSource(data))
 
 

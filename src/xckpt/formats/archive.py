@@ -1,22 +1,23 @@
-"""Zip archives, for formats that keep each tensor in a member: the directory, read and written.
+"""Zip archives, for formats that store each tensor as a member: NumPy and PyTorch.
 
-A member is a local header and its content; the central directory at the end of the file has the
-same again for all members, and alone has their sizes for certain. Fields, little-endian::
+A member is a local header and its content. The central directory at the end of the file repeats the
+headers of all members; only its sizes are reliable. Fields, little-endian::
 
     local header    "PK\\3\\4"  version, flags, method, time, date u16; crc32, stored size, size
                     u32; lengths of name and extra u16; name, extra; content
     central entry   "PK\\1\\2"  versions of writer and reader, flags, method, time, date u16; crc32,
                     stored size, size u32; lengths of name, extra, comment, disk, attributes u16;
                     attributes, offset of the local header u32; name, extra, comment
-    extra data      "PK\\6\\x08"  length u32; anything; may be before the central directory
+    extra data      "PK\\6\\x08"  length u32; any bytes; optional, before the central directory
     end             "PK\\5\\6"  disk, disk, entries, entries u16; size, offset of the directory u32;
                     length of comment u16, comment
 
-A size, offset or count of which all bits are set is in 64 bits elsewhere (zip64): for an entry in
-the extra field 1, for the end in the record "PK\\6\\6", which "PK\\6\\7" before the end tells where
-to find. Extra fields of local headers differ from those of the directory: writers pad with them.
+A size, offset or count with all bits set stands for a number of 64 bits elsewhere (zip64): for an
+entry in the extra field 1, for the end in the record "PK\\6\\6", whose offset is in the record
+"PK\\6\\7" before the end. Local headers have other extra fields than the directory, since writers
+use them as padding.
 
-Reference: APPNOTE.TXT 6.3.10 of PKWARE.
+Specification: APPNOTE.TXT 6.3.10 of PKWARE.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 
 STORED, DEFLATED = 0, 8
 _ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags
-_MOST_INFLATED = 1032  # bytes that deflate makes of one
+_MOST_INFLATED = 1032  # largest ratio of decoded to deflated bytes
 
 _LOCAL = Struct("<4s5H3I2H")
 _CENTRAL = Struct("<4s6H3I5H2I")
-# Of these what is looked at: there are 100,000 of them.
+# The fields that are used: parsing only these is faster for 100,000 members.
 _LOCAL_READ = Struct("<4s22x2H")
 _CENTRAL_READ = Struct("<4s4x2H4x3I3H8xI")
 _END = Struct("<4s4H2IH")
@@ -53,12 +54,12 @@ _END_64 = Struct("<4sQ2H2I4Q")
 _EXTRA = Struct("<2H")
 _EXTRA_DATA, _EXTRA_MAGIC, _MOST_EXTRA_DATA = Struct("<4sI"), b"PK\6\x08", 64 << 20
 _FULL_16, _FULL_32 = (1 << 16) - 1, (1 << 32) - 1
-_DATE = 1 << 5 | 1  # 1980-01-01, as numpy has it: files do not depend on when they are written
+_DATE = 1 << 5 | 1  # 1980-01-01, as in numpy, so that files do not depend on the date
 _ZIP_64, _PADDING = 1, 0xD935
 
 
 class Member(NamedTuple):
-    """A member as the directory has it; `at` is its local header."""
+    """An entry of the directory; `at` is the offset of the local header."""
 
     name: str
     method: int
@@ -70,23 +71,30 @@ class Member(NamedTuple):
     comment: bytes = b""
 
     def check(self, at: int, *, is_whole: bool = True) -> None:
-        """Raise an error if the content, at a byte, cannot be had; if all is, or is not so much."""
+        """Raise an error if the content at offset `at` cannot be decoded.
+
+        With `is_whole`, all of it will be decoded, so its claimed size must be plausible.
+        """
         if self.method == STORED and not self.flags & _ENCRYPTED:
             if self.stored_nbytes != self.nbytes:
                 raise _broken(self, f"{self.stored_nbytes} bytes are stored of {self.nbytes}", at)
             return
-        if self.flags & _ENCRYPTED or self.method != DEFLATED:
-            how = "encrypted" if self.flags & _ENCRYPTED else f"method {self.method}"
-            raise UnsupportedError(f"the member is not read: {how}", offset=at, rule="Method")
+        if self.flags & _ENCRYPTED:
+            reason = "encrypted members are unsupported"
+            raise UnsupportedError(reason, offset=at, rule="Method")
+        if self.method != DEFLATED:
+            reason = f"the compression method {self.method} is unsupported"
+            raise UnsupportedError(reason, offset=at, rule="Method")
         if is_whole and self.nbytes > _MOST_INFLATED * (self.stored_nbytes + 1):
-            raise _broken(self, f"{self.nbytes} bytes do not come of {self.stored_nbytes}", at)
+            reason = f"{self.stored_nbytes} bytes cannot decode to {self.nbytes} bytes"
+            raise _broken(self, reason, at)
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
 def first_name(head: bytes) -> str:
-    """Return the name of the first member, from the first bytes of a file; "" where it is not."""
+    """Return the name of the first member from the first bytes of a file; "" if there is none."""
     if len(head) < _LOCAL.size or not head.startswith(b"PK\3\4"):
         return ""
     *_, nbytes, _ = _LOCAL.unpack_from(head)
@@ -94,32 +102,37 @@ def first_name(head: bytes) -> str:
 
 
 class Archive:
-    """An archive that is read; or a file that is taken for its `only` member, of that name."""
+    """A reader of an archive.
+
+    With the name `only`, it treats the whole file as the single member of an archive.
+    """
 
     def __init__(self, source: Readable, only: str | None = None) -> None:
         self._source, self._only = source, only
-        self._end = 0  # of the members that were gone through
-        #: In their order in the directory, and where that begins.
+        self._end = 0  # of the members visited so far
+        #: Members in the order of the directory.
         self.members: list[Member] = []
+        #: Offset of the directory.
         self.start = source.size
         if only is not None:
             self.members.append(Member(only, STORED, 0, source.size, source.size, 0))
             return
         count, nbytes, self.start = _read_end(source)
         if self.start + nbytes > source.size or count * _CENTRAL.size > nbytes:
-            reason = f"a directory of {count} entries in {nbytes} bytes is not in the file"
+            reason = f"the directory has {count} entries in {nbytes} bytes, beyond the file's end"
             at = min(self.start, source.size)
             raise FormatError(reason, offset=at, rule="Directory")
         cursor = kit.Cursor(source, self.start)
         cursor.enter(nbytes, "the directory")
         self.members += [_read_entry(cursor) for _ in range(count)]
-        [(name, times)] = Counter(each.name for each in self.members).most_common(1) or [("", 0)]
-        if times > 1:
-            reason = f"{times} members have one name"
+        counts = Counter(member.name for member in self.members)
+        [(name, count)] = counts.most_common(1) or [("", 0)]
+        if count > 1:
+            reason = f"{count} members have the same name"
             raise FormatError(reason, offset=self.start, tensor=name, rule="Name")
 
     def places(self) -> Iterator[tuple[Member, int]]:
-        """Go through the members, which must not overlap, and where their content begins."""
+        """Yield the members and the offsets of their contents; raise an error if any overlap."""
         cursor, spans = kit.Cursor(self._source), []
         for member in self.members:
             at = 0 if self._only is not None else _content_offset(cursor, member, self.start)
@@ -131,13 +144,13 @@ class Archive:
             raise FormatError(reason, offset=at, tensor=name, rule="Overlap")
 
     def contents(self) -> Iterator[tuple[Member, Content]]:
-        """Go through the members, and what they hold."""
+        """Yield the members and their contents."""
         cursor = kit.Cursor(self._source)
         for member, at in self.places():
             yield member, Content(cursor, member, at)
 
     def extra_data(self) -> bytes:
-        """Return the extra data, once all members were gone through; none if it has none."""
+        """Return the extra data, empty if there are none; only after visiting all members."""
         nbytes = self.start - self._end
         if not _EXTRA_DATA.size <= nbytes <= _MOST_EXTRA_DATA:
             return b""
@@ -147,18 +160,19 @@ class Archive:
 
 
 def _read_end(source: Readable) -> tuple[int, int, int]:
-    """Return how many entries the directory has, its size, and where it begins."""
+    """Return the number of entries in the directory, its size, and its offset."""
     origin = max(0, source.size - _END.size - _FULL_16)
     tail = bytes(source.read(origin, source.size - origin))
     at = tail.rfind(b"PK\5\6", 0, max(0, len(tail) - _END.size + 4))
     while at >= 0 and at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
-        reason, hint = "no end of an archive", kit.TRUNCATED
+        reason, hint = "the end record of the archive is missing", kit.TRUNCATED
         raise FormatError(reason, offset=source.size, rule="EndRecord", hint=hint)
     _, disk, first, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     if disk or first not in {0, _FULL_16}:
-        raise FormatError("one of several disks", offset=origin + at, rule="EndRecord")
+        reason = "the archive is split into several files"
+        raise FormatError(reason, offset=origin + at, rule="EndRecord")
     locator = origin + at - _LOCATOR_64.size
     if locator < 0 or (count != _FULL_16 and _FULL_32 not in {nbytes, start}):
         return count, nbytes, start
@@ -166,7 +180,7 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     if magic != b"PK\6\7":
         return count, nbytes, start
     if at + _END_64.size > locator:
-        reason = f"the zip64 end is not before byte {locator}"
+        reason = f"the zip64 end record at byte {at} is not before its locator"
         raise FormatError(reason, offset=locator, rule="EndRecord")
     magic, *_, count, nbytes, start = _END_64.unpack(source.read(at, _END_64.size))
     if magic != b"PK\6\6":
@@ -197,7 +211,7 @@ def _read_entry(cursor: kit.Cursor) -> Member:
 
 
 def _wide(extra: bytes) -> bytes:
-    """Find the extra field with what does not fit in 32 bits."""
+    """Return the extra field with numbers of 64 bits."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, nbytes = _EXTRA.unpack_from(extra, at)
@@ -209,20 +223,21 @@ def _wide(extra: bytes) -> bytes:
 
 
 def _content_offset(cursor: kit.Cursor, member: Member, end: int) -> int:
-    """Find where the content of a member begins, all of which must be before `end`."""
+    """Return the offset of a member's content, all of which must be before `end`."""
     if member.at > end - _LOCAL.size:
-        raise _broken(member, f"a local header at byte {member.at} of {end}", end)
+        reason = f"its local header at byte {member.at} is not before the directory at byte {end}"
+        raise _broken(member, reason, end)
     cursor.at = member.at
-    wanted = member.name.encode("utf-8" if member.flags & _UTF_8 else "cp437")
-    data = cursor.take(_LOCAL.size + len(wanted), "a local header")
+    expected = member.name.encode("utf-8" if member.flags & _UTF_8 else "cp437")
+    data = cursor.take(_LOCAL.size + len(expected), "a local header")
     magic, name_nbytes, extra_nbytes = _LOCAL_READ.unpack_from(data)
     name = data[_LOCAL.size :]
-    if magic != b"PK\3\4" or name != wanted or name_nbytes != len(wanted):
+    if magic != b"PK\3\4" or name != expected or name_nbytes != len(expected):
         reason = f"its local header is {magic!r} of {shown(name.decode(errors='replace'))}"
         raise _broken(member, reason, member.at)
     at = cursor.at + int(extra_nbytes)
     if at + member.stored_nbytes > end:
-        reason = f"{member.stored_nbytes} bytes do not end before byte {end}"
+        reason = f"its {member.stored_nbytes} bytes do not end before the directory at byte {end}"
         raise _broken(member, reason, member.at)
     return at
 
@@ -232,77 +247,80 @@ def _broken(member: Member, reason: str, offset: int) -> FormatError:
 
 
 class Content:
-    """What a member holds, from byte `at` on, read from its beginning."""
+    """The content of a member at offset `at`, read from its beginning.
+
+    The `label` of bytes is their name in messages.
+    """
 
     def __init__(self, cursor: kit.Cursor, member: Member, at: int) -> None:
         self._cursor, self._member = cursor, member
         self.at = at
         self._stored_left, self._left = member.stored_nbytes, member.nbytes
-        self._inflater: Any = None  # of a window of 32 KiB: most members need none
+        self._inflater: Any = None  # on demand, since its window takes 32 KiB
         self._decoded = b""
         self._crc = 0
 
-    def whole(self, what: str) -> bytes:
-        """Read all that it holds at once, and compare the checksum."""
+    def whole(self, label: str) -> bytes:
+        """Read the whole content and verify its checksum."""
         member = self._member
         member.check(self.at)
         self._cursor.at = self.at
-        content = self._cursor.take(member.stored_nbytes, what)
+        content = self._cursor.take(member.stored_nbytes, label)
         if member.method == DEFLATED:
             try:
                 content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, member.nbytes + 1)
             except zlib.error as error:
-                raise self._broken(f"{what} does not decode: {error}") from error
+                raise self._broken(f"{label} does not decode: {error}") from error
         if len(content) != member.nbytes:
-            raise self._broken(f"{what} does not decode to {member.nbytes} bytes")
+            raise self._broken(f"{label} does not decode to {member.nbytes} bytes")
         if member.crc and zlib.crc32(content) != member.crc:
-            reason = f"{what} does not have the checksum {member.crc:08x}"
+            reason = f"{label} does not have the checksum {member.crc:08x}"
             raise IntegrityError(reason, offset=self.at, tensor=member.name, rule="Checksum")
         return content
 
-    def take(self, nbytes: int, what: str) -> bytes:
-        """Read the next bytes, exactly so many; nothing is allocated by what a file claims."""
+    def take(self, nbytes: int, label: str) -> bytes:
+        """Read exactly `nbytes` bytes; raise an error before allocating more than there are."""
         member = self._member
-        member.check(self.at, is_whole=False)  # no more is inflated than asked for
+        member.check(self.at, is_whole=False)
         if nbytes > self._left:
-            raise self._broken(f"{what}: {nbytes} bytes, but {self._left} are left")
+            raise self._broken(f"{label} has {nbytes} bytes, but only {self._left} follow")
         self._cursor.at = self.at + member.stored_nbytes - self._stored_left
         if member.method == STORED:
-            taken = self._cursor.take(nbytes, what)
+            data = self._cursor.take(nbytes, label)
             self._stored_left -= nbytes
         else:
-            taken = self._inflated(nbytes, what)
+            data = self._inflate(nbytes, label)
         self._left -= nbytes
-        self._crc = zlib.crc32(taken, self._crc)
-        return taken
+        self._crc = zlib.crc32(data, self._crc)
+        return data
 
     def rest(self) -> Part:
-        """Describe what is left as bytes, with their checksum if the archive has one."""
-        member, left = self._member, self._left
-        crc = joined_crc(self._crc, member.crc, left)
+        """Return the remaining bytes as a part, with their checksum if the archive has one."""
+        member, nbytes = self._member, self._left
+        crc = joined_crc(self._crc, member.crc, nbytes)
         digest = f"crc32:{crc:08x}" if member.crc else None
         if member.method != DEFLATED:
             at = self.at + member.stored_nbytes - self._stored_left
             return Part("uint8", (self._stored_left,), at, self._stored_left, digest=digest)
-        skip = member.nbytes - left
-        stored = (self.at, member.stored_nbytes, "deflate", left, digest)
-        return Part("uint8", (left,), *stored, "decoded", skip=skip)
+        skip = member.nbytes - nbytes
+        stored = (self.at, member.stored_nbytes, "deflate", nbytes, digest)
+        return Part("uint8", (nbytes,), *stored, "decoded", skip=skip)
 
-    def _inflated(self, nbytes: int, what: str) -> bytes:
+    def _inflate(self, nbytes: int, label: str) -> bytes:
         self._inflater = self._inflater or zlib.decompressobj(-zlib.MAX_WBITS)
         while len(self._decoded) < nbytes:
-            fresh = self._cursor.take(min(self._stored_left, 512), what)
-            self._stored_left -= len(fresh)
+            stored = self._cursor.take(min(self._stored_left, 512), label)
+            self._stored_left -= len(stored)
             try:
-                data = self._inflater.unconsumed_tail + fresh
+                data = self._inflater.unconsumed_tail + stored
                 decoded = self._inflater.decompress(data, nbytes - len(self._decoded))
             except zlib.error as error:
-                raise self._broken(f"{what} does not decode: {error}") from error
+                raise self._broken(f"{label} does not decode: {error}") from error
             if not decoded and not self._stored_left:
-                raise self._broken(f"{what}: the content ends before")
+                raise self._broken(f"the content ends within {label}")
             self._decoded += decoded
-        taken, self._decoded = self._decoded[:nbytes], self._decoded[nbytes:]
-        return taken
+        inflated, self._decoded = self._decoded[:nbytes], self._decoded[nbytes:]
+        return inflated
 
     def _broken(self, reason: str) -> FormatError:
         return _broken(self._member, reason, self.at)
@@ -312,7 +330,7 @@ class Content:
 
 
 class NewMember(NamedTuple):
-    """A member that is written: the data of a tensor after some bytes."""
+    """A member to write: the data of a tensor after the bytes `front`."""
 
     name: str
     tensor: str
@@ -322,38 +340,40 @@ class NewMember(NamedTuple):
 
 
 def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Plan:
-    """Lay out an archive, in which data that are not compressed are aligned where that is known.
+    """Plan an archive.
 
-    `extra` is its extra data, of which others take no notice.
+    Uncompressed data are aligned, except after compressed data, whose size is unknown. `extra` has
+    the extra data, which other programs ignore.
     """
     if extra:
         if len(extra) > _MOST_EXTRA_DATA - _EXTRA_DATA.size:
-            reason = f"{len(extra)} bytes of attributes, of which {_MOST_EXTRA_DATA} are kept"
-            raise UnsupportedError(reason, rule="ExtraData", hint="Leave some out")
+            reason = f"the attributes have {len(extra)} bytes, more than {_MOST_EXTRA_DATA}"
+            raise UnsupportedError(reason, rule="ExtraData", hint="Remove large ones")
         extra = _EXTRA_DATA.pack(_EXTRA_MAGIC, len(extra)) + extra
     planned, placed = [], []
     at: int | None = 0
-    for each in new:
-        part = each.part._replace(algorithm="crc32", digest_of="decoded")
-        name = kit.check_text("the name", each.name, each.tensor).encode()
-        if max(len(name), len(each.comment)) > _FULL_16:
-            reason, hint = "a name or a comment of 64 KiB or more", "Rename it"
-            raise UnsupportedError(reason, tensor=each.tensor, rule="Name", hint=hint)
-        front = each.front
+    for new_member in new:
+        part = new_member.part._replace(algorithm="crc32", digest_of="decoded")
+        name = kit.check_text("the name", new_member.name, new_member.tensor).encode()
+        if max(len(name), len(new_member.comment)) > _FULL_16:
+            reason = "its name, or its names of axes, have 64 KiB or more"
+            hint = "Rename it"
+            raise UnsupportedError(reason, tensor=new_member.tensor, rule="Name", hint=hint)
+        front = new_member.front
         if part.compression is not None:
-            # A block that is stored can come before all others.
+            # The front becomes a stored block, which may precede deflated ones.
             size = len(front).to_bytes(2, "little")
             front = b"\0" + size + bytes(byte ^ 0xFF for byte in size) + front
         method = STORED if part.compression is None else DEFLATED
-        nbytes = len(each.front) + part.nbytes
-        member = Member(each.name, method, 0, 0, nbytes, at or 0, comment=each.comment)
+        nbytes = len(new_member.front) + part.nbytes
+        member = Member(new_member.name, method, 0, 0, nbytes, at or 0, comment=new_member.comment)
         aligned = alignment if at is not None and method == STORED else 1
         header_nbytes = len(_local_header(member, len(front), aligned))
         gap = header_nbytes + len(front)
         planned.append(
-            PlannedPart(each.tensor, "data", part, None if at is None else at + gap, gap)
+            PlannedPart(new_member.tensor, "data", part, None if at is None else at + gap, gap)
         )
-        placed.append((each, member, front, aligned, gap))
+        placed.append((new_member, member, front, aligned, gap))
         at = at + gap + part.nbytes if at is not None and method == STORED else None
     return Plan((), tuple(planned), finish=partial(_finish, placed, extra))
 
@@ -363,7 +383,7 @@ def _finish(
     extra: bytes,
     written: Mapping[tuple[str, str], Written],
 ) -> tuple[LiteralBytes, ...]:
-    """Write what has checksums and sizes: local headers, and the directory."""
+    """Return the bytes with checksums and sizes: local headers, and the directory."""
     literals, members, end = [], [], 0
     for new, planned, front, alignment, gap in placed:
         place = written[new.tensor, "data"]
@@ -378,11 +398,11 @@ def _finish(
 
 
 def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:
-    """Write the header before a member, so that what follows its front is aligned."""
+    """Return the local header of a member, padded so that the data after its front are aligned."""
     name = member.name.encode()
     version, extra = 20, b""
     sizes = (member.nbytes, member.stored_nbytes)
-    # Deflate makes what it cannot compress a little larger.
+    # Deflate may enlarge data, so the limit has a margin.
     if member.nbytes >= 1 << 31:
         version, extra = 45, b"".join(size.to_bytes(8, "little") for size in sizes)
         sizes, extra = (_FULL_32, _FULL_32), _EXTRA.pack(_ZIP_64, len(extra)) + extra
@@ -395,7 +415,7 @@ def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:
 
 
 def _directory(members: Sequence[Member], start: int) -> bytes:
-    """Write the directory and the end of an archive whose directory begins at `start`."""
+    """Return the directory, which begins at `start`, and the end of an archive."""
     written = []
     for member in members:
         name = member.name.encode()
@@ -423,20 +443,23 @@ def _directory(members: Sequence[Member], start: int) -> bytes:
 _POLYNOMIAL = 0xEDB88320
 
 
-def joined_crc(first: int, other: int, nbytes: int) -> int:
-    """Join the CRC-32 of some bytes with that of the next `nbytes` bytes."""
-    return _product(_power(nbytes), first) ^ other
+def joined_crc(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32 of two consecutive ranges of bytes; the second one has `nbytes` bytes.
+
+    Since the function is its own inverse in `second`, it also removes a beginning from a checksum.
+    """
+    return _product(_power(nbytes), first) ^ second
 
 
-def _product(some: int, other: int) -> int:
-    """Multiply two polynomials modulo that of CRC-32, bits reflected."""
+def _product(a: int, b: int) -> int:
+    """Multiply two polynomials modulo the polynomial of CRC-32, bits reflected."""
     product, bit = 0, 1 << 31
-    while some:
-        if some & bit:
-            product ^= other
-            some ^= bit
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
         bit >>= 1
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product
 
 
@@ -448,7 +471,7 @@ def _square(number: int) -> int:
 
 @cache
 def _power(nbytes: int) -> int:
-    """Return what appending so many bytes multiplies a checksum with."""
+    """Return the factor of a checksum when `nbytes` zero bytes are appended."""
     power = 1 << 31
     for bit in range(nbytes.bit_length()):
         if nbytes >> bit & 1:

@@ -1,42 +1,42 @@
-"""GGUF (``.gguf``), versions 1 to 3, of either byte order, in one file or split into several.
+"""GGUF (``.gguf``), the format of llama.cpp: versions 1 to 3, any byte order, one or several files.
 
-Metadata, a list of tensors, and their data::
+A file has metadata, a list of tensors, and their data::
 
-    "GGUF"   never swapped
-    version  u32; big-endian where the lower half of what is read as little-endian is 0
+    "GGUF"   the same in both byte orders
+    version  u32; the file is big-endian if the low half is 0 when read as little-endian
     tensors  count    counts, lengths and extents are u64, in version 1 u32
     entries  count
-    entry    key text, type u32, value            as often as `entries` says
+    entry    key text, type u32, value            repeated `entries` times
     tensor   name text, axes u32, as many extents (count), type u32, offset u64
     zeros    up to a multiple of the alignment; offsets count from there
     data
 
-A text is its length and UTF-8. A value is a number, a text, or a list: the type u32 of its entries,
-their count, and they without a type; lists of lists are allowed. Types of values::
+A text is its length and UTF-8. A value is a number, a text, or a list: the type u32 and the count
+of its entries, and the entries without types; lists of lists are allowed. Types of values::
 
     0 u8, 1 i8, 2 u16, 3 i16, 4 u32, 5 i32, 6 f32, 7 bool, 8 text, 9 list, 10 u64, 11 i64, 12 f64
 
-The first extent is the fastest axis, so a shape is here in the opposite order. Elements of most
-types share blocks with their scales (`xckpt.elements.BLOCK_TYPES`); a block lies within a row.
-``general.alignment`` (u32, a power of two, 32 if absent) is that of the data and of all offsets.
+The first extent is the fastest axis, so xckpt reverses shapes. Elements of most types share blocks
+with their scales (`xckpt.elements.BLOCK_TYPES`); a block lies within a row. The data and all
+offsets are aligned to ``general.alignment`` (u32, a power of two, 32 by default).
 
-Nothing says how long the metadata are, so texts are walked one by one. Long lists stay in the file.
-A tensor that is unaligned, shares bytes with others, does not follow the one before, or has more
-than four axes or a name of 64 bytes is refused by some readers: such a file is read with a warning.
-So is metadata with odd keys or lists of lists.
+The size of the metadata is not stated, so the reader steps over every text; it leaves long lists in
+the file. Some readers refuse tensors that are unaligned, share bytes, do not follow the previous
+one, or have more than four axes or a name of 64 bytes, as well as odd keys and lists of lists.
+xckpt reads such files with a warning.
 
-The files of a split model are called ``NAME-00001-of-00003.gguf``, and each says so by ``split.no``
-(from 0), ``split.count`` and ``split.tensors.count``. Offsets count within each.
+The files of a split model have names like ``NAME-00001-of-00003.gguf``, and metadata ``split.no``
+(from 0), ``split.count`` and ``split.tensors.count``. Offsets count within each file.
 
-Of big-endian blocks only those are read that converters write: float16 scales are swapped in Q4_0,
-Q8_0, Q4_K and Q6_K, and MXFP4 and NVFP4 have nothing to swap.
+Big-endian blocks are supported for the types that converters write: float16 scales are swapped in
+Q4_0, Q8_0, Q4_K and Q6_K, and MXFP4 and NVFP4 need no swapping.
 
-Version 3 is written, little-endian, as ggml demands it: data without gaps in the order of the
-tensors, each padded to the alignment. Numbers have the types that they came with, or else the
-smallest of u32, i32, u64, i64 and f32, f64 that holds them; in lists i32 comes first. Names of axes
-that do not follow from the metadata are one text, which other readers ignore.
+xckpt writes version 3, little-endian, in the form that ggml requires: data in the order of the
+tensors without gaps, each padded to the alignment. Numbers have the types that they were read with,
+or else the smallest of u32, i32, u64, i64 and f32, f64 that holds them; lists prefer i32. Names of
+axes that do not follow from the metadata are one text, which other readers ignore.
 
-References: docs/gguf.md, src/gguf.cpp and src/ggml.c of github.com/ggml-org/ggml at d99724f; for
+Specification: docs/gguf.md, src/gguf.cpp and src/ggml.c of github.com/ggml-org/ggml at d99724f; for
 version 1 at ea9193f.
 """
 
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
-# Longer lists stay in the file; per-layer values are shorter, and nobody has lists of lists.
+# Longer lists stay in the file. Lists with a value for each layer are shorter.
 _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
-_MOST_ALIKE = 16  # names that are the same once they are escaped
-_MOST_PADDING = 1 << 12  # that is looked at
+_MOST_ALIKE = 16  # names that are equal after escaping
+_MOST_PADDING = 1 << 12  # bytes that are compared with zero
 _ALIGNED = "general.alignment"
-# The attribute of a tensor that names another one, with which it is still to be multiplied.
+# The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
 _SPLIT_NAME = re.compile(r"(?s)(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -96,11 +96,11 @@ class Gguf(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether the magic is there."""
+        """Return whether a file begins with the magic."""
         return head.startswith(_MAGIC)
 
     def read(self, source: Readable) -> Index:
-        """Read metadata, but no long lists, and what is said of tensors."""
+        """Read the metadata, except long lists, and the list of tensors."""
         reader = _HeadReader(source)
         attrs = reader.attrs()
         tensors = reader.tensors(attrs)
@@ -118,12 +118,14 @@ class Gguf(Format):
         return kit.arranged(index)
 
     def plan(self, draft: Draft, *, long_names: bool = False) -> Plan:
-        """Lay out metadata, tensors in their order, and their data.
+        """Plan the metadata, the list of tensors, and their data.
 
         Parameters
         ----------
+        draft : Draft
+            Contents of the file.
         long_names : bool, default False
-            Whether names may have 64 bytes and more, which llama.cpp refuses and others read.
+            Allow names of 64 bytes and more, which llama.cpp refuses.
         """
         self.check(draft)
         attrs = {key: value for key, value in draft.attrs.items() if key not in _SPLIT}
@@ -132,7 +134,7 @@ class Gguf(Format):
             reason = f"the attribute {_ALIGNED!r} must be a power of two of 8 or more"
             raise UnsupportedError(reason, rule="Alignment", hint="Remove it from ds.attrs")
         sizes = AxisSizes(attrs)
-        # Names of axes that the metadata give are not written.
+        # Names of axes that follow from the metadata are not written.
         as_read = {
             name: replace(tensor, dims=None)
             if tensor.dims == sizes.dims(name, tensor.shape)
@@ -141,7 +143,7 @@ class Gguf(Format):
         }
         attrs |= kit.arrangement_texts(draft, as_read)
         tensors = draft.tensors.values()
-        padded = [kit.aligned(each.parts["data"].nbytes, alignment) for each in tensors]
+        padded = [kit.aligned(tensor.parts["data"].nbytes, alignment) for tensor in tensors]
         starts = [0, *accumulate(padded)]
         types = {**draft.attr_types, _ALIGNED: "uint32"}
         entries = [metadata.entry(str(key), attrs[key], types.get(key)) for key in attrs]
@@ -151,21 +153,21 @@ class Gguf(Format):
         ]
         head = _MAGIC + struct.pack("<IQQ", 3, len(infos), len(entries))
         head += b"".join([*entries, *infos])
-        # A file of metadata alone is not padded.
+        # A file without tensors is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
         return Plan.headed(head, placed(tensors, starts, start), start + starts[-1])
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
         name = kit.check_text("the name", tensor.name, tensor.name).encode()
         if b"\0" in name:
-            reason = "a name with a NUL, at which others end it"
+            reason = "its name has a NUL, where other readers end it"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Name", hint="Rename it")
         if len(name) >= _LONGEST_NAME and not long_names:
-            reason = f"a name of {len(name)} bytes: llama.cpp reads {_LONGEST_NAME - 1}"
+            reason = f"its name has {len(name)} bytes; llama.cpp reads {_LONGEST_NAME - 1}"
             hint = "Rename it, or pass long_names=True"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Name", hint=hint)
         if tensor.ndim > _MOST_WRITTEN_AXES:
-            reason = f"{tensor.ndim} axes: GGUF has at most {_MOST_WRITTEN_AXES}"
+            reason = f"it has {tensor.ndim} axes; GGUF allows {_MOST_WRITTEN_AXES}"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Shape", hint="Reshape it")
         code = _BLOCK_CODES.get(tensor.dtype, self.spelled.get(tensor.dtype))
         shape = struct.pack(f"<I{tensor.ndim}Q", tensor.ndim, *reversed(tensor.shape))
@@ -180,24 +182,24 @@ def _is_power(number: int) -> bool:
 
 
 class _Info(NamedTuple):
-    """What a file says of a tensor."""
+    """An entry in the list of tensors."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
-    at: int  # where it says so
+    at: int  # offset of the entry
 
 
 class _HeadReader:
-    """Reads the head of a file."""
+    """A reader of the header: metadata and list of tensors."""
 
     def __init__(self, source: Readable) -> None:
         self.size, self.notes = source.size, kit.Notes()
         self.types: dict[str, str] = {}  # of attributes
-        self.split_at = 0  # where the number of files is
-        self._nested = 0  # entries of lists in lists
-        self._escaped: dict[tuple[str, bytes], str] = {}  # what is not UTF-8
+        self.split_at = 0  # offset of the number of files
+        self._nested = 0  # number of entries in nested lists
+        self._escaped: dict[tuple[str, bytes], str] = {}  # names that are not UTF-8
         self.cursor = cursor = kit.Cursor(source)
         magic = cursor.take(4, "the magic")
         if magic != _MAGIC:
@@ -210,15 +212,15 @@ class _HeadReader:
             reason = f"version {self.version}, or {version:#x}, is not 1, 2 or 3"
             raise UnsupportedError(reason, offset=4, rule="Version")
         if self.byteorder == "big" and self.version < 3:
-            reason = "big-endian, which came with version 3"
+            reason = "big-endian files begin with version 3"
             self.notes.add(reason, f"version {self.version}")
         self.tensor_count = cursor.number(self.count, "the number of tensors")
         self.entry_count = cursor.number(self.count, "the number of entries")
         width = self.count.size
         least = self.entry_count * (width + 5) + self.tensor_count * (2 * width + 8)
         if least > cursor.left:
-            reason = f"{self.entry_count} entries and {self.tensor_count} tensors take at least "
-            reason += f"{least} bytes, but {cursor.left} are left of the file"
+            reason = f"{self.entry_count} entries and {self.tensor_count} tensors need at least "
+            reason += f"{least} bytes, but only {cursor.left} follow"
             raise FormatError(reason, offset=8, rule="Count")
 
     def _struct(self, code: str) -> struct.Struct:
@@ -226,12 +228,12 @@ class _HeadReader:
 
     @property
     def count(self) -> struct.Struct:
-        """How counts and lengths are written."""
+        """Struct of counts and lengths."""
         return self._struct("I" if self.version == 1 else "Q")
 
-    def _text(self, what: str) -> str | bytes:
+    def _text(self, label: str) -> str | bytes:
         """Read a text, as bytes if it is not UTF-8."""
-        data = self.cursor.take(self.cursor.number(self.count, what), what)
+        data = self.cursor.take(self.cursor.number(self.count, label), label)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -241,13 +243,13 @@ class _HeadReader:
 
     def attrs(self) -> dict[str, Any]:
         """Read all entries."""
-        found: dict[str, Any] = {}
+        attrs: dict[str, Any] = {}
         kind_of = self._struct("I")
         for _ in range(self.entry_count):
             at = self.cursor.at
             text = self._text("a key")
-            key = self._named(text, "key", found) if type(text) is bytes else str(text)
-            if key in found:
+            key = self._named(text, "key", attrs) if type(text) is bytes else str(text)
+            if key in attrs:
                 raise FormatError(f"the key {shown(key)} twice", offset=at, rule="DuplicateKey")
             if type(text) is str and _KEY.fullmatch(key) is None:
                 self.notes.add("a key must be of lower-case letters, digits, _ and .", shown(key))
@@ -258,19 +260,19 @@ class _HeadReader:
                 reason = f"{_ALIGNED} is of type {kind}, not u32"
                 raise FormatError(reason, offset=at, rule="Alignment")
             try:
-                found[key] = self._value(kind, key)
+                attrs[key] = self._value(kind, key)
             except FormatError as error:
                 error.reason = f"the value of {shown(key)}: {error.reason}"
                 raise error.located(offset=self.cursor.at) from None
-            if key == _ALIGNED and not _is_power(found[key]):
-                reason = f"{_ALIGNED} is {found[key]}, not a power of two"
+            if key == _ALIGNED and not _is_power(attrs[key]):
+                reason = f"{_ALIGNED} is {attrs[key]}, not a power of two"
                 raise FormatError(reason, offset=at, rule="Alignment")
-        if found.get(_ALIGNED, _ALIGNMENT) % 8:
-            self.notes.add("it must be a multiple of 8", f"{_ALIGNED} {found[_ALIGNED]}")
-        return found
+        if attrs.get(_ALIGNED, _ALIGNMENT) % 8:
+            self.notes.add("it must be a multiple of 8", f"{_ALIGNED} {attrs[_ALIGNED]}")
+        return attrs
 
     def _named(self, data: bytes, what: str, taken: Mapping[str, Any]) -> str:
-        """Name what has a name that is not UTF-8; what has it a second time gets the same."""
+        """Return an escaped form of a name that is not UTF-8, the same for equal names."""
         if (what, data) in self._escaped:
             return self._escaped[what, data]
         name = data.decode(errors="backslashreplace")
@@ -298,7 +300,7 @@ class _HeadReader:
     def _number_type(self, kind: int) -> tuple[str, str]:
         if kind not in NUMBERS:
             raise FormatError(
-                f"type {kind} is not known, and nothing after it can be found",
+                f"the type {kind} is unknown, and therefore the position of the next entry",
                 offset=self.cursor.at - 4,
                 rule="ValueType",
             )
@@ -323,8 +325,9 @@ class _HeadReader:
             dtype, code = self._number_type(kind)
             least = self._struct(code).size
         if least * count > cursor.left:
-            reason = f"a list of {count} entries of at least {least} bytes, but {cursor.left} are "
-            raise FormatError(f"{reason}left of the file", offset=cursor.at, rule="Truncated")
+            reason = f"a list has {count} entries of at least {least} bytes"
+            reason += f", but only {cursor.left} bytes follow"
+            raise FormatError(reason, offset=cursor.at, rule="Truncated")
         self._nested += count if depth > 1 or kind == LIST else 0
         if self._nested > _MOST_NESTED:
             reason = f"lists of lists have more than {_MOST_NESTED} entries"
@@ -339,11 +342,11 @@ class _HeadReader:
         if kind == TEXT:
             return [self._text("a text") for _ in range(count)]
         layout = struct.Struct(self._struct("B").format[0] + f"{count}{code}")
-        found = layout.unpack(cursor.take(layout.size, "a list"))
-        return self._bools(found, key) if kind == BOOL else list(found)
+        values = layout.unpack(cursor.take(layout.size, "a list"))
+        return self._bools(values, key) if kind == BOOL else list(values)
 
     def _stored_list(self, dtype: str, count: int, least: int) -> StoredList:
-        """Find where a list ends, and leave it in the file."""
+        """Skip a list, and return its position in the file."""
         start, order = self.cursor.at, self.byteorder
         if dtype == "text":
             self.cursor.skip_texts(count, self.count, "a text")
@@ -357,7 +360,7 @@ class _HeadReader:
     # --- tensors ---
 
     def tensors(self, attrs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Read what is said of all tensors, and find their data."""
+        """Read the list of tensors, with the positions of their data."""
         infos = self._infos()
         alignment = attrs.get(_ALIGNED, _ALIGNMENT)
         cursor = self.cursor
@@ -368,13 +371,13 @@ class _HeadReader:
             reason = "before the data is not zero: is the number of tensors right?"
             self.notes.add(reason, f"padding at byte {cursor.at}")
         sizes = AxisSizes(attrs)
-        found = {info.name: self._tensor(info, start, sizes) for info in infos}
-        for name, tensor in found.items():
+        tensors = {info.name: self._tensor(info, start, sizes) for info in infos}
+        for name, tensor in tensors.items():
             scale = f"{name.removesuffix('.weight')}.scale"
-            if tensor.dtype == "nvfp4" and scale in found:
-                found[name] = replace(tensor, attrs={_SCALE: scale})
-        self._check_places(infos, found, start, alignment)
-        return found
+            if tensor.dtype == "nvfp4" and scale in tensors:
+                tensors[name] = replace(tensor, attrs={_SCALE: scale})
+        self._check_places(infos, tensors, start, alignment)
+        return tensors
 
     def _infos(self) -> list[_Info]:
         cursor, length, rank_of = self.cursor, self.count, self._struct("I")
@@ -397,7 +400,7 @@ class _HeadReader:
             if rank > kit.MOST_AXES:
                 reason = f"{rank} axes are more than {kit.MOST_AXES}"
                 raise FormatError(reason, offset=at, tensor=name, rule="Shape")
-            *extents, kind, offset = cursor.fields(rests[rank], "what is said of a tensor")
+            *extents, kind, offset = cursor.fields(rests[rank], "an entry in the list of tensors")
             if rank > _MOST_WRITTEN_AXES:
                 self.notes.add(f"more than {_MOST_WRITTEN_AXES} axes", f"tensor {shown(name)}")
             if len(data) >= _LONGEST_NAME or "\0" in name:
@@ -437,9 +440,9 @@ class _HeadReader:
         nbytes, place = nbytes_of(element, prod(stored)), start + offset
         if nbytes and place + nbytes > self.size:
             reason = f"data end at byte {place + nbytes}, but the file at {self.size}"
-            hint = "Was it written, or copied, to its end?"
+            hint = kit.TRUNCATED
             about["problem"] = FormatError(reason, rule="Truncated", hint=hint, **where)
-        # What has no bytes may be said to be anywhere.
+        # The offset of an empty tensor has no meaning, and may be anything.
         place = place if nbytes else min(place, self.size)
         part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
         return Tensor(name, dtype, shape, {"data": part}, **about)
@@ -447,7 +450,7 @@ class _HeadReader:
     def _check_places(
         self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
     ) -> None:
-        """Warn of places that ggml refuses, and of a file that was cut off."""
+        """Warn about offsets that ggml refuses, and about a truncated file."""
         overlapping: set[str] = set()
         ranges = [
             (part.offset, part.offset + part.nbytes, tensor.name)
@@ -456,7 +459,7 @@ class _HeadReader:
             if part.nbytes
         ]
         if any(end > begin for (_, end, _), (begin, _, _) in pairwise(ranges)):
-            inside = [each for each in ranges if each[1] <= self.size]
+            inside = [entry for entry in ranges if entry[1] <= self.size]
             for _, name, other in kit.overlaps(inside):
                 overlapping.update((name, other))
                 self.notes.add(f"data are also those of {shown(other)}", f"tensor {shown(name)}")
@@ -475,7 +478,7 @@ class _HeadReader:
             expected = kit.aligned(end, alignment) if tensor.problem is None else None
         expected = max((end for _, end, _ in ranges), default=0)
         if expected and all(end > self.size for _, end, _ in ranges):
-            reason = f"no data are in the file: {expected} bytes are expected, it has {self.size}"
+            reason = f"the file has {self.size} bytes and no data; {expected} bytes are expected"
             self.notes.add(reason, f"byte {start}")
 
 
@@ -485,7 +488,7 @@ def _compiled(layout: str) -> struct.Struct:
 
 
 def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileSet | None:
-    """Find the other files of a split model, and check what this one says of itself."""
+    """Return the list of files of a split model, after checking this file's position in it."""
     number, count, total = [attrs.get(key) for key in _SPLIT]
     if count is None or (type(count) is int and count < 2):
         return None
@@ -499,8 +502,10 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
             f"file {number + 1} of {count}, by its metadata, is read alone", shown(name)
         )
         return None
-    stem, own, whole = match[1], int(match[2]), int(match[3])
-    if (number + 1, count) != (own, whole):
-        reason = f"the file is called {own} of {whole}, but says that it is {number + 1} of {count}"
-        raise FormatError(reason, offset=reader.split_at, rule="Split", hint="Was it renamed?")
+    stem, named_number, named_count = match[1], int(match[2]), int(match[3])
+    if (number + 1, count) != (named_number, named_count):
+        reason = f"the file is {number + 1} of {count}, but its name is {named_number} of "
+        reason += f"{named_count}"
+        hint = "It may have been renamed"
+        raise FormatError(reason, offset=reader.split_at, rule="Split", hint=hint)
     return FileSet(tuple(kit.numbered(stem, count, ".gguf")), number, reader.split_at, total)

@@ -1,4 +1,4 @@
-"""Metadata: types of values, how they are written, and what they say of the axes of tensors."""
+"""Metadata of GGUF: types of values, their encoding, and names of axes that follow from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CODES = {dtype: (kind, code) for kind, (dtype, code) in NUMBERS.items()}
 
 
 def default_type(values: Sequence[Any], *, in_list: bool) -> str | None:
-    """Return the type that numbers are written with if nothing says another; None of others."""
+    """Return the type that numbers are written with by default; None if they are not numbers."""
     kinds = {*map(type, values)}
     types: tuple[str, ...]
     if kinds == {bool}:
@@ -39,21 +39,21 @@ def default_type(values: Sequence[Any], *, in_list: bool) -> str | None:
 
 
 def _packed(dtype: str, values: Sequence[Any]) -> bytes | None:
-    """Return numbers as a type, None if it does not hold them."""
+    """Return the bytes of numbers as a type; None if the type does not hold their values."""
     layout = struct.Struct(f"<{len(values)}{_CODES[dtype][1]}")
     try:
         data = layout.pack(*values)
     except (struct.error, OverflowError):
         return None
     if dtype == "float32":
-        again = zip(layout.unpack(data), values, strict=True)
-        if any(a != b and (a == a or b == b) for a, b in again):  # noqa: PLR0124  NaN
+        pairs = zip(layout.unpack(data), values, strict=True)
+        if any(a != b and (a == a or b == b) for a, b in pairs):  # noqa: PLR0124  NaN
             return None
     return data
 
 
 def entry(key: str, value: Any, dtype: str | None) -> bytes:
-    """Write an attribute, with the type that it had if that still holds its value."""
+    """Encode an attribute, with its former type `dtype` if that still holds its value."""
     name = kit.check_text("the attribute", key).encode()
     body = None if kit.is_deeper(value, DEEPEST) else _encoded(value, dtype)
     if body is None:
@@ -62,7 +62,7 @@ def entry(key: str, value: Any, dtype: str | None) -> bytes:
 
 
 def _encoded(value: Any, dtype: str | None) -> bytes | None:
-    """Return a value with its type, None if GGUF has nothing like it."""
+    """Return a value with its type; None if GGUF has no such type."""
     if _is_text(value):
         return struct.pack("<I", TEXT) + _text(value)
     if isinstance(value, bool | int | float):
@@ -72,7 +72,7 @@ def _encoded(value: Any, dtype: str | None) -> bytes | None:
         return None
     if all(map(_is_text, value)) and (value or dtype == "text"):
         head = struct.pack("<IIQ", LIST, TEXT, len(value))
-        return head + b"".join([_text(each) for each in value])
+        return head + b"".join([_text(text) for text in value])
     chosen, data = _as_numbers(value, dtype, in_list=True)
     if data is None:
         return None
@@ -82,7 +82,7 @@ def _encoded(value: Any, dtype: str | None) -> bytes | None:
 def _as_numbers(
     values: Sequence[Any], dtype: str | None, *, in_list: bool
 ) -> tuple[str, bytes | None]:
-    """Choose a type: that which they had, if it still holds them."""
+    """Return a type and the bytes of numbers: their former type `dtype` if it still holds them."""
     kinds = {*map(type, values)}
     if not kinds <= {bool, int, float} or (bool in kinds and len(kinds) > 1):
         return "", None
@@ -96,7 +96,7 @@ def _as_numbers(
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it comes back as it is: bytes that are UTF-8 would be a str."""
+    """Return whether a value is a text, or bytes that a reader would not decode as UTF-8."""
     if not isinstance(value, bytes):
         return isinstance(value, str)
     try:
@@ -113,8 +113,8 @@ def _text(value: str | bytes) -> bytes:
 
 # --- names of axes --------------------------------------------------------------------------------
 
-# By the name of a tensor without its block and without `.weight`. An axis has a name if it has the
-# size that the metadata say; `a*b` is a product of two.
+# By the name of a tensor without its block and without `.weight`. An axis gets a name if its extent
+# is the size in the metadata; `a*b` is a product of two sizes.
 _Q, _K, _V, _O = "head*key", "head_kv*key", "head_kv*value", "head*value"
 _AXES = {
     "token_embd": ("vocab", "embd"),
@@ -175,20 +175,20 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>[0-9]{1,6})\.)?(?P<stem>[a-z0-9_]+)\.(?P<
 
 
 class AxisSizes:
-    """What the axes of a model's tensors are called, and how long they are."""
+    """The names and sizes of axes, from the metadata of a model."""
 
     def __init__(self, attrs: Mapping[str, Any]) -> None:
-        of = attrs.get("general.architecture")
-        found = {axis: attrs.get(f"{of}.{key}") for axis, key in _SIZES.items()}
+        architecture = attrs.get("general.architecture")
+        stated = {axis: attrs.get(f"{architecture}.{key}") for axis, key in _SIZES.items()}
         tokens = attrs.get("tokenizer.ggml.tokens")
-        if found["vocab"] is None and isinstance(tokens, list | StoredList):
-            found["vocab"] = len(tokens)
-        self._stated = {axis: value for axis, value in found.items() if value is not None}
+        if stated["vocab"] is None and isinstance(tokens, list | StoredList):
+            stated["vocab"] = len(tokens)
+        self._stated = {axis: value for axis, value in stated.items() if value is not None}
         self._by_layer = any(type(value) is list for value in self._stated.values())
-        self._known: dict[int | None, dict[str, int]] = {}
+        self._sizes_by_layer: dict[int | None, dict[str, int]] = {}
 
     def dims(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
-        """Name the axes of a tensor whose sizes are those of the model."""
+        """Return the names of a tensor's axes if their extents match the sizes of the model."""
         match = None if not self._stated else _NAME.fullmatch(name)
         if match is None:
             return None
@@ -203,35 +203,35 @@ class AxisSizes:
         if len(axes) != len(shape):
             return None
         number = int(layer) if layer and self._by_layer else None
-        if number not in self._known:
-            self._known[number] = self._sizes(number)
-        sizes = self._known[number]
-        named = [a if a and sizes.get(a) == n else None for a, n in zip(axes, shape, strict=True)]
-        return tuple(named) if any(named) else None
+        if number not in self._sizes_by_layer:
+            self._sizes_by_layer[number] = self._sizes(number)
+        sizes = self._sizes_by_layer[number]
+        dims = [a if a and sizes.get(a) == n else None for a, n in zip(axes, shape, strict=True)]
+        return tuple(dims) if any(dims) else None
 
     def _sizes(self, layer: int | None) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for axis, value in self._stated.items():
             size = value
             if type(value) is list and layer is not None and layer < len(value):
                 size = value[layer]
             if type(size) is int and size > 0:
-                found[axis] = size
-        head, embd = found.get("head", 0), found.get("embd", 0)
+                sizes[axis] = size
+        head, embd = sizes.get("head", 0), sizes.get("embd", 0)
         if head:
-            found.setdefault("head_kv", head)
-            found.setdefault("key", embd // head)
-            found.setdefault("value", embd // head)
-        of = found.get
-        head_kv, key, value = of("head_kv", 0), of("key", 0), of("value", 0)
-        found.setdefault("ff_exp", of("ff", 0))
-        return found | {
+            sizes.setdefault("head_kv", head)
+            sizes.setdefault("key", embd // head)
+            sizes.setdefault("value", embd // head)
+        get = sizes.get
+        head_kv, key, value = get("head_kv", 0), get("key", 0), get("value", 0)
+        sizes.setdefault("ff_exp", get("ff", 0))
+        return sizes | {
             _Q: head * key,
             _K: head_kv * key,
             _V: head_kv * value,
             _O: head * value,
             "qkv": (head + head_kv) * key + head_kv * value,
-            "rope/2": of("rope", 0) // 2,
-            "kv_lora+rope": of("kv_lora", 0) + of("rope", 0),
-            "dt+2*state": of("dt", 0) + 2 * of("state", 0),
+            "rope/2": get("rope", 0) // 2,
+            "kv_lora+rope": get("kv_lora", 0) + get("rope", 0),
+            "dt+2*state": get("dt", 0) + 2 * get("state", 0),
         }

@@ -1,15 +1,17 @@
-r"""Checkpoints of PyTorch, read without PyTorch, and without running anything that is in them.
+r"""PyTorch checkpoints (`torch.save`), read without PyTorch and without executing their code.
 
 A checkpoint is a pickle next to raw storages (`xckpt.formats.torch.containers`), or a folder of
-such (`xckpt.formats.torch.distributed`). A pickle is a program. It is read by an interpreter that
-makes records in place of calls (`xckpt.formats.torch.pickles`), and a closed table says which of
-these are tensors (`xckpt.formats.torch.objects`). So any file opens, whatever classes it names, and
-none can do anything.
+such files (`xckpt.formats.torch.distributed`). A pickle is a program. xckpt interprets it, but
+records calls instead of making them (`xckpt.formats.torch.pickles`), and recognises tensors among
+the records by a closed table of functions (`xckpt.formats.torch.tensors`). Therefore every file
+opens, whatever classes it names, and none can do harm. `xckpt.formats.torch.objects` gives tensors
+their names.
 
-Tensors are views of storages, which several may share. Views that are neither in C nor in Fortran
-order are parts with `strides`. Checksums of members count for tensors that are all of a storage.
+A tensor is a view of a storage, which several tensors may share. Views that are neither in C nor in
+Fortran order are parts with `strides`. The checksum of a member applies to a tensor if the tensor
+is the whole storage.
 
-References: those of the modules.
+Specification: none; the modules name the source files of PyTorch that define the format.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from xckpt.index import Index
 
 _PREVIEW = b"PYTORCH1"
 _OLDEST = {"storages", "tensors", "pickle", "sys_info"}  # members of the tar archives of 0.1
-# What the first member of an archive is called in its folder, or in which folder there it is.
+# Names, or folders, of the first member of an archive, below the root folder.
 _FIRST = {"data.pkl", "version", "byteorder", "constants.pkl", ".format_version"}
 _FOLDERS = ("data/", "code/", ".data/")
 _AGAIN = "Load it with torch.load(..., weights_only=True), and save it again"
 
 
 class Torch(Format):
-    """Checkpoints of PyTorch, also folders of ``torch.distributed.checkpoint``; nothing is run."""
+    """PyTorch checkpoints, also folders of ``torch.distributed.checkpoint``; executes no code."""
 
     name = "torch"
     description = "PyTorch checkpoints"
@@ -38,10 +40,10 @@ class Torch(Format):
     folder_marks = (distributed.METADATA,)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether it is an archive with a pickle or storages, a chain of pickles, or metadata."""
+        """Return whether a file is an archive of PyTorch, a chain of pickles, or metadata."""
         if head.startswith(b"PK\3\4"):
-            folder, _, rest = archive.first_name(head).partition("/")
-            return bool(folder) and (rest in _FIRST or rest.startswith(_FOLDERS))
+            root, _, name = archive.first_name(head).partition("/")
+            return bool(root) and (name in _FIRST or name.startswith(_FOLDERS))
         if head[257:262] == b"ustar":
             return head[:100].rstrip(b"\0").decode("latin-1").rstrip("/") in _OLDEST
         if head.startswith(_PREVIEW) or containers.is_legacy(head):
@@ -49,15 +51,15 @@ class Torch(Format):
         return distributed.is_metadata(head)
 
     def read(self, source: Readable, *, all_tensors: bool = False) -> Index:
-        """Read the pickle, and where storages are.
+        """Read the pickle and the positions of the storages.
 
         Parameters
         ----------
         source : Readable
             The file.
         all_tensors : bool, default False
-            Whether tensors that modules keep outside their ``state_dict`` are variables as well:
-            buffers that are not persistent, and plain attributes.
+            Include tensors outside the ``state_dict`` of modules: buffers that are not persistent,
+            and plain attributes.
 
         Returns
         -------
@@ -69,17 +71,25 @@ class Torch(Format):
         if distributed.is_metadata(head):
             return distributed.read(self.name, source, notes)
         if head.startswith(_PREVIEW):
-            raise UnsupportedError("a container of 2018", offset=0, rule="Container", hint=_AGAIN)
+            reason = "the container is a preview of 2018, which is unsupported"
+            raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
         if head[257:262] == b"ustar":
-            reason = "a tar archive, as PyTorch 0.1 wrote them"
+            reason = "tar archives of PyTorch 0.1 are unsupported"
             raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
         is_zip = head.startswith((b"PK\3\4", b"PK\5\6"))
         if not is_zip and not containers.is_legacy(head):
-            raise FormatError(f"it begins {head[:16]!r}", offset=0, rule="Container")
+            raise FormatError(f"the file begins {head[:16]!r}", offset=0, rule="Container")
         content = (containers.read_zip if is_zip else containers.read_legacy)(source, notes)
         tensors = Tensors(content.place, notes, content.byteorder, content.base)
         size, base = content.nbytes, content.base
         objects = ObjectWalk(tensors, size, notes, base, all_tensors=all_tensors)
         objects.walk(content.value)
-        found, texts = (objects.tensors, objects.attrs), notes.warnings()
-        return Index(self.name, content.version, *found, source.name, source.size, warnings=texts)
+        return Index(
+            self.name,
+            content.version,
+            objects.tensors,
+            objects.attrs,
+            source.name,
+            source.size,
+            warnings=notes.warnings(),
+        )

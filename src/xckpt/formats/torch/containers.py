@@ -1,19 +1,19 @@
-"""What the pickle of a checkpoint is in: a zip archive, or a chain of pickles and storages.
+"""Containers of a checkpoint's pickle: a zip archive, or a chain of pickles and storages.
 
 A zip archive (torch 1.6 and newer) has one folder, of any name, with ``data.pkl``, the storages as
 ``data/<key>``, ``version`` (decimal, 3) and ``byteorder`` (``little`` or ``big``, absent before
-2.1). Members are stored, and aligned by padding in their local headers. A checksum of 0 was not
-computed. Other members are never looked at: code of TorchScript, other pickles.
+2.1). Members are stored, and aligned by padding in their local headers. A checksum of 0 stands for
+none. Other members are ignored: code of TorchScript, other pickles.
 
-Before 1.6 there are five pickles end to end, then the storages::
+Before 1.6 a file has five consecutive pickles and then the storages::
 
     0x1950a86a20f9469cfc6c   1001   {"protocol_version": 1001, "little_endian": True, ...}
     the object   [keys of storages]
     for each key:  number of elements i64, elements
 
-The sizes of elements are those of the classes that persistent ids in the object name.
+The persistent ids in the object name the classes of the storages, and thus their element types.
 
-References: torch/serialization.py and caffe2/serialize/inline_container.cc of
+Specification: torch/serialization.py and caffe2/serialize/inline_container.cc of
 github.com/pytorch/pytorch, 2.15.
 """
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from xckpt.formats.torch.tensors import Storage
 
 _LARGEST_PICKLE = 256 << 20
-# A pickle of a checkpoint becomes a tenth when it is deflated.
+# Deflating reduces the pickle of a checkpoint to about a tenth. These limits stop bombs.
 _LARGEST_DEFLATED, _MOST_DEFLATED = 1 << 20, 32
-# torch never deflates storages; a few bytes that say they are very many do no harm unread.
+# torch never deflates storages. A storage beyond these limits is listed, but cannot be read.
 _BOMB, _BOMB_RATIO = 1 << 26, 512
 _VERSIONS = range(1, 11)
 _LONGEST_WORD = 32
-_PROGRAM = "a program of torch.export (.pt2), which is not a list of tensors"
+_PROGRAM = "the file is a program of torch.export (.pt2), not a checkpoint"
 _OTHERS = {
-    ".data/extern_modules": "a package of torch.package, which holds code and no list of tensors",
+    ".data/extern_modules": "the file is a torch.package of code, not a checkpoint",
     "archive_format": _PROGRAM,
     "archive_version": _PROGRAM,
 }
@@ -59,9 +59,9 @@ _STEP = 1 << 20
 
 
 class Contents(NamedTuple):
-    """What a container holds: a value, and where its storages are.
+    """The contents of a container: the unpickled value and a function that locates storages.
 
-    `nbytes` is the size of the pickle, which begins at `base`.
+    The pickle begins at `base` and has `nbytes` bytes.
     """
 
     version: str
@@ -80,21 +80,21 @@ def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     members = {member.name: (member, at) for member, at in archive.Archive(source).places()}
     root = next(iter(members), "").partition("/")[0]
     if f"{root}/data.pkl" not in members:
-        for name, what in _OTHERS.items():
+        for name, reason in _OTHERS.items():
             if f"{root}/{name}" in members:
-                raise UnsupportedError(what, offset=0, rule="Pickle")
+                raise UnsupportedError(reason, offset=0, rule="Pickle")
         raise FormatError(f"the folder {shown(root)} has no data.pkl", offset=0, rule="Pickle")
     cursor = kit.Cursor(source)
     pickle, base = members[f"{root}/data.pkl"]
     value = _read_pickle(archive.Content(cursor, pickle, base), pickle, notes)
 
     def word(name: str) -> str:
-        """Read a member that is a word, "" if it is not there."""
+        """Read a short text, "" if the member is missing."""
         if f"{root}/{name}" not in members:
             return ""
         member, at = members[f"{root}/{name}"]
         if member.nbytes > _LONGEST_WORD:
-            reason = f"{name} has {member.nbytes} bytes, of which {_LONGEST_WORD} are read"
+            reason = f"{name} has {member.nbytes} bytes, more than {_LONGEST_WORD}"
             raise FormatError(reason, offset=at, rule="Word")
         return archive.Content(cursor, member, at).whole(name).decode("latin-1").strip()
 
@@ -106,25 +106,25 @@ def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     if version and not (version.isascii() and version.isdigit()):
         raise FormatError(f"version is {shown(version)}", offset=0, rule="Version")
     if not version or int(version) not in _VERSIONS:
-        notes.add(f"torch itself reads versions 1 to 10, not {version or 'none'}", "version")
+        notes.add(f"torch reads versions 1 to 10, not {version or 'none'}", "version")
     place = partial(_member, members, root)
     return Contents(version, value, place, pickle.nbytes, base, byteorder)
 
 
-def _read_pickle(held: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
+def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
     most = _LARGEST_PICKLE
     if member.method != archive.STORED:
         most = min(most, _LARGEST_DEFLATED + _MOST_DEFLATED * member.stored_nbytes)
     if member.nbytes > most:
-        reason = f"a pickle of {member.nbytes} bytes, of which {most} are read"
-        raise UnsupportedError(reason, offset=held.at, rule="Pickle")
-    data = held.whole("data.pkl")
-    machine = Machine(data, base=held.at)
+        reason = f"the pickle has {member.nbytes} bytes, more than {most}"
+        raise UnsupportedError(reason, offset=content.at, rule="Pickle")
+    data = content.whole("data.pkl")
+    machine = Machine(data, base=content.at)
     try:
         value = machine.run()
     except CheckpointError as error:
         if member.method != archive.STORED:
-            error.offset = held.at
+            error.offset = content.at
         raise
     if machine.at < len(data):
         notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", "data.pkl")
@@ -132,12 +132,12 @@ def _read_pickle(held: archive.Content, member: archive.Member, notes: kit.Notes
 
 
 def _member(members: Mapping[str, Any], root: str, key: str) -> Region:
-    """Find a storage by its key."""
-    found = members.get(f"{root}/data/{key}")
-    if found is None:
+    """Return the position of the storage with a key."""
+    entry = members.get(f"{root}/data/{key}")
+    if entry is None:
         reason = f"the archive has no member {shown(f'{root}/data/{key}')}"
         raise FormatError(reason, rule="Storage")
-    member, at = found
+    member, at = entry
     nbytes, stored = member.nbytes, member.stored_nbytes
     try:
         member.check(at)
@@ -146,8 +146,9 @@ def _member(members: Mapping[str, Any], root: str, key: str) -> Region:
     if member.method == archive.STORED:
         return Region(at, nbytes, stored, None, member.crc)
     if nbytes > max(_BOMB, _BOMB_RATIO * stored):
-        reason = f"{stored} deflated bytes of {nbytes}, all but nothing"
-        error = UnsupportedError(reason, rule="Deflated", hint="Zip it again, stored (zip -0)")
+        reason = f"{nbytes} bytes are deflated to {stored}, which is implausible for weights"
+        hint = "If the file is trustworthy, zip it again without compression (zip -0)"
+        error = UnsupportedError(reason, rule="Deflated", hint=hint)
         return Region(at, nbytes, stored, problem=error)
     return Region(at, nbytes, stored, "deflate", member.crc)
 
@@ -156,14 +157,14 @@ def _member(members: Mapping[str, Any], root: str, key: str) -> Region:
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file begins with the magic number of old files, whatever its protocol."""
+    """Return whether a file begins with a pickle of the legacy magic number, in any protocol."""
     if head.startswith(_MAGIC_TEXT):
         return True
     return head.startswith(LEGACY_BEGINS) and _MAGIC_BYTES in head[2 : 11 + len(_MAGIC_BYTES)]
 
 
 def read_legacy(source: Readable, notes: kit.Notes) -> Contents:
-    """Read a chain of pickles, and find the storages after it."""
+    """Read a chain of pickles and the positions of the storages after it."""
     machines = _Chain(source)
     magic, _ = machines.next()
     if magic != _MAGIC:
@@ -181,8 +182,8 @@ def read_legacy(source: Readable, notes: kit.Notes) -> Contents:
     if type(keys) is not list or any(type(key) not in {str, int} for key in keys):
         raise FormatError(f"the keys of storages are {spelled(keys)}", offset=at, rule="Keys")
     kinds: dict[str, Storage] = {}
-    for each in persistent:
-        storage = storage_of(each)
+    for record in persistent:
+        storage = storage_of(record)
         if storage is not None:
             kinds.setdefault(storage.key, storage)
     regions = _storages(source, machines.at, [str(key) for key in keys], kinds)
@@ -202,11 +203,11 @@ def _storages(
     for position, key in enumerate(keys):
         kind, at = kinds.get(key), cursor.at
         if kind is None or kind.dtype is None:
-            reason = f"the storage {shown(key)} is of no known type, and others follow"
+            reason = f"the storage {shown(key)} has an unknown type, and thus an unknown size"
             raise UnsupportedError(reason, offset=at, rule="Storage")
         count = cursor.number(_COUNT, "the size of a storage")
         if key in regions or count != kind.numel:
-            reason = f"storage {position} has {count} elements, and not {kind.numel}"
+            reason = f"storage {position} has {count} elements, not {kind.numel}"
             raise FormatError(reason, offset=at, rule="Storage")
         nbytes = count * itemsize_of(kind.dtype)
         regions[key] = Region(cursor.at, nbytes, nbytes)
@@ -215,7 +216,7 @@ def _storages(
 
 
 class _Chain:
-    """Pickles end to end, of which none says how long it is."""
+    """A reader of consecutive pickles of unknown sizes."""
 
     def __init__(self, source: Readable) -> None:
         self._source = source
@@ -224,7 +225,7 @@ class _Chain:
         self.persistent: list[Any] = []
 
     def next(self) -> tuple[Any, int]:
-        """Return what the next pickle holds, and where it begins."""
+        """Return the value of the next pickle, and its offset."""
         start, size = self.at, self._source.size
         step = _STEP
         while True:

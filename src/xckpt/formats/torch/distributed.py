@@ -1,17 +1,17 @@
-"""Folders of ``torch.distributed.checkpoint``: ``.metadata``, and files of items by rank.
+"""Folders of ``torch.distributed.checkpoint``: the file ``.metadata``, and files of items by rank.
 
-``.metadata`` is a pickle (which PyTorch itself loads without any restriction)::
+``.metadata`` is a pickle, which PyTorch itself loads without restrictions::
 
     Metadata  state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks)
                                           or BytesStorageMetadata()}
               storage_data         {MetadataIndex(name, offset): _StorageInfo(relative_path,
                                           offset, length, transform_descriptors)}
 
-Each chunk of a tensor, and each value that is no tensor, is an item: a complete zip archive of
-`xckpt.formats.torch.containers`, somewhere in one of the files, with one tensor or value. A file
-can have a safetensors file after its values instead, with all of its tensors.
+Each chunk of a tensor, and each value that is not a tensor, is an item: a complete zip archive
+(`xckpt.formats.torch.containers`) in one of the files, with one tensor or value. Alternatively, a
+file has a complete safetensors file with all of its tensors after its values.
 
-References: torch/distributed/checkpoint/metadata.py and filesystem.py of
+Specification: torch/distributed/checkpoint/metadata.py and filesystem.py of
 github.com/pytorch/pytorch, 2.15.
 """
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
 _LARGEST_METADATA = 256 << 20
-# Items that are smaller are read at once, of others a bit of both ends.
+# Smaller items are read at once; of larger ones, only a little at both ends.
 _SMALL = 1 << 16
 _LARGEST_VALUE = 1 << 20
 _MOST_VALUES = 1000
 
 
 def is_metadata(head: bytes) -> bool:
-    """Whether a file is a pickle that begins by naming the class of the metadata."""
+    """Return whether a file is a pickle that begins with the class of the metadata."""
     return head[:1] == b"\x80" and head[1:2] <= b"\5" and f"{_MODULE}.metadata".encode() in head
 
 
 class _StorageInfo(NamedTuple):
-    """Where an item is: file, first byte, and size."""
+    """The position of an item: file, first byte, and size in bytes."""
 
     file: str
     offset: int
@@ -74,20 +74,21 @@ class _Window:
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes."""
         if offset + nbytes > self.size:
-            raise FormatError(f"{nbytes} bytes at {offset} of {self.size}", rule="Truncated")
+            reason = f"{nbytes} bytes at byte {offset} exceed the item, which has {self.size}"
+            raise FormatError(reason, rule="Truncated")
         if self._whole is not None:
             return self._whole[offset : offset + nbytes]
         return self._source.read(self._offset + offset, nbytes)
 
     def sibling(self, name: str) -> Readable:
-        """There is none."""
+        """Raise `FileNotFoundError`: items refer to no other files."""
         raise FileNotFoundError(name)
 
 
 def read(format: str, source: Readable, notes: kit.Notes) -> Index:
-    """Read the metadata, and of each item where its bytes are."""
+    """Read the metadata, and the headers of all items."""
     if source.size > _LARGEST_METADATA:
-        reason = f"metadata of {source.size} bytes, of which {_LARGEST_METADATA} are read"
+        reason = f"the metadata have {source.size} bytes, more than {_LARGEST_METADATA}"
         raise UnsupportedError(reason, offset=0, rule="Metadata")
     root = Machine(bytes(source.read(0, source.size))).run()
     try:
@@ -98,8 +99,16 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
     version = reader.fields.get("version")
     version = version if type(version) is str else ""
     size = source.size + sum([shard.size for shard in reader.shards.values()])
-    found, texts = (reader.tensors, reader.attrs), notes.warnings()
-    return Index(format, version, *found, source.name, size, reader.shards, texts)
+    return Index(
+        format,
+        version,
+        reader.tensors,
+        reader.attrs,
+        source.name,
+        size,
+        reader.shards,
+        notes.warnings(),
+    )
 
 
 def _broken(reason: str, rule: str = "Metadata") -> FormatError:
@@ -107,7 +116,7 @@ def _broken(reason: str, rule: str = "Metadata") -> FormatError:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    """Return the attributes of an instance of a class."""
+    """Return the attributes of an instance of the class `name`."""
     function = value.function if type(value) is Call else None
     if type(function) is not Global or ".".join(function) != f"{_MODULE}.{name}":
         raise _broken(f"{spelled(value)} is not {name}")
@@ -118,13 +127,13 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
 def _shape(value: Any) -> tuple[int, ...]:
     """Return a torch.Size."""
     sizes = sizes_of(value)
-    if any(type(each) is not int or each < 0 for each in sizes):
+    if any(type(n) is not int or n < 0 for n in sizes):
         raise _broken(f"{spelled(value)} is not a shape", "Shape")
     return sizes
 
 
 class _MetadataReader:
-    """Reads what the metadata of a checkpoint list."""
+    """A reader of the tensors and values in the metadata of a checkpoint."""
 
     def __init__(self, source: Readable, notes: kit.Notes, fields: dict[str, Any]) -> None:
         self.fields = fields
@@ -138,13 +147,13 @@ class _MetadataReader:
         self._embedded: dict[tuple[str, int], Mapping[str, Tensor]] = {}
 
     def _mapping(self, name: str) -> Pairs:
-        found = self.fields.get(name)
-        if type(found) is not Pairs:
-            raise _broken(f"{name} is {spelled(found)}")
-        return found
+        value = self.fields.get(name)
+        if type(value) is not Pairs:
+            raise _broken(f"{name} is {spelled(value)}")
+        return value
 
     def _listed_items(self) -> dict[str, _StorageInfo]:
-        """Return where items are, by name and offset as text: keys of a file are not hashed."""
+        """Return the positions of items, by name and offset as text."""
         items = {}
         for index, info in self._mapping("storage_data").items():
             key = _fields(index, "metadata.MetadataIndex")
@@ -163,26 +172,26 @@ class _MetadataReader:
             name, offset = key.get("fqn"), key.get("offset")
             if type(name) is not str:
                 raise _broken(f"{spelled(name)} is not the name of an item", "Item")
-            where = None if offset is None else _shape(offset)
+            origin = None if offset is None else _shape(offset)
             is_plain = not place.get("transform_descriptors")
-            items[_key(name, where)] = _StorageInfo(file, at, nbytes, is_plain)
+            items[_key(name, origin)] = _StorageInfo(file, at, nbytes, is_plain)
         return items
 
     def read_all(self) -> None:
-        """List all tensors and values."""
-        for name, about in self._mapping("state_dict_metadata").items():
+        """Read all tensors and values."""
+        for name, entry in self._mapping("state_dict_metadata").items():
             if type(name) is not str:
                 raise _broken(f"{spelled(name)} is not a name", "Name")
-            if type(about) is Call and about.function == _VALUE:
+            if type(entry) is Call and entry.function == _VALUE:
                 self._read_value(name)
                 continue
-            tensor = self._tensor(name, _fields(about, "metadata.TensorStorageMetadata"))
+            tensor = self._tensor(name, _fields(entry, "metadata.TensorStorageMetadata"))
             self._add(replace(tensor, name=key_text(name)))
 
     def _add(self, tensor: Tensor) -> None:
         name = tensor.name
         if name in self.tensors:
-            raise _broken(f"two tensors are called {shown(name)}", "Name")
+            raise _broken(f"two tensors have the name {shown(name)}", "Name")
         if tensor.problem is not None:
             tensor.problem.located(tensor=name, offset=0)
         self.tensors[name] = tensor
@@ -190,15 +199,15 @@ class _MetadataReader:
     # --- items -----------------------------------------------------------------------------------
 
     def _file(self, name: str) -> Readable | None:
-        """Return a file of items, None if it is not there."""
+        """Return a file of items; None if it is missing."""
         if name not in self._files:
             try:
-                found = self._source.sibling(name)
+                file = self._source.sibling(name)
             except FileNotFoundError:
                 self._files[name] = None
             else:
-                self._files[name] = found
-                self.shards[name] = Shard(found.size, None, (name,))
+                self._files[name] = file
+                self.shards[name] = Shard(file.size, None, (name,))
         return self._files[name]
 
     def _objects(self, name: str, item: _StorageInfo) -> ObjectWalk:
@@ -208,13 +217,14 @@ class _MetadataReader:
             raise MissingShardError(
                 f"the file {shown(item.file)} is missing",
                 path=self._source.name,
-                hint="Put it next to .metadata, and open that again",
+                hint="Copy it into the folder of .metadata",
             )
         if not item.is_plain:
-            reason = "items that were transformed (compressed) are not read"
+            reason = "transformed items, such as compressed ones, are unsupported"
             raise UnsupportedError(reason, rule="Transform")
         if item.offset + item.nbytes > file.size:
-            reason = f"an item ends at byte {item.offset + item.nbytes} of {file.size}"
+            reason = f"an item ends at byte {item.offset + item.nbytes}"
+            reason += f", but the file has {file.size} bytes"
             raise FormatError(f"{item.file}: {reason}", rule="Truncated")
         try:
             content = read_zip(_Window(file, item), self._notes)
@@ -228,7 +238,7 @@ class _MetadataReader:
             objects = ObjectWalk(tensors, content.nbytes, self._notes, base)
             objects.walk(content.value, (name,))
         except CheckpointError as error:
-            # Offsets are those in the item, and `.metadata` is the file that the user opened.
+            # The error's offset counts within the item, but its path is that of `.metadata`.
             error.reason = f"the item at byte {item.offset} of {item.file}: {error.reason}"
             error.offset = None
             raise
@@ -238,12 +248,13 @@ class _MetadataReader:
         item = self._items.get(_key(name, None))
         self._values += 1
         if item is None or item.nbytes > _LARGEST_VALUE or self._values > _MOST_VALUES:
-            self._notes.add("a value that is no tensor is left out", shown(name))
+            self._notes.add("a value that is not a tensor is left out", shown(name))
             return
         try:
             objects = self._objects(name, item)
         except (MissingShardError, UnsupportedError) as error:
-            self._notes.add(f"a value that is no tensor is left out: {error.reason}", shown(name))
+            reason = f"a value that is not a tensor is left out: {error.reason}"
+            self._notes.add(reason, shown(name))
             return
         self.attrs |= objects.attrs
         for tensor in objects.tensors.values():
@@ -251,15 +262,15 @@ class _MetadataReader:
 
     # --- tensors ---------------------------------------------------------------------------------
 
-    def _tensor(self, name: str, about: Mapping[str, Any]) -> Tensor:
-        size, listed = _shape(about.get("size")), about.get("chunks")
-        properties = about.get("properties")
+    def _tensor(self, name: str, fields: Mapping[str, Any]) -> Tensor:
+        size, listed = _shape(fields.get("size")), fields.get("chunks")
+        properties = fields.get("properties")
         kind = properties.state if type(properties) is Call else None
         dtype = dtype_named(kind[0]) if type(kind) is tuple and kind else None
         if dtype is None or type(listed) is not list:
-            raise _broken(f"{shown(name)} is of no known type, or has no chunks")
+            raise _broken(f"{shown(name)} has an unknown type, or no chunks")
         if kit.is_oversized(in_elements(dtype, size)) or len(size) > kit.MOST_AXES:
-            raise _broken(f"no array is as large as {spelled(size)}", "Shape")
+            raise _broken(f"the shape {spelled(size)} is too large", "Shape")
         places = _chunks(name, size, listed)
         chunks.check_cover(name, size, places)
         size = in_elements(dtype, size)
@@ -278,7 +289,8 @@ class _MetadataReader:
     def _chunk(self, name: str, origin: tuple[int, ...], extents: tuple[int, ...]) -> Tensor:
         item = self._items.get(_key(name, origin))
         if item is None:
-            raise _broken(f"no item has the chunk of {shown(name)} at {spelled(origin)}", "Item")
+            reason = f"the chunk of {shown(name)} at {spelled(origin)} has no item"
+            raise _broken(reason, "Item")
         tensors = self._tensors_of(name, item)
         if len(tensors) != 1 or tensors[0].shape != extents:
             shapes = [tensor.shape for tensor in tensors]
@@ -307,10 +319,10 @@ class _MetadataReader:
         return [tensor]
 
     def _safetensors_at(self, item: _StorageInfo) -> Mapping[str, Tensor] | None:
-        """Return the tensors of the safetensors file that begins with an item, if one does.
+        """Return the tensors of the safetensors file at the offset of an item; None without one.
 
-        `FileSystemWriter` can write one after the values of a file. The metadata have its first
-        byte as that of each tensor in it.
+        `FileSystemWriter` can write a safetensors file after the values. The metadata then have the
+        offset of this file for all of its tensors.
         """
         file, safetensors = self._file(item.file), formats.get("safetensors")
         if file is None or item.offset > file.size or not item.is_plain:
@@ -328,13 +340,13 @@ class _MetadataReader:
 
 
 def _chunks(name: str, size: tuple[int, ...], listed: list[Any]) -> list[_Block]:
-    """Return where the chunks of a tensor are in it, without those that are empty."""
+    """Return the origins and extents of the chunks of a tensor that are not empty."""
     blocks = []
     for chunk in listed:
         fields = _fields(chunk, "metadata.ChunkStorageMetadata")
         origin, extents = _shape(fields.get("offsets")), _shape(fields.get("sizes"))
         if len(origin) != len(size) or len(extents) != len(size):
-            raise _broken(f"a chunk of {shown(name)} has other axes", "Chunks")
+            raise _broken(f"a chunk of {shown(name)} has another number of axes", "Chunks")
         if prod(extents) or prod(size) == 0:
             blocks.append((origin, extents))
     return blocks

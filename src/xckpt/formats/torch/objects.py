@@ -1,10 +1,10 @@
 """The contents of a checkpoint by name: tensors, and plain values as attributes.
 
-The name of a tensor is the path to it, joined by dots; the levels ``_parameters``, ``_buffers`` and
-``_modules`` of modules are left out, so that a module has the names of its ``state_dict``. Tensors
-that a module keeps outside of it, buffers that are not persistent and plain attributes, are short
-texts among the attributes by default. So is whatever has no meaning here; tensors that its state
-holds are listed.
+The name of a tensor is the path to it, joined by dots, without the levels ``_parameters``,
+``_buffers`` and ``_modules`` of modules: these are the names of a ``state_dict``. By default,
+tensors outside of it (buffers that are not persistent, plain attributes of a module) are short
+texts among the attributes. So are objects of unknown classes; the tensors in their state are
+listed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     _Items = Iterator[tuple[Any, Any]]
 
-# Paths are walked as often as they are there, but a few bytes can make 2**200 of them. A tensor
-# takes 80 bytes of a pickle or more, but another reference to it only two.
+# The walk visits every path to a value, but a few bytes can encode 2**200 paths. A tensor takes at
+# least 80 bytes of a pickle, but another reference to it only two.
 _VISITS, _VISITS_PER_BYTE = 10_000, 2
 _TENSORS, _BYTES_PER_TENSOR = 50_000, 32
 _DEEPEST = 1000
@@ -54,15 +54,16 @@ _LEVELS, _TRANSIENT = ("_parameters", "_buffers", "_modules"), "_non_persistent_
 
 
 class _Outside(NamedTuple):
-    """A value that a module holds outside its state_dict."""
+    """A value of a module that its state_dict does not have."""
 
     value: Any
 
 
 class _Container(NamedTuple):
-    """A container that the walk is in: its path, that path's length, and the rest of its items.
+    """A container that the walk has entered.
 
-    `identity` tells containers apart. Tensors in it are listed unless `is_outside`.
+    `length` is that of the path as a text, and `items` has the remaining items. Tensors in the
+    container are listed unless `is_outside`.
     """
 
     path: tuple[str, ...]
@@ -73,9 +74,10 @@ class _Container(NamedTuple):
 
 
 class ObjectWalk:
-    """Walks the values of a pickle of `nbytes`, and collects tensors by name and attributes.
+    """A walk through the values of a pickle, which collects tensors and attributes by name.
 
-    Memory is that of the path to one value, and of the results.
+    `nbytes` is the size of the pickle, and bounds the number of visits. Apart from its results, the
+    walk stores only the path to the current value.
     """
 
     def __init__(
@@ -93,14 +95,14 @@ class ObjectWalk:
         self._visits = _VISITS + _VISITS_PER_BYTE * nbytes
         self._most_tensors = _TENSORS + nbytes // _BYTES_PER_TENSOR
         self._names_nbytes = self._attrs_nbytes = 0
-        self._again: dict[str, int] = {}  # by name, how many have it, and one
+        self._next_number: dict[str, int] = {}  # of repeated names
         self._all_tensors = all_tensors
         self._is_outside = False
 
     def walk(self, root: Any, path: tuple[str, ...] = ()) -> None:
-        """List all that is below a value, whose path is given."""
+        """Collect everything below a value at `path`."""
         containers: list[_Container] = []
-        inside: set[int] = set()  # to notice a container that holds itself
+        inside: set[int] = set()  # identities, to detect a container within itself
         self._enter(root, path, 0, containers, inside)
         while containers:
             path, length, items, identity, is_outside = containers[-1]
@@ -115,7 +117,7 @@ class ObjectWalk:
                 value, self._is_outside = value.value, not self._all_tensors
             name = key_text(key)
             if length + len(name) > _LONGEST_NAME:
-                reason = f"a name of {length + len(name)} characters"
+                reason = f"a name has {length + len(name)} characters, more than {_LONGEST_NAME}"
                 raise UnsupportedError(reason, offset=self._base, rule="Name")
             self._enter(value, (*path, name), length + 1 + len(name), containers, inside)
 
@@ -127,10 +129,10 @@ class ObjectWalk:
         containers: list[_Container],
         inside: set[int],
     ) -> None:
-        """List a tensor or a plain value, or open a container."""
+        """Add a tensor or a plain value, or enter a container."""
         self._visits -= 1 + _width(value)
         if self._visits < 0 or len(self.tensors) > self._most_tensors:
-            reason = "more paths lead to what it holds than a file of its size should have"
+            reason = "the pickle has implausibly many paths to its values for its size"
             raise UnsupportedError(reason, offset=self._base, rule="Paths")
         try:
             items = self._items(path, value)
@@ -140,13 +142,13 @@ class ObjectWalk:
         if items is None or id(value) in inside:
             return
         if len(path) >= _DEEPEST:
-            self._notes.add(f"nested deeper than {_DEEPEST}, and left out", "a value")
+            self._notes.add(f"nested deeper than {_DEEPEST} levels, and left out", "a value")
             return
         inside.add(id(value))
         containers.append(_Container(path, length, items, id(value), self._is_outside))
 
     def _items(self, path: tuple[str, ...], value: Any) -> _Items | None:
-        """List a tensor or a plain value, or return the items of a container."""
+        """Add a tensor or a plain value, or return the items of a container."""
         kind = type(value)
         if kind is Call:
             return self._items_of_call(path, value)
@@ -154,7 +156,7 @@ class ObjectWalk:
             return value.items() if value else None
         if kind in {list, tuple, PickledSet}:
             if all(map(is_plain, value)):
-                self._say(path, [*value])
+                self._add_attr(path, [*value])
                 return None
             return enumerate(value)
         if kind is Persistent:
@@ -164,9 +166,9 @@ class ObjectWalk:
                 self._add(self._maker.view(value, 0, ((storage.numel,), (1,))))
                 return None
         if kind is bytes:
-            self._say(path, f"<{len(value)} bytes>")
+            self._add_attr(path, f"<{len(value)} bytes>")
         else:
-            self._say(path, value if is_plain(value) else spelled(value))
+            self._add_attr(path, value if is_plain(value) else spelled(value))
         return None
 
     def _items_of_call(self, path: tuple[str, ...], call: Call) -> _Items | None:
@@ -177,13 +179,13 @@ class ObjectWalk:
             return ((key, inner) for key, inner in _attached(call) if not is_plain(inner))
         inside = wrapped(call)
         if inside is not None:
-            # Of a class that is not known: what it is made of, and the tensors in its state.
+            # An unknown class around a value, which may have tensors in its state.
             return self._items(path, inside)
         name, args = name_of(call), call.args
         if name in _MAPPINGS:
             first = args[-1] if args else None
             items: Any = first.items() if type(first) is Pairs else ()
-            if type(first) is list:  # as Python 2 has it
+            if type(first) is list:  # Python 2
                 items = (pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2)
             return chain(items, (call.pairs or Pairs()).items())
         if name in _SEQUENCES:
@@ -191,7 +193,7 @@ class ObjectWalk:
             return self._items(path, [*first, *(call.values or ())])
         value = _constant(name, args)
         if value is not None:
-            self._say(path, value)
+            self._add_attr(path, value)
             return None
         module = {
             key: level
@@ -202,36 +204,36 @@ class ObjectWalk:
             return _of_module(module, call.state)
         pairs, values = call.pairs or Pairs(), call.values or ()
         if next(items_of(call.state), None) is None and not pairs and not values:
-            self._say(path, spelled(call))
+            self._add_attr(path, spelled(call))
         inner = chain(items_of(call.state), pairs.items(), enumerate(values))
         states = call.state if type(call.state) is tuple else (call.state,)
         unnamed = chain(enumerate(args), enumerate(s for s in states if type(s) is not Pairs))
         return chain(inner, (item for item in unnamed if _may_have_tensors(item[1])))
 
     def _add(self, tensor: Tensor) -> None:
-        """List a tensor, whose name is changed where another one has it."""
+        """Add a tensor; a repeated name gets a number."""
         name = tensor.name
         if self._is_outside:
             text = f"<{tensor.dtype} tensor {tensor.shape} outside the state_dict>"
-            self._say(tuple(name.split(".")), text)
+            self._add_attr(tuple(name.split(".")), text)
             return
         self._names_nbytes += len(name)
         if self._names_nbytes > _LONGEST_NAMES:
-            reason = f"names of more than {_LONGEST_NAMES} characters in total"
+            reason = f"the names have more than {_LONGEST_NAMES} characters in total"
             raise UnsupportedError(reason, offset=self._base, rule="Name")
         if name in self.tensors:
-            again = self._again.get(name, 2)
-            while f"{name}#{again}" in self.tensors:
-                again += 1
-            self._again[name] = again + 1
-            name = f"{name}#{again}"
+            number = self._next_number.get(name, 2)
+            while f"{name}#{number}" in self.tensors:
+                number += 1
+            self._next_number[name] = number + 1
+            name = f"{name}#{number}"
             tensor = replace(tensor, name=name)
         if tensor.problem is not None:
             tensor.problem.located(tensor=name, offset=self._base)
         self.tensors[name] = tensor
 
-    def _say(self, path: tuple[str, ...], value: Any) -> None:
-        """Keep a plain value as an attribute of the file."""
+    def _add_attr(self, path: tuple[str, ...], value: Any) -> None:
+        """Add a plain value as an attribute of the file."""
         name = ".".join(path) or "value"
         if type(value) is str and not value.isascii():
             value = key_text(value)
@@ -239,22 +241,22 @@ class ObjectWalk:
         self._attrs_nbytes += len(name) + count
         if len(self.attrs) >= _MOST_ATTRS or self._attrs_nbytes > _LARGEST_ATTRS:
             self._attrs_nbytes -= len(name) + count
-            where = f"the value {shown(name)}"
-            self._notes.add("there are more attributes than are kept, and it is left out", where)
+            reason = "left out, since the attributes are too many or too long"
+            self._notes.add(reason, f"the value {shown(name)}")
             return
         self.attrs.setdefault(name, value)
 
 
 def _width(value: Any) -> int:
-    """Return how much there is to look at in a value, which may be there many times."""
+    """Return the cost of a visit to a value: the number of values directly in it."""
     kind = type(value)
     if kind is Call:
-        width = sum([len(each) for each in value.args if type(each) in _SIZED], len(value.args))
+        width = sum([len(arg) for arg in value.args if type(arg) in _SIZED], len(value.args))
         if value.state is None and value.pairs is None and value.values is None:
-            return width  # a tensor, of which there are very many
+            return width  # a shortcut for tensors
         inner = value.state if type(value.state) is tuple else (value.state,)
-        more = (inner, *inner, value.pairs, value.values)
-        return width + sum([len(each) for each in more if hasattr(each, "__len__")])
+        contents = (inner, *inner, value.pairs, value.values)
+        return width + sum([len(values) for values in contents if hasattr(values, "__len__")])
     if kind is str:
         return len(value) >> 4
     return len(value) if hasattr(value, "__len__") else 0
@@ -267,7 +269,7 @@ def _may_have_tensors(value: Any) -> bool:
 
 
 def _attached(call: Call) -> _Items:
-    """Return the attributes that a tensor has."""
+    """Return the attributes of a tensor."""
     args = call.args
     if call.state is None and len(args) != 4:
         return iter(())
@@ -276,7 +278,7 @@ def _attached(call: Call) -> _Items:
 
 
 def _of_module(levels: dict[str, Any], state: Any) -> _Items:
-    """Return parameters, buffers and modules of a module, then its attributes."""
+    """Return the parameters, buffers and modules of a module, then its attributes."""
     transient = _texts_of(levels.get(_TRANSIENT))
     for level in _LEVELS:
         inner = levels.get(level)
@@ -291,7 +293,7 @@ def _of_module(levels: dict[str, Any], state: Any) -> _Items:
 
 
 def _texts_of(value: Any) -> set[str]:
-    """Return the texts in a set, however the protocol spells it."""
+    """Return the texts in a set, in the spelling of any protocol."""
     if type(value) is Call and name_of(value) == "builtins.set" and value.args:
         value = value.args[0]
     if type(value) not in {list, PickledSet}:
@@ -300,7 +302,7 @@ def _texts_of(value: Any) -> set[str]:
 
 
 def _constant(name: str, args: tuple[Any, ...]) -> Any:
-    """Return the plain value that a call gives, None if it gives something else."""
+    """Return the plain value that a call would return; None for other results."""
     if name == "torch.Size" and args and type(args[0]) is tuple and all(map(is_plain, args[0])):
         return list(args[0])
     if name == "torch.device" and args:

@@ -1,16 +1,16 @@
-"""Pickles, read as data: a closed interpreter of protocols 0 to 5 that has nothing to run.
+"""A safe interpreter of pickles, protocols 0 to 5, which imports and calls nothing.
 
-It knows all 68 opcodes. Those that make Python import or call something make a record instead: a
-`Global` is two texts, a `Call` a function that is a record too, with its arguments. What records
-mean is decided by a table of names in `xckpt.formats.torch.objects`. So a file may name
-``os.system``; it is shown as text.
+It supports all 68 opcodes. Opcodes that would import or call create a record instead: a `Global`
+consists of two texts, and a `Call` of another record and its arguments. Tables of names give
+records their meaning (`xckpt.formats.torch.tensors` and `objects`). If a file names ``os.system``,
+that name is a text.
 
-Values are None, bool, int, float, str, bytes, tuple, list, and those of
-`xckpt.formats.torch.records`. Memo and stack hold references and nothing is hashed, compared or
-copied, so that time and memory are those of the pickle's own size. An opcode of one byte can make
-an object of a hundred, of which real pickles have few: these are counted.
+Values are None, bool, int, float, str, bytes, tuple, list, and the records of
+`xckpt.formats.torch.records`. Memo and stack hold references, and the interpreter hashes, compares
+and copies nothing, so time and memory are proportional to the size of the pickle. Some opcodes of
+one byte create objects of a hundred bytes; their total is limited.
 
-Reference: Lib/pickletools.py of CPython 3.13.
+Specification: Lib/pickletools.py of CPython 3.13.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 import re
 from struct import Struct
-from struct import error as StructError  # noqa: N812  the name says nothing
+from struct import error as StructError  # noqa: N812  "error" is too general
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LONGEST_INT = 1 << 10  # in bytes; Python has a limit of its own for digits
 _LONGEST_DIGITS = 4300
 _LONGEST_LINE = 1 << 10  # of a name
-# Bytes of memory that objects may take, and how many more for each byte of the pickle.
+# Limit of memory for objects, in bytes, and its growth for each byte of the pickle.
 _MEMORY, _MEMORY_PER_BYTE = 64 << 20, 16
 _U16, _I32, _U32 = Struct("<H"), Struct("<i"), Struct("<I")
 _PLACE, _PLACES = Struct("<xI"), Struct("<" + 7 * "xI")
@@ -46,7 +46,7 @@ _U64, _F64 = Struct("<Q"), Struct(">d")
 
 
 class Machine:
-    """Reads the pickle at byte `at` of some bytes, which are at byte `base` of the file."""
+    """An interpreter of the pickle at byte `at` of `data`, which is at byte `base` of a file."""
 
     __slots__ = ("_ints", "_marks", "at", "base", "data", "memo", "persistent", "stack")
 
@@ -62,7 +62,7 @@ class Machine:
         self._ints: dict[bytes, tuple[int, ...]] = {}
 
     def run(self) -> Any:
-        """Read to STOP, and return what is on the stack; `at` is after it then."""
+        """Interpret up to STOP, and return the top of the stack. Then `at` is the next byte."""
         data, size = self.data, len(self.data)
         handlers, start, costs = _HANDLERS, self.at, _COSTS
         memory = _MEMORY + _MEMORY_PER_BYTE * size
@@ -71,7 +71,7 @@ class Machine:
             self.at += 1
             memory -= costs[code]
             if memory < 0:
-                reason = "it makes more objects than a pickle of its size should have"
+                reason = "the pickle has implausibly many objects for its size"
                 at = self.base + self.at
                 raise UnsupportedError(reason, offset=at, rule="Objects")
             handler = handlers.get(code)
@@ -81,10 +81,10 @@ class Machine:
                 return self.pop()
             else:
                 raise self.broken(f"{bytes((code,))!r} is not an opcode", "Opcode", self.at - 1)
-        raise self.broken(f"the pickle from byte {self.base + start} on does not end", "Truncated")
+        raise self.broken(f"the pickle at byte {self.base + start} has no end", "Truncated")
 
     def broken(self, reason: str, rule: str, at: int | None = None) -> FormatError:
-        """Make the error for a place, by default where reading is."""
+        """Return the error for offset `at`, by default the current one."""
         at = self.at if at is None else at
         return FormatError(reason, offset=self.base + min(at, len(self.data)), rule=rule)
 
@@ -94,25 +94,26 @@ class Machine:
         """Read the next bytes."""
         at = self.at
         if not 0 <= nbytes <= len(self.data) - at:
-            left = len(self.data) - at
-            raise self.broken(f"{nbytes} bytes, but {left} are left of the pickle", "Truncated")
+            available = len(self.data) - at
+            reason = f"{nbytes} bytes exceed the pickle, which has {available} more"
+            raise self.broken(reason, "Truncated")
         self.at = at + nbytes
         return self.data[at : self.at]
 
     def number(self, kind: Struct) -> Any:
-        """Read the next number."""
+        """Read a number."""
         return kind.unpack(self.take(kind.size))[0]
 
     def line(self, longest: int = _LONGEST_LINE) -> bytes:
         """Read to the end of the line."""
         end = self.data.find(b"\n", self.at, self.at + longest + 1)
         if end < 0:
-            raise self.broken(f"no end of a line within {longest} bytes", "Line")
-        found, self.at = self.data[self.at : end], end + 1
-        return found
+            raise self.broken(f"a line is longer than {longest} bytes", "Line")
+        line, self.at = self.data[self.at : end], end + 1
+        return line
 
     def text(self, data: bytes, errors: str = "strict") -> str:
-        """Decode text of the bytes before."""
+        """Decode the bytes that were read last."""
         try:
             return data.decode("utf-8", errors)
         except UnicodeDecodeError as error:
@@ -120,17 +121,17 @@ class Machine:
             raise self.broken(f"a text is not UTF-8: {error}", "Utf8", at) from error
 
     def long(self, nbytes: int) -> None:
-        """Push an integer of some bytes; one that is very large as bytes."""
-        found = self.take(nbytes)
+        """Push an integer of `nbytes` bytes; a very large one as bytes."""
+        data = self.take(nbytes)
         is_huge = nbytes > _LONGEST_INT
-        self.stack.append(found if is_huge else int.from_bytes(found, "little", signed=True))
+        self.stack.append(data if is_huge else int.from_bytes(data, "little", signed=True))
 
     # --- stack and memo --------------------------------------------------------------------------
 
     def pop(self) -> Any:
-        """Take the top of the stack, after the last mark."""
+        """Remove and return the top of the stack, above the last mark."""
         if len(self.stack) <= (self._marks[-1] if self._marks else 0):
-            raise self.broken("nothing is on the stack", "Stack", self.at - 1)
+            raise self.broken("the stack is empty", "Stack", self.at - 1)
         return self.stack.pop()
 
     def top(self) -> Any:
@@ -140,55 +141,55 @@ class Machine:
         return value
 
     def popped(self) -> list[Any]:
-        """Take all after the last mark."""
+        """Remove and return all values above the last mark."""
         if not self._marks:
-            raise self.broken("no mark is on the stack", "Stack", self.at - 1)
-        at = self._marks.pop()
-        found = self.stack[at:]
-        del self.stack[at:]
-        return found
+            raise self.broken("the stack has no mark", "Stack", self.at - 1)
+        position = self._marks.pop()
+        values = self.stack[position:]
+        del self.stack[position:]
+        return values
 
     def mark(self) -> None:
         """Put a mark on the stack."""
         self._marks.append(len(self.stack))
 
     def drop(self) -> None:
-        """Take the top of the stack away, which may be a mark."""
+        """Remove the top of the stack, which may be a mark."""
         if self._marks and self._marks[-1] == len(self.stack):
             self._marks.pop()
         else:
             self.pop()
 
     def get(self, index: int) -> None:
-        """Push what the memo has."""
+        """Push an entry of the memo."""
         try:
             self.stack.append(self.memo[index])
         except KeyError:
-            raise self.broken(f"the memo has no {index}", "Memo", self.at - 1) from None
+            raise self.broken(f"the memo has no entry {index}", "Memo", self.at - 1) from None
 
     def named(self, module: str, name: str) -> None:
-        """Push the name of something in a module."""
+        """Push the name of an object in a module."""
         self.stack.append(Global(module, name))
 
     def call(self, function: Any, args: Any) -> None:
-        """Push what a call would give."""
+        """Push the record of a call."""
         if type(args) is not tuple:
             raise self.broken("the arguments of a call are not a tuple", "Call", self.at - 1)
         self.stack.append(Call(function, args, self.at - 1))
 
     def reduce(self) -> None:
-        """Push what a function would return for a tuple of arguments."""
+        """Replace a function and a tuple of arguments by the record of the call."""
         args = self.pop()
         self.call(self.pop(), args)
 
     def persist(self, words: Any) -> None:
-        """Push what lies outside."""
-        found = Persistent(words)
-        self.persistent.append(found)
-        self.stack.append(found)
+        """Push the record of an object outside of the pickle."""
+        record = Persistent(words)
+        self.persistent.append(record)
+        self.stack.append(record)
 
     def append(self, items: list[Any]) -> None:
-        """Append to the list, or what may be one, on the stack."""
+        """Append to the list, or the instance that may be a list, on the stack."""
         target = self.top()
         if type(target) is Call:
             target.values = [] if target.values is None else target.values
@@ -199,10 +200,11 @@ class Machine:
             raise self.broken(f"{kind_of(target)} is not a list", "Append", self.at - 1)
 
     def set_items(self, items: list[Any]) -> None:
-        """Set items of the mapping, or what may be one, on the stack."""
+        """Set items of the mapping, or the instance that may be a mapping, on the stack."""
         target = self.top()
         if len(items) % 2:
-            raise self.broken(f"{len(items)} keys and values", "SetItems", self.at - 1)
+            reason = f"{len(items)} keys and values, which is an odd number"
+            raise self.broken(reason, "SetItems", self.at - 1)
         if type(target) is Call:
             target.pairs = Pairs() if target.pairs is None else target.pairs
             target.pairs += items
@@ -212,7 +214,7 @@ class Machine:
             raise self.broken(f"{kind_of(target)} is not a mapping", "SetItems", self.at - 1)
 
     def build(self) -> None:
-        """Keep the state of an instance; who sets state twice adds to it."""
+        """Set the state of an instance."""
         state, target = self.pop(), self.top()
         if type(target) is not Call:
             raise self.broken(f"{kind_of(target)} has no state", "Build", self.at - 1)
@@ -221,70 +223,73 @@ class Machine:
     # --- whole records ---------------------------------------------------------------------------
 
     def get_record(self, index: int) -> None:
-        """Push what the memo has; if a tensor as torch.save writes it follows, all of that.
+        """Push an entry of the memo, and read a whole tensor of torch.save if one follows.
 
-        A checkpoint has thousands of these, of 32 opcodes each. The result is that of the opcodes.
+        A checkpoint has thousands of tensors with 32 opcodes each; one regular expression is much
+        faster, and leads to the same state.
         """
         self.get(index)
         top = self.stack[-1]
         if type(top) is not Global or top != _REBUILD:
             return
-        found = _RECORD.match(self.data, self.at)
-        if found is None:
+        match = _RECORD.match(self.data, self.at)
+        if match is None:
             return
-        word, kind, key, put_key, place, numel, put_id, offset, *rest = found.groups()
-        size, put_size, stride, put_stride, flag, hooks, put_hooks, put_args, put = rest
+        word, kind, key, put_key, location, numel, put_id, offset, *more = match.groups()
+        size, put_size, stride, put_stride, flag, hooks, put_hooks, put_args, put = more
         memo = self.memo
         try:
-            known = [memo[_index(each)] for each in (word, kind, place, hooks)]
+            entries = [memo[_index(code)] for code in (word, kind, location, hooks)]
         except KeyError:
-            return  # which the loop tells
+            return  # the opcodes raise the error
         puts = (put_key, put_id, put_size or put_id, put_stride or put_id, put_hooks, put_args, put)
         try:
-            places = _PLACES.unpack(b"".join(puts))
+            indices = _PLACES.unpack(b"".join(puts))
         except StructError:
-            places = tuple(map(_index, puts))
-        # What it gets must not be what it puts itself.
-        own = _index(hooks) in places[:4] or _index(place) == places[0]
-        if own or key[0] != len(key) - 4:
+            indices = tuple(map(_index, puts))
+        # The record must not read entries of the memo that it writes itself.
+        is_circular = _index(hooks) in indices[:4] or _index(location) == indices[0]
+        if is_circular or key[0] != len(key) - 4:
             return
         text = key[4:].decode()
         ints = self._ints
-        words = (known[0], known[1], text, known[2], *(ints.get(numel) or self._numbers(numel)))
+        count = ints.get(numel) or self._numbers(numel)
+        words = (entries[0], entries[1], text, entries[2], *count)
         persistent = Persistent(words)
         self.persistent.append(persistent)
         sizes = ints.get(size) or self._numbers(size)
         strides = ints.get(stride) or self._numbers(stride)
         (first,) = ints.get(offset) or self._numbers(offset)
-        made = Call(known[3], (), self.at)
-        args = (persistent, first, sizes, strides, flag == b"\x88", made)
+        no_hooks = Call(entries[3], (), self.at)
+        args = (persistent, first, sizes, strides, flag == b"\x88", no_hooks)
         tensor = Call(_REBUILD, args, self.at)
-        memo[places[0]] = text
-        memo[places[1]] = words
+        memo[indices[0]] = text
+        memo[indices[1]] = words
         if put_size:
-            memo[places[2]] = sizes
+            memo[indices[2]] = sizes
         if put_stride:
-            memo[places[3]] = strides
-        memo[places[4]] = made
-        memo[places[5]] = args
-        memo[places[6]] = tensor
+            memo[indices[3]] = strides
+        memo[indices[4]] = no_hooks
+        memo[indices[5]] = args
+        memo[indices[6]] = tensor
         self.stack[-1] = tensor
-        self.at = found.end()
+        self.at = match.end()
 
     def _numbers(self, code: bytes) -> tuple[int, ...]:
-        """Return the integers that some opcodes push, of which there are few different ones."""
-        known = self._ints.get(code)
-        if known is None:
-            found = []
-            for one in _INT_OPCODE.finditer(code):
-                data = next(filter(None, one.groups()))
-                found.append(int.from_bytes(data, "little", signed=one[0][0] not in b"KM"))
-            known = self._ints[code] = tuple(found)
-        return known
+        """Return the integers that opcodes push; cached, since few different ones occur."""
+        numbers = self._ints.get(code)
+        if numbers is None:
+            matches = list(_INT_OPCODE.finditer(code))
+            data = [next(filter(None, match.groups())) for match in matches]
+            numbers = self._ints[code] = tuple(
+                int.from_bytes(digits, "little", signed=match[0][0] not in b"KM")
+                for match, digits in zip(matches, data, strict=True)
+            )
+        return numbers
 
 
 def _index(code: bytes) -> int:
-    """Return the place in the memo that an opcode has after it."""
+    """Return the index in the memo that follows an opcode."""
     return code[1] if len(code) == 2 else _PLACE.unpack(code)[0]
 
 
@@ -294,14 +299,15 @@ def _index(code: bytes) -> int:
 def _protocol(m: Machine) -> None:
     version = m.take(1)[0]
     if version > 5:
-        reason = f"a pickle of protocol {version}; 0 to 5 are read"
+        reason = f"the pickle has protocol {version}; 0 to 5 are supported"
         raise UnsupportedError(reason, offset=m.base + m.at - 1, rule="Protocol")
 
 
 def _frame(m: Machine) -> None:
-    nbytes, left = m.number(_U64), len(m.data) - m.at
-    if nbytes > left:
-        raise m.broken(f"a frame of {nbytes} bytes, but {left} are left", "Truncated")
+    nbytes, available = m.number(_U64), len(m.data) - m.at
+    if nbytes > available:
+        reason = f"a frame has {nbytes} bytes, but only {available} follow"
+        raise m.broken(reason, "Truncated")
 
 
 def _digits(m: Machine, text: bytes) -> int:
@@ -327,11 +333,11 @@ def _float(m: Machine) -> None:
 def _string(m: Machine) -> None:
     text = m.line(len(m.data))
     if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in {b"'", b'"'}:
-        raise m.broken("a text without quotes", "Text")
+        raise m.broken("a text has no quotes", "Text")
     try:
         data = codecs.escape_decode(text[1:-1])[0]
     except ValueError as error:
-        raise m.broken(f"a text: {error}", "Text") from error
+        raise m.broken(f"a text does not decode: {error}", "Text") from error
     m.stack.append(data.decode("latin-1"))
 
 
@@ -339,7 +345,7 @@ def _unicode(m: Machine) -> None:
     try:
         m.stack.append(m.line(len(m.data)).decode("raw-unicode-escape"))
     except UnicodeDecodeError as error:
-        raise m.broken(f"a text: {error}", "Text") from error
+        raise m.broken(f"a text does not decode: {error}", "Text") from error
 
 
 def _global(m: Machine) -> None:
@@ -363,14 +369,14 @@ def _inst(m: Machine) -> None:
 def _obj(m: Machine) -> None:
     function, *args = m.popped() or [None]
     if function is None:
-        raise m.broken("no class is on the stack", "Stack", m.at - 1)
+        raise m.broken("the stack has no class", "Stack", m.at - 1)
     m.call(function, tuple(args))
 
 
 def _newobj_ex(m: Machine) -> None:
     keywords, args = m.pop(), m.pop()
     m.call(m.pop(), args)
-    m.top().state = keywords  # not put together: args may be there many times
+    m.top().state = keywords  # not joined with args, which other calls may share
 
 
 def _tuple(count: int) -> Callable[[Machine], None]:
@@ -390,8 +396,8 @@ def _texts(kind: Struct | None) -> Callable[[Machine], None]:
 
 def _bytes(kind: Struct | None, *, latin: bool = False) -> Callable[[Machine], None]:
     def push(m: Machine) -> None:
-        found = m.take(m.take(1)[0] if kind is None else m.number(kind))
-        m.stack.append(found.decode("latin-1") if latin else found)
+        data = m.take(m.take(1)[0] if kind is None else m.number(kind))
+        m.stack.append(data.decode("latin-1") if latin else data)
 
     return push
 
@@ -416,7 +422,7 @@ def _mapping(m: Machine) -> None:
 
 
 _STOP = ord(".")
-# Those that come often first: a dict keeps its order, and this is how pickles look.
+# Opcodes by handler, the most frequent ones first.
 _HANDLERS: dict[int, Callable[[Machine], object]] = {
     ord("q"): lambda m: _put(m, m.take(1)[0]),
     ord("r"): lambda m: _put(m, m.number(_U32)),
@@ -484,24 +490,24 @@ _HANDLERS: dict[int, Callable[[Machine], object]] = {
     0x83: lambda m: m.stack.append(Extension(m.number(_U16))),
     0x84: lambda m: m.stack.append(Extension(m.number(_I32))),
     0x97: lambda m: m.stack.append(Extension(-1)),
-    0x98: Machine.top,  # what is there is read-only
+    0x98: Machine.top,  # READONLY_BUFFER
 }
 
-# About how many bytes of memory the objects take that an opcode makes. Numbers, texts and bytes are
-# left out: they take little more than in the pickle.
+# Approximate memory in bytes of the objects that an opcode creates. Numbers, texts and bytes are
+# not counted, because they take little more than in the pickle.
 _COSTS = [0] * 256
 for _cost, _codes in (
     (64, b"\x85\x86\x87tQP\x82\x83\x84\x97"),  # tuples, persistent ids, extensions
     (80, b"]}\x8f\x91ld"),  # lists, mappings, sets
     (112, b"rp\x94"),  # entries of the memo
     (128, b"Ro\x81\x92"),  # calls
-    (256, b"c\x93i"),  # names, and calls of them
+    (256, b"c\x93i"),  # names, and calls by name
 ):
     for _code in _codes:
         _COSTS[_code] = _cost
 
-# After ``_rebuild_tensor_v2`` from the memo: ("storage", class, key, location, numel), offset,
-# size, stride, requires_grad, OrderedDict().
+# The opcodes after ``_rebuild_tensor_v2`` from the memo: ("storage", class, key, location, numel),
+# offset, size, stride, requires_grad, OrderedDict().
 _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _GOT, _PUT = rb"(h.|j.{4})", rb"(q.|r.{4})"
 _LONG = rb"|".join(b"\\x8a" + bytes((n,)) + b".{%d}" % n for n in range(1, 9))

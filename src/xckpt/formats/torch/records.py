@@ -1,6 +1,6 @@
-"""What a pickle holds: values, and records of what it would call; nothing of it is ever run.
+"""Records of a pickle: values, and calls that are described instead of made.
 
-Arrays and numbers of NumPy have their bytes in the pickle itself.
+NumPy arrays and numbers have their bytes in the pickle itself.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from xckpt.index import Part, Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What is in a pickle once can be looked at many times.
+# A limit of bytes to convert, since a pickle can refer to the same bytes many times.
 _MOST_BYTES = 1 << 12
 _SHOWN, _SHOWN_ITEMS, _SHOWN_LEVELS = 200, 8, 3
-# Modules that were called otherwise.
+# Modules with other names in earlier or later versions.
 _RENAMED = {"torch.tensor": "torch._tensor", "__builtin__": "builtins", "copy_reg": "copyreg"}
 _RENAMED |= {"numpy._core.multiarray": "numpy.core.multiarray"}
 _RENAMED |= {"numpy._core.numeric": "numpy.core.numeric"}
 
 
 class Global(NamedTuple):
-    """The name of something in a module, which is never looked up."""
+    """The name of an object in a module, which is never imported."""
 
     module: str
     name: str
 
 
 class Pairs(list[Any]):
-    """A mapping: keys and values by turns, in order. Keys are not hashed: they can be anything."""
+    """A mapping as a list of alternating keys and values, because keys may be unhashable."""
 
     __slots__ = ()
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Return keys with their values, one after another: together they take much memory."""
+        """Iterate over pairs of keys and values; a list of all pairs would take much memory."""
         entries = iter(self)
         return zip(entries, entries, strict=True)
 
@@ -53,10 +53,10 @@ class PickledSet(list[Any]):
 
 
 class Call:
-    """What a function would return, or an instance of a class; nothing is ever called.
+    """A description of a call: of a function, or of a class for an instance.
 
-    `state` is what ``__setstate__`` would get, `pairs` and `values` what a subclass of dict or
-    list holds, and `at` where in the pickle the call is.
+    `state` is the argument of ``__setstate__``, `pairs` and `values` are the contents of a subclass
+    of dict or list, and `at` is the offset of the call in the pickle.
     """
 
     __slots__ = ("args", "at", "function", "pairs", "state", "values")
@@ -71,25 +71,25 @@ class Call:
 
 
 class Persistent:
-    """What lies outside of the pickle, by its id."""
+    """An object outside of the pickle, by its id."""
 
     __slots__ = ("id",)
 
-    def __init__(self, id: Any) -> None:  # noqa: A002  what pickle calls it
+    def __init__(self, id: Any) -> None:  # noqa: A002  the name in pickle
         self.id = id
 
 
 class Extension(NamedTuple):
-    """What a registry of the writing program has, or a buffer that is elsewhere."""
+    """An entry in a registry of the writing program, or a buffer outside of the pickle."""
 
     code: int
 
 
-# --- what they mean -------------------------------------------------------------------------------
+# --- meanings of records --------------------------------------------------------------------------
 
 
 def name_of(call: Call) -> str:
-    """Return the name of the function of a call, "" if it is something else."""
+    """Return the qualified name of the function of a call; "" if it is not a global name."""
     return _qualified(call.function) if type(call.function) is Global else ""
 
 
@@ -99,7 +99,7 @@ def _qualified(function: Global) -> str:
 
 
 def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Return the items of a state, which is a mapping or several."""
+    """Return the items of a state: of a mapping, or of several in a tuple."""
     states = value if type(value) is tuple else (value,)
     return chain.from_iterable(state.items() for state in states if type(state) is Pairs)
 
@@ -110,7 +110,7 @@ def dict_of(items: Any) -> dict[str, Any]:
 
 
 def data_of(value: Any, most: int = _MOST_BYTES) -> bytes | None:
-    """Return bytes, however the protocol spells them; None if there are more than so many."""
+    """Return bytes, in the spelling of any protocol; None if there are more than `most`."""
     if type(value) is Call and name_of(value) == "_codecs.encode":
         text, *codec = value.args or ("",)
         if type(text) is str and len(text) <= most and codec in (["latin1"], ["latin-1"]):
@@ -121,7 +121,7 @@ def data_of(value: Any, most: int = _MOST_BYTES) -> bytes | None:
 
 
 def sizes_of(value: Any) -> tuple[Any, ...]:
-    """Return sizes, which may be a torch.Size."""
+    """Return the sizes in a tuple, list or torch.Size; (None,) for anything else."""
     if type(value) is tuple:
         return value
     if type(value) is Call and name_of(value) == "torch.Size" and len(value.args) == 1:
@@ -134,14 +134,14 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in {bool, int, float, str}
 
 
-# --- arrays and numbers of NumPy ------------------------------------------------------------------
+# --- NumPy arrays and numbers ---------------------------------------------------------------------
 
-# They are held in memory as long as the Index is.
+# Arrays stay in memory as long as the Index.
 _LARGEST_ARRAY = 1 << 20
 
 
 def _numpy_type(value: Any) -> tuple[str, Any] | None:
-    """Return element type and byte order of a type of numpy, None if it is not one of numbers."""
+    """Return the element type and byte order of a numpy dtype; None unless it is numeric."""
     if type(value) is not Call or name_of(value) != "numpy.dtype":
         return None
     code = value.args[0] if value.args else None
@@ -153,7 +153,7 @@ def _numpy_type(value: Any) -> tuple[str, Any] | None:
 
 
 def scalar_of(args: tuple[Any, ...]) -> Any:
-    """Return the value of a scalar of numpy."""
+    """Return the value of a numpy scalar."""
     kind, data = _numpy_type(args[0]), data_of(args[1])
     if kind is None or data is None or len(data) != nbytes_of(kind[0], 1):
         return None
@@ -163,10 +163,10 @@ def scalar_of(args: tuple[Any, ...]) -> Any:
     return struct.unpack(f"{'>' if kind[1] == 'big' else '<'}{code}", data)[0]
 
 
-def array_of(call: Call, name: str, left: int) -> Tensor | None:
-    """Describe an array of numpy; None if its elements are not numbers.
+def array_of(call: Call, name: str, most: int) -> Tensor | None:
+    """Return the tensor of a numpy array; None unless it is numeric.
 
-    One that is large, or has more than `left` bytes, is listed and not read.
+    An array of more than `most` bytes, or than the limit for one array, has a `problem`.
     """
     state = call.state if type(call.state) is tuple and len(call.state) == 5 else None
     if name_of(call) == "numpy.core.numeric._frombuffer" and len(call.args) == 4:
@@ -175,15 +175,15 @@ def array_of(call: Call, name: str, left: int) -> Tensor | None:
     if state is None:
         return None
     _, shape, kind, is_fortran, content = state
-    known, size = _numpy_type(kind), sizes_of(shape)
-    if known is None or not {*map(type, size)} <= {int} or len(size) > kit.MOST_AXES:
+    numpy_type, size = _numpy_type(kind), sizes_of(shape)
+    if numpy_type is None or not {*map(type, size)} <= {int} or len(size) > kit.MOST_AXES:
         return None
-    dtype, byteorder = known
+    dtype, byteorder = numpy_type
     if any(extent < 0 for extent in size) or kit.is_oversized(size, dtype):
         return None
     nbytes = nbytes_of(dtype, prod(size))
-    if nbytes > min(left, _LARGEST_ARRAY):
-        reason = f"an array of {nbytes} bytes, which are in the pickle itself"
+    if nbytes > min(most, _LARGEST_ARRAY):
+        reason = f"the array has {nbytes} bytes in the pickle itself, which is too large to read"
         hint = "Save it as a tensor, with torch.from_numpy(...)"
         problem = UnsupportedError(reason, rule="Array", hint=hint)
         return Tensor(name, dtype, size, {}, problem=problem)
@@ -195,17 +195,17 @@ def array_of(call: Call, name: str, left: int) -> Tensor | None:
     return Tensor(name, dtype, size, {"data": part}, order=order)
 
 
-# --- as text --------------------------------------------------------------------------------------
+# --- texts of records -----------------------------------------------------------------------------
 
 
 def kind_of(value: Any) -> str:
-    """Say what a value is, for messages."""
+    """Return the kind of a value, for messages."""
     names = {Pairs: "a mapping", list: "a list", PickledSet: "a set", Call: "the result of a call"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def spelled(value: Any, level: int = 0) -> str:
-    """Write a value as short text, whatever it is."""
+    """Return a short text of any value."""
     kind = type(value)
     if kind is Global:
         return ".".join(value)
@@ -227,14 +227,14 @@ def spelled(value: Any, level: int = 0) -> str:
 def _listed(values: Any, level: int) -> str:
     if level >= _SHOWN_LEVELS:
         return "(...)"
-    shown_ones = [spelled(each, level + 1) for each in values[:_SHOWN_ITEMS]]
-    more = ["..."] if len(values) > _SHOWN_ITEMS else []
-    text = ", ".join([*shown_ones, *more])
+    texts = [spelled(value, level + 1) for value in values[:_SHOWN_ITEMS]]
+    texts += ["..."] if len(values) > _SHOWN_ITEMS else []
+    text = ", ".join(texts)
     return f"[{text}]" if type(values) is not tuple else f"({text})"
 
 
 def key_text(key: Any) -> str:
-    """Return a key of a mapping as a component of a name, which can be printed."""
+    """Return a key of a mapping as a printable component of a name."""
     key = key if data_of(key) is None else data_of(key)
     text = key if type(key) is str else str(key) if type(key) is int else spelled(key)
     if text.isascii():

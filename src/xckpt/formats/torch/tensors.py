@@ -1,10 +1,11 @@
-"""Tensors: which storage, which part of it, and how elements lie there; the table of builders.
+"""Tensors as views of storages, and the table of the functions that PyTorch rebuilds them with.
 
-A tensor is a view: ``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)``, in
-elements, of a storage whose bytes are elsewhere. Several may share one. `_TENSORS` names all
-functions of PyTorch that make one; that it has a name does not mean that anything is called.
+A tensor is a view of a storage: ``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad,
+hooks)``, in elements. Several tensors may share a storage. `_TENSORS` lists all functions of
+PyTorch that return tensors, with a function here that interprets their arguments. None of PyTorch's
+functions is ever called.
 
-References: torch/_utils.py, torch/_tensor.py and torch/_weights_only_unpickler.py of
+Specification: torch/_utils.py, torch/_tensor.py and torch/_weights_only_unpickler.py of
 github.com/pytorch/pytorch, 2.15.
 """
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _DEEPEST_TENSOR = 8  # a parameter of a parameter
-_MOST_INLINE = 1 << 24  # bytes of arrays that are in the pickle itself
+_MOST_INLINE = 1 << 24  # bytes of all arrays in the pickle itself
 _SHOWN = 200
 
 # --- element types --------------------------------------------------------------------------------
@@ -50,8 +51,8 @@ _PLAIN = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 _PLAIN_TYPES = frozenset(_PLAIN)
-_PAIRS = "float4_e2m1fn_x2"  # whose sizes count bytes
-# What elements of a type are stored as; of types that are not in `_PLAIN` this is not all.
+_PAIRS = "float4_e2m1fn_x2"  # sizes count bytes
+# The stored element types. Types outside of `_PLAIN` have a further meaning.
 _STORED = {name: name for name in _PLAIN}
 _STORED |= {"bits8": "uint8", "bits1x8": "uint8", "bits2x4": "uint8", "bits4x2": "uint8"}
 _STORED |= {"bits16": "uint16", "qint8": "int8", "quint8": "uint8", "qint32": "int32"}
@@ -70,7 +71,7 @@ _STORAGE_MODULES = {"torch", "torch.cuda", "torch.storage"}
 
 
 def dtype_named(value: Any) -> str | None:
-    """Return the element type that a record like ``torch.float32`` names, None if none."""
+    """Return the element type of a record like ``torch.float32``; None for other records."""
     if type(value) is not Global or value.module != "torch":
         return None
     name = _ALIASES.get(value.name, value.name)
@@ -78,18 +79,18 @@ def dtype_named(value: Any) -> str | None:
 
 
 def in_elements(dtype: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return sizes in elements; those of pairs count bytes."""
+    """Return sizes in elements; the sizes of pairs count bytes."""
     return (*sizes[:-1], 2 * sizes[-1]) if dtype == _PAIRS and sizes else sizes
 
 
 def element_named(dtype: str) -> str:
-    """Return the element type that a type of PyTorch is stored as, or its own name."""
+    """Return the stored element type of a PyTorch type, or its own name."""
     return _STORED.get(dtype, dtype)
 
 
 @lru_cache(maxsize=256)
 def itemsize_of(dtype: str) -> int:
-    """Return the size of an element, or of what several share, in bytes."""
+    """Return the size in bytes of an element, or of a byte that several elements share."""
     if dtype in _HALVES:
         return 4
     bits = 8 if dtype in _PACKED else ELEMENT_TYPES[_STORED[dtype]].bits
@@ -100,9 +101,9 @@ def itemsize_of(dtype: str) -> int:
 
 
 class Region(NamedTuple):
-    """Where the bytes of a storage are.
+    """The position of a storage's bytes.
 
-    `nbytes` is their number once decoded; `problem` is why they cannot be read.
+    `nbytes` is the decoded size. `problem` is an error if the bytes cannot be read.
     """
 
     offset: int
@@ -114,9 +115,9 @@ class Region(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """A storage as a persistent id names it: element type, key, and number of elements.
+    """A storage in a persistent id: element type, key, and number of elements.
 
-    The type is None, with its name as the key, where it is not known.
+    If the type is unknown, `dtype` is None and `key` has the name of the type.
     """
 
     dtype: str | None
@@ -134,7 +135,7 @@ def _class_of(kind: Global) -> str | None:
 
 
 def storage_of(value: Any) -> Storage | None:
-    """Return the storage that a persistent id names, None if it names none."""
+    """Return the storage of a persistent id; None for other values."""
     words = value.id if type(value) is Persistent else None
     if type(words) is not tuple or len(words) not in {5, 6} or words[0] != "storage":
         return None
@@ -167,7 +168,7 @@ def storage_of(value: Any) -> Storage | None:
 
 
 class Layout(NamedTuple):
-    """How elements lie in a storage: order, strides where it is neither, and how many they span."""
+    """The arrangement of elements: order, strides if it is neither C nor F, and the span."""
 
     order: Any
     strides: tuple[int, ...] | None
@@ -176,13 +177,13 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout | str:
-    """Find out how elements lie, or return what is wrong with sizes and strides."""
+    """Return the layout of sizes and strides, or a text that explains why they are invalid."""
     if len(size) != len(stride):
-        return f"sizes {spelled(size)} and strides {spelled(stride)}"
-    if any(each < 0 for each in size + stride):
+        return f"sizes {spelled(size)} and strides {spelled(stride)} have different lengths"
+    if any(n < 0 for n in size + stride):
         return f"sizes {spelled(size)} and strides {spelled(stride)} are not all numbers >= 0"
     if kit.is_oversized(size) or len(size) > kit.MOST_AXES:
-        return f"no array is as large as {spelled(size)}"
+        return f"the shape {spelled(size)} is too large"
     count = prod(size)
     if not count:
         return Layout("C", None, 0)
@@ -202,7 +203,7 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout | str:
 
 
 class _View(NamedTuple):
-    """Which bytes of a storage a tensor is, from the first to the last of its elements."""
+    """The bytes of a tensor in its storage, from the first to the last of its elements."""
 
     region: Region
     at: int
@@ -215,9 +216,10 @@ class _View(NamedTuple):
 
 
 class Tensors:
-    """Makes tensors of the records of one pickle, with bytes where `place` finds storages.
+    """A factory of tensors from the records of one pickle.
 
-    `name` is set to the name of what is made. Parts are in the file `shard` of several.
+    `place` returns the position of the storage with a key, in the file `shard` of a checkpoint with
+    several. Callers set `name` to the name of the next tensor.
     """
 
     def __init__(
@@ -235,14 +237,14 @@ class Tensors:
         self._inline_left = _MOST_INLINE
 
     def tensor(self, call: Any, level: int = 0) -> Tensor | None:
-        """Return the tensor that a call makes, None if it makes something else."""
+        """Return the tensor that a call would return; None for other results."""
         name = name_of(call) if type(call) is Call else ""
         make = _TENSORS.get(name)
         if make is None:
             is_tensor = name.startswith("torch.") and name.endswith("Tensor")
             return self.of_state(call, level) if is_tensor else None
         if level > _DEEPEST_TENSOR:
-            raise self.broken(f"{name} of what is no tensor", "Tensor")
+            raise self.broken(f"{name} is nested deeper than {_DEEPEST_TENSOR} levels", "Tensor")
         try:
             return make(self, call, level)
         except FormatError as error:
@@ -251,14 +253,14 @@ class Tensors:
             raise self.broken(f"{name} has {len(call.args)} arguments", "Tensor") from error
 
     def inner(self, call: Any, level: int) -> Tensor:
-        """Return the tensor that another one is made of."""
-        found = self.tensor(call, level + 1)
-        if found is None:
+        """Return a tensor that is an argument of another one."""
+        tensor = self.tensor(call, level + 1)
+        if tensor is None:
             raise self.broken(f"{spelled(call)} is not a tensor", "Tensor")
-        return found
+        return tensor
 
     def of_state(self, call: Any, level: int) -> Tensor | None:
-        """Return a tensor as 0.1 had it: an instance whose state is its view, or has a tensor."""
+        """Return a tensor of PyTorch 0.1: an instance with a view, or a tensor, as its state."""
         state = call.state if type(call.state) is tuple else ()
         if len(state) == 4 and storage_of(state[0]) is not None:
             storage, offset, size, stride = state
@@ -267,14 +269,14 @@ class Tensors:
         return None if inner is None else _marked(inner, state[3])
 
     def array(self, call: Call) -> Tensor | None:
-        """Return an array of numpy, whose bytes are in the pickle."""
-        found = array_of(call, self.name, self._inline_left)
-        if found is not None:
-            self._inline_left -= sum([part.nbytes for part in found.parts.values()])
-        return found
+        """Return a numpy array, whose bytes are in the pickle."""
+        tensor = array_of(call, self.name, self._inline_left)
+        if tensor is not None:
+            self._inline_left -= sum([part.nbytes for part in tensor.parts.values()])
+        return tensor
 
     def broken(self, reason: str, rule: str) -> FormatError:
-        """Make the error for what the pickle says."""
+        """Return an error about the pickle."""
         return FormatError(reason, offset=self._base, rule=rule)
 
     def view(
@@ -287,9 +289,10 @@ class Tensors:
         meta: Any = None,
         ordered: bool = True,
     ) -> Tensor:
-        """Describe a view of a storage, of which sizes and strides are given.
+        """Return the tensor of a view, from a storage and from (sizes, strides).
 
-        `ordered` is whether it may be in Fortran order, `meta` what follows the usual arguments.
+        Unless `ordered`, a view in Fortran order gets strides. `meta` has the bits for conjugated
+        and negated values.
         """
         storage, (size, stride) = storage_of(value), sizes
         if storage is None:
@@ -298,29 +301,30 @@ class Tensors:
             raise self.broken(f"{spelled(offset)} is not an offset in a storage", "Offset")
         layout = self.laid_out(size, stride)
         if storage.dtype is None:
-            reason = f"storages of the class {shown(storage.key)} are not read"
+            reason = f"the storage class {shown(storage.key)} is unsupported"
             return self.unread(storage.key[:_SHOWN], size, reason, "Storage")
         itemsize = itemsize_of(storage.dtype)
-        region, held = self._place(storage.key), storage.numel * itemsize
-        if held != region.nbytes and region.problem is None:
-            if held > region.nbytes:
-                reason = f"a storage of {held} bytes, but {region.nbytes} are there"
+        region, storage_nbytes = self._place(storage.key), storage.numel * itemsize
+        if storage_nbytes != region.nbytes and region.problem is None:
+            if storage_nbytes > region.nbytes:
+                reason = f"its storage should have {storage_nbytes} bytes, but has {region.nbytes}"
                 raise FormatError(reason, offset=region.offset, rule="Storage")
             self._notes.add("bytes after a storage are ignored", f"storage {shown(storage.key)}")
         dtype = storage.dtype if dtype is None else dtype
         size_of = itemsize if dtype is storage.dtype else itemsize_of(dtype)
         at, nbytes = (offset + storage.first) * size_of, layout.span * size_of
-        if nbytes and at + nbytes > held:
-            reason = f"a view to byte {at + nbytes} of a storage of {held} bytes"
+        if nbytes and at + nbytes > storage_nbytes:
+            reason = f"it ends at byte {at + nbytes} of a storage of {storage_nbytes} bytes"
             raise FormatError(reason, offset=region.offset, rule="Bounds")
-        where = _View(region, at if nbytes else 0, nbytes, size, layout)
-        tensor = self._of_view(where, dtype, ordered=ordered)
+        view = _View(region, at if nbytes else 0, nbytes, size, layout)
+        tensor = self._of_view(view, dtype, ordered=ordered)
         if meta is not None:
             tensor = self._with_bits(tensor, meta)
         return tensor if region.problem is None else replace(tensor, problem=region.problem)
 
     def laid_out(self, size: Any, stride: Any) -> Layout:
-        """Find out how elements lie; only integers may be looked up, as true and 1.0 equal 1."""
+        """Return the layout of sizes and strides, or raise `FormatError`."""
+        # True and 1.0 equal 1 in the cache of `_layout`.
         are_integers = {*map(type, size), *map(type, stride)} <= {int}
         layout = _layout(size, stride) if are_integers else "sizes and strides are not integers"
         if type(layout) is str:
@@ -328,7 +332,7 @@ class Tensors:
         return layout  # type: ignore[return-value]  # no text, which was an error
 
     def unread(self, dtype: str, size: tuple[int, ...], reason: str, rule: str) -> Tensor:
-        """Return a tensor that is listed, and not read."""
+        """Return a tensor that is listed, but cannot be read."""
         return Tensor(self.name, dtype, size, {}, problem=UnsupportedError(reason, rule=rule))
 
     def _of_view(self, view: _View, dtype: str, *, ordered: bool) -> Tensor:
@@ -358,45 +362,59 @@ class Tensors:
         digest = f"crc32:{region.crc:08x}" if has_all else None
         if strides is None and region.encoding is None and self._is_simple:
             return Part(element, size, region.offset + at, nbytes, None, None, digest)
-        of: dict[str, Any] = {"byteorder": self._byteorder, "shard": self._shard}
+        part = Part(
+            element,
+            size,
+            region.offset + at,
+            nbytes,
+            digest=digest,
+            strides=strides,
+            byteorder=self._byteorder,
+            shard=self._shard,
+        )
         if region.encoding is None or not nbytes:
-            of |= {"offset": region.offset + at, "nbytes": nbytes}
-        else:
-            of |= {"offset": region.offset, "nbytes": region.stored_nbytes}
-            of["skip"] = None if nbytes == region.nbytes else at
-            of |= {"encoding": region.encoding, "decoded_nbytes": nbytes, "digest_of": "decoded"}
-        return Part(element, size, digest=digest, strides=strides, **of)
+            return part
+        return replace(
+            part,
+            offset=region.offset,
+            nbytes=region.stored_nbytes,
+            skip=None if nbytes == region.nbytes else at,
+            encoding=region.encoding,
+            decoded_nbytes=nbytes,
+            digest_of="decoded",
+        )
 
     def _halves(self, view: _View, dtype: str) -> Tensor:
-        """Describe complex numbers of halves, of which numpy has no type, as their two parts."""
+        """Return complex numbers of 16-bit floats, which numpy lacks, as two parts."""
         size, (order, strides, _) = view.size, view.layout
         steps = strides or (_fortran(size) if order == "F" else _fortran(size[::-1])[::-1])
         steps, half = tuple([2 * step for step in steps]), _HALVES[dtype]
         nbytes = max(0, view.nbytes - 2)
         parts = {}
         for role, shift in (("real", 0), ("imag", 2 if nbytes else 0)):
-            one = view._replace(at=view.at + shift, nbytes=nbytes)
-            parts[role] = self._part(one, half, steps)
+            component = view._replace(at=view.at + shift, nbytes=nbytes)
+            parts[role] = self._part(component, half, steps)
         attrs = {"torch_dtype": dtype}
         return Tensor(self.name, half, size, parts, "structural", attrs=attrs)
 
     def _with_bits(self, tensor: Tensor, meta: Any) -> Tensor:
-        """Apply the bits that mark values as the conjugate, or the negative, of their bytes."""
+        """Apply the bits that mark values as conjugated, or negated, relative to their bytes."""
         bits = dict_of(meta.items()) if type(meta) is Pairs else {}
         is_conj, is_neg = bits.get("conj") is True, bits.get("neg") is True
         if not (is_conj or is_neg) or not tensor.parts:
             return tensor
         kind = ELEMENT_TYPES[tensor.dtype].kind
         if kind not in {"float", "complex"}:
-            return self.unread(tensor.dtype, tensor.shape, "negated integers", "Bits")
-        # Which signs of an element change: of a real number, or of a real and an imaginary part.
+            reason = "negated integers are unsupported"
+            return self.unread(tensor.dtype, tensor.shape, reason, "Bits")
+        # Whether to invert the sign of a real number, or of a real and an imaginary part.
         signs = {"real": [is_neg], "imag": [is_neg ^ is_conj]}
         signs["data"] = signs["real"] + (signs["imag"] if kind == "complex" else [])
         parts = {role: self._negated(part, signs[role]) for role, part in tensor.parts.items()}
         return replace(tensor, parts=parts)
 
     def _negated(self, part: Part, signs: list[bool]) -> Part:
-        """Return a part whose elements change some of their signs."""
+        """Return a part with inverted signs of its elements' components."""
         if not any(signs):
             return part
         nbytes = ELEMENT_TYPES[part.dtype].bits // 8 // len(signs)
@@ -410,7 +428,7 @@ def _fortran(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([prod(size[:axis]) for axis in range(len(size))])
 
 
-# --- builders: each gets the call, and how many tensors it is within ------------------------------
+# --- builders: functions of a call and the number of tensors around it ----------------------------
 
 
 def _v2(o: Tensors, call: Call, _: int) -> Tensor:
@@ -420,13 +438,13 @@ def _v2(o: Tensors, call: Call, _: int) -> Tensor:
 
 
 def _v3(o: Tensors, call: Call, _: int) -> Tensor:
-    storage, offset, size, stride, needed, _hooks, kind, *more = call.args
+    storage, offset, size, stride, requires_grad, _hooks, kind, *more = call.args
     dtype = dtype_named(kind)
     if dtype is None:
         raise o.broken(f"{spelled(kind)} is not an element type", "DType")
     sizes = (sizes_of(size), sizes_of(stride))
     tensor = o.view(storage, offset, sizes, dtype, meta=_at(more, 0))
-    return _marked(tensor, needed)
+    return _marked(tensor, requires_grad)
 
 
 def _parameter(o: Tensors, call: Call, level: int) -> Tensor | None:
@@ -439,13 +457,13 @@ def _parameter(o: Tensors, call: Call, level: int) -> Tensor | None:
         return None
     attrs = {key: value for key, value in tensor.attrs.items() if key != "requires_grad"}
     marked = _marked(replace(tensor, attrs=attrs), _at(more, 0))
-    kept = dict_of(items_of(_at(more, 2)))
-    plain = {key_text(key): value for key, value in kept.items() if is_plain(value)}
+    state = dict_of(items_of(_at(more, 2)))
+    plain = {key_text(key): value for key, value in state.items() if is_plain(value)}
     return replace(marked, attrs={**marked.attrs, "parameter": True, **plain})
 
 
 def _variable(o: Tensors, call: Call, level: int) -> Tensor | None:
-    """Return what 0.1 to 0.3 had around a tensor."""
+    """Return the tensor in a Variable of PyTorch 0.1 to 0.3."""
     if not call.args:
         return o.of_state(call, level)
     tensor = o.tensor(call.args[0], level + 1)
@@ -458,7 +476,7 @@ def _typed(o: Tensors, call: Call, level: int) -> Tensor | None:
 
 
 def _of_device(o: Tensors, call: Call, level: int) -> Tensor | None:
-    """Return the tensor, or the array, that one of another device was saved as."""
+    """Return the tensor, or the array, that represents a tensor of another device."""
     inner, kind, _, requires_grad, *_ = call.args
     tensor, dtype = o.tensor(inner, level + 1), dtype_named(kind)
     if tensor is None:
@@ -488,12 +506,13 @@ def _quantized(o: Tensors, call: Call, level: int) -> Tensor:
         axis = _at(params, 3)
         if type(axis) is not int or not 0 <= axis < len(size):
             raise o.broken(f"axis {spelled(axis)} of {len(size)}", "Scheme")
-        inner = {"scales": o.inner(scale, level), "zeros": o.inner(zero, level)}
-        if any(each.shape != size[axis : axis + 1] for each in inner.values()):
-            raise o.broken(f"no scale and zero point for each of {size[axis]} channels", "Scheme")
-        if any("data" not in each.parts or each.problem is not None for each in inner.values()):
-            return o.unread(tensor.dtype, size, "its scales are not read", "Scheme")
-        more = {role: each.parts["data"] for role, each in inner.items()}
+        grids = {"scales": o.inner(scale, level), "zeros": o.inner(zero, level)}
+        if any(grid.shape != size[axis : axis + 1] for grid in grids.values()):
+            reason = f"its {size[axis]} channels do not all have a scale and a zero point"
+            raise o.broken(reason, "Scheme")
+        if any("data" not in grid.parts or grid.problem is not None for grid in grids.values()):
+            return o.unread(tensor.dtype, size, "its scales cannot be read", "Scheme")
+        more = {role: grid.parts["data"] for role, grid in grids.items()}
         block, zero = (*block[:axis], 1, *block[axis + 1 :]), None
     else:
         raise o.broken(f"{shown(name)} is not a scheme", "Scheme")
@@ -502,7 +521,8 @@ def _quantized(o: Tensors, call: Call, level: int) -> Tensor:
     if not size:
         return replace(tensor, parts=parts, layout="structural", attrs=attrs)
     bits = ELEMENT_TYPES[tensor.dtype].bits
-    # torch.dequantize multiplies with one scale in float32, with those of channels in their type.
+    # torch.dequantize multiplies with a single scale in float32, with scales of channels in their
+    # own type.
     is_wide = zero is None and parts["scales"].dtype == "float64"
     axis = len(size) - 1
     quantization = Quantization(block, tensor.dtype, bits, bits, axis, zero=zero, wide=is_wide)
@@ -517,17 +537,18 @@ def _sparse(o: Tensors, call: Call, level: int) -> Tensor:
     if kind not in _SPARSE or type(data) is not tuple or len(data) < len(_SPARSE[kind]) + 1:
         raise o.broken(f"{shown(name)} is not a layout", "Layout")
     roles = _SPARSE[kind]
-    found = {role: o.inner(each, level) for role, each in zip(roles, data, strict=False)}
+    tensors = {role: o.inner(value, level) for role, value in zip(roles, data, strict=False)}
     size = sizes_of(data[len(roles)])
     o.laid_out(size, (0,) * len(size))
-    values = found["values"]
-    problem = next((each.problem for each in found.values() if each.problem is not None), None)
-    if problem is not None or any(each.layout != "dense" for each in found.values()):
-        problem = problem or UnsupportedError(f"{kind} of such parts", rule="Layout")
+    values = tensors["values"]
+    problem = next((t.problem for t in tensors.values() if t.problem is not None), None)
+    if problem is not None or any(t.layout != "dense" for t in tensors.values()):
+        reason = f"{kind} tensors with parts that are not dense are unsupported"
+        problem = problem or UnsupportedError(reason, rule="Layout")
         return Tensor(o.name, values.dtype, size, {}, problem=problem)
-    parts = {role: _in_c_order(tensor) for role, tensor in found.items()}
+    parts = {role: _in_c_order(tensor) for role, tensor in tensors.items()}
     stored = Tensor(o.name, values.dtype, size, parts)
-    shapes = {role: tensor.shape for role, tensor in found.items()}
+    shapes = {role: tensor.shape for role, tensor in tensors.items()}
     make = _coordinates if kind == "sparse_coo" else _compressed
     try:
         tensor = make(stored, kind, shapes)
@@ -537,7 +558,7 @@ def _sparse(o: Tensors, call: Call, level: int) -> Tensor:
 
 
 def _coordinates(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor | None:  # noqa: ARG001
-    """Describe a list of coordinates with a value, or an array, for each."""
+    """Return a tensor in coordinate format: each entry is a value or, in hybrid ones, an array."""
     parts = {"values": tensor.parts["values"], "coords": tensor.parts["indices"]}
     count, *block = shapes["values"] or (0,)
     axes = tensor.ndim - len(block)
@@ -547,7 +568,7 @@ def _coordinates(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor
 
 
 def _compressed(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor | None:
-    """Describe a matrix by its rows or columns, or by those of its blocks; None of other arrays."""
+    """Return a matrix compressed by rows or columns, of values or blocks; None if not a matrix."""
     count, *block = shapes["values"] or (0,)
     is_blocked = kind in {"sparse_bsr", "sparse_bsc"}
     block = block if is_blocked else [1, 1, *block]
@@ -558,7 +579,8 @@ def _compressed(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor 
     axis = 0 if kind in {"sparse_csr", "sparse_bsr"} else 1
     pointers = (tensor.shape[axis] // block[axis] + 1,)
     if shapes["indptr"] != pointers:
-        raise ValueError(f"{shapes['indptr']} pointers for shape {tensor.shape}: {pointers} needed")
+        reason = f"the pointers have shape {shapes['indptr']}, not {pointers}"
+        raise ValueError(f"{reason}, for a matrix of shape {tensor.shape}")
     layout: Any = kind
     return replace(tensor, layout=layout)
 
@@ -583,11 +605,11 @@ def _meta(o: Tensors, call: Call, _: int) -> Tensor:
 
 def _nested(o: Tensors, call: Call, level: int) -> Tensor:
     roles = ("buffer", "sizes", "strides", "offsets")
-    found = {role: o.inner(each, level) for role, each in zip(roles, call.args, strict=True)}
-    if any(each.layout != "dense" or each.problem is not None for each in found.values()):
-        raise o.broken("a nested tensor of such parts", "Tensor")
-    parts = {role: _in_c_order(each) for role, each in found.items()}
-    buffer = found["buffer"]
+    tensors = {role: o.inner(value, level) for role, value in zip(roles, call.args, strict=True)}
+    if any(t.layout != "dense" or t.problem is not None for t in tensors.values()):
+        raise o.broken("the parts of a nested tensor are not dense", "Tensor")
+    parts = {role: _in_c_order(tensor) for role, tensor in tensors.items()}
+    buffer = tensors["buffer"]
     attrs = {"torch_layout": "nested"}
     return Tensor(o.name, buffer.dtype, buffer.shape, parts, "structural", attrs=attrs)
 
@@ -597,13 +619,13 @@ def _array(o: Tensors, call: Call, _: int) -> Tensor | None:
 
 
 def wrapped(call: Call) -> Any:
-    """Return what a call only adds to: a tensor, or whatever a class of others is made of."""
+    """Return the value that a call wraps, such as the tensor of a parameter; None without one."""
     make, args = _TENSORS.get(name_of(call)), call.args
     if make is _typed and len(args) > 2 and type(args[2]) is tuple:
-        # The function is one of the file's: it counts if the table has it.
-        made = Call(args[0], args[2], call.at)
-        made.state = _at(args, 3)
-        return made
+        # The inner function comes from the file; only functions in the table have a meaning.
+        inner = Call(args[0], args[2], call.at)
+        inner.state = _at(args, 3)
+        return inner
     return args[0] if make in _ADDING and args else None
 
 
