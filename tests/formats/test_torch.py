@@ -606,7 +606,7 @@ def test_malformed(data: bytes, rule: str) -> None:
 def test_pickles_that_inflate_are_refused() -> None:
     data = files.archive(b"N0" * (4 << 20) + b"N", method=zipfile.ZIP_DEFLATED)
     assert len(data) < 1 << 16
-    with pytest.raises(xckpt.UnsupportedError, match="has .* bytes, more than"):
+    with pytest.raises(xckpt.UnsupportedError, match=r"has .* bytes, more than"):
         FORMAT.read(CountingSource(data))
 
 

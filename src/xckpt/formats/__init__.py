@@ -230,7 +230,7 @@ class Format:
         Returns
         -------
         Plan
-            Position of every byte. Data are little-endian; they are cast if the part of an extent
+            Position of every byte. Data are little-endian; they are cast if a planned part
             has another element type than the draft, as for the indices of sparse tensors.
 
         Raises
@@ -317,7 +317,7 @@ class Format:
     def is_inline(self, tensor: WantedTensor) -> bool:
         """Return whether the value of a tensor is written in the header; False by default.
 
-        The part of such a tensor has its bytes as ``inline``, and the plan has no extent for it.
+        The part of such a tensor has its bytes as ``inline``, and is not in the plan.
         """
         return False
 
