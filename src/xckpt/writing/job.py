@@ -144,6 +144,14 @@ class Target(NamedTuple):
             beside=beside,
         )
 
+    def check(self) -> None:
+        """Raise the error that writing the file would begin with."""
+        sink = self.open()
+        try:
+            sink.abort()
+        finally:
+            sink.abort()  # Ctrl-C may have come before the first call did anything
+
 
 class _FileToWrite(NamedTuple):
     """One file of a checkpoint: its name if it is a companion, its plan, and parts with data."""

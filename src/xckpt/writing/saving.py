@@ -155,7 +155,7 @@ def save(
     if compute:
         job.run(progress)
         return None
-    job.target.open().abort()  # errors of the target are raised now
+    job.target.check()  # errors of the target are raised now
     delayed: Delayed = job.delayed()
     return delayed
 
@@ -500,7 +500,7 @@ def _write_job(
         paths = [path, *map(target.companion, plan.companions)]
         superseded = None
         if plan.suffix:
-            target.open().abort()  # an existing file is an error, though it is not written
+            target.check()  # an existing file is an error, though it is not written
             superseded = label if target.overwrite else None
             target = target._replace(path=path + plan.suffix)
             paths.append(target.path)
