@@ -179,6 +179,25 @@ class TestConstants:
         ours = {"norm": 1 + F32(1e-4) * np.arange(8, dtype=F32)}
         assert explained(ours, {"norm": np.ones(8, BF16)}) == {"norm": "explained"}
 
+    @pytest.mark.parametrize("names", [None, "auto"])
+    @pytest.mark.parametrize("is_systematic", [True, False])
+    def test_of_a_weight_and_a_bias_are_not_exchanged(
+        self, names: Any, is_systematic: bool
+    ) -> None:
+        ours: Tensors = {}
+        for layer in range(3):
+            ours[f"h.{layer}.ln.weight"] = np.ones(16, F32)
+            ours[f"h.{layer}.ln.bias"] = np.zeros(16, F32)
+            ours[f"h.{layer}.fc.weight"] = np.random.default_rng(layer).random((16, 8), F32)
+        theirs = {name.replace("h.", "x.").replace("ln", "norm"): x for name, x in ours.items()}
+        layers = range(3) if is_systematic else [1]
+        for layer in layers:
+            weight, bias = f"x.{layer}.norm.weight", f"x.{layer}.norm.bias"
+            theirs[weight], theirs[bias] = theirs[bias], theirs[weight]
+        outcomes = explained(ours, theirs, names=names)
+        wrong = {f"h.{layer}.ln.{leaf}" for layer in layers for leaf in ("weight", "bias")}
+        assert {name for name in ours if outcomes[name] != "explained"} == wrong
+
     def test_of_one_number_are_changed(self) -> None:
         assert explained({"scale": np.array(2.97, F32)}, {"scale": np.array(3, F32)}) == {
             "scale": "changed"

@@ -20,7 +20,7 @@ from xckpt.labels.filters import select
 from xckpt.labels.renaming import new_names
 from xckpt.progress import Progress
 from xckpt.statistics.entries import Described, Subject
-from xckpt.statistics.explaining.names import Rules, conventions
+from xckpt.statistics.explaining.names import Rules, are_other_roles, conventions
 from xckpt.statistics.explaining.search import partners
 from xckpt.statistics.explaining.sketches import sketched
 from xckpt.statistics.pairs import Match, Partner, pair_of
@@ -153,10 +153,11 @@ def _partners(
         small, large = sorted((ours[name].size, theirs[other].size))
         if rule == "prefix" or large < 2 * small or small == large:
             take(name, other, rule)
-    # Constants, and copies: any of them has the same values.
-    for a, b in _in_order(*remaining()):
-        take(a.name, b.name, "values")
     known = [(name, partner.name) for name, partner in found.items() if partner.name != name]
+    # Constants, and copies: any of them has the same values.
+    unmatched = remaining()
+    for a, b in _in_order(unmatched[0], unmatched[1], Rules(known), [*right]):
+        take(a.name, b.name, "values")
     for name, other in _alike(remaining(), known, shapes, usual):
         take(name, other, "alike")
     return found
@@ -245,14 +246,24 @@ def _contents(each: Sketched) -> Any:
 
 
 def _in_order(
-    ours: Sequence[Sketched], theirs: Sequence[Sketched]
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], rules: Rules, names: Sequence[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
-    """Pair tensors of equal values in the order of the files, if there are as many of them."""
+    """Pair tensors of equal values by the rules, or in the order of the files, if all have one."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
         for each in side:
             group[_contents(each)].append(each)
-    for key, some in groups[0].items():
-        other = groups[1].get(key, [])
-        if len(some) == len(other):
-            yield from zip(some, other, strict=True)
+    for key, copies in groups[0].items():
+        others = {other.name: other for other in groups[1].get(key, [])}
+        if len(copies) != len(others):
+            continue
+        unexpected = []
+        for copy in copies:
+            match = rules.expected(copy.name, names)
+            if match is None:
+                unexpected.append(copy)
+            elif match[0] in others:
+                yield copy, others.pop(match[0])
+        for copy, other in zip(unexpected, others.values(), strict=False):
+            if not are_other_roles(copy.name, other.name):
+                yield copy, other

@@ -40,6 +40,8 @@ _ROLES = (
     frozenset({"up"}),
     frozenset({"down"}),
 )
+# The last words of names, across projects.
+_LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias", "beta"}))
 
 
 class Spelled(NamedTuple):
@@ -172,7 +174,7 @@ class Rules:
             expected = self.expected(a, others)
             if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
                 broken[a] = expected[0]
-            elif _are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
+            elif are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
                 broken[a] = ""
         for a, expected_name in self._unconventional(conventions):
             broken.setdefault(a, expected_name)
@@ -221,9 +223,13 @@ def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
     return most[0][0]
 
 
-def _are_other_roles(a: str, b: str) -> bool:
-    """Return whether two names belong to different projections."""
+def are_other_roles(a: str, b: str) -> bool:
+    """Return whether two names belong to different projections, or to a weight and a bias."""
     first, second = ([n for n, role in enumerate(_ROLES) if role & _words(each).keys()]
+                     for each in (a, b))  # fmt: skip
+    if len(first) == len(second) == 1 and first != second:
+        return True
+    first, second = ([n for n, leaves in enumerate(_LEAVES) if _PIECE.split(each)[-1] in leaves]
                      for each in (a, b))  # fmt: skip
     return len(first) == len(second) == 1 and first != second
 
@@ -283,7 +289,7 @@ def out_of_order(orders: Sequence[Order]) -> set[int]:
         # All parts are of the layer of the whole.
         layers = {part.numbers[0] for part in parts if part.numbers}
         is_elsewhere = whole.numbers and layers and layers != {whole.numbers[0] - shift}
-        is_other = any(_are_other_roles(part, orders[n].whole) for part in orders[n].parts)
+        is_other = any(are_other_roles(part, orders[n].whole) for part in orders[n].parts)
         if is_elsewhere or is_other or not _is_regular(parts, roles[whole.template]):
             irregular.add(n)
     for n, first in enumerate(orders[:_MOST_EXCHANGED]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.statistics.explaining.low_rank import low_ranks
-from xckpt.statistics.explaining.names import Rules, conventions, likeness, spelled
+from xckpt.statistics.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
 from xckpt.statistics.explaining.outcome import Explanation, quoted
 from xckpt.statistics.explaining.search import ALIKE, Arrangement, arrangements, partners
 from xckpt.statistics.explaining.wording import both, changed, related, unlike
@@ -142,6 +142,7 @@ def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pa
         for key, constants in groups[0].items()
         if len(groups[1].get(key, ())) == len(constants)
         for pair in zip(constants, groups[1][key], strict=True)
+        if not are_other_roles(pair[0].name, pair[1].name)
     ]
 
 
