@@ -1,4 +1,7 @@
-"""S3 over its protocol: how many requests there are, and what happens when they fail."""
+"""S3 over its protocol: how many requests there are, and what happens when they fail.
+
+Google Cloud Storage has the same protocol, with other credentials.
+"""
 
 from __future__ import annotations
 
@@ -278,3 +281,44 @@ class TestWriting:
                 storage_options={**s3.options, "retries": 0},
                 progress=False,
             )
+
+
+class TestSignedAddresses:
+    def test_an_object_without_credentials(self, s3: S3Server) -> None:
+        import boto3
+
+        credentials = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+        client = boto3.client("s3", "us-east-1", endpoint_url=s3.url, **credentials)
+        url = client.generate_presigned_url("get_object", {"Bucket": BUCKET, "Key": "m.zt"})
+        ds = xr.open_dataset(url, engine="ztensor")
+        np.testing.assert_array_equal(ds["big"][7], BIG[7])
+        assert {method for method, _, _ in s3.requests} == {"GET"}
+        assert not any(s3.authorizations)
+
+
+class TestGoogle:
+    def options(self, s3: S3Server) -> dict[str, Any]:
+        return {"token": "ya29.token", "endpoint_url": s3.url}
+
+    def test_reading_and_writing(self, s3: S3Server) -> None:
+        options = self.options(s3)
+        ds = xckpt.open(f"gs://{BUCKET}/m.zt", storage_options=options)
+        np.testing.assert_array_equal(ds["big"][7], BIG[7])
+        assert set(s3.authorizations) == {"Bearer ya29.token"}
+        url = f"gs://{BUCKET}/google/m.safetensors"
+        xckpt.save(ds[["big"]], url, storage_options=options, progress=False)
+        again = xckpt.open(f"gs://{BUCKET}/google/*.safetensors", storage_options=options)
+        np.testing.assert_array_equal(again["big"], BIG)
+        with pytest.raises(FileNotFoundError, match=r"gs://bucket/none\.zt"):
+            xckpt.open(f"gs://{BUCKET}/none.zt", storage_options=options)
+
+    @pytest.mark.parametrize("how", ["token", "variable", "account"])
+    def test_emulators(self, s3: S3Server, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        account = {"gcs_base_url": s3.url, "disable_oauth": True}
+        account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        options: dict[str, Any] = {"token": account if how == "account" else "anon"}
+        if how == "token":
+            options["endpoint_url"] = s3.url
+        if how == "variable":
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", s3.url.removeprefix("http://"))
+        assert open_source(f"gs://{BUCKET}/m.zt", storage_options=options).size > 0

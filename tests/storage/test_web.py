@@ -149,6 +149,17 @@ class TestOptions:
                     for start in (0, 1 << 20, 5):
                         assert source.read(start, 2 << 20) == DATA[start : start + (2 << 20)]
 
+    @pytest.mark.parametrize("how", ["account", "connection string"])
+    def test_blobs_of_azure(self, web: WebServer, how: str) -> None:
+        web.behaviour.files["/me/box/a/m.zt"] = DATA[:100]
+        web.behaviour.modified = "Mon, 01 Jun 2026 00:00:00 GMT"  # which Azure always sends
+        options = {"account_name": "me", "endpoint_url": f"{web.url}/me"}
+        if how == "connection string":
+            options = {"connection_string": f"AccountName=me;BlobEndpoint={web.url}/me"}
+        source = open_source("az://box/a/m.zt", storage_options={**options, "sas_token": "sig=x"})
+        assert source.read(5, 5) == DATA[5:10]
+        assert {path for _, path, _ in web.requests} == {"/me/box/a/m.zt?sig=x"}
+
     def test_a_proxy(self, web: WebServer) -> None:
         url = "http://host.invalid/m.zt"
         for options in ({"proxy": web.url}, {"client_options": {"proxy_url": web.url}}):

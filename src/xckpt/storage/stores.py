@@ -187,6 +187,8 @@ class _Settings:
             self.config["skip_signature"] = True
         elif isinstance(token, dict):
             self.config["service_account_key"] = json.dumps(token)
+            if "gcs_base_url" in token:  # of an emulator
+                self.config["base_url"] = token["gcs_base_url"]
         elif not isinstance(token, str):
             self.provider = partial(_google, token)
         elif Path(token).is_file():
@@ -254,6 +256,9 @@ def _made(kind: str, root: str, options: Mapping[str, Any], limits: Limits, retr
         endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
         endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
         config |= {"region": regions[bucket]} if bucket in regions else {}
+    elif kind == "gs" and not endpoint and os.environ.get("STORAGE_EMULATOR_HOST"):
+        emulator = os.environ["STORAGE_EMULATOR_HOST"]
+        endpoint = config["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
     is_secure = not (root if kind == "http" else endpoint or "").lower().startswith("http:")
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=limits.timeout),
