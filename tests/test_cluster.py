@@ -18,7 +18,7 @@ from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.statistics import scan
 from xckpt.statistics.cluster import placed
-from xckpt.storage import far, prefetch
+from xckpt.storage import prefetch, remote
 from xckpt.storage.requests import IN_FLIGHT
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class TestTwoWorkers:
     def test_a_scan_of_an_object_store_has_32_requests_in_flight(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (far, prefetch, scan):
+        for module in (remote, prefetch, scan):
             monkeypatch.setattr(module, "REQUEST_NBYTES", 1 << 14)
         data = zt({f"w{n}": np.arange(1 << 14, dtype="<f4") + n for n in range(24)})
         with WebServer(**{"m.zt": data}) as web:

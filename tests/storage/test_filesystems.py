@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from xckpt.errors import FileChangedError, FormatError, UnsupportedError
-from xckpt.storage import far, is_remote, open_source
-from xckpt.storage.far import sibling_url
+from xckpt.storage import is_remote, open_source, remote
 from xckpt.storage.filesystems import FsspecSource
 from xckpt.storage.limits import Pool
+from xckpt.storage.remote import sibling_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +115,7 @@ def test_the_version_is_not_asked_for_with_each_read(
     for _ in range(20):
         source.read(0, 5)
     assert told.asked == 1
-    monkeypatch.setattr(far, "TRUSTED_SECONDS", -1)
+    monkeypatch.setattr(remote, "TRUSTED_SECONDS", -1)
     source.read(0, 5)
     assert told.asked == 2
     told.info_now = {"size": 10, "type": "file", "ETag": "b"}
@@ -125,7 +125,7 @@ def test_the_version_is_not_asked_for_with_each_read(
 
 def test_a_copy_in_another_process_asks_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(open_source("told://" + uuid4().hex))
-    monkeypatch.setattr(far, "_checks", Pool())
+    monkeypatch.setattr(remote, "_checks", Pool())
     told.info_now = {"size": 10, "type": "file", "ETag": "b"}
     with pytest.raises(FileChangedError):
         pickle.loads(pickled).read(0, 5)

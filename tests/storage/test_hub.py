@@ -23,7 +23,7 @@ from tests.storage.hub_server import TOKEN, HubServer, Repository
 from xckpt.cli import main
 from xckpt.errors import FileChangedError
 from xckpt.storage import hub as storage_hub
-from xckpt.storage import hub_url, open_source, remote
+from xckpt.storage import hub_url, objects, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,12 @@ def folder(files: dict[str, bytes], tmp_path: Path) -> Path:
 
 def forget() -> None:
     """Be as a new process, which has only what is kept on disk."""
-    for pool in (storage_hub._commits, storage_hub._folders, storage_hub._small, remote._addresses):
+    for pool in (
+        storage_hub._commits,
+        storage_hub._folders,
+        storage_hub._small,
+        objects._addresses,
+    ):
         pool._reset()
 
 
@@ -255,7 +260,7 @@ class TestRevisions:
     def test_a_commit_that_is_gone(self, hub: HubServer, files: dict[str, bytes]) -> None:
         ds = opened()
         hub.repositories["org/model"].commits.clear()
-        remote._addresses._reset()
+        objects._addresses._reset()
         with pytest.raises(FileChangedError, match="no longer there"):
             ds["model.layers.0.up.weight"].compute()
 
@@ -494,7 +499,7 @@ class TestBusyServers:
         hub.behaviour.busy[host] = 3
         ds = opened()
         hub.behaviour.busy[host] = 3
-        remote._addresses._reset()
+        objects._addresses._reset()
         xr.testing.assert_equal(ds.compute(), xr.open_dataset(folder).compute())
 
     def test_retry_after_is_obeyed(self, hub: HubServer, files: dict[str, bytes]) -> None:

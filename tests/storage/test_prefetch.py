@@ -20,7 +20,7 @@ import xckpt
 from tests.sources import CountingSource
 from tests.storage.web_server import WebServer
 from xckpt.errors import FileChangedError
-from xckpt.storage import far, open_source, prefetch, reading_ahead
+from xckpt.storage import open_source, prefetch, reading_ahead, remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ WIDTH = 256  # of float32: a large one is four requests
 
 @pytest.fixture(autouse=True)
 def _small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (prefetch, far):
+    for module in (prefetch, remote):
         monkeypatch.setattr(module, "REQUEST_NBYTES", REQUEST)
     yield
     # Requests in flight, and tasks of dask when another one failed, go on for a while.
@@ -264,13 +264,13 @@ class TestAnythingElse:
         both = ds["big.0"] + ds["big.5"]
         assert both.data.npartitions == 4
         read: list[int] = []
-        read_range = far.FarSource.read
+        read_range = remote.RemoteSource.read
 
         def looking(self: Any, offset: int, nbytes: int) -> memoryview:
             read.append(offset)
             return read_range(self, offset, nbytes)
 
-        monkeypatch.setattr(far.FarSource, "read", looking)
+        monkeypatch.setattr(remote.RemoteSource, "read", looking)
         with dask.config.set(scheduler="sync"):
             both.compute()
         first, second = set(sorted(read)[:4]), set(sorted(read)[4:])

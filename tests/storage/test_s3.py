@@ -19,8 +19,8 @@ import xckpt
 from tests.storage.s3_server import BUCKET, S3Server
 from tests.test_stacking import zt
 from xckpt.errors import FileChangedError
-from xckpt.storage import open_source, remote, stores
-from xckpt.storage.remote import Bucket
+from xckpt.storage import objects, open_source, stores
+from xckpt.storage.objects import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -219,7 +219,7 @@ class TestOptions:
             open_source(KEY, storage_options={**options, "profile": "none"})
         monkeypatch.setitem(sys.modules, "boto3", None)
         stores._stores._reset()
-        remote._addresses._reset()
+        objects._addresses._reset()
         if how != "default":
             with pytest.raises(ImportError, match="pip install boto3"):
                 open_source(KEY, storage_options={**options, "retries": 2})
@@ -235,7 +235,7 @@ class TestOptions:
         assert len(s3.requests) == 1, "the region is remembered"
         # Where the answer does not contain it, the bucket is asked for.
         stores.regions.clear()
-        monkeypatch.setattr(remote, "_S3_HOME", s3.url)
+        monkeypatch.setattr(objects, "_S3_HOME", s3.url)
         s3.says_region = False
         assert open_source(KEY, storage_options=s3.options).size > 0
 

@@ -24,7 +24,7 @@ from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.statistics.records import is_lasting
-from xckpt.storage import Source, far, open_source
+from xckpt.storage import Source, open_source, remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -262,7 +262,7 @@ class TestVersions:
         web.forget()
         assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]
         assert len(web.requests) == 1
-        monkeypatch.setattr(far, "TRUSTED_SECONDS", -1)
+        monkeypatch.setattr(remote, "TRUSTED_SECONDS", -1)
         assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]
         web.behaviour.files["/m.zt"] = bytes(len(DATA))
         with pytest.raises(FileChangedError, match="begins with other bytes"):
@@ -549,7 +549,7 @@ class TestProcesses:
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
     def test_a_fork_before_the_first_request_is_harmless(self, web: WebServer) -> None:
         code = (
-            "import os, sys, xarray, xckpt.storage.remote\n"
+            "import os, sys, xarray, xckpt.storage.objects\n"
             "child = os.fork()\n"
             "from xckpt.storage import open_source\n"
             "data = bytes(open_source(sys.argv[1]).read(0, 3))\n"

@@ -76,9 +76,9 @@ def open_source(
         from xckpt.storage.filesystems import FsspecSource
 
         return FsspecSource(obj, storage_options)
-    from xckpt.storage.remote import RemoteSource
+    from xckpt.storage.objects import ObjectSource
 
-    return RemoteSource(obj, storage_options)
+    return ObjectSource(obj, storage_options)
 
 
 def new_file(

@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.errors import CheckpointError, shown
-from xckpt.storage import far
-from xckpt.storage.far import (
-    FarSource,
+from xckpt.storage import remote
+from xckpt.storage.remote import (
+    RemoteSource,
     changed,
     identified,
     is_of_one_opening,
@@ -44,7 +44,7 @@ _TRANSIENT_NUMBERS = {
 }
 
 
-class FsspecSource(FarSource):
+class FsspecSource(RemoteSource):
     """A file of a file system of fsspec; `storage_options` are for that."""
 
     __slots__ = ()
@@ -72,7 +72,7 @@ class FsspecSource(FarSource):
         return super()._requested(offset, nbytes)
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range through fsspec; see `FarSource`."""
+        """Read a range through fsspec; see `RemoteSource`."""
         fs, path = self._file_system()
 
         def cat() -> bytes:
@@ -86,7 +86,10 @@ class FsspecSource(FarSource):
                 return bytes(file.read(nbytes))
 
         try:
-            if self._is_here() or time.monotonic() - self._last_check().time >= far.TRUSTED_SECONDS:
+            if (
+                self._is_here()
+                or time.monotonic() - self._last_check().time >= remote.TRUSTED_SECONDS
+            ):
                 self._compare()
             data = self._call(cat)[:nbytes]
             if len(data) == nbytes:
@@ -142,7 +145,7 @@ class FsspecSource(FarSource):
 def file_system(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str]:
     """Return the file system that a URL is in, and the path there."""
     if kind_of(url) is not None:
-        from xckpt.storage.remote import Bucket
+        from xckpt.storage.objects import Bucket
 
         return Bucket(url, storage_options), url.partition("://")[2]
     return _of_fsspec(url, split_options(storage_options)[0])

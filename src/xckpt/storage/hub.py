@@ -26,9 +26,9 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from xckpt.errors import shown
 from xckpt.storage.cache import reading_header
-from xckpt.storage.far import changed
 from xckpt.storage.limits import Pool
-from xckpt.storage.remote import REDIRECTS, SAFE_SCHEMES, Address, RemoteSource
+from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Address, ObjectSource
+from xckpt.storage.remote import changed
 from xckpt.storage.requests import (
     OWN_OPTIONS,
     TransientError,
@@ -417,7 +417,7 @@ def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
 _small: Pool[bytes | None] = Pool(limit=32 << 20, measure=lambda body: len(body or b""))
 
 
-class HubSource(RemoteSource):
+class HubSource(ObjectSource):
     """A file of a commit on the Hub; `storage_options` may have "token" and "endpoint"."""
 
     __slots__ = ()
@@ -460,7 +460,7 @@ class HubSource(RemoteSource):
                 raise changed(self.name, f"its {name} was {shown(before)} and is {shown(now)}")
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
-        """Request a range, or all of a small file that is in git itself; see `FarSource`."""
+        """Request a range, or all of a small file that is in git itself; see `RemoteSource`."""
         identity: Any = self.identity
         if self.size > _LARGEST_IN_GIT or len(identity[1][1]) != _LENGTH_OF_GIT_ID:
             return super()._get(offset, nbytes)

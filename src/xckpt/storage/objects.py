@@ -1,0 +1,460 @@
+"""Files on web servers and in object stores, through obstore: one range is one request.
+
+Every answer contains the version of the file, which is compared with the version that was opened.
+obstore's synchronous calls run on threads (`requests`). Its retries are switched off for reading:
+those of `requests` are logged, and also cover bodies that break off.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.error import HTTPError
+from urllib.parse import quote, urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+
+from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, shown
+from xckpt.storage.cache import FIRST_NBYTES
+from xckpt.storage.limits import Locks, Pool
+from xckpt.storage.remote import RemoteSource, changed, identified, unsupported
+from xckpt.storage.requests import TransientError, called_within, retried, run, split_options
+from xckpt.storage.stores import (
+    address_of,
+    flattened,
+    headers_of,
+    kind_of,
+    lacking,
+    open_store,
+    options_key,
+    regions,
+    ssl_context,
+    without_secrets,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from ssl import SSLContext
+
+T = TypeVar("T")
+
+# obstore sends all headers but these to wherever a redirect leads, and the URL as `Referer`.
+_KEPT_AT_HOME = {"authorization", "cookie"}
+REDIRECTS = {301, 302, 303, 307, 308}
+_MOST_REDIRECTS = 10
+#: Schemes of an address and of a redirect from it that is followed.
+SAFE_SCHEMES = {("http", "http"), ("http", "https"), ("https", "https")}
+# Encodings of bodies that are not compressed; the last one is left over by some uploads to S3.
+_NOT_COMPRESSED = {"", "identity", "aws-chunked"}
+_OF_OBSTORE = "\n\nDebug source:"
+_S3_HOME = "https://s3.amazonaws.com"
+_RESERVED = "%/:=&?~#+!$,;'@()*[]"
+# Of a file that is uploaded in parts: S3 allows 10,000 of them.
+_PART_NBYTES = 8 << 20
+_MOST_PARTS = 9_000
+
+_NO_CREDENTIALS = (
+    "no credentials were found in storage_options, the environment or profiles, and this machine "
+    "has none; for public data, pass storage_options={'anon': True}"
+)
+_NOT_TRUSTED = (
+    "the certificate of the server is not trusted; storage_options={'verify': 'ca.pem'} names a "
+    "file with those that are"
+)
+
+
+class _ElsewhereError(OSError):
+    """A bucket is in another region."""
+
+
+class _Meaning(NamedTuple):
+    """Meaning of an error of obstore."""
+
+    pattern: str  # in its text
+    kind: str
+    reason: str = ""
+
+
+# The first one that matches counts. obstore puts the kinds of errors into their texts only.
+_MEANINGS = (
+    _Meaning(r"169\.254\.16[79]\.", "refused", _NO_CREDENTIALS),
+    _Meaning(r"<Region>|redirect without LOCATION", "elsewhere", "the bucket is in another region"),
+    _Meaning(r"status code: (?:404|410)", "missing"),
+    _Meaning(r"status code: (?:401|403)", "refused"),
+    _Meaning(r"status code: 412", "changed", "its ETag is another"),
+    _Meaning(r"status code: 416|object was only", "changed", "it is shorter than it was"),
+    _Meaning(r"status code: (429|503)", "busy", "the server answered %s"),
+    _Meaning(r"status code: (408|425|5\d\d)", "transient", "the server answered %s"),
+    _Meaning(r"status code: 3\d\d", "final", "the server redirects to an address that is not safe"),
+    _Meaning(r"status code: (\d+)", "final", "the server answered %s"),
+    _Meaning(r"Range request not", "unsupported", "ignores ranges and sends the whole file"),
+    _Meaning(r"(?i)Content.Range", "unsupported", "does not state which bytes it sends"),
+    _Meaning(r"Content-Length Header", "unsupported", "does not state how many bytes it sends"),
+    _Meaning(r"Requested (\S+), got (\S+)", "final", "asked for bytes %s, got %s"),
+    _Meaning(r"following redirect", "final", "redirects go round in circles"),
+    _Meaning(r"builder error|RelativeUrl", "final", "the URL is not valid"),
+    _Meaning(r"TimedOut|kind: Timeout", "timeout", "no answer, or no end of it, in time"),
+    _Meaning(r"InvalidCertificate", "final", _NOT_TRUSTED),
+    _Meaning(r"dns error", "transient", "the name of the server cannot be looked up"),
+    _Meaning(r'message: "([^"]+)"', "transient", "cannot connect: %s"),
+    _Meaning(r"kind: (?:Connect|Request)", "transient", "the connection failed"),
+    _Meaning(r"kind: Interrupted", "transient", "the connection broke off"),
+    _Meaning(r"^Object at location", "missing"),
+)
+
+
+def failure(error: Exception, name: str) -> Exception:
+    """Return what an error of obstore means, without addresses in it, which may be signed."""
+    text = str(error)
+    if isinstance(error, CheckpointError | ImportError | OSError) and _OF_OBSTORE not in text:
+        return error
+    # The body of an answer follows the status, and is up to the server.
+    match = re.search(r"status code: \d+", text)
+    is_region = "<Region>" in text and match is not None and match[0][-3:] in {"301", "400"}
+    text = text if match is None or is_region else text[: match.end()]
+    for pattern, kind, reason in _MEANINGS:
+        details = re.search(pattern, text)
+        if details is not None:
+            return _made(kind, reason % details.groups() if details.groups() else reason, name)
+    if isinstance(error, ValueError | TypeError):
+        return ValueError(f"cannot open {name}: {error}")
+    first_line = re.sub(r"\w+://\S+", "its address", text.partition("\n")[0])
+    return OSError(errno.EIO, f"the request failed: {shown(first_line)}", name)
+
+
+def _made(kind: str, reason: str, name: str) -> Exception:
+    match kind:
+        case "missing":
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        case "refused":
+            return PermissionError(errno.EACCES, reason or os.strerror(errno.EACCES), name)
+        case "changed":
+            return changed(name, reason)
+        case "unsupported":
+            return unsupported(name, reason)
+        case "elsewhere":
+            return _ElsewhereError(errno.EINVAL, reason, name)
+        case "final":
+            return OSError(errno.EINVAL, reason, name)
+    return TransientError(reason, is_timeout=kind == "timeout", is_busy=kind == "busy")
+
+
+def library(url: str) -> Any:
+    """Import obstore; the error names the extra to install."""
+    try:
+        import obstore
+    except ImportError as error:
+        raise lacking(url, error) from error
+    return obstore
+
+
+class Address(NamedTuple):
+    """Where requests for a file go."""
+
+    store: Any
+    path: str
+    is_redirect: bool = False  # an address that a server has named, for as long as it is good
+
+
+# Addresses by URL and options.
+_addresses: Pool[Address] = Pool(limit=4096)
+_locating = Locks(64)
+
+
+class ObjectSource(RemoteSource):
+    """A file of a web server, of S3, Google Cloud Storage or Azure.
+
+    The first answer brings the size, the version and `first` bytes of the beginning.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        first: int = FIRST_NBYTES,
+    ) -> None:
+        self.name = url
+        self.storage_options, self.limits = split_options(flattened(storage_options), is_flat=True)
+        self._first = b""
+        if url.endswith("/") and kind_of(url) != "http":
+            raise _folder(url)
+        look = partial(self._look, max(1, first))
+        try:
+            run(url, partial(retried, url, look, self.limits))
+        except FileNotFoundError:
+            if kind_of(url) != "http" and _is_folder(url, storage_options):
+                raise _folder(url) from None
+            raise
+        if self.identity == (self.size,):
+            self._remember_beginning()
+
+    def _look(self, first: int) -> None:
+        """Request the beginning, and set size and version."""
+        try:
+            meta, self._first = self._answer({"range": (0, first)}, _check_encoding)
+        except (FileChangedError, UnsupportedError):
+            # An empty file has no range.
+            meta, _ = self._answer({}, _check_encoding)
+            if meta["size"] != 0:
+                raise
+        self.size, self.identity = identified(self.name, meta["size"], _version(meta))
+        if len(self._first) != min(first, self.size):
+            raise TransientError(f"asked for {first} bytes at 0, got {len(self._first)}")
+
+    def _get(self, offset: int, nbytes: int) -> memoryview:
+        """Request a range of the version that was opened; see `RemoteSource`."""
+        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        identity: Any = self.identity
+        etag = dict(identity[1:]).get("ETag", "")
+        if etag.startswith('"'):  # weak ones never match
+            options["if_match"] = etag
+        try:
+            _, data = self._answer(options, self._compare)
+        except FileNotFoundError as error:
+            raise changed(self.name, "it is no longer there") from error
+        if len(data) != nbytes:
+            raise TransientError(f"asked for {nbytes} bytes at {offset}, got {len(data)}")
+        return data
+
+    def _answer(
+        self, options: dict[str, Any], check: Callable[[str, Any], None]
+    ) -> tuple[Any, memoryview]:
+        """Return the metadata of an answer, and its body if it is for a range.
+
+        `check` may raise before the body is read.
+        """
+        obstore = library(self.name)
+        for is_last in (False, True):
+            address = None
+            try:
+                address = self._address()
+                result = obstore.get(address.store, address.path, options=options)
+                check(self.name, result)
+                return result.meta, memoryview(result.bytes() if "range" in options else b"")
+            except Exception as error:
+                problem = failure(error, self.name)
+                if not is_last and self._is_elsewhere(address, problem, str(error)):
+                    continue
+                if problem is error:
+                    raise
+                raise problem from (None if address and address.is_redirect else error)
+        raise AssertionError
+
+    def _compare(self, name: str, result: Any) -> None:
+        """Compare the version in an answer with the opened one."""
+        _check_encoding(name, result)
+        if result.meta["size"] != self.size:
+            raise changed(name, f"it had {self.size} bytes and has {result.meta['size']} now")
+        identity: Any = self.identity
+        before, now = dict(identity[1:]), _version(result.meta)
+        for key in ("ETag", "Last-Modified"):
+            old, new = before.get(key), now[key]
+            if old is not None and new is not None:
+                # A proxy may turn a strong ETag into a weak one.
+                if old.removeprefix("W/") != new.removeprefix("W/"):
+                    raise changed(name, f"its {key} was {shown(old)} and is {shown(new)}")
+                return  # servers behind one address agree on ETags more often than on times
+
+    def _address(self) -> Address:
+        key = self._address_key()
+        with _locating.of(key):  # several threads ask once
+            return _addresses.get(key, self._locate)
+
+    def _address_key(self) -> tuple[Any, ...]:
+        return self.name, options_key(self.storage_options), self.limits
+
+    def _locate(self) -> Address:
+        """Find where requests go; headers of the user stay with the server that they are for."""
+        url, options, limits = self.name, self.storage_options, self.limits
+        address = Address(*open_store(url, options, limits))
+        if kind_of(url) != "http" or "store" in options:
+            return address
+        headers, url = headers_of(url, options), address_of(url, options)
+        if "?" not in url and {name.lower() for name in headers} <= _KEPT_AT_HOME:
+            return address
+        context = ssl_context(options)
+        end = called_within(
+            limits.timeout, partial(_end_of_redirects, url, headers, context, limits.read_timeout)
+        )
+        if end == url:
+            return address
+        options = without_secrets(options)
+        if _origin(end) == _origin(url):
+            options["headers"] = headers
+        return Address(*open_store(end, options, limits), is_redirect=True)
+
+    def _is_elsewhere(self, address: Address | None, problem: Exception, text: str) -> bool:
+        """Return whether the next request goes to another address."""
+        is_refused = isinstance(problem, PermissionError | FileNotFoundError)
+        if address and address.is_redirect and is_refused:
+            _addresses.discard(self._address_key())  # it has expired
+            return True
+        if not isinstance(problem, _ElsewhereError) or kind_of(self.name) != "s3":
+            return False
+        bucket = self.name.partition("://")[2].partition("/")[0]
+        region = _region_of(bucket, text, self.limits.read_timeout)
+        is_new = region is not None and regions.get(bucket) != region
+        if is_new:
+            regions[bucket] = str(region)
+            _addresses.discard(self._address_key())
+        return is_new
+
+
+def _check_encoding(url: str, result: Any) -> None:
+    if dict(result.attributes).get("Content-Encoding", "") not in _NOT_COMPRESSED:
+        raise unsupported(url, "sends the file compressed")
+
+
+def _version(meta: Any) -> dict[str, str | None]:
+    """Return the version in an answer; 1970 stands for no time."""
+    modified = meta["last_modified"]
+    text = None if modified is None or modified.year < 1971 else modified.isoformat()
+    return {"ETag": meta["e_tag"], "Last-Modified": text}
+
+
+def _is_folder(url: str, storage_options: Mapping[str, Any] | None) -> bool:
+    with suppress(OSError, CheckpointError):
+        return Bucket(url, storage_options).is_folder(url.partition("://")[2])
+    return False
+
+
+def _folder(url: str) -> IsADirectoryError:
+    text = f"it is a folder; its files are {url.rstrip('/')}/*"
+    return IsADirectoryError(errno.EISDIR, text, url)
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
+class _Staying(HTTPRedirectHandler):
+    """Has redirects raised as errors."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _end_of_redirects(
+    url: str, headers: Mapping[str, str], context: SSLContext, timeout: float
+) -> str:
+    """Follow redirects, and return where they end; headers go to the first server alone."""
+    start = url
+    opener = build_opener(_Staying, HTTPSHandler(context=context))
+    for _ in range(_MOST_REDIRECTS):
+        sent = {**headers, "Range": "bytes=0-0"} if _origin(url) == _origin(start) else {}
+        request = Request(quote(url, safe=_RESERVED), headers=sent)  # noqa: S310
+        try:
+            with opener.open(request, timeout=timeout):
+                return url
+        except HTTPError as error:
+            following = error.headers.get("Location")
+            if error.code not in REDIRECTS or following is None:
+                return url  # obstore gets the same answer
+        except OSError:
+            return url
+        url = address_of(urljoin(url, following))
+        if (urlsplit(start).scheme, urlsplit(url).scheme) not in SAFE_SCHEMES:
+            reason = "the server redirects to an address that is not safe"
+            raise OSError(errno.EINVAL, reason, start)
+    raise OSError(errno.EINVAL, "redirects go round in circles", start)
+
+
+def _origin(url: str) -> tuple[str, str]:
+    return urlsplit(url)[:2]
+
+
+def _region_of(bucket: str, text: str, timeout: float) -> str | None:
+    """Return the region of a bucket, which the answer of S3 may contain."""
+    stated = re.search(r"<Region>([a-z0-9-]{1,40})</Region>", text)
+    if stated is not None:
+        return stated[1]
+    opener = build_opener(_Staying)
+    request = Request(f"{_S3_HOME}/{quote(bucket)}", method="HEAD")  # noqa: S310
+    with suppress(OSError):
+        try:
+            with opener.open(request, timeout=timeout) as answer:
+                headers = answer.headers
+        except HTTPError as error:  # the region is public
+            headers = error.headers
+        region: str | None = headers.get("x-amz-bucket-region")
+        return region
+    return None
+
+
+# --- objects -------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """The objects of a store, as a file system with the methods of fsspec that are used here.
+
+    Paths begin with the name of the bucket.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
+        if kind_of(url) == "http":
+            hint = "Save it here, and bring it there"
+            raise UnsupportedError("files on web servers are only read", path=url, hint=hint)
+        options, limits = split_options(flattened(storage_options), is_flat=True)
+        self._url = url
+        self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is an object."""
+        try:
+            self._call("head", _key(path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def put_file(self, local: str, path: str) -> None:
+        """Make an object of a file; it is there when it is complete."""
+        nbytes = max(_PART_NBYTES, Path(local).stat().st_size // _MOST_PARTS)
+        self._call("put", _key(path), Path(local), chunk_size=nbytes)
+
+    def cp_file(self, path: str, new: str) -> None:
+        """Copy an object."""
+        self._call("copy", _key(path), _key(new))
+
+    def rm_file(self, path: str) -> None:
+        """Remove an object."""
+        self._call("delete", _key(path))
+
+    def is_folder(self, path: str) -> bool:
+        """Return whether objects have names below a path."""
+        listed = self._call("list_with_delimiter", _key(path))
+        return bool(listed["objects"] or listed["common_prefixes"])
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return the paths of the objects that match."""
+        from fsspec.utils import glob_translate
+
+        bucket, _, pattern = pattern.partition("/")
+        folder = pattern.partition("*")[0].rpartition("/")[0]
+        if "/" in pattern.removeprefix(folder).lstrip("/"):
+            listed = self._run(lambda: library(self._url).list(self._store, folder).collect())
+        else:
+            listed = self._call("list_with_delimiter", folder)["objects"]
+        is_match = re.compile(glob_translate(pattern)).match
+        return [f"{bucket}/{meta['path']}" for meta in listed if is_match(meta["path"])]
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return self._run(getattr(library(self._url), name), self._store, *arguments, **options)
+
+    def _run(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return run(self._url, partial(call, *arguments, **options))
+        except Exception as error:
+            problem = failure(error, self._url)
+            if isinstance(problem, TransientError):
+                problem = OSError(errno.EIO, str(problem), self._url)
+            raise problem from error
+
+
+def _key(path: str) -> str:
+    return path.partition("/")[2]
