@@ -70,5 +70,5 @@ def test_statistics_by_a_method_are_those_of_the_function(ds: xr.Dataset) -> Non
     xr.testing.assert_identical(ds["h.0.w"].ckpt.histogram(3), xckpt.histogram(ds["h.0.w"], 3))
     with pytest.raises(TypeError, match="not this DataTree"):
         xr.DataTree(ds).ckpt.table()
-    with pytest.raises(TypeError, match="not this Dataset"):
+    with pytest.raises(ValueError, match="not a result of stats"):
         ds.ckpt.table()

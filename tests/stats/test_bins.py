@@ -13,7 +13,7 @@ from tests.stats.checkpoints import model, write
 from tests.stats.reference import dtype_of
 from xckpt.statistics import histogram
 from xckpt.statistics.bins import bin_edges, distributions, edges_on_grid
-from xckpt.statistics.entries import contents_of
+from xckpt.statistics.entries import contents_of, entries_of
 from xckpt.statistics.kinds import kind_named
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_densities_on_the_grid_of_a_type_have_no_comb_and_no_step(
     name: str, mean: float, std: float
 ) -> None:
     values = np.random.default_rng(0).normal(mean, std, 200_000).astype(dtype_of(name))
-    (found,) = distributions(contents_of(xr.Dataset({"x": ("a", values)})).entries())
+    (found,) = distributions(entries_of(contents_of(xr.Dataset({"x": ("a", values)}))))
     edges = edges_on_grid(found.kind, bin_edges(200, "linear", [found.span]))
     counts = found.counts(edges)
     assert counts.sum() == found.count == 200_000
@@ -153,7 +153,7 @@ def test_bins_of_integers_are_between_integers(span: tuple[int, int]) -> None:
     assert (edges % 1 == 0.5).all()
     assert edges[0] <= span[0] <= span[1] <= edges[-1]
     values = np.arange(span[0], span[1] + 1, dtype=np.int32)
-    (found,) = distributions(contents_of(xr.Dataset({"x": ("a", values)})).entries())
+    (found,) = distributions(entries_of(contents_of(xr.Dataset({"x": ("a", values)}))))
     counts = found.counts(edges)
     assert counts.sum() == len(values)
     assert counts[1:-1].tolist() == np.diff(edges)[1:-1].tolist()
@@ -162,7 +162,7 @@ def test_bins_of_integers_are_between_integers(span: tuple[int, int]) -> None:
 def test_a_distribution_knows_its_extremes_and_what_is_not_finite() -> None:
     values = np.array([3.0, np.nan, -1.0, np.inf, 0.0, 0.25], np.float32)
     ds = xr.Dataset({"x": ("a", values), "nan": ("b", values[[1]])})
-    found, nothing = distributions(contents_of(ds).entries())
+    found, nothing = distributions(entries_of(contents_of(ds)))
     assert (found.name, found.count, found.other) == ("x", 4, 2)
     assert (found.low, found.high) == (-1, 3)
     assert found.smallest == pytest.approx(0.25, rel=2**-8)

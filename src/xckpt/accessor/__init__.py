@@ -91,7 +91,9 @@ class CheckpointAccessor(Generic[Obj]):
     def __init__(self, obj: Any) -> None:
         self._given: xr.Dataset | xr.DataTree | xr.DataArray = obj
         if isinstance(obj, xr.DataArray):
-            obj = _of_one(obj)
+            from xckpt.datasets.mappings import as_dataset_of_one
+
+            obj = as_dataset_of_one(obj)
         self._obj: Obj = obj
         self._names: frozenset[str] = frozenset()
         self._tensors: OpenTensors | None = None
@@ -837,9 +839,9 @@ class CheckpointAccessor(Generic[Obj]):
         return stable_id(namespace, name)
 
     def _arrays(self) -> list[Any]:
-        from xckpt.datasets.tensors import flatten
+        from xckpt.datasets.tensors import OpenTensors
 
-        variables = flatten(self._obj).variables.values()
+        variables = OpenTensors(self._obj).variables.values()
         return [variable._data for variable in variables]  # noqa: SLF001  `data` would load it
 
     def _result(self) -> str | None:
@@ -958,15 +960,6 @@ def _summary_of(obj: Any, storage_options: dict[str, Any] | None) -> Summary:
     if not isinstance(obj, Index):
         obj = read_index(obj, storage_options=storage_options)
     return index_summary(obj)
-
-
-def _of_one(array: xr.DataArray) -> xr.Dataset:
-    """Make a Dataset of an array, which keeps what is known of it."""
-    name = "data" if array.name is None else array.name
-    coords = array.drop_vars([name]).coords if name in array.coords else array.coords
-    ds = xr.Dataset({name: array.variable}, coords)
-    ds.encoding = {key: array.encoding[key] for key in ("source",) if key in array.encoding}
-    return ds
 
 
 def _not_ours(obj: xr.Dataset | xr.DataTree | xr.DataArray) -> str:

@@ -1,4 +1,4 @@
-"""Mappings of names to arrays, such as the state dict of a module, as Datasets in memory."""
+"""Datasets of mappings of names to arrays, such as the state dict of a module, or of one array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xckpt.labels import AxisNamer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["as_dataset"]
+__all__ = ["as_dataset", "as_dataset_of_one"]
 
 _SCALARS = (str, int, float, bool, type(None))
 # Deeper ones are not state dicts; a mapping may contain itself.
@@ -32,6 +32,15 @@ def as_dataset(obj: Any) -> Any:
     """
     opened = xr.Dataset | xr.DataTree | xr.DataArray | Index
     return obj if not isinstance(obj, Mapping) or isinstance(obj, opened) else _dataset(obj)
+
+
+def as_dataset_of_one(array: xr.DataArray) -> xr.Dataset:
+    """Return a Dataset of one array, with its coordinates and the name of its file."""
+    name = "data" if array.name is None else array.name
+    coords = array.drop_vars([name]).coords if name in array.coords else array.coords
+    ds = xr.Dataset({name: array.variable}, coords)
+    ds.encoding = {key: array.encoding[key] for key in ("source",) if key in array.encoding}
+    return ds
 
 
 def _dataset(mapping: Mapping[Any, Any]) -> xr.Dataset:

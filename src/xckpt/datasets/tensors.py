@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.datasets.stack_records import StackMembers, stack_of
+from xckpt.arrays.graph import TensorGraph, TensorLayer
+from xckpt.datasets.listing import list_arrays
+from xckpt.datasets.making import make_dataset
+from xckpt.datasets.mappings import as_dataset_of_one
+from xckpt.datasets.stack_records import (
+    StackMembers,
+    is_made_by_stacking,
+    member_variables,
+    naming_encoding,
+    remember_stack,
+    stack_of,
+)
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import warn
+from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
@@ -23,10 +36,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
+    from xckpt.arrays.lazy import LazyArray
+    from xckpt.datasets.options import OpenOptions
+    from xckpt.index import Index
+    from xckpt.storage import Source
+
     DtypeFilter = DTypeLike | list[DTypeLike] | tuple[DTypeLike, ...] | set[DTypeLike]
 
 __all__ = [
-    "Flat",
+    "FileTensors",
     "Obj",
     "OpenTensors",
     "find",
@@ -119,73 +137,176 @@ def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
     return xr.DataTree.from_dict(datasets, name=obj.name)
 
 
+class _TensorListing(NamedTuple):
+    """All tensors of an open object, and the stacks that some are in."""
+
+    rows: list[Row]
+    homes: dict[str, str]  # the variables of stacked tensors, by name of the tensor
+    members: dict[str, StackMembers]  # by name of the variable
+    shapes: dict[tuple[Any, ...], tuple[int, ...]]  # by dimensions
+
+
 class OpenTensors:
-    """The tensors of an open Dataset or tree one by one, also those that are stacked.
+    """The tensors of an open object by name, also those that are stacked or in nodes of a tree.
+
+    Nothing is listed before it is needed.
 
     Parameters
     ----------
-    obj : xarray.Dataset or xarray.DataTree
-        Whose variables have the names of tensors.
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+        Its variables have the names of tensors.
     """
 
-    def __init__(self, obj: xr.Dataset | xr.DataTree) -> None:
-        self._obj = obj
-        self._flat = flatten(obj)
-        self._indexes = {path: self._flat.indexes(path) for path in self._flat.coords}
-        # Which variable has a tensor that is stacked, and the members of these variables.
-        self._homes: dict[str, str] = {}
-        self._members: dict[str, StackMembers] = {}
-        self._shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by dimensions
-        #: What the summary and the explorer know of each tensor, in file order where it is known.
+    def __init__(self, obj: xr.Dataset | xr.DataTree | xr.DataArray) -> None:
+        self._obj = as_dataset_of_one(obj) if isinstance(obj, xr.DataArray) else obj
+
+    @property
+    def obj(self) -> xr.Dataset | xr.DataTree:
+        """The Dataset or tree."""
+        return self._obj
+
+    @property
+    def source(self) -> str:
+        """Name of the file, empty if it is unknown."""
+        return str(self._root.encoding.get("source", ""))
+
+    @property
+    def attrs(self) -> Mapping[Any, Any]:
+        """Attributes of the checkpoint."""
+        return self._root.attrs
+
+    @property
+    def variable_names(self) -> Collection[Any]:
+        """Names of the variables, where stacked tensors are one variable."""
+        return self.variables
+
+    @cached_property
+    def variables(self) -> dict[Any, xr.Variable]:
+        """The data variables by flat name; computed ones with the record of their stack, too."""
+        flat, indexes = self._flat, self._indexes
+        return {
+            name: remember_stack(name, variable, indexes[flat.nodes[name]])
+            for name, variable in flat.variables.items()
+        }
+
+    @cached_property
+    def coords(self) -> dict[Any, xr.Variable]:
+        """The coordinates of all nodes."""
+        return {name: v for coords in self._flat.coords.values() for name, v in coords.items()}
+
+    def stored(self, name: Any) -> LazyArray | None:
+        """Return the array in the file if a variable is that, and was not computed from it."""
+        return stored_array(self.variables[name])
+
+    def naming(self, name: Any) -> dict[str, Any]:
+        """Return the encoding that names the tensors of a variable."""
+        return naming_encoding(self.variables[name])
+
+    def unstacked(self) -> dict[Any, xr.Variable]:
+        """Return a variable for each tensor, in the order of the file."""
+        unstacked: dict[Any, xr.Variable] = {}
+        for name, variable in self.variables.items():
+            indexes = self._indexes[self._flat.nodes[name]]
+            for member, member_variable in member_variables(name, variable, indexes).items():
+                if member in unstacked:
+                    raise ValueError(
+                        f"{shown(member)} is a variable, and stacked in {shown(name)} too"
+                    )
+                unstacked[member] = member_variable
+        encoding = self.obj.encoding
+        order = _positions(encoding.get("file_order", encoding.get("flat_order", ())))
+        if not order:
+            return unstacked
+        names = sorted(unstacked, key=lambda name: order.get(name, len(order)))
+        return {name: unstacked[name] for name in names}
+
+    def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
+        """Return the coordinates by tensor name, except those that stacking made.
+
+        An index that stacking made is included if it is along one of these dimensions.
+        """
+        tensors: dict[str, xr.Variable] = {}
+        for path, coords in self._flat.coords.items():
+            for name, coord in coords.items():
+                if is_made_by_stacking(coord) and (coord.dims != (name,) or name not in dims):
+                    continue
+                is_tree = isinstance(self.obj, xr.DataTree)
+                full = tensor_name(path, str(name), coord) if is_tree else str(name)
+                tensors.setdefault(full, coord)
+        return tensors
+
+    @property
+    def _root(self) -> xr.Dataset | xr.DataTree:
+        return self.obj.root if isinstance(self.obj, xr.DataTree) else self.obj
+
+    @cached_property
+    def _flat(self) -> Flat:
+        return flatten(self.obj)
+
+    @cached_property
+    def _indexes(self) -> dict[str, dict[Any, xr.Variable]]:
+        return {path: self._flat.indexes(path) for path in self._flat.coords}
+
+    # --- one by one ---------------------------------------------------------------------------
+
+    @cached_property
+    def _listing(self) -> _TensorListing:
+        listing = _TensorListing([], {}, {}, {})
         with paused_collector():
-            self.rows = list(self._rows())
+            listing.rows.extend(self._list_rows(listing))
+        return listing
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Each tensor as summaries need it, in file order if that is known."""
+        with paused_collector():
+            rows = self._listing.rows
             if shared := self.shared:
-                self.rows = list(tied(self.rows, shared))
-        order = {name: at for at, name in enumerate(obj.encoding.get("flat_order", ()))}
-        if order:
-            self.rows.sort(key=lambda row: order.get(row.name, len(order)))
+                rows = list(tied(rows, shared))
+        order = _positions(self.obj.encoding.get("flat_order", ()))
+        return sorted(rows, key=lambda row: order.get(row.name, len(order))) if order else rows
 
     @property
     def dims(self) -> dict[str, int]:
         """The dimensions of all variables and their sizes; where these differ, one of them."""
         return {
             str(dim): size
-            for dims, shape in self._shapes.items()
+            for dims, shape in self._listing.shapes.items()
             for dim, size in zip(dims, shape, strict=True)
         }
 
     @property
     def stacks(self) -> list[StackedNames]:
         """The tensors that are one variable each, by the dimensions that are left of these."""
-        every = self._members.values()
+        every = self._listing.members.values()
         return [StackedNames(m.record.template, m.dims, m.along) for m in every]
 
     @property
     def stacked(self) -> Collection[str]:
         """Names of the tensors that are stacked."""
-        return self._homes
+        return self._listing.homes
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the tensors, and of parts that are shown as variables."""
-        found = {row.name for row in self.rows}
+        names = {row.name for row in self.rows}
         variables = self._flat.variables
         parts = {n: f":{v.encoding['part']}" for n, v in variables.items() if "part" in v.encoding}
-        found.update(str(name).removesuffix(suffix) for name, suffix in parts.items())
-        for name, home in self._homes.items():
-            found.add(name.removesuffix(parts.get(home, "")))
-        return frozenset(found)
+        names.update(str(name).removesuffix(suffix) for name, suffix in parts.items())
+        for name, home in self._listing.homes.items():
+            names.add(name.removesuffix(parts.get(home, "")))
+        return frozenset(names)
 
     def select(self, names: TensorFilter | None) -> list[str]:
         """Choose tensors by their names, or by those of the variables that they are stacked in."""
-        homes = self._homes
+        homes = self._listing.homes
         known = dict.fromkeys([row.name for row in self.rows])
         wanted = set(select(known | dict.fromkeys(homes.values()), names))
         return [name for name in known if name in wanted or homes.get(name) in wanted]
 
     def variables_of(self, names: Iterable[str]) -> set[str]:
         """Name the variables that have some tensors."""
-        return {self._homes.get(name, name) for name in names}
+        return {self._listing.homes.get(name, name) for name in names}
 
     @property
     def shared(self) -> dict[str, str]:
@@ -197,7 +318,7 @@ class OpenTensors:
                 owners |= shares if isinstance(shares, dict) else {str(name): shares}
         if not owners:
             return {}
-        names = {row.name for row in self.rows}
+        names = {row.name for row in self._listing.rows}
         return {n: owner for n, owner in owners.items() if n in names and owner in names}
 
     @property
@@ -209,24 +330,25 @@ class OpenTensors:
 
     def variable(self, name: str) -> xr.Variable:
         """Return a tensor as a variable of its own."""
-        if name not in self._homes:
-            if name in self._flat.variables:
-                return self._flat.variables[name]
-            raise KeyError(no_tensor(name, [row.name for row in self.rows]))
-        return self._members[self._homes[name]].variable(name)
+        listing = self._listing
+        if name in listing.homes:
+            return listing.members[listing.homes[name]].variable(name)
+        if name in self._flat.variables:
+            return self._flat.variables[name]
+        raise KeyError(no_tensor(name, [row.name for row in self.rows]))
 
     def __getitem__(self, name: str) -> xr.DataArray:
         variable = self.variable(name)
-        indexes = self._indexes_of(self._homes.get(name, name))
+        indexes = self._indexes_of(self._listing.homes.get(name, name))
         coords = {dim: indexes[dim] for dim in variable.dims if dim in indexes}
         return xr.DataArray(variable, coords, name=name)
 
     def holds(self, name: str) -> bool:
         """Return whether the object, which may be changed in place, still has a tensor as seen."""
-        home = self._homes.get(name, name)
+        home = self._listing.homes.get(name, name)
         if home not in self._flat.variables:
             return False
-        node, obj = self._flat.nodes[home], self._obj
+        node, obj = self._flat.nodes[home], self.obj
         now = obj.variables if isinstance(obj, xr.Dataset) else obj.root[node].variables
         is_there = any(variable is self._flat.variables[home] for variable in now.values())
         indexes = self._indexes[node].items()
@@ -234,11 +356,12 @@ class OpenTensors:
 
     def code(self, name: str) -> str:
         """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
-        home = variable = self._homes.get(name, name)
+        listing = self._listing
+        home = variable = listing.homes.get(name, name)
         obj, place = "ds", {}
-        if name in self._homes:
-            place = self._members[home].place(name)
-        if isinstance(self._obj, xr.DataTree):
+        if name in listing.homes:
+            place = listing.members[home].place(name)
+        if isinstance(self.obj, xr.DataTree):
             variable, obj = self._path(home), "dt"
         index = [
             f"{dim}={at}" if dim.isidentifier() else f"**{{{_literal(dim)}: {at}}}"
@@ -247,13 +370,13 @@ class OpenTensors:
         selection = f".sel({', '.join(index)})" if index else ""
         return f"{obj}[{_literal(variable)}]{selection}"
 
-    def _rows(self) -> Iterator[Row]:
+    def _list_rows(self, listing: _TensorListing) -> Iterator[Row]:
         """List the tensors of all variables; this runs 100,000 times where nothing is stacked."""
         known: dict[Any, str] = {}
         for name, variable in self._flat.variables.items():
             encoding = variable.encoding
             # Asking the variable takes ten times as long, here and below.
-            shape = self._shapes[variable.dims] = variable._data.shape  # noqa: SLF001
+            shape = listing.shapes[variable.dims] = variable._data.shape  # noqa: SLF001
             told = "stored_dtype" in encoding
             dtype: Any = encoding["stored_dtype"] if told else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
@@ -272,11 +395,13 @@ class OpenTensors:
             storage = "" if is_plain else _storage(encoding)
             row = Row(str(name), known[dtype], shape, nbytes, storage)
             if is_stacked:
-                yield from self._unstacked(row, variable)
+                yield from self._list_members(row, variable, listing)
             else:
                 yield row
 
-    def _unstacked(self, row: Row, variable: xr.Variable) -> Iterator[Row]:
+    def _list_members(
+        self, row: Row, variable: xr.Variable, listing: _TensorListing
+    ) -> Iterator[Row]:
         """Note and list the tensors that are stacked in a variable."""
         try:
             members = StackMembers(row.name, variable, self._indexes_of(row.name))
@@ -291,10 +416,10 @@ class OpenTensors:
         whole = variable.encoding.get("original_shape")
         if whole is not None and whole[len(record.dims) :] != shape:
             nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
-        self._members[row.name] = members
+        listing.members[row.name] = members
         for member in members.numbers:
-            if member not in self._homes and member not in self._flat.variables:
-                self._homes[member] = row.name
+            if member not in listing.homes and member not in self._flat.variables:
+                listing.homes[member] = row.name
                 yield Row(member, row.dtype, shape, nbytes, row.storage)
 
     def _indexes_of(self, name: str) -> Mapping[Any, xr.Variable]:
@@ -303,9 +428,68 @@ class OpenTensors:
     def _path(self, name: str) -> str:
         """Return the path of a variable in the tree."""
         node = self._flat.nodes[name]
-        leaves = self._obj.root[node].variables if node != "/" else self._obj.root.variables
+        leaves = self.obj.root[node].variables if node != "/" else self.obj.root.variables
         leaf = next(leaf for leaf, v in leaves.items() if tensor_name(node, str(leaf), v) == name)
         return f"{node.rstrip('/')}/{leaf}"
+
+
+class FileTensors(OpenTensors):
+    """The tensors of a file, without a Dataset until names of dimensions are needed.
+
+    Parameters
+    ----------
+    source : Source
+        The open file.
+    index : Index
+        Its index.
+    options : OpenOptions
+        How the file is read.
+    """
+
+    def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
+        self._opened = source, index, options
+        has_coords = index.arrangement.coords
+        self._listed = {
+            listed.name: listed
+            for listed in list_arrays(source, index, options).arrays
+            if listed.role is not None or listed.name not in has_coords
+        }
+
+    @cached_property
+    def obj(self) -> xr.Dataset:
+        """The Dataset of the file."""
+        with paused_collector():
+            return make_dataset(*self._opened)
+
+    @property
+    def source(self) -> str:
+        """Name of the file."""
+        return self._opened[0].name
+
+    @property
+    def attrs(self) -> Mapping[Any, Any]:
+        """Attributes of the file."""
+        return self._opened[1].attrs
+
+    @property
+    def variable_names(self) -> Collection[Any]:
+        """Names of the variables of the Dataset."""
+        return self._listed
+
+    @cached_property
+    def coords(self) -> dict[Any, xr.Variable]:
+        """The coordinates of the Dataset."""
+        return super().coords if self._opened[1].arrangement.coords else {}
+
+    def stored(self, name: Any) -> LazyArray | None:
+        """Return the array of a variable in the file."""
+        return self._listed[name].lazy
+
+    def naming(self, name: Any) -> dict[str, Any]:
+        """Return the encoding that names the tensor of a variable."""
+        listed = self._listed[name]
+        naming = {"tensor": listed.tensor.name}
+        return naming if listed.role is None else {**naming, "part": listed.role}
 
 
 def no_tensor(name: str, known: Collection[str]) -> str:
@@ -378,6 +562,29 @@ def _dataset(
     new = xr.Dataset(variables, kept, old.attrs)
     new.encoding = dict(old.encoding)
     return new
+
+
+def stored_array(variable: xr.Variable) -> LazyArray | None:
+    """Return the array in the file if a variable is that, perhaps in other chunks."""
+    # `chunks` and `data` ask in general ways what kind of array it is: half of the time for
+    # thousands of small tensors.
+    array = variable._data  # noqa: SLF001
+    if not isinstance(array, da.Array):
+        return None
+    graph = array.dask
+    lazy: LazyArray
+    if isinstance(graph, TensorGraph):
+        lazy = graph._tensor[0]  # noqa: SLF001  our own
+        return lazy
+    layers = [layer for name, layer in graph.layers.items() if not name.startswith("rechunk-")]
+    if len(layers) == 1 and isinstance(layers[0], TensorLayer):
+        lazy = layers[0].lazy
+        return lazy if lazy.shape == array.shape else None
+    return None
+
+
+def _positions(names: Iterable[Any]) -> dict[Any, int]:
+    return {name: position for position, name in enumerate(names)}
 
 
 def _part_of(nbytes: int, shape: tuple[int, ...], whole: tuple[int, ...]) -> int:

@@ -117,10 +117,10 @@ def draw_histogram(
 def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
     """Find the distributions of tensors, and what is to be said of those that have none."""
     from xckpt.statistics.bins import distributions
-    from xckpt.statistics.entries import contents_of
+    from xckpt.statistics.entries import contents_of, entries_of
 
     homes, names = chosen.tensors.variables_of(chosen.names), set(chosen.names)
-    entries = contents_of(find(obj, lambda name: name in homes)).entries()
+    entries = entries_of(contents_of(find(obj, lambda name: name in homes)))
     every = [each for each in distributions(entries) if each.name in names]
     found = [each for each in every if each.count]
     if not found:

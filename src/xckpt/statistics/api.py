@@ -24,7 +24,7 @@ from xckpt.statistics.describe import (
     describe_all,
     statistic_names,
 )
-from xckpt.statistics.entries import contents_of, deferred, laid, laid_out
+from xckpt.statistics.entries import contents_of, deferred, entries_of, laid, laid_out
 from xckpt.statistics.records import rows_of
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.rows import describe_rows
@@ -140,7 +140,7 @@ def stats(
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
     options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
     with paused_collector():
-        entries = contents.entries(dim)
+        entries = entries_of(contents, dim)
         attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
         found, every = _describe_all(entries, options, progress)
@@ -183,7 +183,7 @@ def _stored_as(entry: Described) -> dict[str, Any]:
 
 def known_stats(obj: Any) -> xr.Dataset | None:
     """Return the statistics of an object if an earlier scan kept them; no data are read."""
-    readers = [reader for entry in contents_of(obj).entries() for reader in entry.readers]
+    readers = [reader for entry in entries_of(contents_of(obj)) for reader in entry.readers]
     return stats(obj) if all(kept(readers, Sketch)) else None
 
 

@@ -14,7 +14,7 @@ from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
-from xckpt.statistics.entries import contents_of, laid
+from xckpt.statistics.entries import contents_of, entries_of, laid
 from xckpt.statistics.records import rows_of
 from xckpt.statistics.scan import gather
 
@@ -145,7 +145,7 @@ def histogram(
     asked = require_bins(bins)
     contents = contents_of(obj, storage_options)
     with paused_collector():
-        entries = contents.entries()
+        entries = entries_of(contents)
     readers = [reader for entry in entries for reader in entry.readers]
     # Packed, because sketches of thousands of tensors take too much memory.
     packed: dict[int, bytes] = {}

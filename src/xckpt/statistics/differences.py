@@ -29,6 +29,7 @@ from xckpt.statistics.entries import (
     Described,
     contents_of_all,
     deferred,
+    entries_of,
     laid,
     laid_out,
 )
@@ -41,11 +42,12 @@ from xckpt.storage.limits import require_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
-    from xckpt.statistics.entries import Describable, Subject
+    from xckpt.statistics.entries import Describable
     from xckpt.statistics.pairs import Match
     from xckpt.typing import Dataset
 
@@ -217,7 +219,7 @@ def compare(
         raise ValueError(f"{which}=True is of whole tensors, now: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
-        sides = ours.entries(), theirs.entries()
+        sides = entries_of(ours), entries_of(theirs)
     if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
         both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
         names = dict(zip(*both, strict=False))
@@ -276,7 +278,7 @@ def _explained(
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     *,
-    sides: Sequence[Subject],
+    sides: Sequence[OpenTensors],
     progress: ProgressOption,
 ) -> dict[str, str]:
     """Put explanations into the attributes of variables; return the sentence about all."""

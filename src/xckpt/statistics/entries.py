@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from itertools import compress
 from math import prod
 from operator import getitem
@@ -19,23 +19,19 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.graph import TensorGraph, TensorLayer
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
-from xckpt.datasets.listing import Listed, list_arrays
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import (
     indices_left,
-    naming_encoding,
-    remember_stack,
     stack_of,
 )
+from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import locating, shown, some, warn
 from xckpt.index import Index, paused_collector
 from xckpt.interrupts import uninterrupted
-from xckpt.labels import flat_name
 from xckpt.labels.filters import suggest_names
 from xckpt.labels.numbering import parse_name
 from xckpt.registration import register_formatter
@@ -51,7 +47,6 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
-    from xckpt.storage import Source
     from xckpt.typing import Dataset
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
@@ -74,7 +69,8 @@ class Described(NamedTuple):
     readers: tuple[Reader, ...]
     #: What names the tensors, for the variable of the result.
     encoding: dict[str, Any]
-    subject: Subject
+    #: All tensors of the object; None for a tensor that only the other side of a comparison has.
+    tensors: OpenTensors | None = None
     #: Where a stack has no tensor along these dimensions, and how many elements elsewhere stand
     #: for absent ones; None where all are there.
     gone: Array | None = None
@@ -82,131 +78,88 @@ class Described(NamedTuple):
 
     @property
     def variable(self) -> xr.Variable:
-        """What is described, with names of its dimensions."""
-        return self.subject.variables[self.name]
+        """The variable, with names of its dimensions."""
+        if self.tensors is None:
+            return xr.Variable((), np.nan, encoding=self.encoding)
+        return self.tensors.variables[self.name]
 
 
-class Subject:
-    """All that is described: data variables and coordinates, and where they were read from."""
+def entries_of(
+    tensors: OpenTensors,
+    dims: Collection[Hashable] | None = None,
+    names: Collection[Hashable] | None = None,
+) -> list[Described]:
+    """List variables of numbers with their tensors; others are left out with a warning.
 
-    #: What whole tensors are taken from, by name.
-    tensors: Mapping[Hashable, xr.Variable | Listed]
-
-    def __init__(
-        self,
-        variables: Mapping[Hashable, xr.Variable],
-        coords: Mapping[Hashable, xr.Variable],
-        source: str,
-        attrs: Mapping[Any, Any] | None = None,
-    ) -> None:
-        self.variables = self.tensors = variables
-        self.coords = coords
-        self.source = source
-        #: Attributes of the checkpoint.
-        self.attrs: Mapping[Any, Any] = attrs or {}
-
-    def entries(self, dims: Collection[Hashable] | None = None) -> list[Described]:
-        """List variables of numbers with their tensors; others are left out with a warning."""
-        chosen = self.tensors
-        if dims is not None:
-            chosen = {n: v for n, v in self.variables.items() if not set(dims).isdisjoint(v.dims)}
-            self._require_known(dims)
-        found = []
-        left_out: dict[str, list[str]] = defaultdict(list)
-        for name, each in chosen.items():
-            try:
-                entry = self._entry(name, each, dims)
-                if entry.gone is None or not entry.gone.all():
-                    found.append(entry)
-            except TypeError as error:
-                left_out[_problem(each) or str(error)].append(str(name))
-        for reason, names in left_out.items():
-            text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
-            warn(text)
-        return found
-
-    def _require_known(self, dims: Collection[Hashable]) -> None:
-        """Raise an error if no variable has one of some dimensions."""
-        every = {dim for v in self.variables.values() for dim in v.dims}
-        unknown = set(dims) - every
-        if unknown:
-            asked = str(min(unknown, key=str))
-            hint = suggest_names(sorted(map(str, every)), asked)
-            if not hint and any(asked in parse_name(str(name)).modules for name in self.variables):
-                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
-            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
-
-    def _entry(
-        self, name: Hashable, each: xr.Variable | Listed, reduced: Collection[Hashable] | None
-    ) -> Described:
-        encoding = _naming(each)
-        record = None if isinstance(each, Listed) else stack_of(each)
-        lazy = each.lazy if isinstance(each, Listed) else _lazy_array(each)
-        readers: tuple[Reader, ...]
-        if lazy is not None and reduced is None and record is None:
-            readers = (reader_of(lazy, _flat_name(name, encoding)),)
-            return Described(name, (), (), readers, encoding, self)
-        variable = self.variables[name]
-        if reduced is None:
-            stacked: tuple[Hashable, ...] = () if record is None else record.dims
-            dims = tuple(dim for dim in variable.dims if dim in stacked)
-        else:
-            dims = tuple(dim for dim in variable.dims if dim not in reduced)
-            with locating(tensor=str(name)):
-                rows = prod(_shape(variable, dims))
-                require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
-        shape = _shape(variable, dims)
-        gone, absent = _absent(variable, dims, self.coords)
-        inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
-        if reduced is not None and prod(inner) <= LONGEST_ROW:
-            require_numbers(variable.dtype)
-            return Described(name, dims, shape, (), encoding, self, gone, absent)
-        if lazy is not None and not dims:
-            readers = (reader_of(lazy, _flat_name(name, encoding)),)
-        elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
-            part = _part_suffix(encoding)
-            members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
-            readers = tuple(reader_of(m, m.name + part) for m in members)
-        else:
-            names = member_names(name, variable, dims, self.coords)
-            arrays = _split(variable.transpose(*dims, ...), len(dims))
-            pairs = zip(arrays, names, strict=True)
-            there = pairs if gone is None else compress(pairs, ~gone.ravel())
-            readers = tuple(_reader(array, str(each)) for array, each in there)
-        return Described(name, dims, shape, readers, encoding, self, gone, absent)
+    By default all dimensions but stacked ones are reduced, and all variables are listed.
+    """
+    chosen = tensors.variable_names if names is None else names
+    if dims is not None:
+        variables = tensors.variables
+        chosen = [name for name in variables if not set(dims).isdisjoint(variables[name].dims)]
+        _require_known(tensors, dims)
+    entries = []
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for name in chosen:
+        try:
+            entry = _entry(tensors, name, dims)
+            if entry.gone is None or not entry.gone.all():
+                entries.append(entry)
+        except TypeError as error:
+            left_out[_problem(tensors.stored(name)) or str(error)].append(str(name))
+    for reason, left in left_out.items():
+        text = f"{some(left)} {'has' if len(left) == 1 else 'have'} no statistics: {reason}"
+        warn(text)
+    return entries
 
 
-class _FileSubject(Subject):
-    """A file, of which a Dataset is made only where names of dimensions are asked for."""
+def _require_known(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
+    """Raise an error if no variable has one of these dimensions."""
+    known = {dim for variable in tensors.variables.values() for dim in variable.dims}
+    unknown = set(dims) - known
+    if unknown:
+        dim = str(min(unknown, key=str))
+        hint = suggest_names(sorted(map(str, known)), dim)
+        if not hint and any(dim in parse_name(str(name)).modules for name in tensors.variables):
+            hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+        raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
 
-    def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
-        self.source = source.name
-        self.attrs = index.attrs
-        self._opened = source, index, options
-        self._coords = index.arrangement.coords
-        listing = list_arrays(source, index, options)
-        self.tensors = {
-            each.name: each
-            for each in listing.arrays
-            if each.role is not None or each.name not in self._coords
-        }
 
-    @cached_property
-    def _dataset(self) -> Subject:
-        from xckpt.datasets.making import make_dataset
-
-        with paused_collector():
-            return contents_of(make_dataset(*self._opened))
-
-    @property
-    def variables(self) -> Mapping[Hashable, xr.Variable]:  # type: ignore[override]  # not set
-        """All that is described, as variables of the Dataset."""
-        return self._dataset.variables
-
-    @property
-    def coords(self) -> Mapping[Hashable, xr.Variable]:  # type: ignore[override]
-        """Coordinates of the Dataset."""
-        return self._dataset.coords if self._coords else {}
+def _entry(tensors: OpenTensors, name: Hashable, reduced: Collection[Hashable] | None) -> Described:
+    encoding, lazy = tensors.naming(name), tensors.stored(name)
+    readers: tuple[Reader, ...]
+    if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
+        readers = (reader_of(lazy, _flat_name(name, encoding)),)
+        return Described(name, (), (), readers, encoding, tensors)
+    variable = tensors.variables[name]
+    record = stack_of(variable)
+    if reduced is None:
+        stacked: tuple[Hashable, ...] = () if record is None else record.dims
+        dims = tuple(dim for dim in variable.dims if dim in stacked)
+    else:
+        dims = tuple(dim for dim in variable.dims if dim not in reduced)
+        with locating(tensor=str(name)):
+            rows = prod(_shape(variable, dims))
+            require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
+    shape = _shape(variable, dims)
+    gone, absent = _absent(variable, dims, tensors.coords)
+    inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
+    if reduced is not None and prod(inner) <= LONGEST_ROW:
+        require_numbers(variable.dtype)
+        return Described(name, dims, shape, (), encoding, tensors, gone, absent)
+    if lazy is not None and not dims:
+        readers = (reader_of(lazy, _flat_name(name, encoding)),)
+    elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
+        part = _part_suffix(encoding)
+        members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
+        readers = tuple(reader_of(m, m.name + part) for m in members)
+    else:
+        names = member_names(name, variable, dims, tensors.coords)
+        arrays = _split(variable.transpose(*dims, ...), len(dims))
+        pairs = zip(arrays, names, strict=True)
+        there = pairs if gone is None else compress(pairs, ~gone.ravel())
+        readers = tuple(_reader(array, str(each)) for array, each in there)
+    return Described(name, dims, shape, readers, encoding, tensors, gone, absent)
 
 
 def member_names(
@@ -263,22 +216,21 @@ def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
     return np.ascontiguousarray(rows.T).reshape(-1, *shape)
 
 
-def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> Subject:
-    """Find what there is to describe."""
+def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> OpenTensors:
+    """Return the tensors of an object, which may be a path."""
     return contents_of_all([obj], storage_options)[0]
 
 
 def contents_of_all(
     objects: Sequence[Any], storage_options: dict[str, Any] | None = None
-) -> list[Subject]:
-    """Find what there is to describe of several objects, some of which may be open."""
+) -> list[OpenTensors]:
+    """Return the tensors of several objects; remote files are opened in parallel."""
     objects = [as_dataset(obj) for obj in objects]
     if storage_options is not None and all(map(_is_open, objects)):
         text = "storage_options are for a path or URL: pass them to xr.open_dataset"
         raise TypeError(text)
     if len(objects) == 1 or not any(map(is_remote, objects)):
         return [_contents_of(obj, storage_options) for obj in objects]
-    # While one of them waits for an answer, another one is opened.
     with ThreadPoolExecutor(len(objects), "xckpt-open") as threads:
         return list(threads.map(partial(_contents_of, storage_options=storage_options), objects))
 
@@ -287,25 +239,11 @@ def _is_open(obj: Any) -> bool:
     return isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
 
 
-def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
-    if isinstance(obj, Subject):
+def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensors:
+    if isinstance(obj, OpenTensors):
         return obj
-    if isinstance(obj, xr.Dataset):
-        coords = {name: obj.variables[name] for name in obj.coords}
-        variables = {
-            n: remember_stack(n, v, coords) for n, v in obj.variables.items() if n not in coords
-        }
-        return Subject(variables, coords, str(obj.encoding.get("source", "")), obj.attrs)
-    if isinstance(obj, xr.DataArray):
-        coords = {name: coord.variable for name, coord in obj.coords.items()}
-        name = "data" if obj.name is None else obj.name
-        return Subject(
-            {name: remember_stack(name, obj.variable, coords)},
-            coords,
-            str(obj.encoding.get("source", "")),
-        )
-    if isinstance(obj, xr.DataTree):
-        return _tree_contents(obj)
+    if _is_open(obj):
+        return OpenTensors(obj)
     if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
         return _file_contents(obj, storage_options)
     if callable(getattr(obj, "state_dict", None)):
@@ -316,7 +254,7 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     )
 
 
-def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
+def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> FileTensors:
     with uninterrupted():
         from xckpt.opening import open_index
 
@@ -325,48 +263,11 @@ def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     source, index = open_index(path, format, storage_options=storage_options)
     register_formatter()  # results by channel have a variable for each tensor
     with paused_collector():
-        return _FileSubject(source, index, OpenOptions(storage_options=storage_options))
+        return FileTensors(source, index, OpenOptions(storage_options=storage_options))
 
 
-def _tree_contents(tree: xr.DataTree) -> Subject:
-    variables: dict[Hashable, xr.Variable] = {}
-    coords: dict[Hashable, xr.Variable] = {}
-    for node in tree.subtree:
-        inside = dict(node.coords)
-        here = {name: coord.variable for name, coord in inside.items()}
-        coords |= here
-        for leaf, variable in node.variables.items():
-            if leaf not in inside:
-                path = f"{node.relative_to(tree)}/{leaf}".removeprefix("./")
-                found = remember_stack(flat_name(node.path, str(leaf)), variable, here)
-                name = _flat_name(path, found.encoding)
-                variables[path if name in variables else name] = found
-    return Subject(variables, coords, str(tree.root.encoding.get("source", "")), tree.root.attrs)
-
-
-def _lazy_array(variable: xr.Variable) -> LazyArray | None:
-    """Return the array in the file, if a variable is that and nothing was computed from it."""
-    # `chunks` and `data` ask in general ways what kind of array it is: half of the time for
-    # thousands of small tensors.
-    array = variable._data  # noqa: SLF001
-    if not isinstance(array, da.Array):
-        return None
-    graph = array.dask
-    lazy: LazyArray
-    if isinstance(graph, TensorGraph):
-        lazy = graph._tensor[0]  # noqa: SLF001  our own
-        return lazy
-    # Another cut of the same values.
-    layers = [layer for name, layer in graph.layers.items() if not name.startswith("rechunk-")]
-    if len(layers) == 1 and isinstance(layers[0], TensorLayer):
-        lazy = layers[0].lazy
-        return lazy if lazy.shape == array.shape else None
-    return None
-
-
-def _problem(each: xr.Variable | Listed) -> str | None:
-    """Return why the tensor of a variable, or the first one of a stack, cannot be read."""
-    lazy = each.lazy if isinstance(each, Listed) else _lazy_array(each)
+def _problem(lazy: LazyArray | None) -> str | None:
+    """Return the reason why an array, or the first one of a stack, cannot be read."""
     if isinstance(lazy, StackedArray):
         lazy = lazy.first
     return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
@@ -403,14 +304,6 @@ class _Values:
 
 def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]:
     return tuple(variable.sizes[dim] for dim in dims)
-
-
-def _naming(each: xr.Variable | Listed) -> dict[str, Any]:
-    """Return the encoding that names the tensors of a variable."""
-    if isinstance(each, Listed):
-        named = {"tensor": each.tensor.name}
-        return named if each.role is None else {**named, "part": each.role}
-    return naming_encoding(each)
 
 
 def _flat_name(name: Hashable, encoding: Mapping[Any, Any]) -> str:
@@ -452,7 +345,7 @@ def laid_out(
     entries: Sequence[Described],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
-    contents: Subject,
+    contents: OpenTensors,
 ) -> Dataset:
     """Make the Dataset of results."""
     sizes: dict[Hashable, int] = {}

@@ -14,7 +14,7 @@ from xckpt.formatting import printable
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select, suggest_names
 from xckpt.statistics.api import QUANTILES, stats
-from xckpt.statistics.entries import contents_of
+from xckpt.statistics.entries import contents_of, entries_of
 from xckpt.statistics.evidence import Evidence
 from xckpt.statistics.rules import RULES
 from xckpt.statistics.runs import run_dim
@@ -140,7 +140,7 @@ def examine(
         cache=cache,
     )
     with paused_collector():
-        readers = [reader for entry in subject.entries() for reader in entry.readers]
+        readers = [reader for entry in entries_of(subject) for reader in entry.readers]
     run = run_dim(subject.coords)
     evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
     return result, _judged(evidence, ignored)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import xarray as xr
 
 from xckpt.errors import shown
 from xckpt.index import paused_collector
@@ -19,7 +18,7 @@ from xckpt.labels.conventions import match_names
 from xckpt.labels.filters import select
 from xckpt.labels.renaming import new_names
 from xckpt.progress import Progress
-from xckpt.statistics.entries import Described, Subject
+from xckpt.statistics.entries import Described
 from xckpt.statistics.explaining.names import Rules, are_other_roles, conventions
 from xckpt.statistics.explaining.search import partners
 from xckpt.statistics.explaining.sketches import sketched
@@ -98,9 +97,7 @@ def _rows_of(
                 own += " (b)"
             taken.add(own)
             encoding = {"tensor": name}
-            variable = xr.Variable((), np.nan, encoding=encoding)
-            subject = Subject({own: variable}, {}, "")
-            found.append(Described(own, (), (), (member,), encoding, subject))
+            found.append(Described(own, (), (), (member,), encoding))
             rows.append([Match(name, theirs=member)])
     return found, rows
 

@@ -10,7 +10,7 @@ from xckpt.formatting import counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
 from xckpt.statistics.differences import MEASURES, compare_pairs
-from xckpt.statistics.entries import contents_of
+from xckpt.statistics.entries import contents_of, entries_of
 from xckpt.statistics.equals import equal_to
 from xckpt.statistics.evidence import EVERY, Evidence, Finding, Rule, out_of_line
 from xckpt.statistics.pairs import pair_of
@@ -83,7 +83,7 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     """Compare the steps of a Dataset of `open_steps`; `tensors` selects by names without steps."""
     subject = contents_of(obj)
     with paused_collector():
-        readers = [reader for entry in subject.entries() for reader in entry.readers]
+        readers = [reader for entry in entries_of(subject) for reader in entry.readers]
     dim = run_dim(subject.coords)
     dtypes = [reader.kind.name for reader in readers]
     shapes = [tuple(reader.array.shape) for reader in readers]

@@ -24,7 +24,7 @@ from xckpt.labels import select
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
-from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
+from xckpt.statistics.entries import contents_of_all, entries_of, laid, laid_out
 from xckpt.statistics.kinds import kind_of
 from xckpt.statistics.records import key_of, open_records
 from xckpt.statistics.singular import (
@@ -41,6 +41,7 @@ from xckpt.storage.limits import cpu_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable, Described
@@ -166,8 +167,8 @@ def spectrum(
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
     objects = [obj] if minus is None else [obj, minus]
     contents, *others = contents_of_all(objects, storage_options)
-    variables = {n: v for n, v in contents.variables.items() if _has_matrices(v)}
-    entries = Subject(variables, contents.coords, contents.source).entries()
+    names_of_matrices = [name for name, v in contents.variables.items() if _has_matrices(v)]
+    entries = entries_of(contents, names=names_of_matrices)
     matrices = _chosen(entries, tensors, others[0] if others else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
     is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None
@@ -193,7 +194,7 @@ def _has_matrices(variable: xr.Variable) -> bool:
 
 
 def _chosen(
-    entries: Sequence[Described], tensors: TensorFilter | None, subtracted: Subject | None
+    entries: Sequence[Described], tensors: TensorFilter | None, subtracted: OpenTensors | None
 ) -> dict[str, Matrix]:
     """Return the matrices by the names of their tensors; warn once about those left out."""
     sides = {r.name: _Side(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
@@ -201,7 +202,7 @@ def _chosen(
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
     others: dict[str, _Side] = {}
-    for entry in subtracted.entries() if subtracted is not None else ():
+    for entry in entries_of(subtracted) if subtracted is not None else ():
         others |= {r.name: _Side(r, _stored_kind(entry, r)) for r in entry.readers}
     left_out: Counter[str] = Counter()
     matrices = {}
@@ -453,7 +454,7 @@ def _estimate(matrices: Sequence[Matrix]) -> str:
 
 
 def _laid_out_values(
-    entries: Sequence[Described], found: Mapping[str, _Decomposed], contents: Subject
+    entries: Sequence[Described], found: Mapping[str, _Decomposed], contents: OpenTensors
 ) -> xr.Dataset:
     variables: dict[Hashable, xr.Variable] = {}
     dims: dict[int, str] = {}

@@ -61,6 +61,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     Raises
     ------
     TypeError
+        If it is not a Dataset.
+    ValueError
         If it is not the result of `stats`, `spectrum` or `compare`.
 
     Examples
@@ -71,7 +73,7 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     import xarray as xr
 
     given: Any = result
-    if not isinstance(given, xr.Dataset) or "statistic" not in given.dims:
+    if not isinstance(given, xr.Dataset):
         text = "table() takes the result of stats() or compare(), not this"
         raise TypeError(f"{text} {type(given).__name__}")
     with paused_collector():

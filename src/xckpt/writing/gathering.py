@@ -24,9 +24,8 @@ from xarray.core.indexing import ExplicitlyIndexed
 from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.datasets.stack_records import is_made_by_stacking, member_variables, remember_stack
-from xckpt.datasets.tensors import flatten, tensor_name
-from xckpt.errors import UnsupportedError, shown
+from xckpt.datasets.tensors import OpenTensors
+from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart
 from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNamer, explicit_name
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
-    from xckpt.datasets.tensors import Flat
     from xckpt.storage import Source
     from xckpt.writing.fitting import Changes
 
@@ -167,53 +165,27 @@ def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
         yield from files_of(source)
 
 
-# --- variables by the names of tensors: trees flat, stacks taken apart ---------------------------
+# --- variables by the names of tensors ------------------------------------------------------------
 
 
 def _named_variables(
     obj: xr.Dataset | xr.DataTree, changes: Changes
 ) -> tuple[dict[str, xr.Variable], list[str]]:
     """List what becomes a tensor, and which of it are coordinates."""
-    flat = flatten(obj)
-    found = _apart(flat)
-    for name in found:
+    tensors = OpenTensors(obj)
+    variables = tensors.unstacked()
+    for name in variables:
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
-    known = obj.encoding.get("file_order", obj.encoding.get("flat_order", ()))
-    order = {name: at for at, name in enumerate(known)}
-    if order:
-        names = sorted(found, key=lambda name: order.get(name, len(order)))
-        found = {name: found[name] for name in names}
-    used = {dim for variable in found.values() for dim in variable.dims}
-    named = []
-    for path, coords in flat.coords.items():
-        for name, coord in coords.items():
-            # What is in the names of the tensors.
-            if is_made_by_stacking(coord) and (coord.dims != (name,) or name not in used):
-                continue
-            full = str(name)
-            if isinstance(obj, xr.DataTree):
-                full = tensor_name(path, full, coord)
-            if element_type(coord.dtype) is None:
-                changes.add("coordinates without numbers are not written", full)
-            elif full not in found:
-                found[full] = coord.to_base_variable()
-                named.append(full)
-    return found, named
-
-
-def _apart(flat: Flat) -> dict[Any, xr.Variable]:
-    """Take stacks apart."""
-    indexes = {path: flat.indexes(path) for path in flat.coords}
-    found: dict[Any, xr.Variable] = {}
-    for name, variable in flat.variables.items():
-        here = indexes[flat.nodes[name]]
-        members = member_variables(name, remember_stack(name, variable, here), here)
-        for member, unstacked in members.items():
-            if member in found:
-                raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
-            found[member] = unstacked
-    return found
+    dims = {dim for variable in variables.values() for dim in variable.dims}
+    coords = []
+    for name, coord in tensors.coord_tensors(dims).items():
+        if element_type(coord.dtype) is None:
+            changes.add("coordinates without numbers are not written", name)
+        elif name not in variables:
+            variables[name] = coord.to_base_variable()
+            coords.append(name)
+    return variables, coords
 
 
 # --- what nothing was done to --------------------------------------------------------------------
