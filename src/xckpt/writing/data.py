@@ -301,6 +301,8 @@ class ArrayData(PartData):
 
     def runs(self) -> Iterator[tuple[tuple[slice, ...], int]]:
         """Cut the array into runs of the file, in order; their axes have the file's order."""
+        if isinstance(self.array, LazyArray):
+            self.array.require_expansion()
         shape = self.array.shape[::-1] if self.order == "F" else self.array.shape
         if 0 in shape:
             return
