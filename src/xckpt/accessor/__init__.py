@@ -1,4 +1,9 @@
-"""``ds.ckpt`` and ``dt.ckpt``: what a checkpoint adds to the xarray objects it was opened as."""
+"""The accessor ``ds.ckpt`` of Datasets, DataTrees and DataArrays.
+
+Each method calls one function of the package with the open object; this room adds signatures and
+documentation, the widget of `explore`, and reports. It may import every room except `cli`. Read
+`forwarding` first: most methods are made by it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ _INSTEAD = {
     "report": "html to_html markdown",
     "manifest()": "hash digest checksum sha256 fingerprint",
 }
-#: What it is an attribute of: of a tree, parts are trees.
+#: Type of the object: selections of a tree are trees.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
@@ -62,17 +67,17 @@ _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 @xr.register_datatree_accessor("ckpt")
 @xr.register_dataarray_accessor("ckpt")
 class CheckpointAccessor(Generic[Obj]):
-    """What xckpt knows of a Dataset, DataTree or DataArray that one of its engines opened.
+    """Methods of xckpt for a Dataset, DataTree or DataArray that one of its engines opened.
 
-    Its ``repr`` is the folded summary of the tensors in it: repeated modules as one line each,
-    with counts, shapes, element types and sizes, and what `stats` found wrong, once they were
-    computed. It reads no data. That of statistics, a comparison or a histogram says what they are
-    and shows the first rows of their table. A DataArray is what a Dataset of it alone is.
+    The ``repr`` is a folded summary of the tensors: one line for repeated modules, with counts,
+    shapes, element types and sizes, and the findings of the last `stats`. It reads no data. For
+    statistics, a comparison or a histogram it shows the first rows of their table. A DataArray is
+    treated as a Dataset with one variable.
 
     Parameters
     ----------
     obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        The object that it is an attribute of.
+        Object to which the accessor belongs.
 
     Examples
     --------
@@ -99,7 +104,7 @@ class CheckpointAccessor(Generic[Obj]):
         self._tensors: OpenTensors | None = None
         self._stats: xr.Dataset | None = None
         self._findings: tuple[TensorFinding, ...] | None = None
-        self._described: list[Any] = []  # the arrays that the statistics are of
+        self._described: list[Any] = []  # the arrays with these statistics
 
     if not TYPE_CHECKING:  # a type checker would take any name
 
@@ -108,9 +113,11 @@ class CheckpointAccessor(Generic[Obj]):
                 raise AttributeError(name)
             from xckpt.labels.filters import suggest_word
 
-            known = [public for public in vars(CheckpointAccessor) if not public.startswith("_")]
-            meant = suggest_word(name, _INSTEAD, known)
-            hint = f"did you mean .ckpt.{meant}?" if meant else f"it has {', '.join(known)}"
+            public = [name for name in vars(CheckpointAccessor) if not name.startswith("_")]
+            suggestion = suggest_word(name, _INSTEAD, public)
+            hint = f"it has {', '.join(public)}"
+            if suggestion:
+                hint = f"did you mean .ckpt.{suggestion}?"
             raise AttributeError(f".ckpt has no attribute {name!r}; {hint}")
 
     def __repr__(self) -> str:
@@ -131,8 +138,8 @@ class CheckpointAccessor(Generic[Obj]):
             return f"<p>{escape(_not_ours(self._given))}</p>"
         return self._html(self._summary())
 
-    # What `xckpt.notebook.extension` shows in place of xarray's view of very many variables; None
-    # for the objects of others.
+    # `xckpt.notebook.extension` shows this instead of xarray's view of very many variables; None
+    # means that the object is not from xckpt.
     def _repr_large_(self, note: str) -> dict[str, str] | None:
         from html import escape
 
@@ -151,37 +158,36 @@ class CheckpointAccessor(Generic[Obj]):
 
         obj = self._called
         calls = [f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()"]
-        # Where modules are listed, they are followed by the call that chooses some.
+        # The list of modules already ends with the call that selects some.
         if summary.choose and not summary.modules:
             calls.append(summary.choose)
         return render(summary, calls)
 
     @property
     def format(self) -> str | None:
-        """Name of the format that the object was opened from, None for other objects."""
+        """Name of the format of the file, None for objects that no engine of xckpt opened."""
         name = self._encoding.get("format")
         return name if name in formats.names() else None
 
     def summary(self, by: Literal["pattern", "dtype", "layer", "role"] = "pattern") -> pd.DataFrame:
-        """Sum the tensors up in a table, largest first. Nothing is read.
+        """Summarise the tensors in a table, largest first. Nothing is read.
 
         Parameters
         ----------
         by : {"pattern", "dtype", "layer", "role"}
-            One row for each pattern of names, each stored element type, each numbered module, or
-            each role: weights, moments of an optimizer, ...
+            One row for each pattern of names, stored element type, numbered module, or role
+            (weights, moments of an optimizer, ...).
 
         Returns
         -------
         pandas.DataFrame
-            With the columns ``tensors``, ``parameters`` (trainable elements), ``nbytes`` and
-            ``share``; patterns have ``shape``, ``dtype`` and ``storage`` as well. Tied tensors
-            count once.
+            Columns ``tensors``, ``parameters`` (trainable elements), ``nbytes`` and ``share``;
+            for patterns also ``shape``, ``dtype`` and ``storage``. Tied tensors count once.
 
         Raises
         ------
         ValueError
-            If `by` is none of these.
+            If `by` has another value.
 
         Examples
         --------
@@ -193,17 +199,17 @@ class CheckpointAccessor(Generic[Obj]):
         return sizes_table(OpenTensors(self._obj).rows, by)
 
     def tree(self, depth: int = 3) -> ModuleTree:
-        """Show the modules, numbered ones folded, with how many tensors and bytes are in them.
+        """Return the tree of modules with their numbers of tensors and bytes, numbered ones folded.
 
         Parameters
         ----------
         depth : int, default 3
-            How many levels of the names.
+            Number of levels.
 
         Returns
         -------
         ModuleTree
-            Shows itself in a notebook or a terminal.
+            Its ``repr`` is the tree.
 
         Examples
         --------
@@ -215,17 +221,17 @@ class CheckpointAccessor(Generic[Obj]):
         return ModuleTree(OpenTensors(self._obj).rows, depth)
 
     def modules(self) -> pd.DataFrame:
-        """Say which numbers each module has, and which tensors have them. Nothing is read.
+        """List the numbers of each module, and the tensors that have them. Nothing is read.
 
-        It tells why stacking makes both ``layers`` and ``layers_2``: their tensors have different
-        numbers.
+        The table shows why stacking makes both ``layers`` and ``layers_2``: their tensors have
+        different numbers.
 
         Returns
         -------
         pandas.DataFrame
-            One row for each set of numbers: ``module``, ``numbers`` (``"{0..60}"``), how many
-            these are, ``dim`` (the dimension that has them, empty where they are not stacked), and
-            ``variables``, the names of the tensors without their numbers.
+            One row for each set of numbers: ``module``, ``numbers`` (``"{0..60}"``), ``count``,
+            ``dim`` (the stacked dimension, empty without one), and ``variables``, the names of the
+            tensors without their numbers.
 
         Examples
         --------
@@ -248,7 +254,7 @@ class CheckpointAccessor(Generic[Obj]):
         modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
         join: Literal["exact", "outer"] = "exact",
     ) -> Obj:
-        """Make numbered modules dimensions, as ``open_dataset(..., stack=...)`` does.
+        """Turn numbered modules into dimensions, as ``open_dataset(..., stack=...)`` does.
 
         ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... of one shape and element type become the
         variable ``layers.mlp.w`` with a dimension ``layers``, whose coordinate has the numbers.
@@ -257,25 +263,25 @@ class CheckpointAccessor(Generic[Obj]):
         Parameters
         ----------
         modules : True, str, or list of str, default True
-            The modules whose numbers become dimensions, by default all.
+            Modules whose numbers become dimensions; all by default.
         join : {"exact", "outer"}, default "exact"
-            What becomes of modules of which some tensors have only some numbers. "exact": other
-            numbers are another dimension (``layers_1``). "outer": one dimension has them all, and
-            members that are absent are NaN; variables whose type has no NaN, as integers, are
-            stacked as for "exact".
+            How to stack tensors of a module that have different numbers. "exact": other numbers
+            become another dimension (``layers_1``). "outer": one dimension has all numbers, and
+            missing members are NaN; types without NaN, such as integers, are stacked as for
+            "exact".
 
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is. A tensor whose name differs from no other by numbers alone, or that
-            has another shape or type, stays as it is.
+            Same kind as the object. A tensor stays as it is if no other name differs from its
+            name by numbers alone, or if its shape or type differs from theirs.
 
         Raises
         ------
         TypeError
-            If `modules` is none of these.
+            If `modules` has another type.
         ValueError
-            If `join` is neither.
+            If `join` has another value.
 
         Examples
         --------
@@ -287,19 +293,18 @@ class CheckpointAccessor(Generic[Obj]):
         return stack_modules(self._obj, modules, join)
 
     def unstack(self) -> Obj:
-        """Return every stacked tensor a variable of its own again, the inverse of `stack`.
+        """Turn every stacked tensor into a variable of its own again, the inverse of `stack`.
 
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is, with its tensors in the order of the file. A selection gives the
-            tensors that it has; what was computed from stacked variables stays as it is.
+            Same kind as the object, with the tensors in the order of the file. A selection has
+            the tensors that it selected; variables computed from stacked ones stay as they are.
 
         Raises
         ------
         ValueError
-            If a stacked dimension was renamed or lost its coordinate, so that it cannot be told
-            which tensors are there.
+            If a stacked dimension was renamed or lost its coordinate, which names the tensors.
 
         Examples
         --------
@@ -311,7 +316,7 @@ class CheckpointAccessor(Generic[Obj]):
         return unstack_modules(self._obj)
 
     def __getitem__(self, name: str) -> DataArray:
-        """Return a tensor by the name that the file has for it, stacked or in a tree too.
+        """Return a tensor by its name in the file, also if it is stacked or in a tree.
 
         Parameters
         ----------
@@ -326,7 +331,7 @@ class CheckpointAccessor(Generic[Obj]):
         Raises
         ------
         KeyError
-            If there is no such tensor; the message has similar names.
+            If no tensor has this name; the message suggests similar names.
 
         Examples
         --------
@@ -341,7 +346,7 @@ class CheckpointAccessor(Generic[Obj]):
                 "ds.ckpt[...] takes the name of one tensor: ds.ckpt.find takes several, or a glob"
             )
             raise TypeError(text)
-        # Kept, as callers ask for many; made anew when the object was changed in place.
+        # Cached, as callers get many tensors; renewed after the object was changed in place.
         if self._tensors is None or not self._tensors.holds(name):
             self._tensors = OpenTensors(self._obj)
         return cast("DataArray", self._tensors[name])
@@ -352,11 +357,10 @@ class CheckpointAccessor(Generic[Obj]):
         return [row.name for row in OpenTensors(self._obj).rows]
 
     def sel(self, **modules: int | Sequence[int] | slice) -> Obj:
-        """Choose the tensors that are in certain modules, by their numbers, stacked or not.
+        """Select tensors by the numbers of their modules, stacked or not.
 
-        Unlike xarray's own ``sel`` it goes by the name of the module, across all dimensions that
-        stacking made of it (``layers``, ``layers_2``), and leaves out what is in none of these
-        modules.
+        Unlike xarray's own ``sel`` it takes the name of a module, for all dimensions that stacking
+        made of it (``layers``, ``layers_2``), and drops tensors outside of the selected modules.
 
         Parameters
         ----------
@@ -366,14 +370,14 @@ class CheckpointAccessor(Generic[Obj]):
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is. A single number of a stacked module drops its dimension.
+            Same kind as the object. A single number of a stacked module drops its dimension.
 
         Raises
         ------
         KeyError
-            If there is no such module, or no such number of it.
+            If a module or a number of it does not exist.
         TypeError
-            If an indexer is none of these.
+            If an indexer has another type.
 
         Examples
         --------
@@ -385,7 +389,7 @@ class CheckpointAccessor(Generic[Obj]):
         return select_modules(self._obj, modules)
 
     def isel(self, **modules: int | Sequence[int] | slice) -> Obj:
-        """Choose tensors as `sel` does, by positions among the numbers that a module has.
+        """Select tensors as `sel` does, by position among the numbers of a module.
 
         Parameters
         ----------
@@ -395,14 +399,14 @@ class CheckpointAccessor(Generic[Obj]):
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is.
+            Same kind as the object.
 
         Raises
         ------
         KeyError
-            If there is no such module.
+            If a module does not exist.
         IndexError
-            If it has no such position.
+            If a module has fewer numbers.
 
         Examples
         --------
@@ -420,29 +424,29 @@ class CheckpointAccessor(Generic[Obj]):
         dtype: DtypeFilter | None = None,
         min_bytes: int | str = 0,
     ) -> Obj:
-        """Choose variables by name, element type and size.
+        """Select variables by name, element type and size.
 
         Parameters
         ----------
         names : str, iterable of str, re.Pattern or callable, optional
-            A glob of whole names, several globs, a regular expression that is searched for, or a
-            function from a name to a bool. In a tree names are those of the file, with dots.
+            Glob of whole names, several globs, regular expression to search for, or function from
+            a name to a bool. Names in a tree are those in the file, with dots.
         dtype : str or dtype, or a list of these, optional
-            Element type as it is stored: ``"bfloat16"`` or ``"bf16"``, ``numpy.float32``.
+            Stored element type: ``"bfloat16"`` or ``"bf16"``, ``numpy.float32``.
         min_bytes : int or str, default 0
-            Least stored size, in bytes or as ``"10 MiB"``.
+            Minimum stored size, in bytes or as ``"10 MiB"``.
 
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is, with the attributes of the file; empty if nothing matches.
+            Same kind as the object, with the attributes of the file; empty if nothing matches.
 
         Raises
         ------
         TypeError
-            If an argument is none of these.
+            If an argument has another type.
         ValueError
-            If `min_bytes` is a text that is no size.
+            If `min_bytes` is a string other than a size.
 
         Warns
         -----
@@ -461,7 +465,7 @@ class CheckpointAccessor(Generic[Obj]):
     def _keep(
         self, result: xr.Dataset, *, compute: bool = True, dim: object = None, **_: Any
     ) -> None:
-        """Keep statistics of whole tensors, for the summary and for pictures."""
+        """Keep statistics of whole tensors for the summary and for plots."""
         if compute and dim is None:
             self._stats, self._findings = result, None
             self._described = self._arrays()
@@ -481,19 +485,19 @@ class CheckpointAccessor(Generic[Obj]):
         progress: ProgressOption = None,
         cache: bool = True,
     ) -> pd.DataFrame:
-        """List what looks wrong with tensors: NaN, dead channels, copied layers, ...
+        """List signs of damage in tensors: NaN, dead channels, copied layers, ...
 
-        From then on the summary shows it.
+        The summary shows them from then on.
 
         Parameters
         ----------
         stats : xarray.Dataset, optional
-            Statistics of this object: list what follows from them alone, and read nothing. By
-            default the object itself if it is statistics; else tensors are read in one pass, unless
-            what was found is in the cache.
+            Statistics of this object, from which findings follow without reading it. By default
+            the object itself if it has statistics; otherwise tensors are read in one pass, unless
+            their statistics are in the cache.
         ignore : str or iterable of str, optional
-            Rules not to list, such as ``"constant"``, perhaps for some tensors only:
-            ``"dead_rows:*.delta"``.
+            Rules to leave out, such as ``"constant"``, or ``"dead_rows:*.delta"`` for tensors that
+            match a glob.
         progress : bool or callable, optional
             As for `xckpt.stats`.
         cache : bool, default True
@@ -502,7 +506,7 @@ class CheckpointAccessor(Generic[Obj]):
         Returns
         -------
         pandas.DataFrame
-            With the columns ``tensor, rule, value, severity, explanation``; see `xckpt.findings`.
+            Columns ``tensor, rule, value, severity, explanation``; see `xckpt.findings`.
 
         Examples
         --------
@@ -520,10 +524,10 @@ class CheckpointAccessor(Generic[Obj]):
         """Return statistics and findings, and keep both for the summary."""
         from xckpt.statistics import examine
 
-        result, found = examine(self._obj, **options)
+        result, findings = examine(self._obj, **options)
         self._keep(result)
-        self._findings = _as_findings(found)
-        return result, found
+        self._findings = _as_findings(findings)
+        return result, findings
 
     def compare(
         self,
@@ -539,32 +543,32 @@ class CheckpointAccessor(Generic[Obj]):
         cache: bool = True,
         storage_options: dict[str, Any] | None = None,
     ) -> Dataset:
-        """Compare with another checkpoint, tensor by tensor: what changed, and how much.
+        """Compare with another checkpoint, tensor by tensor.
 
         Parameters
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-            Of whatever format and element types.
+            Other checkpoint, in any format and with any element types.
         names : "auto", mapping, callable, or pair of a regular expression and its replacement
-            From the name of a tensor here to the name in `other`; ``"auto"`` finds them by content
-            and by names that projects are known to give, see `xckpt.compare`.
+            From the name of a tensor here to the name in `other`; ``"auto"`` pairs them by content
+            and by naming conventions of well-known projects, see `xckpt.compare`.
         tensors : str, iterable of str, re.Pattern or callable, optional
-            Compare only these.
+            Tensors to compare; all by default.
         dim : str, int, iterable of these, or mapping of these to int, optional
-            Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+            Dimensions to reduce, for a value for each channel or block; see `xckpt.compare`.
         codes : bool
-            Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
+            Whether to count codes of quantised tensors in `other`: ``saturated``, ``unused``.
         explain : bool
-            Whether to find out why tensors differ; see `xckpt.compare`.
+            Whether to search for the reasons of differences; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
-            For fsspec, where `other` is a URL.
+            Options for the storage of `other`, if it is a URL.
 
         Returns
         -------
         xarray.Dataset
-            Its ``ckpt.table()`` has what changed most first.
+            Its ``ckpt.table()`` is a table with the largest changes first.
 
         Examples
         --------
@@ -588,7 +592,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def names(self) -> dict[str, str]:
-        """What the tensors of a comparison are called on its other side, of those on both.
+        """Names of tensors on the other side of a comparison, by name; only tensors on both sides.
 
         Examples
         --------
@@ -603,15 +607,15 @@ class CheckpointAccessor(Generic[Obj]):
         return matched_names(self._obj)
 
     def explore(self) -> Any:
-        """Search, sort and look into all tensors, in one widget for the notebook.
+        """Return a notebook widget to search, sort and inspect all tensors.
 
-        Statistics are computed in the background, of the tensor that is selected or of all.
+        It computes statistics in the background, for the selected tensor or for all.
 
         Returns
         -------
         xckpt.notebook.explorer.Explorer
-            ``.selected`` is the name of the selected tensor. Where widgets are not installed
-            (``pip install 'xckpt[widgets]'``) it is the summary.
+            ``.selected`` is the name of the selected tensor. Without widgets
+            (``pip install 'xckpt[widgets]'``) the summary is returned.
 
         Raises
         ------
@@ -640,7 +644,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
+        """Plots: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------
@@ -650,7 +654,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         if self._stats is None:
             return Plots(self._obj)
-        # Not after the object was changed in place.
+        # Statistics are outdated after the object was changed in place.
         is_current = len(now := self._arrays()) == len(self._described)
         is_current = is_current and all(map(is_, now, self._described))
         return Plots(self._obj, self._stats if is_current else None)
@@ -667,35 +671,36 @@ class CheckpointAccessor(Generic[Obj]):
         cache: bool = True,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
-        """Write a report to keep or to send: what is here, or what is between this and another.
+        """Write a report on the checkpoint, or on its differences from another one.
 
-        Of one checkpoint it has the summary, what looks wrong, and how statistics go along the
-        layers. Of two it has what changed, why, how much, and what changed most.
+        A report on one checkpoint has the summary, the findings, and trends of statistics along
+        the layers. A report on two has the differences, their reasons and sizes, and the tensors
+        that changed most.
 
         Parameters
         ----------
         path : str or os.PathLike
-            The new file: HTML if it ends in ``.html``, Markdown if it ends in ``.md``. It holds all
-            that it shows, and is small, however many tensors there are.
+            New file: HTML if it ends in ``.html``, Markdown if it ends in ``.md``. It needs no
+            other files, and is small for any number of tensors.
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
-            What to compare with.
+            Checkpoint to compare with.
         names : "auto", mapping, callable, or pair of a regular expression and its replacement
             From the name of a tensor here to the name in `other`; see `compare`.
         explain : bool, default True
-            Whether to find out why tensors differ, which takes longer; see `compare`.
+            Whether to search for the reasons of differences, which takes longer; see `compare`.
         overwrite : bool, default False
-            Whether an existing file is replaced.
+            Whether to replace an existing file.
         progress, cache : optional
             As for `stats`.
         storage_options : dict, optional
-            For fsspec, where `other` or `path` is a URL.
+            Options for the storage of `other` and `path`, if they are URLs.
 
         Raises
         ------
         FileExistsError
-            If there is such a file and `overwrite` is false.
+            If the file exists and `overwrite` is false.
         ValueError
-            If `path` ends in something else.
+            If `path` has another suffix.
 
         Notes
         -----
@@ -714,36 +719,36 @@ class CheckpointAccessor(Generic[Obj]):
         document = document_for(path)
         options: dict[str, Any] = {"progress": progress, "cache": cache}
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
-        with sink:  # what cannot be written is said before anything is computed
+        with sink:  # opened first, so that a path that cannot be written fails at once
             if other is None:
                 stats, _ = self._examine(**options)
                 describe(document, self._summary(), stats, self.plot.layers)
             else:
                 options |= {"names": names, "explain": explain, "storage_options": storage_options}
-                found = self.compare(other, **options)
-                both = self._summary(), _summary_of(other, storage_options)
-                relate(document, both, found, self.plot.layers)
+                comparison = self.compare(other, **options)
+                summaries = self._summary(), _summary_of(other, storage_options)
+                relate(document, summaries, comparison, self.plot.layers)
             sink.write(finish(document), 0)
             sink.commit()
 
     def plain(self) -> Any:
-        """Return the same data with names, attributes and types that netCDF and zarr hold.
+        """Return the same data with names, attributes and types that netCDF and zarr can store.
 
-        Names that these formats do not allow (``a/b``) are replaced (``a%2Fb``). Attributes that
-        are neither text nor numbers become JSON text. Element types that netCDF does not have
-        become wider ones, and sparse chunks become dense. Nothing is read or computed.
+        Names that these formats do not allow (``a/b``) are replaced (``a%2Fb``). Attributes other
+        than text and numbers become JSON text. Element types that netCDF lacks become wider ones,
+        and sparse chunks become dense. Nothing is read or computed.
 
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is. Attributes say what was replaced: ``xckpt_name``, ``xckpt_dims`` and
-            ``xckpt_dtype`` of a variable, ``xckpt_attrs`` (old names of attributes by the new
-            ones) and ``xckpt_json`` (which attributes are JSON text now).
+            Same kind as the object. Attributes hold the originals: ``xckpt_name``, ``xckpt_dims``
+            and ``xckpt_dtype`` of a variable, ``xckpt_attrs`` (old names of attributes by new name)
+            and ``xckpt_json`` (names of attributes that are JSON text now).
 
         Warns
         -----
         CheckpointWarning
-            If anything was replaced or left out; it says what.
+            If anything was replaced or left out.
 
         Examples
         --------
@@ -755,25 +760,25 @@ class CheckpointAccessor(Generic[Obj]):
         return plain(self._obj)
 
     def by_base_id(self, base_id: int | bytes | str) -> DataArray:
-        """Find a tensor by the id of its name, whatever its name may be.
+        """Return the tensor with a base id, the stable id of a name.
 
         Parameters
         ----------
         base_id : int, bytes or str
-            The number, the 16 bytes that a checkpoint stores, or the 32 hexadecimal digits of the
-            number, as the attribute ``base_id`` has them.
+            Number, 16 bytes as in a checkpoint, or 32 hexadecimal digits as in the attribute
+            ``base_id``.
 
         Returns
         -------
         xarray.DataArray
-            The variable with that attribute.
+            Variable with this attribute.
 
         Raises
         ------
         KeyError
-            If there is none.
+            If no tensor has this id.
         ValueError
-            If it is no id: too large a number, or not as many bytes or digits.
+            If the number is too large, or has another number of bytes or digits.
 
         Examples
         --------
@@ -783,53 +788,53 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from xckpt.datasets.tensors import OpenTensors
 
-        wanted = base_id_text(base_id)
+        text = base_id_text(base_id)
         for node in self._nodes():
             for name, variable in node.variables.items():
-                if variable.attrs.get("base_id") == wanted:
+                if variable.attrs.get("base_id") == text:
                     return cast("DataArray", node[name])
         tensors = OpenTensors(self._obj)
         for name in tensors.stacked:
             member = tensors.variable(name)
-            if member.attrs.get("base_id") == wanted:
+            if member.attrs.get("base_id") == text:
                 return cast("DataArray", xr.DataArray(member, name=name))
-        raise KeyError(f"no tensor here has the base id {wanted}")
+        raise KeyError(f"no tensor here has the base id {text}")
 
     def param_key(self, name: str) -> int:
         """Return the stable id of a tensor of this opened checkpoint.
 
-        It is what to keep values under that are derived from the tensor: statistics, decoded or
-        packed forms. No other checkpoint opened in this process has it, not even the same file
-        opened twice; a copy of the Dataset, also a pickled one, has it too.
+        Use it as a key for values derived from the tensor: statistics, decoded or packed forms. It
+        is unique among the checkpoints opened in this process, even if a file is opened twice. A
+        copy of the Dataset, also a pickled one, has the same ids.
 
         Parameters
         ----------
         name : str
-            Name of the tensor as the file has it, of a DataTree too.
+            Name of the tensor in the file, also for a DataTree.
 
         Returns
         -------
         int
-            Of 128 bits: `xckpt.identity.param_key` of the checkpoint's namespace, which is
-            ``encoding["namespace"]``, and of the base id of the name.
+            128 bits: `xckpt.identity.param_key` of the checkpoint's namespace
+            (``encoding["namespace"]``) and the base id of the name.
 
         Raises
         ------
         KeyError
-            If there is no such tensor; the message has similar names.
+            If no tensor has this name; the message suggests similar names.
         ValueError
             If the object was not opened from a checkpoint.
 
         Examples
         --------
-        >>> kept = {}
+        >>> cache = {}
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-        >>> kept[ds.ckpt.param_key("lm_head")] = ds["lm_head"].std()  # doctest: +SKIP
+        >>> cache[ds.ckpt.param_key("lm_head")] = ds["lm_head"].std()  # doctest: +SKIP
         """
         namespace = self._encoding.get("namespace")
         if namespace is None:
             raise ValueError(_not_ours(self._given))
-        # Collected once, as callers ask for many; anew where a name is missing.
+        # Cached, as callers need many; renewed if a name is missing.
         if name not in self._names:
             from xckpt.datasets.tensors import OpenTensors, no_tensor
 
@@ -845,7 +850,7 @@ class CheckpointAccessor(Generic[Obj]):
         return [variable._data for variable in variables]  # noqa: SLF001  `data` would load it
 
     def _result(self) -> str | None:
-        """Write what the object is, if it is statistics and not tensors."""
+        """Return statistics as text, None for tensors."""
         if isinstance(self._obj, xr.DataTree) or not {"statistic", "bin"} & set(self._obj.dims):
             return None
         from xckpt.statistics import result_text
@@ -854,7 +859,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def _has_summary(self) -> bool:
-        """Whether it has tensors of checkpoints; several Datasets in one have no encoding."""
+        """Whether there are tensors of checkpoints; merged Datasets have no own encoding."""
         if isinstance(self._given, xr.DataArray):
             return self.format is not None or "layout" in self._given.encoding
         variables = (v for node in self._nodes() for v in node.variables.values())
@@ -862,7 +867,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def _title(self) -> str:
-        """Name of the file, or of the first of several."""
+        """Name of the file, or of the first of several files."""
         from xckpt.formatting import base_name, counted
 
         if "source" in self._encoding:
@@ -877,33 +882,33 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def _is_ours(self) -> bool:
-        """Whether the object was opened from a checkpoint, or made of such an object."""
+        """Whether the object was opened from a checkpoint or derived from one."""
         if self.format is not None or self._is_result:
             return True
         import dask.array as da
 
         from xckpt.arrays.graph import TensorLayer
 
-        # Some operations drop what says so; then the graphs of arrays still begin with the file.
+        # Some operations drop the encoding; the graphs of arrays still begin with the file.
         variables = (v for node in self._nodes() for v in node.variables.values())
-        some = [v._data for v in islice(variables, _MOST_TRIED)]  # noqa: SLF001  `data` would read
-        graphs = [getattr(data.dask, "layers", {}) for data in some if isinstance(data, da.Array)]
+        arrays = [v._data for v in islice(variables, _MOST_TRIED)]  # noqa: SLF001  `data` would read
+        graphs = [getattr(data.dask, "layers", {}) for data in arrays if isinstance(data, da.Array)]
         return any(isinstance(layer, TensorLayer) for graph in graphs for layer in graph.values())
 
     @property
     def _is_result(self) -> bool:
-        """Whether these are statistics, or a comparison."""
+        """Whether the object holds statistics or a comparison."""
         return bool(self._encoding.get("statistics"))
 
     @property
     def _statistics(self) -> list[str]:
-        """The statistics that the object has, if it is a result."""
+        """Names of the statistics in a result, empty for tensors."""
         dims = () if isinstance(self._obj, xr.DataTree) else self._obj.dims
         return self._obj["statistic"].to_numpy().tolist() if "statistic" in dims else []
 
     @property
     def _called(self) -> str:
-        """What code that is shown calls the object."""
+        """Name of the object in suggested code."""
         return "dt" if isinstance(self._obj, xr.DataTree) else "ds"
 
     @property
@@ -934,20 +939,20 @@ class CheckpointAccessor(Generic[Obj]):
             )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
-        """Return what the last statistics found, None where there were none."""
+        """Return the findings of the last statistics, None without statistics."""
         if self._findings is None and self._stats is not None:
             self._findings = _as_findings(self.findings(self._stats))
         return self._findings
 
 
-def _as_findings(found: pd.DataFrame) -> tuple[TensorFinding, ...]:
+def _as_findings(findings: pd.DataFrame) -> tuple[TensorFinding, ...]:
     from xckpt.notebook.summary import TensorFinding
 
-    return tuple([TensorFinding(*row) for row in found.itertuples(index=False)])
+    return tuple([TensorFinding(*row) for row in findings.itertuples(index=False)])
 
 
 def _summary_of(obj: Any, storage_options: dict[str, Any] | None) -> Summary:
-    """Sum up what is open, or a file."""
+    """Return the summary of an open object or a file."""
     from xckpt.datasets.mappings import as_dataset
 
     obj = as_dataset(obj)
