@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
+from tests.sources import CountingSource
 from xckpt.arrays.parts import PartReader
 from xckpt.errors import FormatError, IntegrityError
 from xckpt.index import Part
-from xckpt.storage import digests, open_source
+from xckpt.storage import digests, encodings, open_source
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,27 @@ def test_the_digest_of_a_raw_part_is_compared_where_wanted() -> None:
     assert info.value.offset == 8
 
 
+@pytest.mark.parametrize("how", ["read", "blocks"])
+@pytest.mark.parametrize("encoding", ["zstd", "deflate"])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_stored_bytes_with_a_digest_are_read_once(
+    encoding: str, how: str, is_damaged: bool
+) -> None:
+    values = bytes(range(256)) * 8192
+    encoder = encodings.new_encoder(encoding, len(values), level=3)
+    stored = encoder.add(memoryview(values)) + encoder.end()
+    digest = f"sha256:{sha256(stored + b'?' * is_damaged).hexdigest()}"
+    source = CountingSource(stored)
+    part = Part("uint8", (len(values),), 0, len(stored), encoding=encoding, digest=digest)
+    reader = PartReader(source, part)
+    with pytest.raises(IntegrityError) if is_damaged else nullcontext():
+        if how == "read":
+            assert reader.read(0, len(values), len(values)) == values
+        else:
+            assert b"".join(reader.blocks(len(values), 1 << 16)) == values
+    assert source.nbytes_read == len(stored)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_what_its_parent_checks(
@@ -47,15 +70,15 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_checks(
     part = Part("uint8", (len(data),), 0, len(data), digest=f"sha256:{sha256(data).hexdigest()}")
     reader = PartReader(open_source(data), part, verify=True)
     checking, done = threading.Event(), threading.Event()
-    check, parent = digests.check, os.getpid()
+    checked, parent = digests.checked, os.getpid()
 
-    def slow(*of: Any) -> None:
+    def slow(*of: Any) -> Any:
         if os.getpid() == parent:
             checking.set()
             done.wait(30)
-        check(*of)
+        return checked(*of)
 
-    monkeypatch.setattr(digests, "check", slow)
+    monkeypatch.setattr(digests, "checked", slow)
     thread = threading.Thread(target=reader.read, args=(0, len(data), len(data)))
     thread.start()
     checking.wait(10)

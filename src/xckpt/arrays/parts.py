@@ -142,14 +142,19 @@ class PartReader:
     verify: bool | None = None
 
     def read(self, start: int, stop: int, nbytes: int) -> memoryview:
-        """Return the decoded bytes from `start` to `stop`."""
+        """Return the decoded bytes from `start` to `stop`, of `nbytes` in total."""
         with self._placing():
             self.check(nbytes)
-            data = self._bytes(start, stop, nbytes)
-            if (start, stop) == (0, nbytes):
-                for _ in self._checked([data]):
-                    pass
-            return data
+            if (start, stop) != (0, nbytes):
+                return self._bytes(start, stop, nbytes)
+            of_stored, of_decoded = self._due_digests(raw=False)
+            stored = None if of_stored is None else self.stored()
+            decoded = self._bytes(start, stop, nbytes, stored)
+            if of_stored is not None and stored is not None:
+                digests.check(of_stored, stored)
+            if of_decoded is not None:
+                digests.check(of_decoded, decoded)
+            return decoded
 
     def blocks(
         self, nbytes: int, block_nbytes: int, *, compare: bool = False
@@ -161,26 +166,43 @@ class PartReader:
         part = self.part
         with self._placing():
             self.check(nbytes)
+            of_stored, of_decoded = self._due_digests(raw=compare)
+            stored = None
             blocks: Iterable[memoryview]
             if self.is_raw:
                 # What has no elements needs no file.
                 blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
             elif part.encoding in encodings.STREAMS and not self.is_arranged:
-                codec, stored = encodings.STREAMS[part.encoding], self.stored_blocks()
+                codec = encodings.STREAMS[part.encoding]
+                stored = digests.PassingBytes(of_stored, self.stored_blocks())
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
             else:
                 starts = range(0, nbytes, block_nbytes)
                 ranges = ((at, min(at + block_nbytes, nbytes)) for at in starts)
                 blocks = (self._bytes(*each, nbytes) for each in ranges)
-            yield from self._checked(blocks, raw=compare)
+            yield from blocks if of_decoded is None else digests.checked(of_decoded, blocks)
+            if of_stored is not None:
+                if stored is None:  # frames are decoded in any order, so the part is read again
+                    stored = digests.PassingBytes(of_stored, self.stored_blocks())
+                stored.finish()
 
     def compared_blocks(self) -> Iterator[memoryview]:
         """Read all bytes as they are stored, and compare them with a digest of these."""
-        stored, part = self.stored_blocks(), self.part
-        blocks = stored if isinstance(stored, StoredRange) else (stored,)
-        is_due = self.is_checked and part.digest_of == "stored"
+        of_stored = self.part.digest if self.is_checked and not self._covers_decoded else None
         with self._placing():
-            yield from digests.checked(str(part.digest), blocks) if is_due else blocks
+            yield from digests.PassingBytes(of_stored, self.stored_blocks())
+
+    def _due_digests(self, *, raw: bool) -> tuple[str | None, str | None]:
+        """Return the digests to be compared when all stored, or all decoded bytes have passed."""
+        is_raw = self.part.encoding is None
+        if self.verify is not None or not self.is_checked or (is_raw and not raw):
+            return None, None
+        digest = self.part.digest
+        return (None, digest) if is_raw or self._covers_decoded else (digest, None)
+
+    @property
+    def _covers_decoded(self) -> bool:
+        return self.part.encoding is not None and self.part.digest_of == "decoded"
 
     @property
     def is_checked(self) -> bool:
@@ -286,9 +308,12 @@ class PartReader:
             error.offset = self.part.offset if error.offset is None else error.offset
             raise
 
-    def _bytes(self, start: int, stop: int, nbytes: int) -> memoryview:
+    def _bytes(
+        self, start: int, stop: int, nbytes: int, stored: memoryview | None = None
+    ) -> memoryview:
+        """Return decoded bytes; `stored` has all stored bytes if these have been read."""
         if not self.is_arranged:
-            return self._stored_bytes(start, stop, nbytes)
+            return self._stored_bytes(start, stop, nbytes, stored)
         part = self.part
         itemsize = nbytes_of(part.dtype, 1)
         runs = runs_of(part.shape or (), start // itemsize, -(-stop // itemsize))
@@ -300,8 +325,10 @@ class PartReader:
         )
         return flat.view(np.uint8).data[start % itemsize :][: stop - start]
 
-    def _stored_bytes(self, start: int, stop: int, nbytes: int) -> memoryview:
-        """Return decoded bytes as they lie in the file."""
+    def _stored_bytes(
+        self, start: int, stop: int, nbytes: int, stored: memoryview | None = None
+    ) -> memoryview:
+        """Return decoded bytes as they lie in the file; see `_bytes`."""
         part = self.part
         if part.encoding is None:
             if part.inline is not None:
@@ -310,44 +337,39 @@ class PartReader:
         if part.encoding in encodings.STREAMS:
             codec = encodings.STREAMS[part.encoding]
             if (start, stop) == (0, nbytes) and part.skip is None:
-                return codec.decompress(self.stored(), nbytes)
+                return codec.decompress(self.stored() if stored is None else stored, nbytes)
             first = (part.skip or 0) + start
-            return codec.decompress_range(self.stored_blocks(), first, first + stop - start)
+            data = self.stored_blocks() if stored is None else stored
+            return codec.decompress_range(data, first, first + stop - start)
         if part.encoding != "zstd-seekable":
             raise UnsupportedError(f"encoding {part.encoding!r} is not known")
         view = self.source.view
+
+        if stored is not None:
+
+            def view(offset: int, nbytes: int) -> memoryview:
+                return stored[offset - part.offset :][:nbytes]
+
         key = (self.source.name, self.source.identity, part.offset, part.nbytes, nbytes)
         table = _tables.get(
             key, lambda: encodings.read_seek_table(view, part.offset, part.nbytes, nbytes)
         )
         return encodings.read_frames(view, part.offset, table, start, stop)
 
-    def _checked(self, blocks: Iterable[memoryview], *, raw: bool = False) -> Iterator[memoryview]:
-        """Hand on all decoded bytes, and check their digest, unless asked not to or done before."""
-        part = self.part
-        is_due = self.verify is None and (raw or part.encoding is not None)
-        if part.digest is None or not is_due or not self.is_checked:
-            yield from blocks
-        elif part.digest_of == "decoded" or part.encoding is None:
-            yield from digests.checked(part.digest, blocks)
-        else:
-            yield from blocks
-            digests.check(part.digest, self.stored_blocks())
-
     def _verify_once(self, digest: str, nbytes: int) -> None:
-        part = self.part
-        key = (self.source.name, self.source.identity, part)
+        key = (self.source.name, self.source.identity, self.part)
         with _verifying.of(key):
             if key in _verified:
                 return
             if not digests.is_known(digest):
-                text = f"{self.source.name}: byte {part.offset}: {digest!r} cannot be verified"
+                text = f"{self.source.name}: byte {self.part.offset}: {digest!r} cannot be verified"
                 warn(text)
-            elif part.digest_of == "stored" or part.encoding is None:
-                digests.check(digest, self.stored_blocks())
             else:
-                unverified = replace(self, verify=False)
-                for _ in digests.checked(digest, unverified.blocks(nbytes, _BLOCK_NBYTES)):
+                passing = replace(self, verify=None)
+                blocks = passing.compared_blocks()
+                if self._covers_decoded:
+                    blocks = passing.blocks(nbytes, _BLOCK_NBYTES)
+                for _ in blocks:
                     pass
             _verified.add(key)
 

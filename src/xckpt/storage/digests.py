@@ -24,10 +24,11 @@ import numpy as np
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.storage.limits import Locks
-from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from xckpt.storage.source import StoredRange
 
 # The libraries let other threads run while they hash; a block is how long Ctrl-C may wait.
 _BLOCK_NBYTES = 8 << 20
@@ -131,14 +132,36 @@ class Hasher:
         )
 
 
+class PassingBytes:
+    """Bytes that are compared with a digest of them once all have passed; iterated once."""
+
+    __slots__ = ("_blocks", "nbytes")
+
+    def __init__(self, digest: str | None, data: memoryview | StoredRange) -> None:
+        self.nbytes = len(data)
+        blocks = [data] if isinstance(data, memoryview) else data
+        self._blocks = iter(blocks) if digest is None else checked(digest, blocks)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self._blocks
+
+    def finish(self) -> None:
+        """Read the remaining bytes, and compare."""
+        for _ in self._blocks:
+            pass
+
+
 def check(digest: str, data: bytes | bytearray | memoryview | StoredRange) -> None:
-    """Compare bytes with the digest that a file states for them; see `checked`."""
-    for _ in checked(digest, data if isinstance(data, StoredRange) else [memoryview(data)]):
-        pass
+    """Compare bytes with a digest of them; raise `IntegrityError` if it differs."""
+    data = memoryview(data) if isinstance(data, bytes | bytearray) else data
+    PassingBytes(digest, data).finish()
 
 
 def checked(digest: str, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Hand on all that a digest covers, and then compare; `IntegrityError` if it disagrees."""
+    """Yield all bytes that a digest covers, then compare; raise `IntegrityError` if it differs."""
     algorithm, expected = parse(digest)
     hasher = Hasher(algorithm)
     for block in blocks:

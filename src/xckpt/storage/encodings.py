@@ -56,9 +56,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from xckpt.storage.digests import PassingBytes
     from xckpt.storage.source import StoredRange
 
-    Stored = memoryview | bytes | StoredRange
+    Stored = memoryview | bytes | StoredRange | PassingBytes
 
 T = TypeVar("T")
 
