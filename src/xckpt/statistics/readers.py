@@ -132,16 +132,10 @@ class RawReader(Reader):
             yield reader.source, reader.part.offset + start * itemsize, (stop - start) * itemsize
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements."""
-        reader, itemsize = self.array.reader, self.kind.itemsize
-        if reader.part.nbytes != self.nbytes or reader.part.digest is not None:
-            reader.read(0, 0, self.nbytes)  # checks size and digest, and reads nothing
-        step = buffer.nbytes // itemsize
-        dtype = self.block_dtype
-        for at in range(start, stop, step):
-            memory = buffer[: (min(at + step, stop) - at) * itemsize]
-            reader.source.read_into(reader.part.offset + at * itemsize, memory.data)
-            yield at, memory.view(dtype)
+        """Read a range of the elements."""
+        flat = DenseArray(self.array.name, self.array.reader, (self.size,), decode=False)
+        for position, values in _read_flat(flat, start, stop, buffer):
+            yield position, values.view(self.block_dtype)
 
 
 class DenseReader(Reader):
@@ -169,12 +163,8 @@ class DenseReader(Reader):
             yield at, self.flat[at : min(at + step, stop)]
 
     def _decoded(self) -> Iterator[tuple[int, Array]]:
-        at = 0
         with locating(tensor=self.flat.name):
-            for data in self.flat.reader.blocks(self.nbytes, _PIECE_NBYTES):
-                values = self.flat.decoded(data, at)
-                yield at, values
-                at += len(values)
+            yield from self.flat.flat(_PIECE_NBYTES)
 
 
 class BlockReader(Reader):
@@ -197,12 +187,8 @@ class BlockReader(Reader):
         return self.flat.ranges(slice(start, stop))
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Decode some of the elements."""
-        values = buffer.view(np.float32)
-        for at in range(start, stop, len(values)):
-            some = values[: stop - at]
-            self.flat.read_into(some, slice(at, at + len(some)))
-            yield at, some
+        """Decode a range of the elements."""
+        return _read_flat(self.flat, start, stop, buffer)
 
 
 class ArrayReader(Reader):
@@ -307,6 +293,18 @@ class ChunkedTensor(Reader):
             stop = start + prod(size for _, size in combination)
             yield tuple(position for position, _ in combination), start, stop
             start = stop
+
+
+def _read_flat(
+    flat: LazyArray, start: int, stop: int, buffer: Array
+) -> Iterator[tuple[int, Array]]:
+    """Read a range of an array of one axis into a buffer of bytes that is used again."""
+    itemsize = flat.dtype.itemsize
+    values = buffer[: buffer.nbytes // itemsize * itemsize].view(flat.dtype)
+    for position in range(start, stop, len(values)):
+        block = values[: stop - position]
+        flat.read_into(block, slice(position, position + len(block)))
+        yield position, block
 
 
 def reader_of(lazy: LazyArray, name: str = "") -> Reader:
