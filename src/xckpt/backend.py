@@ -1,7 +1,7 @@
 """The xarray engines, one for each format in the registry.
 
 xarray imports this module in every session that guesses an engine or names a third-party one, so
-it imports nothing heavy: dask, fsspec and the rest come in when a file is opened.
+it imports nothing heavy: dask and other large packages are imported when a file is opened.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import xarray as xr  # whole: another thread may be loading it, and a part would not wait for that
+import xarray as xr  # whole: importing a part would not wait for a thread that is loading it
 
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
@@ -61,7 +61,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
     the format's `read`.
     """
 
-    format: ClassVar[str]  # empty where it is detected from the content
+    format: ClassVar[str]  # empty if it is detected from the content
     url = "https://xckpt.readthedocs.io"
     supports_groups = True
 
@@ -73,15 +73,15 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
     # Properties: xarray loads all engines in every session, and a format is loaded when it is used.
     @property
     def description(self) -> str:  # type: ignore[override]
-        """What xarray's list of engines says."""
+        """Description in xarray's list of engines."""
         if not self.format:
             return "Open a file of any of these formats"
-        found = formats.get(self.format)
-        return f"Open {found.description} ({', '.join(found.suffixes)})"
+        format = formats.get(self.format)
+        return f"Open {format.description} ({', '.join(format.suffixes)})"
 
     @property
     def open_dataset_parameters(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The keywords of `open_dataset`; xarray would find them for an engine given by name."""
+        """The keywords of `open_dataset`."""
         own = self._own_options()
         return tuple(dict.fromkeys(("filename_or_obj", *OpenOptions.keywords(), *own)))
 
@@ -96,7 +96,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         Returns
         -------
         bool
-            False for whatever cannot be read.
+            False for anything that cannot be read.
         """
         with uninterrupted():
             from xckpt.opening import is_format
@@ -115,8 +115,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         Parameters
         ----------
         filename_or_obj : str, os.PathLike, bytes, binary file object, or list of these
-            A path, an fsspec URL, or the bytes themselves; several of them, a glob or an index of
-            shards (``*.index.json``) are one checkpoint.
+            Path, URL, or content of the file. Several files, a glob or an index of shards
+            (``*.index.json``) are one checkpoint.
         drop_variables : str or iterable of str, optional
             Tensors to leave out, by their exact names.
         **keywords
@@ -125,7 +125,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         Returns
         -------
         xarray.Dataset
-            Nothing but headers is read until values are computed.
+            Only headers are read until values are computed.
 
         Raises
         ------
@@ -162,8 +162,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         Returns
         -------
         dict of str to xarray.Dataset
-            By path, modules with tensors only; ``"/"`` is always there and has the attributes of
-            the file.
+            Datasets of modules that have tensors, by path. ``"/"`` is always included, with the
+            attributes of the file.
         """
         with uninterrupted():
             from xckpt.datasets.making import described, make_groups

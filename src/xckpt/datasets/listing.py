@@ -1,4 +1,4 @@
-"""Which arrays of an Index become variables: whole tensors, parts of them, and stacks of them."""
+"""Arrays of an Index that become variables: whole tensors, parts of tensors, and stacks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Listed", "Listing", "kind_of", "list_arrays", "require_join", "stacked_modules"]
 
-# Shown in a message.
+# Modules in a message.
 _MOST_MODULES = 8
-# Colons that are tried one by one behind the name of a part. More are needed in files that were
-# made to take long.
-_FEW = 8
+# Attempts to name a part with one more colon. Only files made to take long need more.
+_MOST_ATTEMPTS = 8
 
 
 class Stacked(NamedTuple):
-    """How tensors were stacked, and the array of each of them."""
+    """A stack of tensors, and their arrays."""
 
     stack: Stack
     members: TensorArrays
@@ -43,15 +42,15 @@ class Listed(NamedTuple):
     Parameters
     ----------
     name : str
-        Of the variable.
+        Name of the variable.
     lazy : LazyArray
         Its values.
     tensor : Tensor
-        That it shows, the first where it shows several.
+        The tensor, or the first one of a stack.
     role : str or None
-        The part of it that is shown, None where it is the whole.
+        Role of the part, None for a whole tensor.
     stacked : Stacked or None
-        Where it shows several.
+        The stack, None for a single tensor.
     """
 
     name: str
@@ -67,13 +66,13 @@ class Listed(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What the name of a part has behind that of its tensor, or of the stack."""
+        """End of the name of a part, after the name of the tensor or stack."""
         base = self.tensor.name if self.stacked is None else self.stacked.stack.name
         return self.name.removeprefix(base)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of the variables that it would be if it were not stacked."""
+        """Names of the variables without stacking."""
         if self.stacked is None:
             return (self.name,)
         members, suffix = self.stacked.stack.members, self.suffix
@@ -81,12 +80,12 @@ class Listed(NamedTuple):
 
     @property
     def suggested(self) -> tuple[str | None, ...] | None:
-        """Names of a tensor's axes that the file gives."""
+        """Names of the axes in the file."""
         return self.tensor.dims if self.role is None else None
 
     @property
     def path(self) -> tuple[str, ...] | None:
-        """Where it is in the tree of modules, where the dots of its name do not say so."""
+        """Path in the tree of modules, None if the dots of the name tell it."""
         if self.tensor.path is None:
             return None
         path = self.tensor.path
@@ -96,20 +95,20 @@ class Listed(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What becomes of an Index.
+    """The arrays of an Index.
 
     Parameters
     ----------
     arrays : list of Listed
         In the order of the variables.
     flat_order : tuple of str
-        Names of the variables in the order that they have when nothing is stacked.
+        Names of the variables without stacking, in their order.
     file_order : tuple of str
-        The same names with the parts of a tensor where it is in the file.
+        The same names in file order, the parts of a tensor together.
     sources : mapping of (str or None) to Source
-        The file under None, its shards under their names.
+        The file under None, shards by name.
     shared : mapping of str to str
-        Tensors whose data are those of another one; see `Index.shared`.
+        Tensors that share the data of another one; see `Index.shared`.
     """
 
     arrays: list[Listed]
@@ -122,16 +121,16 @@ class Listing(NamedTuple):
 def list_arrays(
     source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
 ) -> Listing:
-    """List what becomes a variable; nothing is built for what is left out."""
+    """List the arrays that become variables; nothing is made for other tensors."""
     drop = options.dropped
     chosen = select(index.tensors, options.tensors)
     if index.arrangement.order:
-        kept = set(chosen)
-        chosen = [name for name in index.arrangement.order if name in kept]
+        is_chosen = set(chosen).__contains__
+        chosen = [name for name in index.arrangement.order if is_chosen(name)]
     tensors = [index.tensors[name] for name in chosen if name not in drop]
     sources = sources_of(source, index.shards)
     stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
-    members = {name for each in stacks.values() for name in each.members}
+    members = {name for stack in stacks.values() for name in stack.members}
     arrays: list[Listed] = []
     reading = options.reading
     for tensor in tensors:
@@ -139,27 +138,29 @@ def list_arrays(
         if stacked is None and tensor.name in members:
             continue
         arrays += _arrays(tensor, stacked, index, sources, reading)
-    arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
+    arrays = [array for array in _name_parts(arrays, tensors) if array.name not in drop]
     if options.dims and arrays:
         _warn_of_unused_names(index, arrays, options.dims)
     return Listing(arrays, *_orders(arrays, tensors), sources, index.shared)
 
 
-def _named_apart(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
-    """Put parts last, and name them so that no tensor and no other part has the name."""
-    whole = [each for each in arrays if each.role is None]
+def _name_parts(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
+    """Move parts to the end, under names that no tensor and no other part has."""
+    whole = [array for array in arrays if array.role is None]
     if len(whole) == len(arrays):
         return whole
-    taken = {*(tensor.name for tensor in tensors), *(each.name for each in whole)}
+    taken = {*(tensor.name for tensor in tensors), *(array.name for array in whole)}
     parts = []
-    for each in arrays:
-        if each.role is not None:
-            part = each._replace(name=f"{each.name}:{each.role}")
-            tries = 0
+    for array in arrays:
+        if array.role is not None:
+            part = array._replace(name=f"{array.name}:{array.role}")
+            attempts = 0
             while not taken.isdisjoint({part.name, *part.members}):
-                tries += 1
-                more = 1 if tries < _FEW else 1 + max(len(t) - len(t.rstrip(":")) for t in taken)
-                part = part._replace(name=f"{part.name}{':' * more}")
+                attempts += 1
+                colons = 1
+                if attempts >= _MOST_ATTEMPTS:
+                    colons += max(len(name) - len(name.rstrip(":")) for name in taken)
+                part = part._replace(name=f"{part.name}{':' * colons}")
             taken.update({part.name, *part.members})
             parts.append(part)
     return whole + parts
@@ -182,14 +183,14 @@ def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[
 
 
 def require_join(join: str) -> str:
-    """Return the option `join`."""
+    """Return the option `join`, or raise if it is invalid."""
     if join not in {"exact", "outer"}:
         raise ValueError(f"join={join!r}: expected 'exact' or 'outer'")
     return join
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Name a variable that is no tensor; tensors have their exact names, so it gives way."""
+    """Return a name for a variable other than a tensor; tensors keep their exact names."""
     while name in taken:
         name = f"{name}:"
     return name
@@ -202,7 +203,7 @@ def _arrays(
     sources: Mapping[str | None, Source],
     reading: ReadOptions,
 ) -> Iterator[Listed]:
-    """Return what a tensor, or the stack that it is the first of, is shown as."""
+    """Return the arrays that represent a tensor, or the stack that starts with it."""
     arrays = lazy_arrays(tensor, sources, reading)
     if stacked is None:
         for role, lazy in arrays.items():
@@ -224,7 +225,7 @@ def _stacks(
     *,
     for_tree: bool,
 ) -> dict[str, Stack]:
-    """Find what is to be stacked, by the first tensor of each stack in file order."""
+    """Return the stacks, by the name of their first tensor in the file."""
     if options.stack is False:
         return {}
     only = stacked_modules(options.stack)
@@ -260,29 +261,29 @@ def _stacks(
     warn_of_unknown_modules(order, only)
     preferred_dims = None
     if len(tensors) < len(index.tensors):
-        # A dimension has the name that it has where nothing is left out.
+        # Dimensions are named as if all tensors were opened.
         whole = stacks(index.tensors.values())
         preferred_dims = {name: stack.index_dims for stack in whole for name in stack.members}
-    found = stacks(tensors, preferred_dims)
-    return {min(each.members, key=order.__getitem__): each for each in found}
+    chosen = stacks(tensors, preferred_dims)
+    return {min(stack.members, key=order.__getitem__): stack for stack in chosen}
 
 
 def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
-    """Return whether a tensor is shown as its parts."""
+    """Return whether the parts of a tensor become variables."""
     return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
 
 
 def kind_of(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any, ...]:
-    """Return all that the members of a stack have in common."""
+    """Return the properties that the members of a stack have in common."""
     parts: tuple[Any, ...] | None = None
     if _in_parts(tensor, options):
         parts = tuple([(r, part.dtype, part.shape) for r, part in tensor.parts.items()])
         if any(part.shape is None for part in tensor.parts.values()):
-            parts = (*parts, tensor.name)  # parts that state no size need not be of one
+            parts = (*parts, tensor.name)  # parts without a stated size may differ
     decoded = tensor.layout == "blocks" and options.decode
     return (
         tensor.shape,
-        # Of a model that is quantised to several types, all blocks are numbers of one.
+        # Blocks of several types are decoded to the same one.
         None if decoded else tensor.dtype,
         tensor.layout,
         tensor.order,
@@ -295,32 +296,32 @@ def kind_of(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any
 
 
 def warn_of_unknown_modules(names: Collection[str], modules: Collection[str] | None) -> None:
-    """Warn of modules to stack that no name has, with those that there are."""
-    there = modules_by_frequency(names, modules) if modules is not None else []
-    unknown = [module for module in modules or () if module not in there]
+    """Warn of modules to stack that do not exist, and list those that do."""
+    existing = modules_by_frequency(names, modules) if modules is not None else []
+    unknown = [module for module in modules or () if module not in existing]
     if not unknown:
         return
-    listed = ", ".join(shown(module) for module in there[:_MOST_MODULES]) or "none"
-    asked = ", ".join(map(shown, unknown))
-    text = f"stack: no numbered module is called {asked}; there are: {listed}"
+    listed = ", ".join(shown(module) for module in existing[:_MOST_MODULES]) or "none"
+    text = f"stack: no numbered module is called {', '.join(map(shown, unknown))}"
+    text = f"{text}; there are: {listed}"
     warn(text)
 
 
 def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return `Listing.flat_order` and `Listing.file_order`."""
-    if all(each.role is None for each in arrays):
-        names = [each.name for each in arrays]
-        if any(each.stacked is not None for each in arrays):
-            members = {name for each in arrays for name in each.members}
+    if all(array.role is None for array in arrays):
+        names = [array.name for array in arrays]
+        if any(array.stacked is not None for array in arrays):
+            members = {name for array in arrays for name in array.members}
             names = [tensor.name for tensor in tensors if tensor.name in members]
         return tuple(names), tuple(names)
     variables: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
     parted: set[str] = set()
-    for each in arrays:
-        of = (each.tensor.name,) if each.stacked is None else each.stacked.stack.members
-        if each.role is not None:
-            parted.update(of)
-        for name, member in zip(of, each.members, strict=True):
+    for array in arrays:
+        owners = (array.tensor.name,) if array.stacked is None else array.stacked.stack.members
+        if array.role is not None:
+            parted.update(owners)
+        for name, member in zip(owners, array.members, strict=True):
             variables[name].append(member)
     in_file = tuple([member for members in variables.values() for member in members])
     whole = [name for name in variables if name not in parted]
@@ -331,9 +332,9 @@ def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...
 def _warn_of_unused_names(
     index: Index, arrays: list[Listed], dims: Mapping[str, Sequence[str | None]]
 ) -> None:
-    """Warn of names of axes whose glob no variable has, nor a tensor that is stacked in one."""
-    # Of the first tensor of a stack the glob counts, as where axes are named.
-    names = {name for each in arrays for name in (each.name, each.tensor.name)}
+    """Warn of globs in `dims` that match no variable and no stacked tensor."""
+    # The first tensor of a stack names its axes.
+    names = {name for array in arrays for name in (array.name, array.tensor.name)}
     for glob in dims:
         if not select(names, glob):
             hint = suggest_filters(index.tensors, glob)

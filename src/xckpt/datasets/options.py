@@ -1,4 +1,4 @@
-"""The keywords of ``xarray.open_dataset(..., engine=...)`` that all our engines share."""
+"""Keywords of ``xarray.open_dataset(..., engine=...)`` that all engines of xckpt share."""
 
 from __future__ import annotations
 
@@ -19,49 +19,48 @@ _SWITCHES = frozenset({"decode", "mmap", "sparse", "verify"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
-    """What to open and how to read it.
+    """Options of opening and reading a checkpoint.
 
     Parameters
     ----------
     drop_variables : str or iterable of str, optional
         Tensors (or parts, ``name:part``) to leave out, by their exact names.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to open: a glob of whole names, several globs, a regular expression that is
-        searched for, or a function from a name to a bool. By default all.
+        Tensors to open: a glob of whole names, several globs, a regular expression to search for,
+        or a function from a name to a bool. All by default.
     dims : mapping of str to sequence of (str or None), optional
-        Names of axes: a glob of names to one name for each axis, None where an axis is to be
-        named as by default; the last match wins. Of stacked tensors, globs of their own names or
-        of the variable's, with names for their own axes or for all. By default names come from
-        the file, or from the sizes (``d768``).
+        Names of axes: a glob of tensor names to a name for each axis, None for the default name;
+        the last match wins. For stacked tensors, a glob matches their names or the name of the
+        variable, and names their own axes or all. Default names come from the file, or from the
+        sizes (``d768``).
     stack : bool, str, or list of str, default False
         Whether numbered modules become dimensions: ``layers.0.w``, ``layers.1.w``, ... of one
-        kind are the variable ``layers.w`` then, with a dimension ``layers``. Names are those of
-        the modules that are to be stacked, others stay apart.
+        kind become the variable ``layers.w`` with a dimension ``layers``. Names of modules restrict
+        stacking to them.
     join : {"exact", "outer"}, default "exact"
-        With `stack`: what becomes of modules of which some tensors have only some numbers, as
-        experts from the second layer on. "exact": other numbers are another dimension
-        (``layers_1``). "outer": one dimension has them all, and members that the file does not
-        have are NaN that nothing is read for; where an element type has no NaN, as integers, it
-        is as for "exact".
+        With `stack`: how to stack tensors of a module that have different numbers, such as experts
+        from the second layer on. "exact": other numbers become another dimension (``layers_1``).
+        "outer": one dimension has all numbers, and missing members are NaN; types without NaN, such
+        as integers, are stacked as for "exact".
     decode : bool, default True
-        Whether to give types that numpy and xarray compute well with (float16, bfloat16 and
-        smaller floats become float32, quantised tensors are dequantised) or the stored types, with
-        the parts of composite tensors as variables ``name:part``.
+        Whether to convert to types that numpy and xarray compute well with: float16, bfloat16 and
+        smaller floats become float32, and quantised tensors are dequantised. False keeps the stored
+        types, with the parts of composite tensors as variables ``name:part``.
     sparse : bool, default False
         Whether sparse tensors become chunks of `sparse.COO` instead of dense ones.
     verify : bool, optional
-        True checks the digest of every part once before its first use, False none; by default
-        those of compressed parts are checked when they are decoded.
+        True checks the digest of every part once before its first use, False checks none. By
+        default digests of compressed parts are checked when they are decoded.
     mmap : bool, default False
-        Whether raw data of local files are mapped into memory instead of read. Chunks are then
-        views of the file: nothing is copied, and pages that are not looked at are not read. But
-        if another program cuts the file short while they are in use, the operating system ends
-        this process (``SIGBUS``), a notebook's kernel too; without maps that is an error. Use it
-        for files that nobody writes to.
+        Whether to map raw data of local files into memory instead of reading them. Chunks are then
+        views of the file: nothing is copied, and unused pages are not read. But if another program
+        truncates the file while they are in use, the operating system ends this process
+        (``SIGBUS``), also the kernel of a notebook; without maps that is an exception. Use it for
+        files that nobody writes to.
     storage_options : dict, optional
-        Options for fsspec where a URL is given.
+        Options for the storage of a URL.
     format_options : mapping
-        Options that only one engine has, by keyword.
+        Options of a single engine, by keyword.
     """
 
     drop_variables: str | Iterable[str] | None = None
@@ -78,7 +77,7 @@ class OpenOptions:
 
     @property
     def reading(self) -> ReadOptions:
-        """The options that values depend on."""
+        """The options on which values depend."""
         from xckpt.arrays import ReadOptions
 
         return ReadOptions(decode=self.decode, sparse=self.sparse, verify=self.verify)
@@ -102,8 +101,8 @@ class OpenOptions:
         known = (*cls.keywords(), *own)
         for keyword in keywords:
             if keyword not in known:
-                alike = get_close_matches(keyword, known, n=1)
-                hint = f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(known)}"
+                similar = get_close_matches(keyword, known, n=1)
+                hint = f"did you mean {similar[0]!r}?" if similar else f"it has {', '.join(known)}"
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
         for keyword in _SWITCHES & shared.keys():
