@@ -12,8 +12,9 @@ import xarray as xr
 
 from benchmarks.checkpoints import WRITERS, write_ztensor
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
+from xckpt.comparison import compare
 from xckpt.opening import read_index
-from xckpt.statistics import compare, stats
+from xckpt.statistics import stats
 from xckpt.statistics import table as frame
 
 GIB = 1 << 30

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.checkpoints import WRITERS
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
+from xckpt.comparison import compare
 from xckpt.opening import read_index
-from xckpt.statistics import compare
 from xckpt.statistics import table as frame
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def memory(folder: Path, gib: int = 16) -> list[Result]:
                     file.write(values.tobytes())
     found = in_fresh_process(f"""
 import time
-import xarray, dask.array, tqdm.auto, xckpt.statistics.explaining, xckpt.storage, numba
+import xarray, dask.array, tqdm.auto, xckpt.comparison.explaining, xckpt.storage, numba
 most = watch()
 start = time.perf_counter(), time.process_time()
 found = xckpt.compare(*{[str(path) for path in paths]!r}, explain=True, cache=False, progress=False)

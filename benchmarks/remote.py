@@ -154,7 +154,7 @@ def run() -> list[Result]:
                 results += on_line(server, path, latency)
         with serving(Path(folder), 0.1, 100e6) as server:
             code = f"""
-import xckpt, xckpt.statistics.api, numba, obstore.store
+import xckpt, xckpt.statistics.computing, numba, obstore.store
 forget_peak()
 watched = watch()
 xckpt.stats({f"{server.url}/{BUCKET}/m.zt"!r}, cache=False, progress=False)

@@ -16,8 +16,8 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.statistics import scan
-from xckpt.statistics.cluster import placed
+from xckpt.scan import scanning
+from xckpt.scan.cluster import placed
 from xckpt.storage import prefetch, remote
 from xckpt.storage.requests import IN_FLIGHT
 
@@ -114,15 +114,15 @@ class TestTwoWorkers:
             tensors = {f"layers.{shard}.{n}": np.full(4096, n, "<f4") for n in range(8)}
             (tmp_path / f"m-{shard}.zt").write_bytes(zt(tensors))
         read: list[tuple[str, str]] = []
-        scan_cuts = scan.scan_cuts
+        scan_cuts = scanning.scan_cuts
 
-        def looking(task: list[scan.Cut], *rest: Any) -> list[Any]:
+        def looking(task: list[scanning.Cut], *rest: Any) -> list[Any]:
             worker = distributed.get_worker().address
             read.extend((worker, cut.reader.place[0]) for cut in task)
             return scan_cuts(task, *rest)
 
-        monkeypatch.setattr(scan, "scan_cuts", looking)
-        monkeypatch.setattr(scan, "_CLUSTER_TASK_NBYTES", 1 << 16)
+        monkeypatch.setattr(scanning, "scan_cuts", looking)
+        monkeypatch.setattr(scanning, "_CLUSTER_TASK_NBYTES", 1 << 16)
         ds = xr.open_dataset(str(tmp_path / "m-*.zt"), engine="ztensor")
         found = xckpt.stats(ds, cache=False, progress=False)
         assert len(found.data_vars) == 64 == len(read)
@@ -137,7 +137,7 @@ class TestTwoWorkers:
     def test_a_scan_of_an_object_store_has_32_requests_in_flight(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (remote, prefetch, scan):
+        for module in (remote, prefetch, scanning):
             monkeypatch.setattr(module, "REQUEST_NBYTES", 1 << 14)
         data = zt({f"w{n}": np.arange(1 << 14, dtype="<f4") + n for n in range(24)})
         with WebServer(**{"m.zt": data}) as web:

@@ -14,10 +14,11 @@ from tests.formats import mlcp_files, primitiv_files
 from xckpt.accessor.exploring import compute, explore, histogram
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import CheckpointWarning
+from xckpt.health import findings
 from xckpt.notebook.summary import index_summary
 from xckpt.opening import open_index
 from xckpt.sample import write_checkpoint
-from xckpt.statistics import findings, stats, table
+from xckpt.statistics import stats, table
 
 if TYPE_CHECKING:
     from pathlib import Path

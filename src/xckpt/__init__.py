@@ -13,6 +13,7 @@ from xckpt.interrupts import uninterrupted
 from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
+    from xckpt.comparison import compare
     from xckpt.entry import open, report  # noqa: A004
     from xckpt.errors import (
         CheckpointError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         TooLargeError,
         UnsupportedError,
     )
+    from xckpt.health import findings
     from xckpt.index import Index, Part, Tensor
     from xckpt.notebook.extension import load_ipython_extension as load_ipython_extension
     from xckpt.notebook.extension import unload_ipython_extension as unload_ipython_extension
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from xckpt.opening.optimizers import join_optimizer
     from xckpt.opening.references import references
     from xckpt.opening.steps import open_steps
-    from xckpt.statistics import compare, findings, histogram, spectrum, stats, table
+    from xckpt.statistics import histogram, spectrum, stats, table
     from xckpt.writing import Manifest, append, convert, manifest, save, verify
 
 __version__ = "0.1.0.dev0"
@@ -75,6 +77,7 @@ _load, _, _lazy = lazy_loader.attach(
     __name__,
     submodules=["errors", "identity", "sample", "typing"],
     submod_attrs={
+        "comparison": ["compare"],
         "entry": ["open", "report"],
         "errors": [
             "CheckpointError",
@@ -87,6 +90,7 @@ _load, _, _lazy = lazy_loader.attach(
             "TooLargeError",
             "UnsupportedError",
         ],
+        "health": ["findings"],
         "index": ["Index", "Part", "Tensor"],
         "notebook.extension": [
             "load_ipython_extension",
@@ -96,7 +100,7 @@ _load, _, _lazy = lazy_loader.attach(
         "opening.optimizers": ["join_optimizer"],
         "opening.references": ["references"],
         "opening.steps": ["open_steps"],
-        "statistics": ["compare", "findings", "histogram", "spectrum", "stats", "table"],
+        "statistics": ["histogram", "spectrum", "stats", "table"],
         "writing": ["Manifest", "append", "convert", "manifest", "save", "verify"],
     },
 )

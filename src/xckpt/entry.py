@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Describable
+    from xckpt.scan.entries import Describable
     from xckpt.typing import Dataset
 
 __all__ = ["hint_for", "open", "report"]

@@ -141,7 +141,7 @@ def test_headings_stay_in_the_picture(columns: int) -> None:
 
 def test_what_is_drawn_into_is_checked_first(flat: xr.Dataset, monkeypatch: Any) -> None:
     monkeypatch.setattr("xckpt.plots.layers.OpenTensors", None, raising=False)
-    monkeypatch.setattr("xckpt.statistics.scan.open_stores", None)
+    monkeypatch.setattr("xckpt.scan.scanning.open_records", None)
     monkeypatch.setattr("xckpt.arrays.lazy.LazyArray.__getitem__", None)
     plots = Plots(flat)
     _, axes = plt.subplots(1, 2)

@@ -100,7 +100,7 @@ def test_given_statistics_are_not_computed_again(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("xckpt.statistics.api.gather", fail)
+    monkeypatch.setattr("xckpt.statistics.computing.gather", fail)
     ax = Plots(flat).layers("q0.1", "*.attn.w", stats=result)
     expected = [result[f"m.layers.{n}.attn.w"].sel(statistic="q0.1").item() for n in range(6)]
     assert lines(ax)[0] == pytest.approx(expected)
@@ -318,7 +318,7 @@ def test_statistics_of_the_session_are_used(
     loaded = flat.load()
     loaded.ckpt.stats()
     with monkeypatch.context() as patch:
-        patch.setattr("xckpt.statistics.api.gather", None)
+        patch.setattr("xckpt.statistics.computing.gather", None)
         assert len(lines(loaded.ckpt.plot.layers("std", "*.attn.w"))) == 1
     before = lines(loaded.ckpt.plot.layers("std", "*.attn.w"))[0]
     loaded["m.layers.0.attn.w"] = loaded["m.layers.0.attn.w"] * 3

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xckpt.statistics import scan
+from xckpt.scan import scanning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,11 +42,11 @@ def kill_one(client: Any) -> Iterator[Callable[..., None]]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect how many elements are scanned."""
     counted: list[int] = []
-    original = scan.scan_cuts
+    original = scanning.scan_cuts
 
     def counting(task: Any, *others: Any) -> list[Any]:
         counted.extend(cut.stop - cut.start for cut in task)
         return original(task, *others)
 
-    monkeypatch.setattr(scan, "scan_cuts", counting)
+    monkeypatch.setattr(scanning, "scan_cuts", counting)
     return counted

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.statistics import MEASURES
+from xckpt.comparison import MEASURES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

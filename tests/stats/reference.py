@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.scan.kinds import kind_of
+from xckpt.scan.scanning import gather
 from xckpt.statistics import QUANTILES, statistic_names
-from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import describe
-from xckpt.statistics.kinds import kind_of
-from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from xckpt.statistics.readers import Reader
+    from xckpt.scan.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -50,8 +50,8 @@ def test_each_row_is_described_alone(
     dim: Any, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small:  # rows are long then, and sketched like tensors; or a few at a time
-        monkeypatch.setattr("xckpt.statistics.rows.LONGEST_ROW", 64)
-        monkeypatch.setattr("xckpt.statistics.entries.LONGEST_ROW", 64)
+        monkeypatch.setattr("xckpt.scan.entries.LONGEST_ROW", 64)
+        monkeypatch.setattr("xckpt.scan.entries.LONGEST_ROW", 64)
     ds = dataset()
     st = stats(ds, dim=dim)
     reduced = (dim,) if isinstance(dim, str) else dim

@@ -11,10 +11,10 @@ import xarray as xr
 
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import dtype_of
+from xckpt.scan.entries import contents_of, entries_of
+from xckpt.scan.kinds import kind_named
 from xckpt.statistics import histogram
-from xckpt.statistics.bins import bin_edges, distributions, edges_on_grid
-from xckpt.statistics.entries import contents_of, entries_of
-from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.histograms import bin_edges, distributions, edges_on_grid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,7 +171,7 @@ def test_a_distribution_knows_its_extremes_and_what_is_not_finite() -> None:
 
 
 def test_bins_are_checked_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.statistics.bins.gather", None)
+    monkeypatch.setattr("xckpt.statistics.histograms.gather", None)
     with pytest.raises(ValueError, match="at least one bin, not 0"):
         counts(np.ones(3), bins=0)
     with pytest.raises(ValueError, match="ascend"):

@@ -12,7 +12,7 @@ import xarray as xr
 
 from tests.stats.checkpoints import model, settled, write
 from xckpt.statistics import histogram, stats
-from xckpt.statistics.channels import OF_CHANNELS, OUTLYING
+from xckpt.statistics.channel_sketches import OF_CHANNELS, OUTLYING
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ import xarray as xr
 import xckpt
 import xckpt.accessor
 from tests.stats.pairs import compared
-from xckpt.statistics import MEASURES, compare
-from xckpt.statistics.channels import Channels
+from xckpt.comparison import MEASURES, compare
+from xckpt.comparison.cells import Channels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,7 +108,7 @@ def test_the_same_bits_whatever_the_chunks_and_the_order(
             np.testing.assert_array_equal(found[name], found["a"], err_msg=f"{name} {dim}")
     xckpt.save(as_dataset(a), tmp_path / "a.zt")
     xckpt.save(as_dataset(b), tmp_path / "b.safetensors")
-    monkeypatch.setattr("xckpt.statistics.scan._TASK_NBYTES", 1 << 12)
+    monkeypatch.setattr("xckpt.scan.scanning._TASK_NBYTES", 1 << 12)
     with dask.config.set(num_workers=4):
         stored = compare(tmp_path / "a.zt", tmp_path / "b.safetensors", dim=0)
     np.testing.assert_array_equal(stored["w"], compare(first, second, dim=0)["a"])

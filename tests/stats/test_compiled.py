@@ -13,8 +13,8 @@ import pytest
 
 from tests.stats.reference import sketch_of
 from xckpt.arrays.compiling import compiled
-from xckpt.statistics.accumulate import codes_of
-from xckpt.statistics.moments import LEAF
+from xckpt.scan.trees import LEAF
+from xckpt.statistics.counts import codes_of
 
 
 def test_without_a_folder_for_the_cache_loops_are_compiled_each_time(

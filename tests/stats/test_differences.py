@@ -16,8 +16,9 @@ import xarray as xr
 import xckpt
 from tests.stats.checkpoints import model, write
 from tests.stats.pairs import compared
+from xckpt.comparison import MEASURES, compare
 from xckpt.datasets.stack_records import StackRecord
-from xckpt.statistics import MEASURES, STATUSES, compare, table
+from xckpt.statistics import STATUSES, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -241,7 +242,7 @@ def test_deferred_comparisons_come_from_one_pass(a: Path, b: Path) -> None:
 
 
 def test_arrays_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", 1000)
+    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", 1000)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((300, 70))
     y = x + rng.standard_normal((300, 70)).astype(np.float32) * 1e-3

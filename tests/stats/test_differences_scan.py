@@ -12,7 +12,9 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import memory_of, model, settled, sparse_file, write
-from xckpt.statistics import STATUSES, compare, scan, stats
+from xckpt.comparison import compare
+from xckpt.scan import scanning
+from xckpt.statistics import STATUSES, stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +57,7 @@ def test_threads_and_tasks(
     task_nbytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scan, "_TASK_NBYTES", task_nbytes)
+    monkeypatch.setattr(scanning, "_TASK_NBYTES", task_nbytes)
     with dask.config.set(num_workers=threads):
         xr.testing.assert_identical(compare(*paths, cache=False), expected)
 
@@ -152,7 +154,7 @@ def test_a_file_that_was_just_written_is_not_kept(
 def test_an_interrupted_comparison_goes_on(
     pair: tuple[Path, Path], read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "_TASK_NBYTES", 1)
+    monkeypatch.setattr(scanning, "_TASK_NBYTES", 1)
     objects = [opened(path) for path in pair]
 
     def interrupt(done: int, _: int) -> None:

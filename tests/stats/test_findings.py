@@ -15,8 +15,8 @@ from tests.formats import torch_files
 from tests.stats.architectures import ARCHITECTURES, resnet
 from tests.stats.checkpoints import write
 from tests.stats.models import FRESH, gpt2, llama, quantised, torch_mixture
+from xckpt.health import RULES
 from xckpt.sample import write_checkpoint
-from xckpt.statistics import RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stats.reference import dtype_of, sketch_of, stats_of
+from xckpt.scan.trees import LEAF, Tree, runs
 from xckpt.statistics import stats
 from xckpt.statistics.block_loops import fold
-from xckpt.statistics.moments import EMPTY, LEAF, Tree, merge, runs
+from xckpt.statistics.moments import EMPTY, merge
 
 VALUES = np.random.default_rng(0).standard_normal(7 * LEAF + 1234).astype(np.float32) * 3 + 1
 

@@ -25,20 +25,20 @@ from tests.stats.test_readers import GOLDEN, readable
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.comparison import MEASURES, compare
+from xckpt.comparison.comparing import compare_pairs
+from xckpt.comparison.measures import Comparison, measures
+from xckpt.comparison.pairs import PairReader, SparsePairReader, pair_of, stored_pair
 from xckpt.errors import CheckpointError
 from xckpt.index import Part, Tensor
-from xckpt.statistics import MEASURES, compare
-from xckpt.statistics.comparison import Comparison
-from xckpt.statistics.differences import compare_pairs, measures
-from xckpt.statistics.moments import LEAF
-from xckpt.statistics.pairs import PairReader, SparsePairReader, pair_of, stored_pair
-from xckpt.statistics.readers import ArrayReader, DenseReader, SparseReader, reader_of
+from xckpt.scan.readers import ArrayReader, DenseReader, SparseReader, reader_of
+from xckpt.scan.trees import LEAF
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from xckpt.statistics.readers import Reader
+    from xckpt.scan.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -371,8 +371,8 @@ def sparse_tensor(layout: Any, values: Array) -> CSRArray | COOArray:
 def test_layouts_and_memory_orders(
     piece: int, sliceable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", piece)
-    monkeypatch.setattr("xckpt.statistics.pairs.is_mapped", lambda _: sliceable)
+    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.comparison.pairs.is_mapped", lambda _: sliceable)
     a = VALUES.copy()
     a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
     b = a * np.float32(1.25)
@@ -426,8 +426,8 @@ def test_stored_bytes_that_mean_something_else() -> None:
 
 
 def test_three_axes_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", 400)
-    monkeypatch.setattr("xckpt.statistics.pairs.is_mapped", lambda _: True)
+    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", 400)
+    monkeypatch.setattr("xckpt.comparison.pairs.is_mapped", lambda _: True)
     values = np.arange(11 * 13 * 17, dtype=np.float32).reshape(11, 13, 17)
     c = reader_of(dense(values, "float32", values.tobytes()))
     f = reader_of(dense(values, "float32", values.tobytes("F"), "F"))

@@ -21,13 +21,13 @@ from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import CheckpointError, IntegrityError
 from xckpt.index import Part, Tensor
+from xckpt.scan.readers import ArrayReader, DenseReader, RawReader, reader_of
 from xckpt.statistics import QUANTILES, stats
 from xckpt.statistics.describe import describe
-from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader, reader_of
 from xckpt.storage import digests
 
 if TYPE_CHECKING:
-    from xckpt.statistics.readers import Reader
+    from xckpt.scan.readers import Reader
 
 NAMES = ("count", "nan", "inf", "zero", "min", "max", "absmax")
 
@@ -157,7 +157,7 @@ def test_sparse_tensors_count_implied_zeros(
     values[10:20] = 0
     lazy = sparse_tensor(layout, values)
     (whole,) = scanned(reader_of(lazy))
-    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", piece)
     sketch = check(reader_of(lazy), values)
     assert sketch.rows.dead == (values == 0).all(axis=1).sum() >= 10
     assert sketch.implied == prod(values.shape) - np.count_nonzero(values)
@@ -186,7 +186,7 @@ def test_sparse_tensors_are_never_made_dense() -> None:
 def test_anything_that_is_indexed_like_an_array(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", 100)
+    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", 100)
     values = np.random.default_rng(0).standard_normal(shape)
     reader = ArrayReader(values)
     for start in range(0, max(1, values.size), 17):

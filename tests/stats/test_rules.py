@@ -9,7 +9,8 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import model
-from xckpt.statistics import findings, stats
+from xckpt.health import findings
+from xckpt.statistics import stats
 
 
 def found(**tensors: Any) -> list[tuple[Any, ...]]:

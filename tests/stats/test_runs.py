@@ -10,7 +10,7 @@ import xarray as xr
 
 import xckpt
 from tests.stats.checkpoints import write
-from xckpt.statistics import changes_of
+from xckpt.health import changes_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,10 @@ import xarray as xr
 
 from tests.stats.checkpoints import memory_of, sparse_file, write
 from xckpt.errors import CheckpointError
-from xckpt.statistics import scan, stats
-from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.kinds import kind_named
+from xckpt.scan import scanning
+from xckpt.scan.kinds import kind_named
+from xckpt.statistics import stats
+from xckpt.statistics.counts import Sketch
 from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def test_threads_and_tasks(
     task_nbytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scan, "_TASK_NBYTES", task_nbytes)
+    monkeypatch.setattr(scanning, "_TASK_NBYTES", task_nbytes)
     with dask.config.set(num_workers=threads):
         xr.testing.assert_identical(stats(path, cache=False), expected)
 
@@ -93,7 +94,7 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     found = stats(ds, cache=False)
     assert len(reads) < 10
     assert sum(reads) == sum(array.nbytes for array in tensors.values())
-    monkeypatch.setattr(scan, "_TOGETHER_NBYTES", 0)
+    monkeypatch.setattr(scanning, "_TOGETHER_NBYTES", 0)
     xr.testing.assert_identical(stats(ds, cache=False), found)
     assert len(reads) > len(tensors)
     monkeypatch.undo()
@@ -141,7 +142,7 @@ def test_a_cluster(path: Path, expected: xr.Dataset) -> None:
 def test_a_worker_that_is_killed_costs_time_only(
     path: Path, expected: xr.Dataset, kill_one: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "_CLUSTER_TASK_NBYTES", 1 << 19)
+    monkeypatch.setattr(scanning, "_CLUSTER_TASK_NBYTES", 1 << 19)
     found = stats(opened(path), cache=False, progress=kill_one)
     xr.testing.assert_equal(found, expected)
 

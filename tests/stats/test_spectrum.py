@@ -14,8 +14,8 @@ import xarray as xr
 
 import xckpt
 from xckpt.errors import CheckpointWarning
+from xckpt.scan.kinds import kind_named
 from xckpt.statistics import spectra
-from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.singular import FLOOR, STATISTICS, power_law, singular_values
 
 if TYPE_CHECKING:

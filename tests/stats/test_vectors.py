@@ -13,8 +13,8 @@ import pytest
 import xarray as xr
 
 from xckpt import histogram, stats
+from xckpt.scan.trees import LEAF
 from xckpt.statistics import block_loops
-from xckpt.statistics.moments import LEAF
 from xckpt.statistics.vector_kernel import LANES, ROWS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.statistics import records
+from xckpt.scan import statistics_cache
 from xckpt.storage import cache
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ class TestStatisticsThatAreKept:
     @pytest.fixture
     def stored(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
         monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
-        monkeypatch.setattr(records, "_LARGEST_SESSION", 0)
+        monkeypatch.setattr(statistics_cache, "_LARGEST_SESSION", 0)
         assert [mean(checkpoint), mean(checkpoint)] == [(4.0, True), (4.0, False)]
-        (path,) = (tmp_path / "cache" / records.FOLDER).iterdir()
+        (path,) = (tmp_path / "cache" / statistics_cache.FOLDER).iterdir()
         return path
 
     def test_by_another_user_are_neither_read_nor_changed(

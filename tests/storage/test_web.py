@@ -23,7 +23,7 @@ import xarray as xr
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
-from xckpt.statistics.records import is_lasting
+from xckpt.scan.statistics_cache import is_lasting
 from xckpt.storage import Source, open_source, remote
 
 if TYPE_CHECKING:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from xckpt.comparison.cells import Reduced
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.channels import Reduced
-    from xckpt.statistics.entries import Describable
+    from xckpt.scan.entries import Describable
     from xckpt.typing import DataArray, Dataset
 
 __all__ = ["CheckpointAccessor"]
@@ -512,7 +512,7 @@ class CheckpointAccessor(Generic[Obj]):
         --------
         >>> ds.ckpt.findings(ignore="constant")  # doctest: +SKIP
         """
-        from xckpt.statistics import findings
+        from xckpt.health import findings
 
         if stats is None and isinstance(self._obj, xr.Dataset) and "statistic" in self._obj.dims:
             stats = self._obj
@@ -522,7 +522,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     def _examine(self, **options: Any) -> tuple[xr.Dataset, pd.DataFrame]:
         """Return statistics and findings, and keep both for the summary."""
-        from xckpt.statistics import examine
+        from xckpt.health import examine
 
         result, findings = examine(self._obj, **options)
         self._keep(result)
@@ -574,7 +574,7 @@ class CheckpointAccessor(Generic[Obj]):
         --------
         >>> ds.ckpt.compare("tuned.safetensors").ckpt.table()  # doctest: +SKIP
         """
-        from xckpt.statistics import compare
+        from xckpt.comparison import compare
 
         return compare(
             self._given,

@@ -95,7 +95,7 @@ def _computed(
     findings: Collection[TensorFinding] | None = None,
 ) -> KnownResults:
     """Return the statistics and findings of tensors, which `names` calls by their numbers."""
-    from xckpt.statistics import findings as judge
+    from xckpt.health import findings as judge
     from xckpt.statistics import table
 
     frame = table(result)
@@ -143,7 +143,7 @@ def _whole_edges(statistics: Mapping[str, float]) -> np.ndarray[Any, Any]:
 
 
 def _has_numbers(variable: xr.Variable) -> bool:
-    from xckpt.statistics import require_numbers
+    from xckpt.scan import require_numbers
 
     try:
         require_numbers(variable.dtype)

@@ -284,7 +284,7 @@ def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
 
 def require_rules(ignore: Sequence[str]) -> None:
     """Refuse rules of findings that do not exist."""
-    from xckpt.statistics.finding import ignored_rules
+    from xckpt.health.examining import ignored_rules
 
     try:
         ignored_rules(ignore)

@@ -348,7 +348,7 @@ def verify(
     With --findings, the numbers of files that are intact are judged as well, as by "xckpt stats
     --findings": the exit status is also 1 if anything is found that is more than information.
     """
-    from xckpt.statistics import findings
+    from xckpt.health import findings
     from xckpt.writing import verify as check
 
     require_rules(ignore)

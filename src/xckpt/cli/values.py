@@ -125,7 +125,8 @@ def stats(
     layers, saturated codes, ...; the exit status is 1 if any of that is more than information. With
     --json, print both, with all columns.
     """
-    from xckpt.statistics import QUANTILES, examine, findings, statistic_names, table
+    from xckpt.health import examine, findings
+    from xckpt.statistics import QUANTILES, statistic_names, table
     from xckpt.statistics import stats as compute
 
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
@@ -342,7 +343,7 @@ def compare(
     are: rounded, transposed, renamed, ... The exit status is 0 if every tensor is explained. With
     --json, all tensors are listed.
     """
-    from xckpt.statistics import compare as compute
+    from xckpt.comparison import compare as compute
     from xckpt.statistics import matched_names, table
 
     matching = _matching(rename, names)
@@ -392,8 +393,9 @@ def compare(
 
 def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> list[str]:
     """Return the columns of a comparison to print."""
-    from xckpt.statistics import MEASURES, OF_CODES
-    from xckpt.statistics.explaining import COLUMNS
+    from xckpt.comparison import MEASURES
+    from xckpt.statistics import OF_CODES
+    from xckpt.statistics.tables import EXPLANATION_COLUMNS as COLUMNS
 
     more = OF_CODES if codes else ()
     if columns == ",".join(_MEASURES) and explain:

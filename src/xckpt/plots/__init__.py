@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
+    from xckpt.comparison.cells import Reduced
     from xckpt.labels import TensorFilter
-    from xckpt.statistics.channels import Reduced
 
 __all__ = ["Plots"]
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from xckpt.comparison.cells import Reduced
     from xckpt.labels import TensorFilter
-    from xckpt.statistics.channels import Reduced
 
 # More rows or columns than a picture has pixels would hide the worst ones.
 _MOST_ROWS, _MOST_COLUMNS = 256, 512
@@ -57,7 +57,7 @@ def draw_error(
     **style: Any,
 ) -> Axes:
     """Draw a statistic of each channel; see `xckpt.plots.Plots.error`."""
-    from xckpt.statistics import MEASURES, compare
+    from xckpt.comparison import MEASURES, compare
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])

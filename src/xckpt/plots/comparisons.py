@@ -44,7 +44,8 @@ def draw_differences(
     **style: Any,
 ) -> Axes:
     """Draw how much tensors differ; see `xckpt.plots.Plots.compare`."""
-    from xckpt.statistics import MEASURES, compare, table
+    from xckpt.comparison import MEASURES, compare
+    from xckpt.statistics import table
 
     require_drawable(ax, lambda trial: trial.barh([0], [0.0], **style))
     require_statistic(statistic, [each for each in MEASURES if each != "status"])

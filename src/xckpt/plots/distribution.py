@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.plots.series import Chosen, Series
-    from xckpt.statistics.bins import Distribution
+    from xckpt.statistics.histograms import Distribution
 
 # So many lines at most are told apart by name rather than by number.
 _FEW_LINES = 5
@@ -78,7 +78,7 @@ def draw_histogram(
     **style: Any,
 ) -> Axes:
     """Draw how elements are distributed; see `xckpt.plots.Plots.histogram`."""
-    from xckpt.statistics.bins import require_bins
+    from xckpt.statistics.histograms import require_bins
 
     require_drawable(ax, lambda trial: trial.stairs([1.0], [0.0, 1.0], **style))
     if bins is not None:
@@ -116,8 +116,8 @@ def draw_histogram(
 
 def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
     """Find the distributions of tensors, and what is to be said of those that have none."""
-    from xckpt.statistics.bins import distributions
-    from xckpt.statistics.entries import contents_of, entries_of
+    from xckpt.scan.entries import contents_of, entries_of
+    from xckpt.statistics.histograms import distributions
 
     homes, names = chosen.tensors.variables_of(chosen.names), set(chosen.names)
     entries = entries_of(contents_of(find(obj, lambda name: name in homes)))
@@ -150,7 +150,7 @@ class _Axis:
 
     def densities(self, found: Sequence[Distribution]) -> list[_Density]:
         """Return the densities of tensors, in bins that all of them share but for their types."""
-        from xckpt.statistics.bins import edges_on_grid
+        from xckpt.statistics.histograms import edges_on_grid
 
         edges = self._edges(found)
         densities = []
@@ -172,7 +172,7 @@ class _Axis:
         return edges
 
     def _shared(self, found: Sequence[Distribution]) -> Values:
-        from xckpt.statistics.bins import bin_edges, require_bins
+        from xckpt.statistics.histograms import bin_edges, require_bins
 
         bins = self.bins
         if bins is None:

@@ -161,7 +161,8 @@ def _what_is_known(
     tensors: OpenTensors, name: str, known: xr.Dataset | None, sample: Sample
 ) -> str:
     """Say how many NaN, infinities and dead rows there are in all, if statistics know it."""
-    from xckpt.statistics import findings, known_stats
+    from xckpt.health import findings
+    from xckpt.statistics import known_stats
 
     found = known_stats(tensors[name])
     if found is None and known is not None:

@@ -367,7 +367,7 @@ def _end(line: _Line, handle: Any) -> list[Label]:
 
 def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
     """Return the points of a line that are named, and how far they are from the others."""
-    from xckpt.statistics import out_of_line
+    from xckpt.health import out_of_line
 
     middle = line.levels[2]
     if line.extremes:

@@ -16,8 +16,8 @@ from xckpt.plots.theme import themed
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from xckpt.health.runs import StepChanges
     from xckpt.labels import TensorFilter
-    from xckpt.statistics.runs import StepChanges
 
 _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
@@ -32,7 +32,7 @@ def draw_steps(
     obj: Any, names: TensorFilter | None, *, relative: bool, ax: Axes | None, **style: Any
 ) -> Axes:
     """Draw the change of each layer at each step; see `xckpt.plots.Plots.steps`."""
-    from xckpt.statistics import changes_of
+    from xckpt.health import changes_of
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     changes = changes_of(obj, names)

@@ -1,25 +1,23 @@
-"""Statistics of every tensor in one pass: `stats`, `histogram`, `compare`, `findings`, `table`.
+"""Statistics of every tensor in one pass: `stats`, `histogram`, `table`; `spectrum` of matrices.
 
-`spectrum` takes a pass for each matrix.
+May import scan, and whatever that may; neither comparison nor health. Read `computing` first: from
+an object to its Dataset of statistics. A pass makes a sketch of each tensor (`counts`: how often
+each bit pattern occurs; `moments`), from which `describe` computes the statistics.
 """
 
 from xckpt.interrupts import uninterrupted
 
 # Numba and what it compiles are large.
 with uninterrupted():
-    from xckpt.statistics.api import QUANTILES, known_stats, stats
-    from xckpt.statistics.bins import histogram
     from xckpt.statistics.codes import OF_CODES
+    from xckpt.statistics.computing import QUANTILES, known_stats, stats
     from xckpt.statistics.describe import statistic_names
-    from xckpt.statistics.differences import MEASURES, STATUSES, compare
-    from xckpt.statistics.evidence import out_of_line
-    from xckpt.statistics.finding import examine, findings
-    from xckpt.statistics.kinds import require_numbers
-    from xckpt.statistics.rules import RULES
-    from xckpt.statistics.runs import changes_of
+    from xckpt.statistics.histograms import histogram
     from xckpt.statistics.singular import STATISTICS as OF_MATRICES
     from xckpt.statistics.spectra import spectrum
     from xckpt.statistics.tables import (
+        EXPLANATION_COLUMNS,
+        STATUSES,
         channel_values,
         matched_names,
         result_text,
@@ -29,22 +27,15 @@ with uninterrupted():
     )
 
 __all__ = [
-    "MEASURES",
+    "EXPLANATION_COLUMNS",
     "OF_CODES",
     "OF_MATRICES",
     "QUANTILES",
-    "RULES",
     "STATUSES",
-    "changes_of",
     "channel_values",
-    "compare",
-    "examine",
-    "findings",
     "histogram",
     "known_stats",
     "matched_names",
-    "out_of_line",
-    "require_numbers",
     "result_text",
     "spectrum",
     "statistic_names",

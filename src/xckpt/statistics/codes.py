@@ -16,16 +16,16 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.elements import ALL_TYPES, BLOCK_TYPES, code_values
-from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader
-from xckpt.statistics.scan import gather
+from xckpt.scan.readers import ArrayReader, DenseReader, RawReader
+from xckpt.scan.scanning import gather
+from xckpt.statistics.counts import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from xckpt.elements import BlockCodes, BlockType
     from xckpt.progress import Progress
-    from xckpt.statistics.readers import Reader
+    from xckpt.scan.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics.kinds import kind_named
+from xckpt.scan.kinds import kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.statistics.accumulate import Sketch
-    from xckpt.statistics.kinds import Kind
+    from xckpt.scan.kinds import Kind
+    from xckpt.statistics.counts import Sketch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

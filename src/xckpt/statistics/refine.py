@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from xckpt.scan.accumulators import Accumulator
+from xckpt.scan.scanning import gather
 from xckpt.statistics import block_loops
-from xckpt.statistics.accumulate import Accumulator, codes_of, prepared
+from xckpt.statistics.counts import codes_of, prepared
 from xckpt.statistics.describe import rank, spectrum
-from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xckpt.progress import Progress
-    from xckpt.statistics.accumulate import Sketch
-    from xckpt.statistics.kinds import Kind
-    from xckpt.statistics.readers import Reader
+    from xckpt.scan.kinds import Kind
+    from xckpt.scan.readers import Reader
+    from xckpt.statistics.counts import Sketch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

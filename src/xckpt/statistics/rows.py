@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.scan.entries import LONGEST_ROW
+from xckpt.scan.kinds import kind_of, magnitudes
 from xckpt.statistics.describe import OF_REAL_NUMBERS, statistic_names
-from xckpt.statistics.kinds import kind_of, magnitudes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-#: Elements of a row that is sorted: 32 MiB as float64.
-LONGEST_ROW = 1 << 22
 
 # Integers up to here, and their sums, are exact as float64.
 _EXACT = 1 << 53

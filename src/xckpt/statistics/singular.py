@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from xckpt.statistics.kinds import Kind
+    from xckpt.scan.kinds import Kind
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

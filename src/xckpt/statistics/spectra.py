@@ -23,10 +23,10 @@ from xckpt.errors import locating, warn
 from xckpt.labels import select
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.progress import Progress
-from xckpt.statistics.cluster import send_out
-from xckpt.statistics.entries import contents_of_all, entries_of, laid, laid_out
-from xckpt.statistics.kinds import kind_of
-from xckpt.statistics.records import key_of, open_records
+from xckpt.scan.cluster import send_out
+from xckpt.scan.entries import contents_of_all, entries_of, laid, laid_out
+from xckpt.scan.kinds import kind_of
+from xckpt.scan.statistics_cache import key_of, open_records
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Describable, Described
-    from xckpt.statistics.kinds import Kind
-    from xckpt.statistics.readers import Reader
+    from xckpt.scan.entries import Describable, Described
+    from xckpt.scan.kinds import Kind
+    from xckpt.scan.readers import Reader
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Dataset
 

@@ -9,9 +9,7 @@ import numpy as np
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
-from xckpt.statistics.differences import STATUSES
-from xckpt.statistics.entries import member_names
-from xckpt.statistics.explaining.outcome import COLUMNS, TEXTS
+from xckpt.scan.entries import member_names
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -20,6 +18,15 @@ if TYPE_CHECKING:
     import xarray as xr
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+#: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
+STATUSES = ("same", "changed", "only_a", "only_b", "shape")
+#: Columns of a comparison that explain, and those of them that are texts.
+EXPLANATION_COLUMNS = (
+    *("cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads"),
+    "other_names",
+)
+EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"})
 
 # What counts as the larger change, last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
@@ -36,7 +43,9 @@ _WIDEST_NAME = 48
 _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
 # Attributes of a comparison that a table has as columns, and what stands for one that is not there.
 _PARTNERS = ("other_name", "matched_by")
-_STATED = dict.fromkeys(_PARTNERS, "") | {key: "" if key in TEXTS else np.nan for key in COLUMNS}
+_STATED = dict.fromkeys(_PARTNERS, "") | {
+    key: "" if key in EXPLANATION_TEXTS else np.nan for key in EXPLANATION_COLUMNS
+}
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 
 
@@ -83,7 +92,7 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
     stated = {key for variable in result.variables.values() for key in variable.attrs}
-    wanted = [*_PARTNERS, *(COLUMNS if "cause" in stated else ())]
+    wanted = [*_PARTNERS, *(EXPLANATION_COLUMNS if "cause" in stated else ())]
     is_said = not stated.isdisjoint(wanted)
     said = said_of_tensors(result, {key: _STATED[key] for key in wanted}) if is_said else {}
     for key in _PARTNERS:
@@ -92,7 +101,7 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     if "cause" in said:
         frame.insert(1, "outcome", said["outcome"])
         frame.insert(2, "cause", said["cause"])
-        for key in COLUMNS:
+        for key in EXPLANATION_COLUMNS:
             if key not in {"outcome", "cause"}:
                 frame[key] = said[key]
         frame["verified"] = frame["verified"] == 1

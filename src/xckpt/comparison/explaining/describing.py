@@ -1,0 +1,146 @@
+"""Tensors that are not explained: where their numbers are, and what may be behind a difference."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from xckpt.comparison.explaining.arrangements import Cut, Padded, arranged, part_of
+from xckpt.comparison.explaining.low_rank import low_ranks
+from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.search import ALIKE, arrangements, partners
+from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.explaining.wording import changed, related, unlike
+from xckpt.comparison.explaining.work import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.explaining.work import Explanations, Work
+    from xckpt.scan.readers import Reader
+
+# Correlation from which on an update of low rank is looked for.
+_NEAR = 0.5
+# Smaller tensors have the numbers of another one by chance.
+_SMALLEST = 8
+# Tensors of one shape that may be tied to another one.
+_MOST_OWNERS = 8
+
+
+def misplaced(work: Work) -> Explanations:
+    """Find tensors whose numbers are under another name, which both sides have."""
+    numbers = [n for n in work.open if not work.is_aligned(n)]
+    sides = [list(work.sketch(numbers, side).values()) for side in (0, 1)]
+    candidates = [
+        candidate
+        for candidate in partners(*sides, extended=False)
+        if candidate.a.number != candidate.b.number and candidate.a.size >= _SMALLEST
+    ]
+    pairs = [
+        (n, candidate.a, candidate.b, [candidate.arrangement])
+        for n, candidate in enumerate(candidates)
+    ]
+    explanations: Explanations = {}
+    for n, (link, steps) in work.try_arrangements(pairs).items():
+        done = None if link.relation is None else related(work, link, link.relation, steps)
+        if done is None or done.outcome != "explained":
+            continue
+        detail = "" if done.causes == ("equal",) else f" ({done.text})"
+        # Of the two tensors of a case the one of `a` is what the case is about.
+        for tensor, owner, side in ((candidates[n].a, candidates[n].b, "b"),
+                                  (candidates[n].b, candidates[n].a, "a")):  # fmt: skip
+            status = work.cases[tensor.number].status
+            text = f"its numbers are those of {quoted([owner.name])} of {side}{detail}"
+            explanation = Explanation(("misplaced",), text, holds=False, other_names=(owner.name,))
+            if status in ALONE:
+                explanation = Explanation((status,), text, holds=False)
+            if side == "b":
+                explanations[tensor.number] = explanation
+            else:
+                explanations.setdefault(tensor.number, explanation)
+    return explanations
+
+
+def described(work: Work) -> Explanations:
+    """Describe changed tensors: the likely cause, and the size of the difference."""
+    explanations: Explanations = {
+        n: work.descriptions[n] for n in work.open if n in work.descriptions
+    }
+    unexplained = [
+        n for n in work.open if n not in explanations and work.cases[n].status not in ALONE
+    ]
+    near: dict[int, tuple[Reader, Reader]] = {}
+    for n in unexplained:
+        link, pair = work.in_place.get(n), work.cases[n].match.both
+        if link is not None and link.likely is not None:
+            explanations[n] = Explanation(("changed",), unlike(link), holds=False)
+        elif pair is not None and (link is None or link.correlation >= _NEAR):
+            near[n] = pair
+    explanations |= low_ranks(near, work.bar)
+    explanations |= _extended(work, [n for n in unexplained if n not in explanations])
+    for n in unexplained:
+        case = work.cases[n]
+        explanations.setdefault(n, changed(case.measures, case.match.shapes))
+    return explanations
+
+
+def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
+    """Describe pairs in which one tensor is the beginning of the other."""
+    numbers = [n for n in numbers if work.cases[n].status == "shape"]
+    ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
+    links: list[tuple[int, Link, tuple[Step, ...]]] = []
+    for n in [n for n in numbers if n in ours and n in theirs]:
+        a, b = ours[n], theirs[n]
+        best = next(
+            (arrangement for arrangement in arrangements(a, b) if arrangement.score >= ALIKE), None
+        )
+        if best is None:
+            continue
+        for at, step in enumerate(best.steps):
+            if isinstance(step, Cut):
+                links.append((n, work.link(a, b, best.steps), best.steps))
+            elif isinstance(step, Padded):
+                view = arranged(a.reader.array, best.steps[:at])
+                place = part_of(b.reader.array, (0,) * len(b.shape), tuple(view.shape))
+                order = (Side.of(view, a.reader), Side(place, (b.reader,)))
+                added = replace(step, is_zero=False)
+                links.append((n, Link((a.name, b.name), [order]), (*best.steps[:at], added)))
+    examine([link for _, link, _ in links], work.bar)
+    return {
+        n: replace(related(work, link, link.relation, steps), holds=False)
+        for n, link, steps in links
+        if link.relation is not None
+    }
+
+
+def tied(work: Work) -> Explanations:
+    """Describe tensors of one side only: equal to another one of their side, or nowhere."""
+    owners: dict[Any, list[Reader]] = defaultdict(list)
+    unmatched = [n for n in work.open if work.cases[n].status in ALONE]
+    for n in set(range(len(work.cases))).difference(unmatched):
+        for side, reader in zip(ALONE, work.cases[n].match[1:3], strict=True):
+            if reader is not None and reader.size > 1:
+                owners[side, reader.array.shape].append(reader)
+    links: list[tuple[int, str, Link]] = []
+    for n in unmatched:
+        reader = work.cases[n].alone
+        candidates = owners[work.cases[n].status, reader.array.shape] if reader is not None else []
+        for owner in candidates if len(candidates) <= _MOST_OWNERS else []:
+            if reader is not None:
+                order = (Side.whole(owner), Side.whole(reader))
+                links.append((n, owner.name, Link((owner.name, reader.name), [order])))
+    examine([link for *_, link in links], work.bar, certain=True)
+    names = {
+        n: name
+        for n, name, link in links
+        if link.relation is not None and not link.relation.causes and not link.is_constant
+    }
+    explanations: Explanations = {}
+    for n in unmatched:
+        status, text = work.cases[n].status, "nothing on the other side has its name or numbers"
+        if n in names:
+            text = f"its numbers are those of {quoted([names[n]])} of {status[-1]}"
+        explanations[n] = Explanation((status,), text, holds=False)
+    return explanations

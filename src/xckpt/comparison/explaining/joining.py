@@ -1,0 +1,229 @@
+"""Tensors that consist of several of the other side: fused, or split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from xckpt.comparison.explaining.arrangements import (
+    Padded,
+    arranged,
+    part_of,
+    stacked,
+    undone,
+    unstacked,
+)
+from xckpt.comparison.explaining.joints import Joint, Member, joints
+from xckpt.comparison.explaining.names import Order, analogous, out_of_order
+from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.explaining.wording import related, unlike
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.comparison.explaining.work import Explanations, Work
+
+_SIDES = ("a", "b")
+_NOT_IN_ORDER = "not in the order of its siblings"
+
+
+def joined(work: Work) -> Explanations:
+    """Explain tensors that consist of several of the other side, and their parts."""
+    # A whole may have a namesake of another shape, which is one of its parts.
+    shaped = [n for n in work.open if work.cases[n].status == "shape"]
+    explanations: Explanations = {}
+    for side in (1, 0):
+        wholes = [n for n in [*work.alone(side), *shaped] if n not in explanations]
+        parts = [n for n in work.alone(1 - side) if n not in explanations]
+        if len(parts) < 2 or not wholes:
+            continue
+        ours, theirs = work.sketch(wholes, side), work.sketch(parts, 1 - side)
+        likely = joints(list(ours.values()), list(theirs.values()), are_larger=not side)
+        explanations |= _explained(work, likely, side)
+        explanations |= _explained(
+            work,
+            _by_analogy(
+                work,
+                [sketch for n, sketch in ours.items() if n not in explanations],
+                [sketch for n, sketch in theirs.items() if n not in explanations],
+                side,
+            ),
+            side,
+        )
+    return explanations
+
+
+def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
+    links = [[_link(work, joint, member, side) for member in joint.members] for joint in likely]
+    examine(list(chain.from_iterable(links)), work.bar)
+    orders = [
+        Order(joint.whole.name, tuple([member.part.name for member in joint.members]))
+        for joint in likely
+    ]
+    earlier = [order for at, _, order in work.joints if at == side]
+    broken = out_of_order([*earlier, *orders])
+    explanations: Explanations = {}
+    for at, (joint, of_parts, order) in enumerate(zip(likely, links, orders, strict=True)):
+        if any(link.relation is not None for link in of_parts):
+            explanations |= _explanations(
+                work, joint, of_parts, side, is_broken=at + len(earlier) in broken
+            )
+        whole = explanations.get(joint.whole.number)
+        if whole is not None and whole.verified:
+            work.joints.append((side, joint, order))
+    return explanations
+
+
+def _link(work: Work, joint: Joint, member: Member, side: int) -> Link:
+    """Return a link between a part and its place in the whole, in the order of either."""
+    whole, part = joint.whole, member.part
+    start, shape = [0] * len(whole.shape), _place(joint, member)
+    start[joint.axis] = member.start
+    place = part_of(arranged(whole.reader.array, joint.steps), tuple(start), shape)
+    is_run = joint.axis == 0 and not joint.steps
+    run = member.start * prod(whole.shape[1:]) if is_run else None
+    in_whole, in_part = Side(place, (whole.reader,), run), Side.whole(part.reader)
+    view = arranged(part.reader.array, member.steps)
+    if _is_padded(joint, member) and side:
+        padded = Padded(tuple(view.shape), shape).view(view)
+        orders = [(Side(padded, (part.reader,)), in_whole)]
+    else:
+        back: Any = undone(unstacked(place) if joint.is_stack else place, member.steps)
+        at_part = Side(back, (whole.reader,), None if member.steps else run)
+        if not _is_padded(joint, member):
+            like = stacked(view) if joint.is_stack else view
+            orders = [(Side.of(like, part.reader), in_whole), (in_part, at_part)]
+        elif all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
+            padded = Padded(tuple(back.shape), part.shape).view(back)
+            orders = [(in_part, Side(padded, (whole.reader,)))]
+        else:
+            orders = []  # numbers were left out
+    names = (part.name, whole.name)
+    if not side:
+        orders, names = [order[::-1] for order in orders], names[::-1]
+    is_padded = _is_padded(joint, member)
+    return Link(names, orders, work.architecture.offset(names), is_padded)
+
+
+def _place(joint: Joint, member: Member) -> tuple[int, ...]:
+    """Return the shape of the place of a part."""
+    shape = list(joint.whole.shape)
+    shape[joint.axis] = member.stop - member.start
+    return tuple(shape)
+
+
+def _is_padded(joint: Joint, member: Member) -> bool:
+    """Return whether a part and its place differ in size."""
+    view = arranged(member.part.reader.array, member.steps)
+    return not joint.is_stack and tuple(view.shape) != _place(joint, member)
+
+
+@dataclass
+class _Whole:
+    """A summary of the parts of a tensor."""
+
+    causes: list[str]
+    facts: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    parts: list[Explanation] = field(default_factory=list)
+
+    def add(self, explanation: Explanation) -> None:
+        """Add an explained part."""
+        causes = [cause for cause in explanation.causes if cause != "equal"]
+        self.causes += [cause for cause in causes if cause not in self.causes]
+        if causes and explanation.text not in self.facts:
+            self.facts.append(explanation.text)
+        self.parts.append(explanation)
+
+
+def _explanations(
+    work: Work, joint: Joint, links: Sequence[Link], side: int, *, is_broken: bool
+) -> Explanations:
+    cause, whole = "fused" if side else "split", joint.whole
+    lines = {0: "rows", 1: "columns"}.get(joint.axis, f"axis {joint.axis}")
+    layout = "stacked" if joint.is_stack else f"one after the other along the {lines}"
+    head = f"part of {quoted([whole.name])} of {_SIDES[side]}, {layout}"
+    order = f"; {_NOT_IN_ORDER}" if is_broken else ""
+    fault = ("misplaced",) if is_broken else ()
+    summary, explanations = _Whole([cause, *fault]), {}
+    for member, link in zip(joint.members, links, strict=True):
+        part = member.part
+        if link.relation is None:
+            summary.different.append(part.name)
+            causes, text = (cause, "changed"), f"{head}; {unlike(link)}"
+            explanations[part.number] = Explanation(
+                causes, text, holds=False, other_names=(whole.name,)
+            )
+            continue
+        explanation = related(work, link, link.relation, (*joint.steps, *member.steps))
+        if _is_padded(joint, member):
+            is_equal = explanation.causes == ("equal",)
+            text = "equal after adding zeros" if is_equal else explanation.text
+            explanation = replace(explanation, causes=("padded", *explanation.causes), text=text)
+        summary.add(explanation)
+        more = tuple([name for name in explanation.causes if name != "equal"])
+        explanations[part.number] = replace(
+            explanation,
+            causes=(cause, *fault, *more),
+            text=head + (f"; {explanation.text}" if more else "") + order,
+            holds=not is_broken,
+            other_names=(whole.name,),
+        )
+    names = tuple([member.part.name for member in joint.members])
+    facts = [f"{quoted(names)} of {_SIDES[1 - side]}, {layout}", *summary.facts[:2]]
+    text = "; ".join(facts) + order
+    if summary.different:
+        summary.causes.append("changed")
+        text += f"; different from {quoted(summary.different)}"
+    heads = {of_part.heads for of_part in summary.parts} - {None}
+    is_known = all(
+        of_part.is_known for of_part in summary.parts if {"offset", "scaled"} & set(of_part.causes)
+    )
+    explanations[whole.number] = Explanation(
+        tuple(summary.causes),
+        text,
+        holds=not summary.different and not is_broken,
+        is_known=is_known,
+        heads=heads.pop() if len(heads) == 1 else None,
+        other_names=names,
+    )
+    return explanations
+
+
+def _by_analogy(
+    work: Work, wholes: Sequence[Sketched], parts: Sequence[Sketched], side: int
+) -> list[Joint]:
+    """Return the joints that others like them lead to expect, as of biases that are all zero."""
+    free, found = {part.name: part for part in parts}, []
+    for whole in wholes:
+        for at, joint, order in work.joints:
+            names = analogous(order, whole.name) if at == side else None
+            if names is None or not all(name in free for name in names):
+                continue
+            like = _like(joint, whole, [free[name] for name in names])
+            if like is not None:
+                found.append(like)
+                for name in names:
+                    del free[name]
+                break
+    return found
+
+
+def _like(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | None:
+    """Return parts one after the other as in another joint; None if they do not fit."""
+    axis = min(joint.axis, len(whole.shape) - 1)
+    at, members = 0, []
+    for part, sibling in zip(parts, joint.members, strict=True):
+        steps = sibling.steps if part.shape == sibling.part.shape else ()
+        shape = tuple(arranged(part.reader.array, steps).shape)
+        if len(shape) != len(whole.shape) - joint.is_stack:
+            return None
+        length = 1 if joint.is_stack else shape[axis]
+        members.append(Member(part, at, at + length, steps, 0.0))
+        at += length
+    fits = at == whole.shape[axis]
+    return Joint(whole, axis, tuple(members), is_stack=joint.is_stack) if fits else None

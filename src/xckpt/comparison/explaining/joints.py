@@ -1,0 +1,292 @@
+"""The search for joints: tensors of one side that consist of several tensors of the other.
+
+The sums along the axis where parts meet are those of the parts, one after the other. So the seams
+are followed from part to part.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.comparison.explaining.arrangements import RopePermuted, Transposed
+from xckpt.comparison.explaining.names import likeness
+from xckpt.comparison.explaining.search import SURE, inverse_orders, rope_orders, standardised
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.explaining.sketches import Sketched
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shape = tuple[int, ...]
+
+# How much the sums of parts that are joined agree at least, by how many there are.
+_JOINED = {32: 0.7, 16: 0.85, 0: 0.9}
+# By how much sums have to agree better for another arrangement.
+_CLEARLY = 1e-3
+
+
+class Member(NamedTuple):
+    """A part of a joint: a tensor, where it begins and ends along the axis, and its arrangement.
+
+    Its place may be larger than the part, or smaller; elements beyond the smaller one must be zero.
+    """
+
+    part: Sketched
+    start: int
+    stop: int
+    #: From the part to its place.
+    steps: tuple[Step, ...]
+    #: How much the sums agree; 0 where only the place was free.
+    score: float
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the sums agree, rather than only the place being free."""
+        return self.score > 0
+
+
+class Joint(NamedTuple):
+    """A tensor that consists of several of the other side."""
+
+    whole: Sketched
+    axis: int
+    members: tuple[Member, ...]
+    #: Steps applied to the whole before it is cut into the parts.
+    steps: tuple[Step, ...] = ()
+    #: Whether the parts have no such axis.
+    is_stack: bool = False
+
+    @property
+    def score(self) -> float:
+        """The agreement of the sums; arrangements with fewer steps rank higher."""
+        steps = sum(len(member.steps) for member in self.members) + len(self.steps)
+        mean = sum(member.score for member in self.members) / len(self.members)
+        return mean - 0.01 * steps / len(self.members)
+
+
+class _Oriented(NamedTuple):
+    """A part as it would be in the whole."""
+
+    part: Sketched
+    sums: Array
+    steps: tuple[Step, ...]
+    #: Whether zeros at its end are left out.
+    is_trimmed: bool = False
+
+
+def joints(
+    wholes: Sequence[Sketched], parts: Sequence[Sketched], *, are_larger: bool
+) -> list[Joint]:
+    """Find tensors of one side that consist of several of the other; each part is used once.
+
+    With `are_larger`, zeros may have been added to the parts, else to the whole.
+    """
+    found: list[Joint] = []
+    free = {id(part): part for part in parts if part.size > 1}
+    best: dict[int, Joint | None] = {}
+    left = list(wholes)
+    while left:
+        for whole in left:
+            known = best.get(id(whole))
+            is_stale = known is not None and any(id(m.part) not in free for m in known.members)
+            if id(whole) not in best or is_stale:
+                likely = _joints_of(whole, list(free.values()), are_larger=are_larger)
+                best[id(whole)] = max(likely, key=lambda each: each.score, default=None)
+        ranked = [joint for whole in left if (joint := best[id(whole)]) is not None]
+        if not ranked:
+            break
+        # Best agreement first: short sums agree by chance.
+        chosen = max(ranked, key=lambda each: each.score)
+        found.append(chosen)
+        for member in chosen.members:
+            free.pop(id(member.part), None)
+        left = [whole for whole in left if whole is not chosen.whole]
+    return found
+
+
+def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> Iterator[Joint]:
+    shape = whole.shape
+    if len(shape) == 3 and whole.rows is not None:
+        oriented = [oriented_part for part in parts for oriented_part in _layers(part, shape)]
+        near = _Parts(oriented, 0, are_permuted=True) if len(oriented) > 1 else None
+        members = _walk(whole.rows, near) if near else []
+        if members:
+            rows = shape[1]
+            places = [m._replace(start=m.start // rows, stop=m.stop // rows) for m in members]
+            yield Joint(whole, 0, tuple(places), is_stack=True)
+    for axis in range(len(shape)):
+        along = whole.along[axis]
+        if along is None:
+            continue
+        oriented = [
+            oriented_part
+            for part in parts
+            for oriented_part in _slabs(part, shape, axis, are_larger=are_larger)
+        ]
+        if len(oriented) < 2:
+            continue
+        members = _walk(along, _Parts(oriented, axis, are_permuted=True))
+        if members:
+            yield Joint(whole, axis, tuple(members))
+            continue
+        plain = _Parts(oriented, axis, are_permuted=False)
+        for (heads, is_undone), order in rope_orders(len(along)).items():
+            members = _walk(along[order], plain)
+            if members and all(member.is_alike for member in members):
+                step = RopePermuted(axis, heads, is_undone)
+                yield Joint(whole, axis, tuple(members), (step,))
+                break
+
+
+def _layers(part: Sketched, shape: Shape) -> Iterator[_Oriented]:
+    """Yield a matrix as a layer of a stack, transposed or not."""
+    if part.shape == shape[1:] and part.rows is not None:
+        yield _Oriented(part, part.rows, ())
+    if part.shape == shape[:0:-1] and part.columns is not None:
+        yield _Oriented(part, part.columns, (Transposed((1, 0)),))
+
+
+def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iterator[_Oriented]:
+    """Return a tensor as a part along an axis, with its axes in any order."""
+    if len(part.shape) != len(shape):
+        return
+    for axes in permutations(range(len(shape))):
+        turned = tuple([part.shape[k] for k in axes])
+        sums = part.along[axes[axis]]
+        sizes = [(n, m) for k, (n, m) in enumerate(zip(turned, shape, strict=True)) if k != axis]
+        fits = all(n >= m if are_larger else n <= m for n, m in sizes)
+        if not fits or sums is None:
+            continue
+        filled = np.flatnonzero(sums)
+        if are_larger and len(filled):
+            sums = sums[: filled[-1] + 1]
+        if len(sums) < shape[axis]:
+            is_plain = axes == tuple(range(len(shape)))
+            is_trimmed = len(sums) < turned[axis]
+            yield _Oriented(part, sums, () if is_plain else (Transposed(axes),), is_trimmed)
+
+
+def _walk(sums: Array, parts: _Parts) -> list[Member]:
+    """Follow the seams of a tensor from part to part; empty where they lead nowhere."""
+    parts.used.clear()
+    members: list[Member] = []
+    at = 0
+    while at < len(sums):
+        member = parts.at(sums, at)
+        if member is not None:
+            parts.used.add(id(member.part))
+            members.append(member)
+        elif members and (zeros := _zeros(sums, at)):
+            members[-1] = members[-1]._replace(stop=members[-1].stop + zeros)
+        elif gap := parts.gap(sums, at):
+            members.append(Member(parts.oriented[0].part, at, at + gap, (), 0.0))
+        else:
+            return []
+        at = members[-1].stop
+    matched = [member for member in members if member.is_alike]
+    if len(matched) < 2 or 2 * len(matched) < len(members):
+        return []
+    return _filled(members, parts.oriented, parts.used)
+
+
+class _Parts:
+    """Parts that may be joined along an axis, by their lengths."""
+
+    def __init__(self, oriented: list[_Oriented], axis: int, *, are_permuted: bool) -> None:
+        self.oriented = oriented
+        self.axis = axis
+        self.are_permuted = are_permuted
+        #: Ids of the parts that have a place.
+        self.used: set[int] = set()
+        lengths = sorted({len(oriented_part.sums) for oriented_part in oriented}, reverse=True)
+        self.groups = {
+            n: [oriented_part for oriented_part in oriented if len(oriented_part.sums) == n]
+            for n in lengths
+        }
+        self.tables = {
+            n: standardised([oriented_part.sums for oriented_part in group], n)
+            for n, group in self.groups.items()
+        }
+
+    def at(self, sums: Array, place: int) -> Member | None:
+        """Return the part that begins at a place: the one whose sums agree best."""
+        best: Member | None = None
+        for n, group in self.groups.items():
+            is_free = np.array([id(oriented_part.part) not in self.used for oriented_part in group])
+            if place + n > len(sums) or not is_free.any():
+                continue
+            segment = standardised([sums[place : place + n]], n)[0]
+            # The part as it is, and after each permutation: the other way round for the whole.
+            steps: list[tuple[Step, ...]] = [()]
+            segments = segment[None]
+            if self.are_permuted:
+                steps += [(RopePermuted(self.axis, *key),) for key in rope_orders(n)]
+                segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
+            scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
+            scores[[oriented_part.is_trimmed for oriented_part in group], 1:] = -1.0
+            # As it is, unless a permutation agrees clearly better.
+            plain = float(scores[:, 0].max())
+            row, order = divmod(int(np.argmax(scores)), len(steps))
+            if plain >= SURE or plain > float(scores[row, order]) - _CLEARLY:
+                row, order = int(np.argmax(scores[:, 0])), 0
+            score = float(scores[row, order])
+            if score >= _required(n) and (best is None or score > best.score + _CLEARLY):
+                oriented_part = group[row]
+                best = Member(
+                    oriented_part.part,
+                    place,
+                    place + n,
+                    (*oriented_part.steps, *steps[order]),
+                    score,
+                )
+        return best
+
+    def gap(self, sums: Array, place: int) -> int:
+        """Return the length of a part that differs from its place: another one follows it."""
+        for n in self.groups:
+            stop = place + n
+            if stop == len(sums) or (stop < len(sums) and self.at(sums, stop) is not None):
+                return n
+        return 0
+
+
+def _required(length: int) -> float:
+    """Return how much so many sums have to agree: few do by chance."""
+    return next(score for fewest, score in _JOINED.items() if length >= fewest)
+
+
+def _zeros(sums: Array, at: int) -> int:
+    """Return how many sums from a place on are zero."""
+    rest = np.flatnonzero(sums[at:])
+    return len(sums) - at if not len(rest) else int(rest[0])
+
+
+def _filled(members: list[Member], parts: list[_Oriented], used: set[int]) -> list[Member]:
+    """Fill gaps with the free parts whose names resemble the other members most."""
+    names = [member.part.name for member in members if member.is_alike]
+    steps = next((member.steps for member in members if member.is_alike), ())
+    complete = []
+    for member in members:
+        if member.is_alike:
+            complete.append(member)
+            continue
+        length = member.stop - member.start
+        free = [
+            oriented_part
+            for oriented_part in parts
+            if id(oriented_part.part) not in used and len(oriented_part.sums) == length
+        ]
+        ranked = sorted(
+            free,
+            key=lambda oriented_part: -sum(likeness(oriented_part.part.name, n) for n in names),
+        )
+        if not ranked:
+            return []
+        used.add(id(ranked[0].part))
+        complete.append(member._replace(part=ranked[0].part, steps=ranked[0].steps or steps))
+    return complete

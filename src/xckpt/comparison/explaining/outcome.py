@@ -1,0 +1,261 @@
+"""The outcome of each tensor, decided in one place, and the sentence about all of them.
+
+=============  ===================================================================================
+`explained`    a chain of admitted causes holds for every element
+`changed`      both sides have the tensor, and nothing admitted relates the two
+`unmatched`    one side has it alone
+=============  ===================================================================================
+
+Admitted are the causes that a conversion is supposed to have. Others describe a changed tensor,
+however exactly they hold: one damaged row is an update of rank 1, and zeroed bytes are a pruned
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from xckpt.comparison.explaining.arrangements import heads_text
+from xckpt.errors import shown, some
+from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.comparison.pairs import Match
+    from xckpt.scan.readers import Reader
+
+Outcome = Literal["explained", "changed", "unmatched"]
+
+#: The causes of an explained tensor. An offset or a scale is admitted where the architecture is
+#: known for it.
+ADMITTED = frozenset(
+    {
+        *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
+        *("quantised", "rounded"),
+    }
+)
+_ADMITTED_IF_KNOWN = frozenset({"offset", "scaled"})
+_ONE_SIDE = frozenset({"only_a", "only_b"})
+
+#: All causes; several are joined by "+", in this order.
+CAUSES = (
+    *("renamed", "misplaced", "fused", "split", "transposed", "rope_permuted", "rows_permuted"),
+    *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "quantised", "rounded"),
+    *("equal", "changed", "only_a", "only_b"),
+)
+_ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
+# Causes after which every number is there as it was.
+_KEEPING = frozenset({*CAUSES[: CAUSES.index("cut")], "equal"}) - {"misplaced", "rows_permuted"}
+_MOST_NAMES = 4
+_MOST_KINDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A tensor of either side, or two that belong together, and how much they differ."""
+
+    match: Match
+    #: One of `STATUSES`; empty if it was not compared.
+    status: str
+    measures: dict[str, float]
+
+    @property
+    def other_name(self) -> str:
+        """The name of the other tensor of a pair, if it is another one."""
+        partner = self.match.partner
+        return partner.name if partner and partner.name != self.match.name else ""
+
+    @property
+    def alone(self) -> Reader | None:
+        """The tensor, if only one side has it."""
+        return {"only_a": self.match.ours, "only_b": self.match.theirs}.get(self.status)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The relation of a tensor to the other side."""
+
+    causes: tuple[str, ...]
+    text: str
+    #: Whether the causes were verified on every element.
+    holds: bool = True
+    #: Whether the architecture is known for the offset or the scale.
+    is_known: bool = False
+    offset: float | None = None
+    scale: float | None = None
+    rank: int | None = None
+    heads: int | None = None
+    #: Of the tensors on the other side.
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Decide: one of three."""
+        causes = set(self.causes)
+        if causes & _ONE_SIDE:
+            return "unmatched"
+        admitted = ADMITTED | (_ADMITTED_IF_KNOWN if self.is_known else frozenset())
+        return "explained" if self.holds and causes <= admitted else "changed"
+
+    @property
+    def verified(self) -> bool:
+        """Whether the tensor is explained."""
+        return self.outcome == "explained"
+
+    @property
+    def cause(self) -> str:
+        """The causes as one word."""
+        return "+".join(sorted(set(self.causes), key=CAUSES.index))
+
+    @property
+    def explanation(self) -> str:
+        """The sentence."""
+        return self.text
+
+    def renamed(self, partner: str, text: str) -> Explanation:
+        """Return the explanation of a tensor that has another name on the other side."""
+        causes = tuple([cause for cause in self.causes if cause != "equal"])
+        sentence_text = text if not causes else f"{text}; {self.text}"
+        return replace(
+            self, causes=("renamed", *causes), text=sentence_text, other_names=(partner,)
+        )
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Write the first of some names."""
+    return some(names, "", _MOST_NAMES)
+
+
+def explained_attrs(
+    explanations: Sequence[Explanation | None], *, is_stacked: bool
+) -> dict[str, Any]:
+    """Return the attributes of a variable: one value, or a list for stacked tensors."""
+    attrs: dict[str, Any] = {}
+    for column in EXPLANATION_COLUMNS:
+        values = [_value(explanation, column) for explanation in explanations]
+        if column in _ALWAYS or any(value == value and value != "" for value in values):  # noqa: PLR0124  NaN
+            attrs[column] = values if is_stacked else values[0]
+    return attrs
+
+
+def _value(explanation: Explanation | None, column: str) -> Any:
+    """Return what attributes of files can hold: text, a number, NaN for none."""
+    value = (
+        ""
+        if explanation is None and column in EXPLANATION_TEXTS
+        else getattr(explanation, column, None)
+    )
+    if column == "other_names":
+        return ", ".join(value or ())
+    if value is None:
+        return float("nan")
+    return int(value) if column == "verified" else value
+
+
+# --- all tensors ----------------------------------------------------------------------------------
+
+
+def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) -> str:
+    """Write a sentence about the tensors of `a`, and those only `b` has: exceptions first."""
+    explained_cases = [
+        (case, explanation)
+        for case, explanation in zip(cases, explanations, strict=True)
+        if explanation is not None
+    ]
+    ours = [
+        (case.match.name, explanation)
+        for case, explanation in explained_cases
+        if case.status != "only_b"
+    ]
+    theirs = [
+        (case.match.name, explanation)
+        for case, explanation in explained_cases
+        if case.status == "only_b"
+    ]
+    changed = [
+        _pair(name, explanation) for name, explanation in ours if explanation.outcome == "changed"
+    ]
+    named_partners = {
+        partner
+        for _, explanation in ours
+        if explanation.outcome == "changed"
+        for partner in explanation.other_names
+    }
+    changed += [shown(name) for name, explanation in theirs
+                if explanation.outcome == "changed" and name not in named_partners]  # fmt: skip
+    added = [name for name, explanation in theirs if explanation.outcome == "unmatched"]
+    partners = len(theirs) - len(added)
+    missing = [name for name, explanation in ours if explanation.outcome == "unmatched"]
+    explained = [explanation for _, explanation in ours if explanation.outcome == "explained"]
+    if not explained and not changed and not partners:
+        counts = f"{_tensors(len(ours))} of a and the {_tensors(len(added))} of b"
+        if not ours or not added:
+            return f"a and b share nothing: a has {_tensors(len(ours))}, b {_tensors(len(added))}"
+        return f"a and b share nothing: no name and no numbers of the {counts}"
+    facts = []
+    if changed:
+        verb = "differs" if len(changed) == 1 else "differ"
+        facts.append(f"{len(changed):,} of {_tensors(len(ours))} {verb}: {_listed(changed)}")
+    if missing:
+        whole = "" if changed else f" of {_tensors(len(ours))}"
+        verb = " is" if len(missing) == 1 else " are"
+        facts.append(f"{len(missing):,}{whole}{verb} only in a: {quoted(missing)}")
+    if added:
+        verb = "is" if len(added) == 1 else "are"
+        facts.append(f"{len(added):,} {verb} only in b: {quoted(added)}")
+    if explained:
+        facts.append(_summary(explained, is_all=not changed and not missing))
+    return "; ".join(facts)
+
+
+def _pair(name: str, explanation: Explanation) -> str:
+    """Write the name of a tensor, and its name in `b` if that differs."""
+    partners = explanation.other_names if "renamed" in explanation.causes else ()
+    return f"{shown(name)} ({quoted(partners)} in b)" if partners else shown(name)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Write the first of some texts."""
+    if len(texts) <= _MOST_NAMES:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:_MOST_NAMES])} and {len(texts) - _MOST_NAMES:,} more"
+
+
+def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
+    groups = Counter(_short(explanation) for explanation in explained)
+    equal = groups.pop("equal", 0)
+    count = len(explained)
+    subject = f"all {_tensors(count)}" if is_all else f"{count:,}"
+    verb = "is" if count == 1 else "are"
+    if is_all and count == 1:
+        subject = "the only tensor"
+    if not groups:
+        return f"{subject} {verb} equal"
+    changes = [f"{n:,} {text}" for text, n in groups.most_common(_MOST_KINDS)]
+    others_count = sum(groups.values()) - sum(n for _, n in groups.most_common(_MOST_KINDS))
+    if others_count:
+        changes.append(f"{others_count:,} of other causes")
+    if equal:
+        changes.append(f"{equal:,} equal as {'it is' if equal == 1 else 'they are'}")
+    keeps = all(_KEEPING.issuperset(explanation.causes) for explanation in explained)
+    verdict = "equal after" if keeps else "explained"
+    return f"{subject} {verb} {verdict}: {', '.join(changes)}"
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor" if count == 1 else f"{count:,} tensors"
+
+
+def _short(explanation: Explanation) -> str:
+    """Write the causes of one tensor, alike for those with the same causes."""
+    facts = []
+    if explanation.offset is not None:
+        facts.append(f"{explanation.offset:+.4g}")
+    if explanation.scale is not None:
+        facts.append(f"* {explanation.scale:.4g}")
+    if explanation.heads is not None:
+        facts.append(heads_text(explanation.heads))
+    return f"{explanation.cause} ({', '.join(facts)})" if facts else explanation.cause

@@ -1,0 +1,121 @@
+"""Why tensors differ: passes over what is not explained yet, in the order of `PASSES`.
+
+A pass is a function from the work that is left to explanations. Cheap passes come first, and
+nothing is stated as a fact before it was verified on every element. The outcome of each explanation
+is decided in `outcome`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xckpt.comparison.explaining.describing import described, misplaced, tied
+from xckpt.comparison.explaining.joining import joined
+from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.renaming import expected, renamed
+from xckpt.comparison.explaining.search import ALIKE, arrangements
+from xckpt.comparison.explaining.verification import Link, Side, examine
+from xckpt.comparison.explaining.wording import related
+from xckpt.comparison.explaining.work import Work
+from xckpt.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from xckpt.comparison.explaining.architectures import Architecture
+    from xckpt.comparison.explaining.outcome import Case
+    from xckpt.comparison.explaining.work import Compare, Explanations
+    from xckpt.progress import ProgressOption
+
+
+def explain(
+    cases: Sequence[Case],
+    architecture: Architecture,
+    compare: Compare,
+    progress: ProgressOption,
+) -> list[Explanation | None]:
+    """Explain each of the cases; None for those that were not compared."""
+    with Progress(progress, "explanation") as bar:
+        work = Work(cases, architecture, compare, bar)
+        for find in PASSES:
+            for n, explanation in find(work).items():
+                work.explanations.setdefault(n, explanation)
+    return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
+
+
+def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
+    """Add the name of the partner that the comparison was given, if it differs."""
+    partner = case.other_name
+    if explanation is None or not partner or explanation.other_names:
+        return explanation
+    is_equal = explanation.causes == ("equal",)
+    return explanation.renamed(
+        partner, f"{'equal to ' if is_equal else ''}{quoted([partner])} of b"
+    )
+
+
+def equal(work: Work) -> Explanations:
+    """Explain tensors whose elements are all equal."""
+    return {
+        n: Explanation(("equal",), f"all {case.measures['count']:,.0f} elements are equal")
+        for n, case in enumerate(work.cases)
+        if case.status == "same"
+    }
+
+
+def in_place(work: Work) -> Explanations:
+    """Explain tensors whose elements are in their places: rounded, quantised, with an offset."""
+    for n in work.open:
+        case = work.cases[n]
+        if case.match.both is not None and case.match.size:
+            ours, theirs = case.match.both
+            names = (case.match.name, case.other_name or case.match.name)
+            order = (Side.whole(ours), Side.whole(theirs))
+            work.in_place[n] = Link(names, [order], work.architecture.offset(names))
+    examine(list(work.in_place.values()), work.bar)
+    return work.settled({
+        n: related(work, link, link.relation)
+        for n, link in work.in_place.items()
+        if link.relation is not None
+    })  # fmt: skip
+
+
+def moved(work: Work) -> Explanations:
+    """Explain pairs whose elements are in other places: transposed, permuted, padded."""
+    numbers = [
+        n
+        for n in work.open
+        if work.cases[n].status in {"changed", "shape"} and not work.is_aligned(n)
+    ]
+    ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
+    pairs = []
+    for n in [n for n in numbers if n in ours and n in theirs]:
+        likely = arrangements(ours[n], theirs[n])
+        likely = [
+            arrangement
+            for arrangement in likely
+            if arrangement.steps and not arrangement.is_cut and arrangement.score >= ALIKE / 2
+        ]
+        pairs.append((n, ours[n], theirs[n], likely))
+    return work.settled({
+        n: related(work, link, link.relation, steps)
+        for n, (link, steps) in work.try_arrangements(pairs).items()
+        if link.relation is not None
+    })  # fmt: skip
+
+
+#: All passes, in their order.
+PASSES: tuple[Callable[[Work], Explanations], ...] = (
+    # tensors that have a partner by name
+    equal,
+    in_place,
+    moved,
+    # tensors that one side has alone
+    joined,
+    renamed,
+    expected,
+    # faults, and descriptions of unexplained tensors
+    misplaced,
+    described,
+    tied,
+)

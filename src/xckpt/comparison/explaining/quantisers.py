@@ -1,0 +1,375 @@
+"""Quantisers that can be repeated, and the levels that stored scales allow.
+
+`REPEATED` has quantisers that make the same codes again: where a conversion used one, the result is
+equal for every element. The formulas of GGUF's types are those of ``quantize_row_*_ref`` in
+ggml-quants.c (github.com/ggml-org/ggml at d99724f).
+
+Quantisers that search for their scales, such as K-quants, cannot be repeated. `graded` reads a
+stored tensor with the distance that an element may have from the original: half a step between two
+levels of its block (a whole one for IQ4, whose codes are not chosen anew after the search). At
+either end numbers may lie beyond the levels, since the search lets some go: by `_BEYOND` times the
+sum of one step and the range that the rounding of the scales takes away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays.blocks import BlockArray
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.dequantize import decode
+from xckpt.arrays.scaled import QuantizedArray
+from xckpt.elements import BLOCK_TYPES
+from xckpt.scan.kinds import kind_named
+from xckpt.scan.readers import ArrayReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, np.dtype[Any]]
+F32 = np.float32
+
+#: How far an element may be beyond the last level, in steps, where the search for scales lets go.
+# Measured on ggml's quantisers, with and without weights of importance: at most half of these.
+_BEYOND = {"q2_k": 8.0}
+_USUALLY_BEYOND = 4.0
+# Arithmetic in another order differs by some units in the last place of float32.
+_SLACK = 1e-6
+# A number so near to the middle of two levels may be rounded to either, in steps.
+_TIE = 1e-3
+
+
+# --- quantisers that can be repeated --------------------------------------------------------------
+
+
+class Quantiser(NamedTuple):
+    """A quantiser of blocks, as a function of rows that are one block each."""
+
+    name: str
+    block: int
+    repeat: Callable[[Array], tuple[Array, Array, Array]]
+
+    def holds(self, x: Array, y: Array) -> Array:
+        """Return for which elements of whole blocks `y` is what it makes of `x`."""
+        blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
+        with np.errstate(all="ignore"):
+            codes, scale, low = self.repeat(blocks)
+            values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
+            nearest = np.rint(codes)
+            is_held = values == scale * nearest + low
+            # Halves are rounded up, down, or away from zero, and after other rounding.
+            is_tie = np.abs(np.abs(codes - nearest) - 0.5) < _TIE
+            if is_tie.any():
+                other = nearest + np.sign(codes - nearest)
+                is_held |= is_tie & (values == scale * other + low)
+        flat: Array = is_held.reshape(-1)
+        return flat
+
+    def made(self, x: Array) -> Array:
+        """Return the numbers that the codes of whole blocks stand for."""
+        blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
+        with np.errstate(all="ignore"):
+            codes, scale, low = self.repeat(blocks)
+            numbers: Array = (scale * np.rint(codes) + low).reshape(-1)
+        return numbers
+
+
+def _half(values: Array) -> Array:
+    return values.astype(np.float16).astype(F32)
+
+
+def _largest(blocks: Array) -> Array:
+    """Return the number of each block that is farthest from zero, the first of several."""
+    at = np.argmax(np.abs(blocks), axis=1)[:, None]
+    return np.take_along_axis(blocks, at, axis=1)
+
+
+def _inverse(scale: Array) -> Array:
+    return np.where(scale == 0, F32(0), F32(1) / scale).astype(F32)
+
+
+def _signed(half: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """Q4_0 and Q5_0: the number that is farthest from zero has the lowest code."""
+
+    def repeat(blocks: Array) -> tuple[Array, Array, Array]:
+        scale = _largest(blocks) / F32(-half)
+        codes = np.clip(blocks * _inverse(scale), -half, half - 1)
+        return codes, _half(scale), F32(0) * scale
+
+    return repeat
+
+
+def _spanning(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """Q4_1 and Q5_1: from the smallest number to the largest."""
+
+    def repeat(blocks: Array) -> tuple[Array, Array, Array]:
+        low = blocks.min(axis=1, keepdims=True)
+        scale = (blocks.max(axis=1, keepdims=True) - low) / F32(most)
+        codes = np.clip((blocks - low) * _inverse(scale), 0, most)
+        return codes, _half(scale), _half(low)
+
+    return repeat
+
+
+def _symmetric(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """Q8_0, TQ1_0 and TQ2_0: the same range on both sides of zero."""
+
+    def repeat(blocks: Array) -> tuple[Array, Array, Array]:
+        scale = np.abs(_largest(blocks)) / F32(most)
+        return blocks * _inverse(scale), _half(scale), F32(0) * scale
+
+    return repeat
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)
+_E2M1_MIDDLES = (_E2M1[1:] + _E2M1[:-1]) / 2
+
+
+def _microscaled(blocks: Array) -> tuple[Array, Array, Array]:
+    """MXFP4: a power of two, and floats of four bits, given as numbers that are already levels."""
+    largest = np.abs(_largest(blocks))
+    exponent = np.floor(np.log2(np.where(largest > 0, largest, 1))) - 2
+    scale = np.exp2(np.clip(exponent, -127, 127)).astype(F32)
+    codes = blocks / scale
+    # Of two levels that are equally near the smaller one is taken.
+    levels = np.copysign(_E2M1[np.searchsorted(_E2M1_MIDDLES, np.abs(codes))], codes)
+    # Twice a level is a whole number.
+    return 2 * levels, scale / 2, F32(0) * scale
+
+
+REPEATED = (
+    Quantiser("q8_0", 32, _symmetric(127)),
+    Quantiser("q4_0", 32, _signed(8)),
+    Quantiser("q5_0", 32, _signed(16)),
+    Quantiser("q4_1", 32, _spanning(15)),
+    Quantiser("q5_1", 32, _spanning(31)),
+    Quantiser("tq2_0", 256, _symmetric(1)),
+    Quantiser("mxfp4", 32, _microscaled),
+)
+#: Types of blocks that one of these makes: TQ1_0 has the numbers of TQ2_0 in fewer bits.
+OF_BLOCKS = {each.name: each for each in REPEATED} | {"tq1_0": REPEATED[5]}
+
+
+# --- levels of stored scales ----------------------------------------------------------------------
+
+#: An element as it is read, and how far the original may be below and above it.
+GRADED = np.dtype([("value", F32), ("below", F32), ("above", F32)])
+
+
+class _Levels(NamedTuple):
+    """Evenly spaced levels of each block: of the lowest code, between two codes, and how many."""
+
+    low: Array
+    step: Array
+    most: int
+    #: Range that the rounding of the scale itself takes away.
+    loss: Array
+
+
+def _at(blocks: Array, offset: int) -> Array:
+    return blocks[:, offset : offset + 2].copy().view(np.float16).astype(F32)
+
+
+def _with_minimum(at: int, codes: tuple[int, int, int], blocks: Array) -> _Levels:
+    """Q4_K and Q5_K: scales and minima of six bits, two float16 for all of them."""
+    d, least = _at(blocks, at), _at(blocks, at + 2)
+    first, second, most = codes
+    s = blocks[:, first:second]
+    scales = np.concatenate([s[:, :4] & 63, s[:, 8:] & 15 | (s[:, :4] >> 6) << 4], axis=1)
+    minima = np.concatenate([s[:, 4:8] & 63, s[:, 8:] >> 4 | (s[:, 4:8] >> 6) << 4], axis=1)
+    loss = (np.abs(d) * most + np.abs(least)) / 2
+    return _Levels(-(least * minima.astype(F32)), d * scales.astype(F32), most, loss)
+
+
+def _q2_k(blocks: Array) -> _Levels:
+    d, least, s = _at(blocks, 80), _at(blocks, 82), blocks[:, :16]
+    loss = (np.abs(d) * 3 + np.abs(least)) / 2
+    return _Levels(-(least * (s >> 4).astype(F32)), d * (s & 15).astype(F32), 3, loss)
+
+
+def _q3_k(blocks: Array) -> _Levels:
+    d, s, at = _at(blocks, 108), blocks[:, 96:108], np.arange(16)
+    low = np.concatenate([s[:, :8] & 15, s[:, :8] >> 4], axis=1).astype(np.int16)
+    scales = (low | (s[:, 8 + at % 4] >> 2 * (at // 4) & 3).astype(np.int16) << 4) - 32
+    step = d * scales.astype(F32)
+    return _Levels(-4 * step, step, 7, np.abs(d) * F32(3.5))
+
+
+def _q6_k(blocks: Array) -> _Levels:
+    d = _at(blocks, 208)
+    step = d * blocks[:, 192:208].view(np.int8).astype(F32)
+    return _Levels(-32 * step, step, 63, np.abs(d) * F32(31.5))
+
+
+_OF_SEARCH: dict[str, Callable[[Array], _Levels]] = {
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
+    "q4_k": lambda blocks: _with_minimum(0, (4, 16, 15), blocks),
+    "q5_k": lambda blocks: _with_minimum(0, (4, 16, 31), blocks),
+    "q6_k": _q6_k,
+}
+# Levels that are not evenly spaced, in units of a scale: of IQ4_NL and IQ4_XS.
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], F32)
+
+
+def _iq4_scale(name: str, blocks: Array) -> Array:
+    d = _at(blocks, 0)
+    if name == "iq4_nl":
+        return d
+    at = np.arange(8)
+    high = blocks[:, 2:4].copy().view(np.uint16) >> (2 * at).astype(np.uint16) & 3
+    low = blocks[:, 4 + at // 2] >> (4 * (at % 2)).astype(np.uint8) & 15
+    return d * ((low | high << 4).astype(F32) - 32)
+
+
+class _GradedBlocks:
+    """Elements of blocks with the distance that they may have; indexed like a flat array."""
+
+    dtype = GRADED
+
+    def __init__(self, array: BlockArray, start: int, size: int) -> None:
+        self.array, self.start, self.shape = array, start, (size,)
+        block = BLOCK_TYPES[array.block_type]
+        self.block = block.size
+        raw = replace(array.reader, part=replace(array.reader.part, dtype="uint8"))
+        count = prod(array.shape) // self.block
+        self.raw = DenseArray(array.name, raw, (count, block.nbytes), decode=False)
+
+    def __getitem__(self, key: Any) -> Array:
+        begin, end, _ = (key[0] if isinstance(key, tuple) else key).indices(self.shape[0])
+        begin, end = begin + self.start, end + self.start
+        first, last = begin // self.block, -(-end // self.block)
+        blocks = np.ascontiguousarray(self.raw[first:last])
+        grades = _grade(self.array.block_type, blocks, self.array.reader.part.byteorder)
+        return grades[begin - first * self.block : end - first * self.block]
+
+
+def _grade(name: str, blocks: Array, byteorder: str) -> Array:
+    size = BLOCK_TYPES[name].size
+    values = np.empty((len(blocks), size), F32)
+    decode(name, blocks, values, byteorder)
+    grades = np.empty(values.shape, GRADED)
+    grades["value"] = values
+    beyond = F32(_BEYOND.get(name, _USUALLY_BEYOND))
+    with np.errstate(all="ignore"):
+        if name in _OF_SEARCH:
+            levels = _OF_SEARCH[name](blocks)
+            low, step = np.broadcast_arrays(levels.low, levels.step)
+            groups = values.reshape(len(blocks), low.shape[1], -1)
+            ends = np.stack([low, low + step * levels.most])[..., None]
+            step, allowed = np.abs(step)[..., None], beyond * (
+                np.abs(step) + levels.loss
+            )[..., None]  # fmt: skip
+            slack = _SLACK * (np.abs(groups) + np.abs(ends).max(axis=0))
+            middle = step / 2
+            is_low = groups <= ends.min(axis=0) + slack
+            is_high = groups >= ends.max(axis=0) - slack
+        else:
+            scale = _iq4_scale(name, blocks)[..., None]
+            groups = values.reshape(len(blocks), scale.shape[1], -1)
+            return _grade_by_table(grades, groups, scale, _IQ4, (F32(1), beyond))
+    grades["below"] = (np.where(is_low, allowed, middle) + slack).reshape(values.shape)
+    grades["above"] = (np.where(is_high, allowed, middle) + slack).reshape(values.shape)
+    return grades.reshape(-1)
+
+
+def _grade_by_table(
+    grades: Array, groups: Array, scale: Array, table: Array, allowed: tuple[Any, Any]
+) -> Array:
+    """Grade elements whose levels are those of a table, multiplied by a scale.
+
+    Within the levels, and beyond them, a share of the distance to the next level is allowed.
+    """
+    within, beyond = allowed
+    codes = groups / np.where(scale == 0, F32(1), scale)
+    at = np.clip(np.searchsorted((table[1:] + table[:-1]) / 2, codes), 0, len(table) - 1)
+    gaps = np.diff(table)
+    size = np.abs(scale)
+    below = np.concatenate([[beyond * gaps[0]], within * gaps]).astype(F32)[at] * size
+    above = np.concatenate([within * gaps, [beyond * gaps[-1]]]).astype(F32)[at] * size
+    # A scale below zero turns the levels round.
+    below, above = np.where(scale < 0, above, below), np.where(scale < 0, below, above)
+    slack = _SLACK * (np.abs(groups) + size * np.abs(table).max())
+    grades["below"] = (below + slack).reshape(grades.shape)
+    grades["above"] = (above + slack).reshape(grades.shape)
+    return grades.reshape(-1)
+
+
+class _GradedCodes:
+    """Elements of codes and a grid of scales with the distance that they may have."""
+
+    dtype = GRADED
+
+    def __init__(self, array: QuantizedArray) -> None:
+        self.array, self.shape = array, array.shape
+
+    def __getitem__(self, key: Any) -> Array:
+        keys = key if isinstance(key, tuple) else (key,)
+        missing = [slice(None)] * (len(self.shape) - len(keys))
+        ranges = [
+            entry.indices(size)[:2] if isinstance(entry, slice) else (entry, entry + 1)
+            for entry, size in zip((*keys, *missing), self.shape, strict=True)
+        ]
+        start, stop = zip(*ranges, strict=True)
+        values = self.array[tuple([slice(*bounds) for bounds in ranges])]
+        scale = np.broadcast_to(self.array.scales(start, stop), values.shape)
+        grades = np.empty(values.shape, GRADED)
+        grades["value"] = values
+        table = _table_of(self.array)
+        # Scales are rounded to the types of activations before numbers are divided by them.
+        graded = _grade_by_table(grades, values, scale, table, (F32(0.5), F32(0.5)))
+        rounding = np.abs(values) * F32(2**-8)
+        if self.array.quantization.code.startswith("float"):
+            graded["below"] += rounding.reshape(-1)
+            graded["above"] += rounding.reshape(-1)
+        return graded.reshape(values.shape)
+
+
+def _table_of(array: QuantizedArray) -> Array:
+    values: Array = np.unique(array.code_values[np.isfinite(array.code_values)])
+    return values.astype(F32)
+
+
+class _GradedReader(ArrayReader):
+    """Reads elements with the distance that they may have from the original."""
+
+    def __init__(self, graded: Any, nbytes: int, size: int) -> None:
+        self.array, self.shape = graded, graded.shape
+        self.complex, self.turned, self.row = False, False, 0
+        self.kind = kind_named("float32")
+        self.size, self.nbytes = size, nbytes
+        self.piece_nbytes = 4 << 20
+
+
+def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader | None:
+    """Return a reader with distances for all or a run of elements; None if they are unknown."""
+    lazy = reader.array
+    grading: ArrayReader | None = None
+    if isinstance(lazy, BlockArray) and (
+        lazy.block_type in _OF_SEARCH or lazy.block_type in {"iq4_nl", "iq4_xs"}
+    ):
+        if lazy.reader.part.byteorder == "little":
+            count = prod(lazy.shape) if size is None else size
+            grading = _GradedReader(_GradedBlocks(lazy, start, count), reader.nbytes, count)
+    elif isinstance(lazy, QuantizedArray) and size is None and _is_graded(lazy):
+        grading = _GradedReader(_GradedCodes(lazy), reader.nbytes, prod(lazy.shape))
+    if grading is not None:
+        grading.place, grading.name = reader.place, reader.name
+    return grading
+
+
+def _is_graded(lazy: QuantizedArray) -> bool:
+    """Return whether each number is a code times a scale."""
+    scheme = lazy.quantization
+    return scheme.bits <= 8 and not scheme.biases and scheme.zero is not None
+
+
+@cache
+def scheme_name(block_type: str) -> str:
+    """Write a type of blocks as GGUF's users do."""
+    return block_type.upper()

@@ -1,0 +1,196 @@
+"""Tensors that only one side has, whose numbers are under another name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.comparison.explaining.low_rank import low_ranks
+from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
+from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.search import ALIKE, Arrangement, arrangements, partners
+from xckpt.comparison.explaining.wording import both, changed, related, unlike
+from xckpt.comparison.explaining.work import ALIGNED
+from xckpt.comparison.pairs import pair_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.comparison.explaining.verification import Link
+    from xckpt.comparison.explaining.work import Explanations, Work
+
+# Correlation from which on an update of low rank is looked for.
+_NEAR = 0.5
+_Pair = tuple["Sketched", "Sketched"]
+
+
+def renamed(work: Work) -> Explanations:
+    """Explain tensors that have the same numbers under a name that only the other side has."""
+    sides = [list(work.sketch(work.alone(side), side).values()) for side in (0, 1)]
+    candidates = partners(*sides)
+    results = work.try_arrangements([
+        (n, a, b, [arrangement for arrangement in arrangements(a, b) if arrangement.score >= ALIKE])
+        for n, (a, b, *_) in enumerate(candidates)
+    ])  # fmt: skip
+    verified = {n: candidates[n] for n, (link, _) in results.items() if link.relation is not None}
+    rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b, *_ in verified.values())])
+    shapes: dict[str, object] = {b.name: b.shape for _, b, *_ in verified.values()}
+    # Also those that are explained: the name of another tensor stays what is expected.
+    names_of_b = {case.match.name for case in work.cases if case.status == "only_b"}
+    keeps_numbers = any(
+        spelled(case.match.name).numbers
+        for case in work.cases
+        if case.match.theirs is not None and case.match.ours is not None and not case.other_name
+    )
+    names = [[candidate.name for candidate in side] for side in sides]
+    broken = rules.broken(names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers)
+    explanations: Explanations = {}
+    for n, (a, b, *_) in verified.items():
+        link, steps = results[n]
+        if a.name in broken:
+            explanations |= _misplaced(a, b, broken[a.name])
+        elif link.relation is not None:
+            explanations |= work.settled(both(a, b, related(work, link, link.relation, steps)))
+    return explanations
+
+
+def _known_pairs(work: Work) -> list[tuple[str, str]]:
+    """Return the names of explained pairs of different names, `a` first."""
+    pairs = []
+    for n, explanation in work.explanations.items():
+        case = work.cases[n]
+        is_renamed = "renamed" in explanation.causes and len(explanation.other_names) == 1
+        if explanation.outcome == "explained" and case.status == "only_a" and is_renamed:
+            pairs.append((case.match.name, explanation.other_names[0]))
+        elif explanation.outcome == "explained" and case.other_name:
+            pairs.append((case.match.name, case.other_name))
+    return pairs
+
+
+def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
+    reason = f"where its siblings lead to expect {quoted([name])}" if name else "another role"
+    texts = (
+        f"its numbers are those of {quoted([b.name])} of b, {reason}",
+        f"its numbers are those of {quoted([a.name])} of a, which its name does not lead to expect",
+    )
+    return {
+        tensor.number: Explanation(("misplaced",), text, holds=False, other_names=(partner.name,))
+        for tensor, partner, text in ((a, b, texts[0]), (b, a, texts[1]))
+    }
+
+
+class _Tried(NamedTuple):
+    """A pair that its names suggest, and the relation that was found between its numbers."""
+
+    a: Sketched
+    b: Sketched
+    link: Link
+    steps: tuple[Step, ...]
+
+
+def expected(work: Work) -> Explanations:
+    """Explain tensors that are alone by the partner that the names of the others lead to expect."""
+    ours, theirs = (list(work.sketch(work.alone(side), side).values()) for side in (0, 1))
+    rules, by_name = Rules(_known_pairs(work)), {candidate.name: candidate for candidate in theirs}
+    pairs: list[_Pair] = []
+    for a in ours:
+        match = rules.expected(a.name, by_name)
+        if match is not None:
+            pairs.append((a, by_name.pop(match[0])))
+    for find in (_constants, _nearly_equal, _alike_by_name):
+        paired = {id(candidate) for pair in pairs for candidate in pair}
+        pairs += find(
+            [candidate for candidate in ours if id(candidate) not in paired],
+            [candidate for candidate in theirs if id(candidate) not in paired],
+        )
+    described = work.descriptions.keys()
+    pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
+    results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
+    trials = [_Tried(pairs[n][0], pairs[n][1], *result) for n, result in results.items()]
+    explanations: Explanations = {}
+    for a, b, link, steps in trials:
+        if link.relation is not None:
+            explanations |= both(a, b, related(work, link, link.relation, steps))
+    failed = [candidate for candidate in trials if candidate.link.relation is None]
+    for n, (a, b) in enumerate(pairs):
+        if n not in results:
+            explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    return work.settled(explanations) | _changed(work, failed)
+
+
+def _ways(a: Sketched, b: Sketched) -> list[Arrangement]:
+    """Return the arrangements of a pair whose names belong together: in its place first."""
+    likely = [arrangement for arrangement in arrangements(a, b) if not arrangement.is_cut]
+    if a.shape == b.shape:
+        return [Arrangement(1.0, ()), *[arrangement for arrangement in likely if arrangement.steps]]
+    return likely
+
+
+def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
+    """Pair equal constants in order, if both sides have the same number of them."""
+    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for tensor in side:
+            if tensor.is_constant:
+                group[tensor.shape, tensor.sketch.low].append(tensor)
+    return [
+        pair
+        for key, constants in groups[0].items()
+        if len(groups[1].get(key, ())) == len(constants)
+        for pair in zip(constants, groups[1][key], strict=True)
+        if not are_other_roles(pair[0].name, pair[1].name)
+    ]
+
+
+def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
+    """Pair tensors with nearly the same sums: they were changed after they were renamed."""
+    candidates = partners(ours, theirs, extended=False)
+    return [
+        (candidate.a, candidate.b)
+        for candidate in candidates
+        if candidate.arrangement.score >= ALIGNED
+    ]
+
+
+def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
+    """Pair constants whose names resemble each other more than any other names."""
+    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for each in side:
+            if each.is_constant:
+                group[each.shape].append(each)
+    found = []
+    for shape, some in groups[0].items():
+        others = groups[1].get(shape, [])
+        table = np.array([[likeness(a.name, b.name) for b in others] for a in some])
+        for n, m in np.argwhere(table > 0).tolist():
+            rest = np.concatenate([np.delete(table[n], m), np.delete(table[:, m], n)])
+            if table[n, m] > rest.max(initial=0):
+                found.append((some[n], others[m]))
+    return found
+
+
+def _changed(work: Work, trials: Sequence[_Tried]) -> Explanations:
+    """Describe pairs that belong together, and whose numbers differ."""
+    explanations: Explanations = {}
+    same = [trial for trial in trials if trial.a.shape == trial.b.shape]
+    near = {
+        n: (a.reader, b.reader)
+        for n, (a, b, link, steps) in enumerate(same)
+        if link.likely is None and not steps and link.correlation >= _NEAR
+    }
+    low = low_ranks(near, work.bar)
+    pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]
+    for n, (trial, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
+        explanation = low.get(n, changed(measures))
+        if trial.link.likely is not None:
+            explanation = Explanation(("changed",), unlike(trial.link, trial.steps), holds=False)
+        explanations |= both(trial.a, trial.b, explanation)
+    for a, b, *_ in trials:
+        if a.shape != b.shape:
+            explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    return explanations

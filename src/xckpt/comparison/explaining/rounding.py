@@ -1,0 +1,157 @@
+"""Rounding to smaller types, and numbers that are multiplied and added to before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.arrays.compiling import compiled
+from xckpt.scan.kinds import kind_named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Bits of the fraction of the types that numbers are rounded to.
+FRACTION_BITS = {
+    "float64": 52,
+    "float32": 23,
+    "float16": 10,
+    "bfloat16": 7,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 2,
+}
+# Types that numbers are rounded to on the way, coarse ones first.
+_COARSE = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
+_LOOKED_AT = 32
+_MOST_BETWEEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A function of numbers: ``scale * x + offset``, rounded to one type after the other."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    types: tuple[str, ...] = ()
+
+    def __call__(self, values: Array) -> Array:
+        """Transform float32 or float64; return numbers of such a type again."""
+        if self.scale != 1.0 or self.offset:
+            if values.dtype == np.float32 and self.types[:1] == ("float32",):
+                moved = np.empty(len(values), np.float32)
+                _move(np.ascontiguousarray(values), self.scale, self.offset, moved)
+                values = moved
+            else:
+                values = values * np.float64(self.scale) + self.offset
+        for name in self.types:
+            # As float32, or as float64 if they are of that type.
+            if values.dtype == np.float32 and name == "bfloat16":
+                patterns = np.ascontiguousarray(values).view(np.uint32)
+                values = np.empty(len(patterns), np.float32)
+                _round_bfloat16(patterns, values.view(np.uint32))
+            elif values.dtype == np.float32 and name in _SMALL:
+                fine, values = np.ascontiguousarray(values), np.empty(len(values), np.float32)
+                _round_small(fine, *map(np.float32, _SMALL[name]), values)
+            else:
+                values = values.astype(kind_named(name).dtype, copy=False)
+                values = values if values.dtype.char in "fd" else values.astype(np.float32)
+        return values
+
+
+#: Leaves numbers as they are.
+UNCHANGED = Transform()
+
+# Of types of few digits: 1.5 times the unit in the last place of float32 over that of the type,
+# smallest normal number, largest one, what is beyond.
+_SMALL = {
+    "float16": (1.5 * 2**13, 2.0**-14, 65504.0, np.inf),
+    "float8_e4m3fn": (1.5 * 2**20, 2.0**-6, 448.0, np.nan),
+    "float8_e5m2": (1.5 * 2**21, 2.0**-14, 57344.0, np.inf),
+}
+_MAGNITUDE, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7FC00000)
+
+
+@compiled
+def _move(x: Any, scale: Any, offset: Any, out: Any) -> None:
+    """Multiply and add in float64, and round to float32."""
+    for i in range(x.size):
+        out[i] = np.float32(np.float64(x[i]) * scale + offset)
+
+
+@compiled
+def _round_bfloat16(x: Any, out: Any) -> None:
+    """Round float32, as patterns, to the nearest bfloat16; those halfway between two to even."""
+    for i in range(x.size):
+        bits = x[i]
+        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = (bits + half) & np.uint32(0xFFFF0000)
+        out[i] = _NAN if bits & _MAGNITUDE > _INFINITY else rounded
+
+
+@compiled
+def _round_small(  # noqa: PLR0917
+    x: Any, scale: Any, smallest: Any, largest: Any, beyond: Any, out: Any
+) -> None:
+    """Round float32 to the nearest number of a type of few digits; what is beyond the largest too.
+
+    A loop for each step, or LLVM does not vectorise them.
+    """
+    highest = np.float32(2.0**64)  # or the sum is infinite
+    bits, powers = x.view(np.uint32), out.view(np.uint32)
+    for i in range(x.size):
+        powers[i] = bits[i] & _INFINITY
+    for i in range(x.size):
+        # The digits of the sum of a number and a much larger one are those of the type.
+        large = min(max(out[i], smallest), highest) * scale
+        out[i] = (x[i] + large) - large
+    for i in range(x.size):
+        out[i] = np.copysign(beyond, out[i]) if abs(out[i]) > largest else out[i]
+
+
+def spacing_of(values: Array, name: str) -> Array:
+    """Return how far numbers are from the next ones of a type."""
+    bits = FRACTION_BITS.get(name, 23)
+    found: Array = np.ldexp(1.0, np.frexp(values)[1] - 1 - bits)
+    return found
+
+
+def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...]]:
+    """Return the types that numbers may have been rounded to one after the other."""
+    yield ()
+    own, bits, source_bits = kinds[1], FRACTION_BITS.get(kinds[1], 0), FRACTION_BITS.get(kinds[0])
+    source_bits = 99 if source_bits is None else source_bits
+    last: tuple[str, ...] = ()
+    if (own in FRACTION_BITS and bits < source_bits) or (
+        "float" in own and kind_named(own).exact and own != kinds[0]
+    ):
+        last = (own,)
+        yield last
+    finite = y[np.isfinite(y)]
+    between = []
+    for name in _COARSE:
+        if FRACTION_BITS[name] < min(bits, source_bits) and _has_only(finite, name):
+            between.append(name)
+            yield (name, *last)
+    # A type that was on the way before the last one leaves its traces in halves that were even.
+    final = [last] if last else []
+    for end in [*final, *[(name, *last) for name in between]]:
+        coarsest = min(FRACTION_BITS.get(name, 0) for name in end)
+        finer = [n for n in _COARSE if coarsest < FRACTION_BITS[n] < min(source_bits, 23)]
+        for count in range(1, _MOST_BETWEEN + 1):
+            for names in permutations(finer, count):
+                yield (*names, *end)
+
+
+def _has_only(finite: Array, name: str) -> bool:
+    """Return whether a type can hold all of some numbers."""
+    dtype = kind_named(name).dtype
+    start = finite[:_LOOKED_AT]
+    if not np.array_equal(start.astype(dtype).astype(start.dtype), start):
+        return False
+    there = finite.astype(dtype).astype(finite.dtype)
+    return bool(len(finite) and np.array_equal(there, finite) and np.any(finite))

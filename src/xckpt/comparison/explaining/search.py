@@ -1,0 +1,323 @@
+"""The search for arrangements: tensors with the same numbers, and the places of these.
+
+Sums of rows and columns (`sketches`) suggest them, which rounding and quantisation hardly change.
+The suggestions are verified elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from itertools import permutations, product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.comparison.explaining.arrangements import Cut, Padded, Permuted, RopePermuted, Transposed
+from xckpt.comparison.explaining.names import likeness
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.explaining.sketches import Sketched
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shape = tuple[int, ...]
+
+#: Sums that agree less belong to different tensors.
+ALIKE = 0.5
+#: From here on no other order of the rows is looked for.
+SURE = 0.95
+# Sums that are compared of all pairs of tensors, and pairs that are looked at closely.
+_SCREENED = 512
+_CLOSER = 6
+_MOST_AXES = 4
+# Sizes of heads that are tried first: rows that are alike may fit several.
+_USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
+_SMALLEST_HEAD = 4
+# The longest axis for which two permutations, one after the other, are tried.
+_TWICE = 512
+# Of an order of rows that is not known: how much it counts, and where it is looked for.
+_SHUFFLED = 0.9
+_FEWEST_ROWS, _MOST_ROWS = 8, 1 << 16
+_EQUAL = 1 - 1e-7
+_LONGEST_HEADS = 1 << 17
+_FEWEST = 3
+
+
+class Arrangement(NamedTuple):
+    """Steps from a tensor of `a` to one of `b`, and the agreement of their sums."""
+
+    score: float
+    steps: tuple[Step, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether numbers are left out, which explains nothing."""
+        return any(isinstance(step, Cut) for step in self.steps)
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether rows are in no known order, which explains nothing."""
+        return any(isinstance(step, Permuted) for step in self.steps)
+
+
+def arrangements(a: Sketched, b: Sketched) -> list[Arrangement]:
+    """Return how `a` may be arranged in `b`, best first."""
+    likely = []
+    if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
+        for axes in permutations(range(len(a.shape))):
+            arrangement = _along_axes(a, b, axes)
+            if arrangement is not None:
+                likely.append(arrangement)
+    return sorted(likely, key=lambda arrangement: -arrangement.score)
+
+
+def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> Arrangement | None:
+    shape = tuple([a.shape[axis] for axis in axes])
+    sizes = list(zip(shape, b.shape, strict=True))
+    is_padded = all(n <= m for n, m in sizes)
+    if not is_padded and not all(n >= m for n, m in sizes):
+        return None
+    before: list[Step] = []
+    after: list[Step] = []
+    total = weights = 0.0
+    for axis, (n, m) in enumerate(sizes):
+        x, y = a.along[axes[axis]], b.along[axis]
+        if min(n, m) < 2 or x is None or y is None:
+            continue
+        score, early, late = _along_axis(x, y, axis)
+        if np.isnan(score):
+            continue
+        before += early
+        after += late
+        weight = float(min(n, m, 64))
+        total, weights = total + weight * score, weights + weight
+    steps: list[Step] = []
+    if axes != tuple(range(len(axes))):
+        steps.append(Transposed(axes))
+    steps += before
+    if shape != b.shape:
+        steps.append(Padded(shape, b.shape) if is_padded else Cut(shape, b.shape))
+    return Arrangement(total / weights if weights else 0.0, (*steps, *after))
+
+
+def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[Step]]:
+    """Return how much sums agree, and how rows are permuted before or after zeros are added."""
+    n, m = len(x), len(y)
+    score = agreement(x, y[:n]) if n <= m else agreement(x[:m], y)
+    if np.isnan(score):
+        # Equal sums carry no information.
+        return score, [], []
+    best: tuple[float, list[Step], list[Step]] = (score, [], [])
+    if n <= m and score < SURE:
+        steps, score = permuted(x, y[:n], axis)
+        if score > best[0]:
+            best = score, steps, []
+    if n < m and best[0] < SURE:
+        steps, score = permuted(np.pad(x, (0, m - n)), y, axis)
+        if score > best[0]:
+            return score, [], steps
+    if n == m and best[0] < SURE:
+        order = _order(x, y)
+        if order is not None and best[0] < _SHUFFLED:
+            return _SHUFFLED, [Permuted(axis, order)], []
+    if n < m and best[0] > 0:
+        rest = float(np.abs(y[n:]).mean()) / max(float(np.abs(y[:n]).mean()), 1e-300)
+        best = best[0] * (1 - min(rest, 1.0) / 2), *best[1:]
+    return best
+
+
+def _order(x: Array, y: Array) -> tuple[int, ...] | None:
+    """Return the order of the rows in which sums are equal, if they are in any."""
+    if not _FEWEST_ROWS <= len(x) <= _MOST_ROWS:
+        return None
+    first, second = np.argsort(x, kind="stable"), np.argsort(y, kind="stable")
+    if not agreement(x[first], y[second]) >= _EQUAL:
+        return None
+    order = np.empty(len(x), np.int64)
+    order[second] = first
+    return tuple(order.tolist())
+
+
+def agreement(x: Array, y: Array) -> float:
+    """Return the correlation of two vectors; NaN if neither varies, 0 if one does not."""
+    u, v = x - x.mean(), y - y.mean()
+    first, second = float(np.vdot(u, u)), float(np.vdot(v, v))
+    tiny = 1e-20
+    is_flat = [first <= tiny * float(np.vdot(x, x)), second <= tiny * float(np.vdot(y, y))]
+    if any(is_flat):
+        return float("nan") if all(is_flat) else 0.0
+    return float(np.vdot(u, v) / np.sqrt(first * second))
+
+
+def permuted(x: Array, y: Array, axis: int) -> tuple[list[Step], float]:
+    """Find the permutation for rotary embeddings, or two of them, after which sums agree best."""
+    [first, second] = standardised([x, y], len(x))
+    best: tuple[list[Step], float] = ([], -1.0)
+    for number in (1, 2) if len(x) <= _TWICE else (1,):
+        keys, orders = _chained_orders(len(x), number)
+        if not keys:
+            continue
+        scores = first[orders] @ second
+        at = int(np.argmax(scores))
+        if scores[at] > best[1] + 0.05 * (number - 1):
+            best = [RopePermuted(axis, *key) for key in keys[at]], float(scores[at])
+        if best[1] >= SURE:
+            break
+    return best
+
+
+@lru_cache(maxsize=8)
+def _chained_orders(length: int, number: int) -> tuple[list[tuple[tuple[int, bool], ...]], Array]:
+    """Return the distinct orders after so many permutations one after the other."""
+    orders: dict[bytes, tuple[tuple[tuple[int, bool], ...], Array]] = {}
+    for keys in product(rope_orders(length).items(), repeat=number):
+        order = np.arange(length)
+        for _, each in keys:
+            order = order[each]
+        if number > 1 and np.array_equal(order, np.arange(length)):
+            continue  # one undoes the other
+        orders.setdefault(order.tobytes(), (tuple([key for key, _ in keys]), order))
+    table = np.array([order for _, order in orders.values()], np.int64).reshape(-1, length)
+    return [keys for keys, _ in orders.values()], table
+
+
+@lru_cache(maxsize=64)
+def inverse_orders(length: int) -> Array:
+    """Return where each row goes in each of `rope_orders`, after an order that moves nothing."""
+    orders = [np.arange(length), *rope_orders(length).values()]
+    return np.array([np.argsort(order) for order in orders])
+
+
+@lru_cache(maxsize=64)
+def rope_orders(length: int) -> Mapping[tuple[int, bool], Array]:
+    """Return permutations of so many rows, by the heads, and whether they undo another one."""
+    if length > _LONGEST_HEADS:
+        return {}
+    sizes = [size for size in range(_SMALLEST_HEAD, length + 1, 2) if length % size == 0]
+    ordered = dict.fromkeys([*(size for size in _USUAL_HEADS if size in sizes), *sizes])
+    return {
+        (length // size, is_undone): RopePermuted(0, length // size, is_undone).order(length)
+        for size in ordered
+        for is_undone in (False, True)
+        if not is_undone or size > _SMALLEST_HEAD
+    }
+
+
+# --- partners -------------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """Two tensors that may have the same numbers."""
+
+    a: Sketched
+    b: Sketched
+    #: Whether all sums are equal, which rounding would have changed.
+    is_exact: bool
+    arrangement: Arrangement
+
+
+def partners(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, extended: bool = True
+) -> list[Candidate]:
+    """Pair tensors of two sides by their numbers, regardless of names; each occurs once.
+
+    With `extended`, padded and cut tensors are paired too, after tensors of one size.
+    """
+    candidates = _paired(_candidates(ours, theirs, is_extended=False))
+    if extended:
+        used = {id(side) for candidate in candidates for side in candidate[:2]}
+        left, right = ([t for t in side if id(t) not in used] for side in (ours, theirs))
+        candidates += _paired(_candidates(left, right, is_extended=True))
+    return candidates
+
+
+def _paired(candidates: list[Candidate]) -> list[Candidate]:
+    """Choose the best candidates; between equal numbers the names decide."""
+
+    def rank(candidate: Candidate) -> tuple[bool, float, int]:
+        likely = likeness(candidate.a.name, candidate.b.name)
+        return candidate.is_exact, round(candidate.arrangement.score, 2), likely
+
+    used: set[int] = set()
+    chosen = []
+    for candidate in sorted(candidates, key=rank, reverse=True):
+        if id(candidate.a) not in used and id(candidate.b) not in used:
+            used |= {id(candidate.a), id(candidate.b)}
+            chosen.append(candidate)
+    return chosen
+
+
+def _candidates(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, is_extended: bool
+) -> list[Candidate]:
+    groups: tuple[dict[Shape, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for tensor in side:
+            if not tensor.is_constant and tensor.size >= _FEWEST:
+                group[tensor.shape].append(tensor)
+    candidates = []
+    for shape, ours_of_shape in groups[0].items():
+        for shape_of_b, theirs_of_shape in groups[1].items():
+            if (
+                len(shape) != len(shape_of_b)
+                or (sorted(shape) == sorted(shape_of_b)) == is_extended
+            ):
+                continue
+            for a, b in _screened(ours_of_shape, theirs_of_shape, is_extended=is_extended):
+                best = next(iter(arrangements(a, b)), None)
+                if best is not None and (best.score >= ALIKE):
+                    candidates.append(Candidate(a, b, a.is_like(b), best))
+    return candidates
+
+
+def _screened(  # noqa: C901  one table of scores
+    ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
+) -> Iterator[tuple[Sketched, Sketched]]:
+    """Yield pairs in which the sums along some axis agree in order."""
+    first, second = ours[0].shape, theirs[0].shape
+    scores = np.full((len(ours), len(theirs)), -1.0)
+    for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
+        sizes = first[n], second[m]
+        if (sizes[0] != sizes[1] and not is_extended) or min(sizes) < _FEWEST:
+            continue
+        if is_extended and not _fits(first, second):
+            continue
+        length = min(*sizes, _SCREENED)
+        x, y = (standardised([t.along[k] for t in side], length)
+                for side, k in ((ours, n), (theirs, m)))  # fmt: skip
+        scores = np.maximum(scores, x @ y.T)
+        if len(first) == 1:
+            x = standardised([t.along[0] for t in ours], min(sizes))
+            y = standardised([t.along[0] for t in theirs], min(sizes))
+            for order in rope_orders(min(sizes)).values():
+                scores = np.maximum(scores, x[:, order] @ y.T)
+    for row, a in enumerate(ours):
+        # Equal tensors are indistinguishable: several of them are candidates.
+        for at in np.argsort(-scores[row], kind="stable")[: max(_CLOSER, 1)].tolist():
+            if scores[row, at] >= ALIKE:
+                yield a, theirs[at]
+    for column, b in enumerate(theirs):
+        at = int(np.argmax(scores[:, column]))
+        if scores[at, column] >= ALIKE:
+            yield ours[at], b
+
+
+def _fits(first: Shape, second: Shape) -> bool:
+    """Return whether one shape fits into the other, in any order of the axes."""
+    sizes = list(zip(sorted(first), sorted(second), strict=True))
+    return all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)
+
+
+def standardised(vectors: Sequence[Array | None], length: int) -> Array:
+    """Return the first entries of vectors less their mean, divided by their norm."""
+    table = np.zeros((len(vectors), length))
+    for row, vector in zip(table, vectors, strict=True):
+        if vector is not None:
+            row[:] = vector[:length]
+    table -= table.mean(axis=1, keepdims=True)
+    norms = np.linalg.norm(table, axis=1, keepdims=True)
+    normalised: Array = np.divide(table, norms, out=table, where=norms > 0)
+    return normalised

@@ -1,0 +1,251 @@
+"""Sketches: the sums of the rows and of the columns of a tensor, in one pass over its numbers.
+
+A sum of a row hardly changes when its numbers are rounded or quantised, and it does not depend on
+the order of the columns. Therefore
+
+- a tensor whose rows are permuted has the same sums of columns, and its sums of rows are permuted,
+- the sums of rows of a transposed matrix are the sums of columns of the matrix,
+- the sums of tensors that are joined along the rows are joined, too,
+- rows of zeros that are added have sums of zero.
+
+Sketches suggest how numbers are arranged. They prove nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays.compiling import compiled
+from xckpt.comparison.measures import as_floats
+from xckpt.comparison.pairs import in_c_order
+from xckpt.scan.accumulators import Accumulator
+from xckpt.scan.scanning import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.progress import Progress
+    from xckpt.scan.readers import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shape = tuple[int, ...]
+
+# One-dimensional tensors up to this size have a row for each element.
+_MOST_SINGLE = 1 << 16
+# The most rows and columns of all tensors in a search whose sums are held: 8 bytes each. Small
+# tensors come first; larger ones beyond the limit have extremes and a total only.
+_MOST_LINES = 12 << 20
+_MOST_COLUMNS = 1 << 18
+_PIECE = 1024
+
+
+class _Request(NamedTuple):
+    """The matrix that a tensor is summed as, and whether its lines are kept."""
+
+    shape: tuple[int, int]
+    has_lines: bool
+
+
+class Sketch(Accumulator):
+    """Sums of the numbers of a tensor as a matrix: of rows, of columns, and in total.
+
+    Numbers that are not finite count as zero.
+    """
+
+    def __init__(self, kind: str, request: _Request) -> None:
+        self.kind = kind
+        self.request = request
+        self.count = 0
+        self.low, self.high = np.inf, -np.inf
+        #: Sum, and sum of squares.
+        self.totals = np.zeros(2)
+        #: First row, and sums from there on.
+        self.first = 0
+        self.rows: Array | None = None
+        columns = request.shape[1]
+        has_columns = request.has_lines and 1 < columns <= _MOST_COLUMNS
+        self.columns: Array | None = np.zeros(columns) if has_columns else None
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> Sketch:
+        """Return one for elements of a tensor; the argument is a `_Request`."""
+        return cls(reader.kind.name, argument)
+
+    def update(self, start: int, values: Any) -> None:
+        """Add a run of elements."""
+        self.count += len(values)
+        if not len(values):
+            return
+        floats = np.ascontiguousarray(as_floats(values, self.kind))
+        low, high = float(floats.min()), float(floats.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            low, high = float(np.fmin.reduce(floats)), float(np.fmax.reduce(floats))
+            floats = np.where(np.isfinite(floats), floats, floats.dtype.type(0))
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        width = self.request.shape[1]
+        first, column = divmod(start, width)
+        rows = np.zeros((start + len(values) - 1) // width + 1 - first)
+        columns = np.zeros(0) if self.columns is None else self.columns
+        _add_lines(floats, width, column, rows, columns, self.totals)
+        if self.request.has_lines:
+            self._add_rows(first, rows)
+
+    def _add_rows(self, first: int, sums: Array) -> None:
+        if self.rows is None:
+            self.first, self.rows = first, sums
+            return
+        low = min(first, self.first)
+        high = max(first + len(sums), self.first + len(self.rows))
+        if low < self.first or high > self.first + len(self.rows):
+            # All rows at once where parts are merged: they are not moved again.
+            low, high = (0, self.request.shape[0]) if self.count > len(sums) else (low, high)
+            rows = np.zeros(high - low)
+            rows[self.first - low : self.first - low + len(self.rows)] = self.rows
+            self.first, self.rows = low, rows
+        self.rows[first - self.first : first - self.first + len(sums)] += sums
+
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Add zeros that a sparse tensor does not store."""
+        self.count += zeros
+        self.low, self.high = min(self.low, 0.0), max(self.high, 0.0)
+
+    def merge(self, other: Sketch) -> None:
+        """Add the sums of other elements of the same tensor."""
+        self.count += other.count
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.totals += other.totals
+        if other.rows is not None:
+            self._add_rows(other.first, other.rows)
+        if self.columns is not None and other.columns is not None:
+            self.columns += other.columns
+
+
+@compiled
+def _add_lines(  # noqa: PLR0917
+    x: Any, width: Any, column: Any, rows: Any, columns: Any, totals: Any
+) -> None:
+    """Add up a run of elements that begins in a column, by rows and by columns.
+
+    Loops of their own, with several sums at a time, which LLVM vectorises.
+    """
+    at, line = 0, 0
+    while at < x.size:
+        part = x[at : at + min(width - column, _PIECE)]
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0
+        p, q, r, s = 0.0, 0.0, 0.0, 0.0
+        for i in range(0, part.size - 3, 4):
+            u, v = np.float64(part[i]), np.float64(part[i + 1])
+            w, z = np.float64(part[i + 2]), np.float64(part[i + 3])
+            a += u
+            b += v
+            c += w
+            d += z
+            p += u * u
+            q += v * v
+            r += w * w
+            s += z * z
+        for i in range(part.size // 4 * 4, part.size):
+            u = np.float64(part[i])
+            a += u
+            p += u * u
+        rows[line] += (a + b) + (c + d)
+        totals[0] += (a + b) + (c + d)
+        totals[1] += (p + q) + (r + s)
+        if columns.size:
+            sums = columns[column : column + part.size]
+            for i in range(part.size):
+                sums[i] += np.float64(part[i])
+        at += part.size
+        column += part.size
+        if column == width:
+            line += 1
+            column = 0
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """Return the rows and columns that a tensor is summed by."""
+    if len(shape) == 1:
+        return (shape[0], 1) if shape[0] <= _MOST_SINGLE else (1, shape[0])
+    if len(shape) == 3:
+        # Stacked matrices have the rows of each.
+        return shape[0] * shape[1], shape[2]
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+class Sketched:
+    """A tensor with its sketch, as vectors of sums along each of its axes."""
+
+    def __init__(self, number: int, reader: Reader, sketch: Sketch) -> None:
+        self.number = number
+        self.reader = reader
+        self.sketch = sketch
+        self.name = reader.name
+        self.shape: Shape = tuple(reader.array.shape)
+        self.size = prod(self.shape)
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """Whether all elements are equal."""
+        return not self.sketch.low < self.sketch.high
+
+    @cached_property
+    def rows(self) -> Array | None:
+        """Sums of the rows of the matrix: of the first axis, or of the first two."""
+        return self.sketch.rows
+
+    @cached_property
+    def columns(self) -> Array | None:
+        """Sums of the columns of the matrix."""
+        return self.sketch.columns
+
+    @cached_property
+    def along(self) -> list[Array | None]:
+        """Sums along each axis over all others; None where they are not kept."""
+        rows, columns, shape = self.rows, self.columns, self.shape
+        if len(shape) == 1:
+            return [columns if self.sketch.request.shape[0] == 1 and shape[0] > 1 else rows]
+        if len(shape) == 3:
+            front = None if rows is None else rows.reshape(shape[:2])
+            firsts = [None, None] if front is None else [front.sum(1), front.sum(0)]
+            return [*firsts, columns]
+        if columns is None:
+            return [rows, *[None] * (len(shape) - 1)]
+        inner_sums = columns.reshape(shape[1:])
+        axes = range(inner_sums.ndim)
+        return [rows, *[inner_sums.sum(tuple([k for k in axes if k != axis])) for axis in axes]]
+
+    def is_like(self, other: Sketched) -> bool:
+        """Return whether the sums of both match, as those of the same numbers in any order do."""
+        a, b = self.sketch, other.sketch
+        return (
+            self.size == other.size
+            and a.low == b.low
+            and a.high == b.high
+            and bool(np.allclose(a.totals[1], b.totals[1], rtol=1e-9, atol=0))
+            and abs(a.totals[0] - b.totals[0]) <= 1e-9 * np.sqrt(a.totals[1] * self.size)
+        )
+
+
+def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> list[Sketched | None]:
+    """Sketch tensors in one pass; None for complex and for empty tensors."""
+    ordered = [
+        None if reader.array.dtype.kind == "c" or not reader.size else in_c_order(reader)
+        for reader in readers
+    ]
+    requests: dict[int, _Request] = {}
+    kept = 0
+    shapes = {n: matrix_shape(tuple(r.array.shape)) for n, r in enumerate(ordered) if r is not None}
+    for number in sorted(shapes, key=lambda number: sum(shapes[number])):
+        kept += sum(shapes[number])
+        requests[number] = _Request(shapes[number], kept <= _MOST_LINES)
+    some = {n: reader for n, reader in enumerate(ordered) if reader is not None}
+    arguments = [requests[n] for n in some]
+    sketches = gather(list(some.values()), Sketch, lambda _, one: one, progress,
+                      arguments=arguments)  # fmt: skip
+    found = dict(zip(some, sketches, strict=True))
+    return [Sketched(n, r, found[n]) if n in found else None for n, r in enumerate(readers)]

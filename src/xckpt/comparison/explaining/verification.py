@@ -1,0 +1,295 @@
+"""Links between tensors, and whether a relation holds for every element of them."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.arrays.blocks import BlockArray
+from xckpt.comparison.explaining.arrangements import leaves, reader_of_view
+from xckpt.comparison.explaining.causes import LIKELY, Sample, correlation, suspect
+from xckpt.comparison.explaining.quantisers import graded
+from xckpt.comparison.measures import as_floats
+from xckpt.comparison.pairs import ChunkedPair, pair_of
+from xckpt.scan.accumulators import Accumulator
+from xckpt.scan.scanning import gather
+from xckpt.scan.trees import LEAF
+from xckpt.storage.limits import cpu_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.comparison.explaining.causes import Relation
+    from xckpt.comparison.pairs import PairReader
+    from xckpt.progress import Progress
+    from xckpt.scan.readers import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Kinds whose numbers are not all float64.
+INEXACT = frozenset({"int64", "uint64", "complex128"})
+_SAMPLED = 4 * LEAF
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A view of tensors of one side, with their readers; a run if its elements follow one another.
+
+    `run` is the first element of the run in the only tensor, None where it is no run.
+    """
+
+    view: Any
+    readers: tuple[Reader, ...]
+    run: int | None = None
+
+    @classmethod
+    def whole(cls, reader: Reader) -> Side:
+        """Return all of a tensor as it is."""
+        return cls(reader.array, (reader,), 0)
+
+    @classmethod
+    def of(cls, view: Any, reader: Reader) -> Side:
+        """Return a view of a tensor."""
+        return cls.whole(reader) if view is reader.array else cls(view, (reader,))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.view.shape)
+
+    @property
+    def block_type(self) -> str:
+        """The type of blocks that the numbers are stored in, if any."""
+        kinds = {leaf.block_type if isinstance(leaf, BlockArray) else "" for leaf in
+                 leaves(self.view)}  # fmt: skip
+        return kinds.pop() if len(kinds) == 1 else ""
+
+    def reader(self, name: str) -> Reader:
+        """Return a reader of the elements in C order."""
+        return reader_of_view(self.view, self.readers, name)
+
+    def graded(self) -> Reader | None:
+        """Return a reader of the elements with the distances that stored scales allow."""
+        if self.run is None:
+            return None
+        reader = self.readers[0]
+        is_whole = self.size == reader.size
+        return graded(reader, self.run, None if is_whole else self.size)
+
+
+@dataclass(slots=True)
+class Link:
+    """Numbers of `a` that belong to numbers of `b`, in one or several orders of reading."""
+
+    #: The names of both tensors.
+    names: tuple[str, str]
+    #: Each as two sides of one shape; the first one is preferred.
+    orders: list[tuple[Side, Side]]
+    #: A number that the architecture is known to add.
+    offset: float | None = None
+    #: Whether zeros were added: a pruned tensor cannot be recognised then.
+    is_padded: bool = False
+    #: Results of the examination.
+    order: int = 0
+    correlation: float = math.nan
+    pair: PairReader | ChunkedPair | None = None
+    relations: tuple[Relation, ...] = ()
+    evidence: Evidence | None = None
+    #: For how much of the sample the first relation holds.
+    share: float = 0.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the sample is constant."""
+        return math.isnan(self.correlation)
+
+    @property
+    def relation(self) -> Relation | None:
+        """The strictest relation that holds for all elements."""
+        if self.evidence is None or not self.relations:
+            return None
+        for relation, held in zip(self.relations, self.evidence.held.tolist(), strict=True):
+            if held == self.evidence.count and not (relation.masked and self.is_padded):
+                return relation
+        return None
+
+    @property
+    def likely(self) -> tuple[float, Relation] | None:
+        """The relation that holds for most of the elements, and its share."""
+        if self.evidence is None or not self.relations:
+            return None
+        shares = (self.evidence.held / max(1, self.evidence.count)).tolist()
+        share = max(shares)
+        return (share, self.relations[shares.index(share)]) if share >= LIKELY else None
+
+
+class Evidence(Accumulator):
+    """For how many pairs of elements each of some relations holds, and their difference."""
+
+    def __init__(self, kinds: tuple[str, str], relations: tuple[Relation, ...]) -> None:
+        self.kinds = kinds
+        self.relations = relations
+        self.count = 0
+        self.held = np.zeros(len(relations), np.int64)
+        #: How many elements are zeros, if these are what a pruned tensor has more of.
+        self.zeros = 0
+        #: Sums of squares of the differences and of `a`, for quantised tensors only.
+        self.noise = self.signal = 0.0
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> Evidence:
+        """Return one for pairs of elements; the argument is the relations."""
+        return cls(reader.kinds, argument)
+
+    def update(self, start: int, values: Any) -> None:
+        """Add pairs."""
+        sides = [values[name] for name in "ab"]
+        count = len(sides[0])
+        self.count += count
+        first = 0
+        block = max(relation.block for relation in self.relations)
+        if block and start % block:
+            # Elements before the first whole block count as not verified.
+            first = min(count, -start % block)
+        for at in range(first, count, _PIECE):
+            x, y = (
+                side[at : at + _PIECE]
+                if side.dtype.names
+                else as_floats(np.ascontiguousarray(side[at : at + _PIECE]), kind)
+                for side, kind in zip(sides, self.kinds, strict=True)
+            )
+            if block and len(x) % block:
+                whole = len(x) // block * block
+                x, y = x[:whole], y[:whole]
+            self._add(x, y)
+
+    def _add(self, x: Array, y: Array) -> None:
+        if not len(x):
+            return
+        backwards = self.relations[0].backwards
+        if self.relations[0].masked:
+            self.zeros += int(np.count_nonzero((x if backwards else y) == 0))
+        with np.errstate(all="ignore"):
+            for number, relation in enumerate(self.relations):
+                pair = (y, x) if relation.backwards else (x, y)
+                held = relation.held(*pair)
+                if held == len(x):
+                    # The relations after it are more lenient.
+                    self.held[number:] += held
+                    break
+                self.held[number] += held
+            if self.relations[0].causes == ("quantised",):
+                u, v = (each["value"] if each.dtype.names else each for each in (x, y))
+                difference = u - v
+                self.noise += float(np.dot(difference, difference))
+                self.signal += float(np.dot(u, u))
+
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Add pairs of zeros that neither side stores."""
+        self.count += zeros
+        self.zeros += zeros
+        nothing = np.zeros(max(1, *(relation.block for relation in self.relations)), np.float32)
+        for number, relation in enumerate(self.relations):
+            if relation.held(nothing, nothing) == len(nothing):
+                self.held[number] += zeros
+
+    def merge(self, other: Evidence) -> None:
+        """Add the evidence of other pairs."""
+        self.count += other.count
+        self.held += other.held
+        self.zeros += other.zeros
+        self.noise += other.noise
+        self.signal += other.signal
+
+    @property
+    def decibels(self) -> float:
+        """Signal to quantisation noise."""
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+
+
+def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> None:
+    """Suspect relations of each link because of a sample, and verify them on every element.
+
+    With `certain`, only relations that hold for all of the sample are verified.
+    """
+    with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads:
+        list(threads.map(_look, links) if len(links) > 1 else map(_look, links))
+    tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
+    pairs: list[Any] = [link.pair for link in tested]
+    arguments = [link.relations for link in tested]
+    results = gather(pairs, Evidence, lambda _, one: one, bar, arguments=arguments)
+    for link, evidence in zip(tested, results, strict=True):
+        link.evidence = evidence
+
+
+def _look(link: Link) -> None:
+    """Find the order of reading, and the relations in it, that a sample suggests."""
+    for number, (ours, theirs) in enumerate(link.orders):
+        pair = pair_of(ours.reader(link.names[0]), theirs.reader(link.names[0]), link.names[0])
+        if not ours.size or INEXACT & set(pair.kinds):
+            return
+        sample = _sample(pair, ours, theirs)
+        if number == 0:
+            link.correlation = correlation(sample.x, sample.y)
+        gradings = [
+            (ungraded, grade, at)
+            for ungraded, grade, at in ((ours, theirs.graded(), 1), (theirs, ours.graded(), 0))
+            if grade is not None
+        ]
+        graded_pair = graded_sample = None
+        if gradings:
+            ungraded, grade, at = gradings[0]
+            plain = ungraded.reader(link.names[0])
+            both = (plain, grade) if at else (grade, plain)
+            graded_pair = pair_of(*both, link.names[0])
+            graded_sample = _sample(graded_pair, ours, theirs)
+        relations = suspect(sample, graded_sample, link.offset)
+        share = _share_of(relations, sample)
+        is_graded = bool(relations) and type(relations[0]).__name__ == "WithinScales"
+        if is_graded:
+            share = 1.0
+        if relations and (share > link.share or not link.relations):
+            link.relations, link.order, link.share = relations, number, share
+            link.pair = graded_pair if is_graded else pair
+        if share == 1.0:
+            break
+
+
+def _share_of(relations: tuple[Relation, ...], sample: Sample) -> float:
+    """Return for how much of a sample the first relation holds."""
+    if not relations or type(relations[0]).__name__ == "WithinScales":
+        return 0.0
+    relation = relations[0]
+    x, y = (sample.y, sample.x) if relation.backwards else (sample.x, sample.y)
+    size = len(x) // relation.block * relation.block if relation.block else len(x)
+    with np.errstate(all="ignore"):
+        return relation.held(x[:size], y[:size]) / max(1, len(x))
+
+
+def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> Sample:
+    """Return some pairs of elements as floats, from the beginning and from the middle."""
+    blocks: list[Any] = []
+    if isinstance(pair, ChunkedPair):
+        first = pair.array.blocks[(0,) * pair.array.ndim]
+        blocks.append(np.asarray(first.compute()).reshape(-1)[:_SAMPLED])
+    else:
+        buffer = np.empty(_SAMPLED * 16, np.uint8)
+        middle = pair.size // 2 // LEAF * LEAF
+        for start in [0, middle] if middle >= _SAMPLED and not pair.whole else [0]:
+            _, block = next(pair.blocks(start, min(start + _SAMPLED, pair.size), buffer))
+            blocks.append({side: block[side][:_SAMPLED].copy() for side in "ab"})
+    sides = []
+    for side, kind in zip("ab", pair.kinds, strict=True):
+        parts = [
+            part if part.dtype.names else as_floats(np.ascontiguousarray(part), kind)
+            for part in (block[side] for block in blocks)
+        ]
+        sides.append(np.concatenate(parts))
+    row = theirs.view.shape[-1] if theirs.view.shape else 1
+    return Sample(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type), row)

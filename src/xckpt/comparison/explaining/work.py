@@ -1,0 +1,152 @@
+"""The state of a search for explanations: its cases, and the results so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from xckpt.comparison.explaining.arrangements import Padded, Transposed, arranged, undone
+from xckpt.comparison.explaining.sketches import Sketched, sketched
+from xckpt.comparison.explaining.verification import Link, Side, examine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from xckpt.comparison.explaining.architectures import Architecture
+    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.explaining.joints import Joint
+    from xckpt.comparison.explaining.names import Order
+    from xckpt.comparison.explaining.outcome import Case, Explanation
+    from xckpt.comparison.explaining.search import Arrangement
+    from xckpt.comparison.pairs import ChunkedPair, PairReader
+    from xckpt.progress import Progress
+
+Explanations = dict[int, "Explanation"]
+
+#: From here on the elements of two tensors are in their places, and no others are looked for.
+ALIGNED = 0.9
+#: Statuses of tensors that one side has alone: `a`, and `b`.
+ALONE = ("only_a", "only_b")
+# Arrangements of one pair that are verified.
+_MOST_TRIED = 4
+
+
+class Compare(Protocol):
+    """Compares pairs of tensors, and returns their measures."""
+
+    def __call__(
+        self, pairs: Sequence[PairReader | ChunkedPair], /
+    ) -> Sequence[Mapping[str, float]]:
+        """Compare pairs."""
+
+
+@dataclass
+class Work:
+    """The cases of a comparison, by their numbers, and what is known of them so far."""
+
+    cases: Sequence[Case]
+    architecture: Architecture
+    compare: Compare
+    bar: Progress
+    explanations: Explanations = field(default_factory=dict)
+    #: What holds for every element of changed tensors, and is not admitted.
+    descriptions: Explanations = field(default_factory=dict)
+    #: Links between the elements at the same places of two tensors.
+    in_place: dict[int, Link] = field(default_factory=dict)
+    #: Tensors of either side.
+    sketches: tuple[dict[int, Sketched], dict[int, Sketched]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    #: Joints that are explained, by the side of the whole.
+    joints: list[tuple[int, Joint, Order]] = field(default_factory=list)
+
+    @property
+    def open(self) -> list[int]:
+        """Cases without an explanation."""
+        return [
+            n for n, case in enumerate(self.cases) if case.status and n not in self.explanations
+        ]
+
+    def alone(self, side: int) -> list[int]:
+        """Return the cases without an explanation that only one side has."""
+        return [n for n in self.open if self.cases[n].status == ALONE[side]]
+
+    def is_aligned(self, n: int) -> bool:
+        """Return whether the elements of both tensors are in the same places."""
+        link = self.in_place.get(n)
+        return link is not None and link.correlation >= ALIGNED
+
+    def sketch(self, numbers: Iterable[int], side: int) -> dict[int, Sketched]:
+        """Return sketches of tensors of one side; those that are missing are made."""
+        sketches, readers = self.sketches[side], {}
+        for n in numbers:
+            match = self.cases[n].match
+            reader = match.theirs if side else match.ours
+            if reader is not None:
+                readers[n] = reader
+        missing = [n for n in readers if n not in sketches]
+        for n, sketch in zip(
+            missing, sketched([readers[n] for n in missing], self.bar), strict=True
+        ):
+            if sketch is not None:
+                sketch.number = n
+                sketches[n] = sketch
+        return {n: sketches[n] for n in readers if n in sketches}
+
+    def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
+        """Return a link between two whole tensors, to be read in the order of either."""
+        ours, theirs = a.reader, b.reader
+        orders = [(Side.of(arranged(ours.array, steps), ours), Side.whole(theirs))]
+        back = undone(theirs.array, steps) if steps else None
+        if back is not None:
+            orders.append((Side.whole(ours), Side.of(back, theirs)))
+        elif steps and isinstance(steps[0], Transposed):
+            # Zeros were added before the axes were transposed.
+            turn = Transposed(tuple(np.argsort(steps[0].axes).tolist()))
+            views = turn.view(arranged(ours.array, steps)), turn.view(theirs.array)
+            orders.append((Side(views[0], (ours,)), Side(views[1], (theirs,))))
+        names = (a.name, b.name)
+        is_padded = any(isinstance(step, Padded) for step in steps)
+        return Link(names, orders, self.architecture.offset(names), is_padded)
+
+    def settled(self, explanations: Explanations) -> Explanations:
+        """Return what is explained; what only describes a changed tensor is for later."""
+        for n, explanation in explanations.items():
+            if explanation.outcome != "explained":
+                self.descriptions.setdefault(n, explanation)
+        return {
+            n: explanation
+            for n, explanation in explanations.items()
+            if explanation.outcome == "explained"
+        }
+
+    def try_arrangements(
+        self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[Arrangement]]]
+    ) -> dict[Any, tuple[Link, tuple[Step, ...]]]:
+        """Verify arrangements of pairs, best first, until one holds.
+
+        Return by the key of the pair the link that holds, or else the one that holds for most
+        elements, and its steps.
+        """
+        best: dict[Any, tuple[Link, tuple[Step, ...]]] = {}
+        pending = [(key, a, b, list(untried[:_MOST_TRIED])) for key, a, b, untried in pairs]
+        while pending := [entry for entry in pending if entry[3]]:
+            untried = [untried.pop(0) for *_, untried in pending]
+            links = [
+                self.link(a, b, arrangement.steps)
+                for (_, a, b, _), arrangement in zip(pending, untried, strict=True)
+            ]
+            examine(links, self.bar)
+            for (key, *_), link, arrangement in zip(pending, links, untried, strict=True):
+                if key not in best or _rank(link) > _rank(best[key][0]):
+                    best[key] = link, arrangement.steps
+            pending = [entry for entry in pending if best[entry[0]][0].relation is None]
+        return best
+
+
+def _rank(link: Link) -> float:
+    if link.relation is not None:
+        return 2.0
+    return link.likely[0] if link.likely else 0.0

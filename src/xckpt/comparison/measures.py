@@ -1,0 +1,555 @@
+"""What is known of some pairs of elements, and the compiled loops that find it."""
+
+# min and max are compiled anew for each type, and take longer than what they are called in.
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from xckpt.arrays.compiling import compiled
+from xckpt.elements import ALL_TYPES
+from xckpt.scan.accumulators import Accumulator
+from xckpt.scan.kinds import kind_named
+from xckpt.scan.trees import LEAF, Tree, runs
+from xckpt.statistics.counts import prepared
+from xckpt.statistics.describe import scaled
+from xckpt.statistics.vector_kernel import LANES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: The statistics of a comparison, in the order that `measures` gives them in.
+MEASURES = (
+    *("status", "count", "equal_fraction", "nan", "inf"),
+    *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
+)
+
+#: Sums of a leaf of pairs: of the squares of the differences, of those of both sides, and of the
+#: products.
+SUMS = 4
+#: A sum of squares below this may have lost much of what is in it.
+TINY = 1e-250
+# Integers up to this are float64.
+_WHOLE = 1 << 53
+_LOWER_BITS = 0x7FF
+# Elements between looks at whether two leaves are still the same.
+_STRIDE = 1024
+
+#: Sums of the squares of the differences, of those of both sides, and of the products, and the
+#: power of two that the elements were divided by.
+Sums = tuple[float, float, float, float, float]
+
+_NO_SUMS: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+_COUNTS = ("count", "equal", "finite", "nan", "inf")
+
+_thread = threading.local()
+
+
+# --- compiled loops ------------------------------------------------------------------------------
+
+
+@compiled
+def _widen(bits: Any, table: Any, out: Any) -> None:
+    """Make float32, as patterns, of 16 bits: by a table, or of the upper half of a float32."""
+    if table.size:
+        for i in range(bits.size):
+            out[i] = table[bits[i]]
+    else:
+        for i in range(bits.size):
+            out[i] = np.uint32(bits[i]) << np.uint32(16)
+
+
+@compiled
+def _alike(x: Any, y: Any) -> Any:
+    """Return whether all elements are equal, and none is a NaN; looks no farther than it must."""
+    for start in range(0, x.size, _STRIDE):
+        a, b = x[start : start + _STRIDE], y[start : start + _STRIDE]
+        different = np.int32(0)
+        for i in range(a.size):
+            different = np.int32(different + np.int32(a[i] != b[i]))
+        if different:
+            return False
+    return True
+
+
+@compiled
+def _count_equal(x: Any, y: Any) -> Any:
+    count = np.int32(0)
+    for i in range(x.size):
+        count = np.int32(count + np.int32(x[i] == y[i]))
+    return count
+
+
+@compiled
+def _subtract(x: Any, y: Any, difference: Any) -> None:
+    for i in range(x.size):
+        difference[i] = np.float64(x[i]) - np.float64(y[i])
+
+
+@compiled
+def _all_finite(x: Any, y: Any) -> Any:
+    """Return whether no element is infinite or a NaN."""
+    count = np.int32(0)
+    for i in range(x.size):
+        # What is finite is zero times itself.
+        count = np.int32(count + np.int32((x[i] - x[i]) + (y[i] - y[i]) == 0))
+    return count == x.size
+
+
+@compiled
+def _take_finite_pairs(x: Any, y: Any, out: Any, tally: Any) -> Any:
+    """Move pairs of finite elements to the front of `out`; count the others."""
+    kept = 0
+    for i in range(x.size):
+        if math.isfinite(x[i]) and math.isfinite(y[i]):
+            out[0, kept] = x[i]
+            out[1, kept] = y[i]
+            kept += 1
+        elif x[i] == y[i] or (math.isnan(x[i]) and math.isnan(y[i])):
+            tally[0] += 1
+        elif math.isnan(x[i]) or math.isnan(y[i]):
+            tally[2] += 1
+        else:
+            tally[3] += 1
+    return kept
+
+
+@compiled
+def add_up(x: Any, y: Any, difference: Any, sums: Any) -> None:
+    """Add up squares and products, and find the largest difference."""
+    for j in range((SUMS + 1) * LANES):
+        sums[j] = 0.0
+    step = 2 * LANES
+    whole = x.size // step * step
+    for row in range(0, whole, step):
+        for j in range(LANES):
+            d, e = difference[row + j], difference[row + LANES + j]
+            sums[j] += d * d + e * e
+            sums[SUMS * LANES + j] = max(sums[SUMS * LANES + j], abs(d), abs(e))
+        for j in range(LANES):
+            a, b = np.float64(x[row + j]), np.float64(y[row + j])
+            p, q = np.float64(x[row + LANES + j]), np.float64(y[row + LANES + j])
+            sums[LANES + j] += a * a + p * p
+            sums[2 * LANES + j] += b * b + q * q
+            sums[3 * LANES + j] += a * b + p * q
+    for i in range(whole, x.size):
+        j = (i - whole) % LANES
+        a, b, d = np.float64(x[i]), np.float64(y[i]), difference[i]
+        sums[j] += d * d
+        sums[LANES + j] += a * a
+        sums[2 * LANES + j] += b * b
+        sums[3 * LANES + j] += a * b
+        sums[SUMS * LANES + j] = max(sums[SUMS * LANES + j], abs(d))
+    width = LANES
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            for k in range(SUMS):
+                sums[k * LANES + j] += sums[k * LANES + width + j]
+            largest = max(sums[SUMS * LANES + j], sums[SUMS * LANES + width + j])
+            sums[SUMS * LANES + j] = largest
+
+
+@compiled
+def _add_squares(x: Any, sums: Any) -> None:
+    """Add up the squares of one side as `add_up` does."""
+    for j in range(LANES):
+        sums[j] = 0.0
+    step = 2 * LANES
+    whole = x.size // step * step
+    for row in range(0, whole, step):
+        for j in range(LANES):
+            a, p = np.float64(x[row + j]), np.float64(x[row + LANES + j])
+            sums[j] += a * a + p * p
+    for i in range(whole, x.size):
+        a = np.float64(x[i])
+        sums[(i - whole) % LANES] += a * a
+    width = LANES
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            sums[j] += sums[width + j]
+
+
+@compiled
+def _write(sums: Any, exponent: Any, node: Any) -> None:
+    for k in range(SUMS):
+        node[k] = sums[k * LANES]
+    node[SUMS] = exponent
+
+
+@compiled
+def _floats(side: Any, start: Any, stop: Any) -> Any:
+    wide, bits, table, scratch = side
+    if wide.size:
+        return wide[start:stop]
+    _widen(bits[start:stop], table, scratch.view(np.uint32))
+    return scratch[: stop - start]
+
+
+@compiled
+def compare_floats(first: Any, second: Any, out: Any) -> None:
+    """Describe a block of pairs of floats."""
+    nodes, tally, largest, difference, kept, sums = out
+    size = max(first[0].size, first[1].size)
+    for leaf in range((size + LEAF - 1) // LEAF):
+        start, stop = leaf * LEAF, min(size, (leaf + 1) * LEAF)
+        x = _floats(first, start, stop)
+        y = _floats(second, start, stop)
+        if _alike(x, y):
+            _add_squares(x, sums)
+            if sums[0] < math.inf and (x.itemsize == 4 or sums[0] > TINY):
+                tally[0] += x.size
+                tally[1] += x.size
+                sums[LANES] = sums[2 * LANES] = sums[3 * LANES] = sums[0]
+                sums[0] = 0.0
+                _write(sums, 0, nodes[leaf])
+                continue
+        if not _all_finite(x, y):
+            count = _take_finite_pairs(x, y, kept, tally)
+            x, y = kept[0, :count], kept[1, :count]
+        tally[0] += _count_equal(x, y)
+        tally[1] += x.size
+        _subtract(x, y, difference)
+        add_up(x, y, difference, sums)
+        largest[0] = max(largest[0], sums[SUMS * LANES])
+        # Squares of float64 may leave the range: whoever calls this scales that leaf, as is rare.
+        in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
+        _write(sums, 0.0 if in_range else math.nan, nodes[leaf])
+
+
+@compiled
+def compare_cells(  # noqa: PLR0917
+    x: Any, y: Any, along: Any, size: Any, block: Any, bases: Any, table: Any
+) -> None:
+    """Add up pairs by cells: those of lines of a size, the first of which begins in its middle."""
+    start = 0
+    for line in range(bases.size):
+        while start < x.size and along < size:
+            cell = along // block
+            stop = min(x.size, start + min(size, (cell + 1) * block) - along)
+            equal, finite, nan, inf = 0, 0, 0, 0
+            noise, first, second, product, largest = 0.0, 0.0, 0.0, 0.0, 0.0
+            for k in range(start, stop):
+                a, b = np.float64(x[k]), np.float64(y[k])
+                if math.isfinite(a) and math.isfinite(b):
+                    d = a - b
+                    equal += d == 0
+                    finite += 1
+                    noise += d * d
+                    first += a * a
+                    second += b * b
+                    product += a * b
+                    largest = max(largest, abs(d))
+                elif a == b or (math.isnan(a) and math.isnan(b)):
+                    equal += 1
+                elif math.isnan(a) or math.isnan(b):
+                    nan += 1
+                else:
+                    inf += 1
+            row = table[bases[line] + cell]
+            row[0] += stop - start
+            row[1] += equal
+            row[2] += finite
+            row[3] += nan
+            row[4] += inf
+            row[5] += noise
+            row[6] += first
+            row[7] += second
+            row[8] += product
+            row[9] = max(row[9], largest)
+            along += stop - start
+            start = stop
+        along = 0
+
+
+# --- what is known --------------------------------------------------------------------------------
+
+
+class Comparison(Accumulator):
+    """What is known of some pairs of elements."""
+
+    record = "comparison"
+
+    def __init__(self, kinds: tuple[str, str], size: int, *, omits_zeros: bool = False) -> None:
+        #: Names of kinds, or "complex128".
+        self.kinds = kinds
+        self.size = size
+        self.omits_zeros = omits_zeros
+        self.count = 0
+        #: Pairs of one number, or both NaN; both finite, which is what the sums are about; and not
+        #: equal because of a NaN, or else of an infinity.
+        self.equal = self.finite = self.nan = self.inf = 0
+        #: The largest difference.
+        self.largest = 0.0
+        self.tree: Tree[Sums] = Tree(_merged, _NO_SUMS)
+        self.pieces = {}
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> Comparison:  # noqa: ARG003
+        """Return one for pairs of elements."""
+        return cls(reader.kinds, reader.size, omits_zeros=reader.omits_zeros)
+
+    @staticmethod
+    def _columns(values: Mapping[str, Array]) -> tuple[Array, ...]:
+        return values["a"], values["b"]
+
+    def _add_run(self, start: int, columns: tuple[Array, ...], *, is_whole: bool) -> None:
+        self.count += len(columns[0])
+        if is_whole:
+            self._complete(start, columns)
+        else:
+            self._add_piece(start, tuple(column.copy() for column in columns))
+
+    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN, infinities
+            nodes = self._compare(*columns)
+        for (level, number), node in _folded(start // LEAF, nodes):
+            self.tree.add(level, number, node)
+
+    def close(self) -> Self:
+        """Add the pairs of zeros that were left out."""
+        if self.omits_zeros:
+            self.imply(self.size - self.count)
+        return self
+
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Add pairs of zeros that neither side stores."""
+        self.count += zeros
+        self.equal += zeros
+        self.finite += zeros
+
+    def merge(self, other: Comparison) -> None:
+        """Add what another one found in other pairs."""
+        for name in ("equal", "finite", "nan", "inf"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = max(self.largest, other.largest)
+        super().merge(other)
+
+    def pack(self) -> bytes:
+        """Return bytes to keep."""
+        import msgpack
+
+        counts = [str(getattr(self, name)) for name in _COUNTS]
+        nodes = [[*place, *node] for place, node in self.tree.nodes.items()]
+        data: bytes = msgpack.packb([counts, self.largest, nodes])
+        return data
+
+    @classmethod
+    def unpack(cls, data: bytes, reader: Any) -> Comparison:
+        """Return what `pack` was called on."""
+        import msgpack
+
+        counts, largest, nodes = msgpack.unpackb(data)
+        found = cls(reader.kinds, reader.size)
+        for name, count in zip(_COUNTS, counts, strict=True):
+            setattr(found, name, int(count))
+        found.largest = largest
+        found.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in nodes}
+        return found
+
+    def _compare(self, a: Array, b: Array) -> Array:
+        """Compare whole leaves; return the sums of each."""
+        if not all(ALL_TYPES[name].fits_float64 for name in self.kinds):
+            compare = self._compare_complex if "complex128" in self.kinds else self._compare_whole
+            leaves = range(0, len(a), LEAF)
+            return np.array([compare(a[at : at + LEAF], b[at : at + LEAF]) for at in leaves])
+        # The float that has all values of both sides.
+        narrow = all(name == "float32" or kind_named(name).exact for name in self.kinds)
+        memory = _pair_memory("float32" if narrow else "float64")
+        first, second = (memory.side(n, (a, b)[n], self.kinds[n]) for n in (0, 1))
+        nodes = np.empty((-(-len(a) // LEAF), SUMS + 1))
+        tally, largest = np.zeros(4, np.int64), np.zeros(1)
+        compare_floats(first, second, (nodes, tally, largest, *memory.out))
+        equal, finite, nan, inf = tally.tolist()
+        self._count(equal, finite, nan, inf, float(largest[0]))
+        for leaf in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist():
+            x, y = (side[0][leaf * LEAF : (leaf + 1) * LEAF] for side in (first, second))
+            both = np.isfinite(x) & np.isfinite(y)
+            nodes[leaf] = _scaled_sums(x[both], y[both])
+        return nodes
+
+    def _compare_whole(self, a: Array, b: Array) -> list[float]:
+        """Compare integers of 64 bits with whatever else."""
+        x, x_rest = in_two_parts(a, self.kinds[0])
+        y, y_rest = in_two_parts(b, self.kinds[1])
+        both = np.isfinite(x) & np.isfinite(y)
+        nan = np.count_nonzero(np.isnan(x) | np.isnan(y))
+        inf = np.count_nonzero(np.isinf(x) | np.isinf(y))
+        if not both.all():
+            x, x_rest, y, y_rest = x[both], x_rest[both], y[both], y_rest[both]
+        # Exact where it is not large: see `in_two_parts`.
+        difference = (x - y) + (x_rest - y_rest)
+        largest = float(np.abs(difference).max(initial=0.0))
+        self._count(np.count_nonzero(difference == 0), len(x), nan, inf, largest)
+        return _sums(x, y, difference)
+
+    def _compare_complex(self, a: Array, b: Array) -> list[float]:
+        """Compare complex numbers: a difference is the magnitude of one, sums are over both."""
+        x, y = _complex(a, self.kinds[0]), _complex(b, self.kinds[1])
+        both = np.isfinite(x) & np.isfinite(y)
+        ours, theirs = np.isnan(x), np.isnan(y)
+        equal = (x == y) | (ours & theirs)
+        nan = np.count_nonzero(~both & ~equal & (ours | theirs))
+        inf = np.count_nonzero(~both & ~equal & ~(ours | theirs))
+        x, y = x[both], y[both]
+        difference = x - y
+        largest = float(np.abs(difference).max(initial=0.0))
+        self._count(np.count_nonzero(equal), len(x), nan, inf, largest)
+        return _sums(x.view(np.float64), y.view(np.float64), difference.view(np.float64))
+
+    def _count(self, equal: Any, finite: int, nan: Any, inf: Any, largest: float) -> None:
+        self.equal += int(equal)
+        self.finite += int(finite)
+        self.nan += int(nan)
+        self.inf += int(inf)
+        self.largest = max(self.largest, largest)
+
+
+def _folded(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
+    """Merge neighbouring leaves as far as they make nodes of the tree."""
+    is_scaled = bool(nodes[:, SUMS].any())
+    for level, number in runs(first, len(nodes)):
+        start = (number << level) - first
+        some = nodes[start : start + (1 << level)]
+        while len(some) > 1 and not is_scaled:
+            some = some[0::2] + some[1::2]
+        rows: list[Any] = [tuple(row) for row in some.tolist()]
+        while len(rows) > 1:
+            rows = [_merged(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
+        yield (level, number), rows[0]
+
+
+def _merged(a: Sums, b: Sums) -> Sums:
+    if a[4] != b[4]:
+        # Sums of zeros have no power of two of their own.
+        if not any(a[:4]):
+            return b
+        if not any(b[:4]):
+            return a
+        common = max(a[4], b[4])
+        a, b = _brought(a, common), _brought(b, common)
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4]
+
+
+def _brought(a: Sums, exponent: float) -> Sums:
+    shift = int(2 * (a[4] - exponent))
+    d, x, y, p = (math.ldexp(number, shift) for number in a[:4])
+    return d, x, y, p, exponent
+
+
+class _PairMemory:
+    """Memory that a thread uses for one leaf of pairs after another."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self.nothing = np.empty(0, dtype), np.empty(0, np.uint16), np.empty(0, np.uint32)
+        self.widened = np.empty(LEAF, dtype), np.empty(LEAF, dtype)
+        self.out = np.empty(LEAF), np.empty((2, LEAF), dtype), np.empty((SUMS + 1) * LANES)
+
+    def side(self, number: int, values: Array, name: str) -> tuple[Array, ...]:
+        """Return one side as the kernel wants it."""
+        kind = kind_named(name)
+        values = prepared(values, kind)
+        wide, bits, table = self.nothing
+        if not kind.exact:
+            wide = values if values.dtype == self.dtype else values.astype(self.dtype)
+        elif self.dtype == np.float64:
+            wide = kind.values[values]
+        else:
+            # One type of patterns, so that there is one kernel to compile.
+            bits = values if values.dtype == np.uint16 else values.astype(np.uint16)
+            table = table if name == "bfloat16" else _float32_patterns(name)
+        return wide, bits, table, self.widened[number]
+
+
+def _pair_memory(name: str) -> _PairMemory:
+    memories: dict[str, _PairMemory] = _thread.__dict__.setdefault("pairs", {})
+    if name not in memories:
+        memories[name] = _PairMemory(np.dtype(name))
+    return memories[name]
+
+
+@cache
+def _float32_patterns(name: str) -> Array:
+    """Return the float32, as patterns, that the codes of an exact kind stand for."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
+    return patterns
+
+
+def as_floats(values: Array, name: str) -> Array:
+    """Return numbers as float32 where all of the kind are, else as float64."""
+    kind = kind_named(name)
+    if kind.exact:
+        floats: Array = _float32_patterns(name)[prepared(values, kind)].view(np.float32)
+        return floats
+    values = prepared(values, kind)
+    return values.astype(np.float64) if kind.integer else values
+
+
+def in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
+    """Return two float64 for each element, whose sum it is exactly."""
+    kind = kind_named(name)
+    values = prepared(values, kind)
+    if kind.element.fits_float64:
+        wide = kind.values[values] if kind.exact else values.astype(np.float64)
+        return wide, np.zeros(len(wide))
+    lower = values & values.dtype.type(_LOWER_BITS)
+    lower[(values <= _WHOLE) & (values >= (-_WHOLE if kind.dtype.kind == "i" else 0))] = 0
+    return (values - lower).astype(np.float64), lower.astype(np.float64)
+
+
+def _complex(values: Array, name: str) -> Array:
+    if name == "complex128":
+        return values.astype(np.complex128)
+    first, second = in_two_parts(values, name)
+    return (first + second).astype(np.complex128)
+
+
+def _sums(x: Array, y: Array, difference: Array) -> list[float]:
+    lanes = np.empty((SUMS + 1) * LANES)
+    add_up(x, y, difference, lanes)
+    found: list[float] = lanes[: SUMS * LANES : LANES].tolist()
+    if not TINY < found[1] + found[2] < math.inf:
+        return _scaled_sums(x, y)
+    return [*found, 0.0]
+
+
+def _scaled_sums(x: Array, y: Array) -> list[float]:
+    """Add up squares that leave the range of float64: those of elements divided by one number."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    largest = max(np.abs(x).max(initial=0.0), np.abs(y).max(initial=0.0))
+    # Few different ones, so that leaves seldom have to be brought to a common one.
+    exponent = 256 * ((math.frexp(largest)[1] + 128) // 256) if largest else 0
+    x, y = np.ldexp(x, -exponent), np.ldexp(y, -exponent)
+    lanes = np.empty((SUMS + 1) * LANES)
+    add_up(x, y, x - y, lanes)
+    return [*lanes[: SUMS * LANES : LANES].tolist(), float(exponent)]
+
+
+def measures(found: Comparison) -> list[float]:
+    """Compute all statistics of a pair of tensors of one shape."""
+    if found.equal == found.count:
+        return [0.0, found.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
+    head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
+    if not found.finite:
+        return [*head, *[math.nan] * 6]
+    d, a, b, product, exponent = found.tree.total()
+    rmse = scaled(math.sqrt(d / found.finite), int(exponent))
+    nmse = d / a if a else math.inf if d else 0.0
+    sqnr = math.inf if not d else -math.inf
+    if a and d:
+        is_held = 0.0 < a / d < math.inf
+        sqnr = 10 * (math.log10(a / d) if is_held else math.log10(a) - math.log10(d))
+    cosine = 1.0 if not d else math.nan
+    if d and a and b:
+        cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
+    return [*head, found.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]

@@ -1,0 +1,18 @@
+"""Findings: tensors that look wrong, in one checkpoint or along a training run.
+
+May import comparison, statistics, scan, and whatever these may. Read `examining` first: it gathers
+the `evidence` (statistics of all tensors with their roles) and applies each rule of `rules` to it.
+`runs` has the rules on changes between steps, `equal_tensors` and `code_ranges` those that read
+elements again.
+"""
+
+from xckpt.interrupts import uninterrupted
+
+# Numba and what it compiles are large.
+with uninterrupted():
+    from xckpt.health.evidence import out_of_line
+    from xckpt.health.examining import examine, findings
+    from xckpt.health.rules import RULES
+    from xckpt.health.runs import changes_of
+
+__all__ = ["RULES", "changes_of", "examine", "findings", "out_of_line"]

@@ -1,0 +1,163 @@
+"""Equal tensors of a checkpoint: suspected because of their statistics, then read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.comparison.comparing import compare_pairs
+from xckpt.comparison.pairs import pair_of
+from xckpt.formatting import binary_size
+from xckpt.health.evidence import CODED, EVERY, Rule
+from xckpt.labels.numbering import parse_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from xckpt.health.evidence import Evidence, Finding
+
+# Statistics that equal tensors share, to the last bit. If rows are in another order, the place of
+# the largest element differs.
+_ALIKE = ("count", "nan", "inf", "zero", "min", "max", "mean", "l2", "top_row", "top_column")
+# Tensors that are alike and not equal are compared with so many others.
+_MOST_ROUNDS = 4
+
+
+class EqualTensors:
+    """Tensors that are one in the file, are stored twice, or make layers that are copies.
+
+    Parameters
+    ----------
+    evidence : Evidence
+        With readers: that tensors are equal is never concluded from their statistics. The steps
+        of a run are compared elsewhere.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        readers = evidence.readers if evidence.run is None else ()
+        owners: dict[Any, int] = {}
+        #: Row of the first tensor with the same bytes of the file.
+        self.tied: dict[int, int] = {}
+        for row, reader in enumerate(readers):
+            if reader.identity is not None and reader.size:
+                owner = owners.setdefault(reader.identity, row)
+                if owner != row:
+                    self.tied[row] = owner
+        #: Row of a tensor with equal elements, stored elsewhere.
+        self.twins: dict[int, int] = {}
+        if readers:
+            self.twins = equal_to(evidence, _suspects(evidence, self.tied))
+        #: The layers that a tensor and its twin are in, if these are equal as a whole.
+        self.copied_layers = _copied_layers(evidence, self.twins)
+
+
+def _suspects(evidence: Evidence, tied: Collection[int]) -> list[list[int]]:
+    """Group tensors that may be equal; masks and constants are equal in many good models."""
+    count, zero, largest = (evidence[name] for name in ("count", "zero", "absmax"))
+    with np.errstate(all="ignore"):
+        two_valued = np.isclose(evidence["l2"] ** 2, (count - zero) * largest**2, rtol=1e-12)
+    is_trivial = two_valued | (evidence["min"] == evidence["max"]) | ~(count > 1)
+    is_trivial[list(tied)] = True
+    columns = np.array([np.nan_to_num(evidence[name], nan=-1.0) for name in _ALIKE]).T
+    groups: dict[Any, list[int]] = {}
+    for row in np.flatnonzero(~is_trivial).tolist():
+        # Averages and copies for an optimizer begin as the weights.
+        kind = (evidence.roles[row], evidence.dtypes[row], evidence.shapes[row])
+        groups.setdefault((*kind, columns[row].tobytes()), []).append(row)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def equal_to(evidence: Evidence, groups: Iterable[list[int]]) -> dict[int, int]:
+    """Compare suspects with the first of their group; return which tensor each one is equal to."""
+    readers, names = evidence.readers, evidence.names
+    twins: dict[int, int] = {}
+    remaining = list(groups)
+    for _ in range(_MOST_ROUNDS):
+        suspected = [(row, group[0]) for group in remaining for row in group[1:]]
+        pairs = [pair_of(readers[first], readers[row], names[row]) for row, first in suspected]
+        measures = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
+        is_same = {
+            row: measure[0] == 0 for (row, _), measure in zip(suspected, measures, strict=True)
+        }
+        twins |= {row: first for row, first in suspected if is_same[row]}
+        unequal = [[row for row in group[1:] if not is_same[row]] for group in remaining]
+        remaining = [group for group in unequal if len(group) > 1]
+    return dict(sorted(twins.items()))
+
+
+def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple[str, str]]:
+    """Find the tensors of layers that are equal to other layers, and the names of both."""
+    if not twins:
+        return {}
+    low, is_constant = evidence["min"], evidence["min"] == evidence["max"]
+    layers: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for row, name in enumerate(evidence.names):
+        parts = parse_name(name)
+        if parts.indices:
+            module = parts.outermost.removesuffix(parts.indices[0])
+            layer = (module, parts.indices[0])
+            layers.setdefault(layer, []).append((name.removeprefix(parts.outermost), row))
+    first_with: dict[Any, tuple[str, str]] = {}
+    copies: dict[int, tuple[str, str]] = {}
+    for layer, members in layers.items():
+        content = [
+            (leaf, ("value", low[row]) if is_constant[row] else twins.get(row, row))
+            for leaf, row in sorted(members)
+        ]
+        first = first_with.setdefault((layer[0], tuple(content)), layer)
+        if first != layer:
+            names = ("".join(layer), "".join(first))
+            copies |= {row: names for _, row in members if row in twins}
+    return copies
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+class Tied(Rule):
+    """Two tensors are the same bytes of the file."""
+
+    name, severity = "tied", "info"
+    roles = EVERY
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        for row, owner in evidence.equals.tied.items():
+            sentence = f"it is {evidence.names[owner]}: both have the same bytes of the file"
+            yield self.finding(evidence, row, 2, sentence)
+
+
+class Duplicated(Rule):
+    """The elements of a matrix are stored twice."""
+
+    name, severity = "duplicated", "info"
+    roles = CODED
+    threshold = 4096  # bytes
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        equals = evidence.equals
+        for row, twin in equals.twins.items():
+            nbytes = evidence.readers[row].nbytes
+            is_copy = row in equals.copied_layers
+            # All layers of a new model may begin with the same numbers.
+            siblings = evidence.families[evidence.family_of(row)]
+            is_copy |= evidence.is_new and all(equals.twins.get(at, at) == twin for at in siblings)
+            if nbytes >= self.threshold and not is_copy and not evidence.is_vector(row):
+                sentence = (
+                    f"it is equal to {evidence.names[twin]}: {binary_size(nbytes)} are stored twice"
+                )
+                yield self.finding(evidence, row, nbytes, sentence)
+
+
+class CopiedLayer(Rule):
+    """All tensors of a layer are equal to the tensors of another layer."""
+
+    name, severity = "copied_layer", "warning"
+    roles = CODED
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        equals = evidence.equals
+        for row, (copy, layer) in equals.copied_layers.items():
+            name = evidence.names[equals.twins[row]]
+            sentence = f"it is equal to {name}: all of {copy} is a copy of {layer}"
+            yield self.finding(evidence, row, 1, sentence)

@@ -1,0 +1,285 @@
+"""Evidence for findings: the statistics of all tensors, their roles and siblings.
+
+A `Rule` looks at `Evidence` and returns findings. `xckpt.health.rules` lists all rules.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from xckpt.labels.numbering import parse_name
+from xckpt.labels.roles import PARAMETERS, Role, norms_of, roles_of
+from xckpt.statistics.tables import named_tensors, said_of_tensors, tensor_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import xarray as xr
+
+    from xckpt.health.code_ranges import CodeRange
+    from xckpt.health.equal_tensors import EqualTensors
+    from xckpt.health.runs import StepChanges
+    from xckpt.progress import ProgressOption
+    from xckpt.scan.readers import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Roles of weights, whether they are trained, averaged or copied for an optimizer.
+WEIGHTS = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MASTER})
+#: The same, and codes of quantised weights.
+CODED = WEIGHTS | {Role.CODES}
+#: Roles of every tensor but states of random number generators and the like.
+EVERY = frozenset(Role) - {Role.STATE}
+
+# Neighbours on each side that a layer is compared with.
+_NEAR = 2
+
+
+class Finding(NamedTuple):
+    """A rule that holds for a tensor."""
+
+    row: int
+    tensor: str
+    rule: str
+    value: float
+    explanation: str
+
+
+class Rule(ABC):
+    """A kind of finding, with the tensors that it is about."""
+
+    name: ClassVar[str]
+    #: "error", "warning" or "info".
+    severity: ClassVar[str]
+    #: Only tensors of these roles are judged.
+    roles: ClassVar[frozenset[Role]] = WEIGHTS
+
+    @abstractmethod
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        """Return the findings in tensors of any role."""
+
+    def findings(self, evidence: Evidence) -> Iterator[Finding]:
+        """Return the findings in tensors of the roles that the rule is about."""
+        roles = evidence.roles
+        return (finding for finding in self._judge(evidence) if roles[finding.row] in self.roles)
+
+    def finding(self, evidence: Evidence, row: Any, value: Any, explanation: str) -> Finding:
+        """Return a finding in the tensor of a row."""
+        row = int(row)
+        return Finding(row, evidence.names[row], self.name, float(value), explanation)
+
+
+class Evidence:
+    """Statistics of tensors by name, NaN where they were not computed.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the tensors. Each has a row in every column.
+    columns : dict of str to array
+        Statistics by name.
+    dtypes : list of str
+        Stored element types; empty where unknown.
+    shapes : list of tuple of int
+        Shapes of the tensors.
+    run : str, optional
+        Dimension of the steps of a training run. Names begin with it and the step.
+    readers : sequence of Reader, optional
+        The tensors themselves. Without them, only rules about statistics hold.
+    progress, cache : optional
+        As for `stats`, where tensors are read again.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        columns: dict[str, Array],
+        dtypes: list[str],
+        shapes: list[tuple[int, ...]],
+        run: str | None = None,
+        *,
+        readers: Sequence[Reader] = (),
+        progress: ProgressOption = None,
+        cache: bool = True,
+    ) -> None:
+        self.names = names
+        self.columns = columns
+        self.dtypes = dtypes
+        self.shapes = shapes
+        self.run = run
+        self.readers = readers
+        self.progress = progress
+        self.cache = cache
+
+    @classmethod
+    def of(cls, result: xr.Dataset, run: str | None = None, **options: Any) -> Self:
+        """Return the evidence in a result of `stats`."""
+        names, rows = tensor_rows(result)
+        columns = dict(zip(result["statistic"].to_numpy().tolist(), rows.T, strict=True))
+        columns["dead_rows"] = np.array(
+            said_of_tensors(result, {"dead_rows": np.nan})["dead_rows"], np.float64
+        )
+        dtypes: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        for variable, members in named_tensors(result):
+            count = len([member for member in members if member is not None])
+            dtypes += [str(variable.attrs.get("dtype", ""))] * count
+            shape = np.atleast_1d(variable.attrs.get("shape", ())).astype(int)
+            shapes += [tuple(shape.tolist())] * count
+        has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
+        return cls(names, columns, dtypes, shapes, run if has_steps else None, **options)
+
+    def __getitem__(self, statistic: str) -> Array:
+        if statistic not in self.columns:
+            self.columns[statistic] = np.full(len(self.names), np.nan)
+        return self.columns[statistic]
+
+    # --- kinds of tensors ------------------------------------------------------------------------
+
+    @cached_property
+    def dotted(self) -> list[str]:
+        """Names with dots between all words, as patterns expect them."""
+        return [name.replace("/", ".") for name in self.names]
+
+    @cached_property
+    def roles(self) -> list[Role]:
+        """Role of each tensor."""
+        names = [self.plain_name(row) for row in range(len(self.names))]
+        roles = roles_of(zip(names, self.dtypes, self.shapes, strict=True))
+        return [roles[name] for name in names]
+
+    @cached_property
+    def parameters(self) -> list[int]:
+        """Rows of trainable tensors."""
+        return [row for row, role in enumerate(self.roles) if role in PARAMETERS]
+
+    @cached_property
+    def norms(self) -> list[int]:
+        """Rows of the gains of norms."""
+        tensors = list(zip(self.dotted, self.dtypes, self.shapes, strict=True))
+        if "" in self.dtypes:  # shapes are unknown, but not whether there are rows
+            tensors = [
+                (name, dtype, (2,) if self.is_vector(row) else (2, 2))
+                for row, (name, dtype, _) in enumerate(tensors)
+            ]
+        gains = norms_of(tensors)
+        return [row for row, name in enumerate(self.dotted) if name in gains]
+
+    @cached_property
+    def is_new(self) -> bool:
+        """Whether the model is as a framework initialised it.
+
+        Most gains of its norms are constant then; most biases, if it has no norms.
+        """
+        names = enumerate(self.dotted)
+        rows = self.norms or [row for row, name in names if name.endswith((".bias", "_bias"))]
+        is_constant = self["min"][rows] == self["max"][rows]
+        return len(rows) > 0 and bool(np.median(is_constant))
+
+    def is_vector(self, row: int) -> bool:
+        """Return whether a tensor has at most one axis that is longer than 1."""
+        if self.dtypes[row]:
+            return len([size for size in self.shapes[row] if size > 1]) <= 1
+        return bool(np.isnan(self["dead_rows"][row]))
+
+    # --- siblings --------------------------------------------------------------------------------
+
+    @cached_property
+    def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
+        """Step, name without numbers, and numbers of each tensor."""
+        split = []
+        for name in self.names:
+            run, *parts = name.split(".", 2)
+            step, plain = parts if run == self.run and len(parts) > 1 else ("", name)
+            numbers = parse_name(plain)
+            split.append((step, numbers.template, tuple(map(int, numbers.indices))))
+        return split
+
+    def step_of(self, row: int) -> str:
+        """Return the step of a tensor; empty outside of runs."""
+        return self._split[row][0]
+
+    def plain_name(self, row: int) -> str:
+        """Return the name of a tensor without its step."""
+        step = self._split[row][0]
+        return self.names[row].removeprefix(f"{self.run}.{step}.") if step else self.names[row]
+
+    def family_of(self, row: int) -> tuple[Any, ...]:
+        """Return the key that a tensor and its siblings share."""
+        return (*self._split[row][:2], self.is_vector(row), self.roles[row])
+
+    @cached_property
+    def families(self) -> dict[tuple[Any, ...], list[int]]:
+        """Rows of siblings: vectors, or other tensors, whose names differ in numbers only."""
+        families: dict[tuple[Any, ...], list[int]] = {}
+        for row in range(len(self.names)):
+            families.setdefault(self.family_of(row), []).append(row)
+        return families
+
+    def series(self) -> Iterator[list[int]]:
+        """Return tensors whose names differ in the first number only, in the order of that."""
+        for siblings in self.families.values():
+            series: dict[tuple[int, ...], list[int]] = {}
+            for row in siblings:
+                if self._split[row][2]:
+                    series.setdefault(self._split[row][2][1:], []).append(row)
+            for rows in series.values():
+                yield sorted(rows, key=lambda row: self._split[row][2][0])
+
+    # --- tensors that are read again -------------------------------------------------------------
+
+    @cached_property
+    def code_ranges(self) -> list[CodeRange]:
+        """Codes of quantised tensors."""
+        from xckpt.health.code_ranges import decoded_codes, plain_codes
+
+        codes = list(plain_codes(self))
+        return codes + decoded_codes(self.readers, progress=self.progress, cache=self.cache)
+
+    @cached_property
+    def equals(self) -> EqualTensors:
+        """Tensors with the same elements."""
+        from xckpt.health.equal_tensors import EqualTensors
+
+        return EqualTensors(self)
+
+    @cached_property
+    def changes(self) -> StepChanges | None:
+        """Changes between the steps of a run; None for anything else, and for one step."""
+        from xckpt.health.runs import StepChanges
+
+        if self.run is None or not self.readers:
+            return None
+        rows = self.parameters or range(len(self.names))
+        changes = StepChanges(self, rows)
+        return changes if len(changes.steps) > 1 and changes.names else None
+
+
+def out_of_line(values: Array, least: float, far: float) -> Array:
+    """Return the distance of each value from its neighbours; 0 where it is at most `far`.
+
+    The unit is the robust standard deviation of such distances, but not less than `least`. A value
+    also has to be beyond all of its neighbours, by half of the distance.
+    """
+    last = len(values) - 1
+    windows = []
+    for at in range(len(values)):
+        # Three at least, so that one of them may be odd.
+        start, stop = min(at - _NEAR, last - _NEAR - 1), max(at + _NEAR, _NEAR + 1)
+        near = np.r_[max(0, start) : at, at + 1 : min(last, stop) + 1]
+        windows.append(values[near])
+    distance = values - [np.median(window) for window in windows]
+    outside = np.array(
+        [
+            max(value - window.max(), window.min() - value)
+            for value, window in zip(values, windows, strict=True)
+        ]
+    )
+    spread = 1.4826 * np.median(np.abs(distance - np.median(distance)))
+    score = distance / max(spread, least)
+    score[(np.abs(score) <= far) | (outside < np.abs(distance) / 2)] = 0.0
+    return np.asarray(score)

@@ -1,0 +1,185 @@
+"""`findings`: faults and oddities that a specialist would point out in a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from xckpt.formatting import printable
+from xckpt.health.evidence import Evidence
+from xckpt.health.rules import RULES
+from xckpt.health.runs import run_dim
+from xckpt.index import paused_collector
+from xckpt.labels.filters import select, suggest_names
+from xckpt.scan.entries import contents_of, entries_of
+from xckpt.statistics.computing import QUANTILES, stats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.progress import ProgressOption
+    from xckpt.scan.entries import Describable
+
+_SEVERITIES = ("error", "warning", "info")
+_COLUMNS = ("tensor", "rule", "value", "severity", "explanation")
+_REQUIRED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
+
+
+class Findings(pd.DataFrame):
+    """A table of findings that shows sentences in full, in a notebook and in a terminal."""
+
+    @property
+    def _constructor(self) -> type[Findings]:
+        return Findings
+
+    def __repr__(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            return str(self._shown().to_string(**self._options))
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            table = str(self._shown().to_html(**self._options, border=0))
+        # Notebooks align cells at the right.
+        return re.sub(r"<(td|th)>", r'<\1 style="text-align:left">', table)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"max_rows": pd.get_option("display.max_rows"), "float_format": "{:.4g}".format}
+
+    def _shown(self) -> pd.DataFrame:
+        """Return the table with unprintable characters of names escaped."""
+        texts = [name for name in _COLUMNS if name != "value" and name in self.columns]
+        shown = pd.DataFrame(self)
+        return shown.assign(**{n: [printable(str(t)) for t in self[n]] for n in texts})
+
+
+def findings(
+    obj: Describable,
+    *,
+    ignore: str | Iterable[str] | None = None,
+    progress: ProgressOption = None,
+    cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
+) -> pd.DataFrame:
+    """List what looks wrong with tensors, or what is worth knowing about them.
+
+    ``docs/how-to/health-check.md`` has a table of all rules with their thresholds. A finding is a
+    reason to look, and not always a fault.
+
+    Parameters
+    ----------
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        Checkpoint to examine: its tensors are read once, as `stats` does with ``channels=True``,
+        and those that seem to be equal once more. The steps of a Dataset of `open_steps` are also
+        compared with each other. For the result of `stats`, findings follow from the statistics
+        alone; nothing is read then.
+    ignore : str or iterable of str, optional
+        Rules to leave out: a rule such as ``"constant"``, or a rule, a colon and a glob of tensors,
+        ``"dead_rows:*.delta"``; ``"*"`` stands for all rules.
+    progress : bool or callable, optional
+        As for `stats`.
+    cache : bool
+        As for `stats`.
+    storage_options : dict, optional
+        For fsspec, where `obj` is a URL.
+
+    Returns
+    -------
+    pandas.DataFrame
+        With the columns ``tensor, rule, value, severity, explanation``; errors first, then
+        warnings, each in the order of the tensors. A step of a run counts as a tensor. In a
+        notebook it shows explanations in full.
+
+    Raises
+    ------
+    ValueError
+        If a rule does not exist, or statistics that the rules need are missing.
+    TypeError
+        If `ignore` is neither a text nor several.
+    CheckpointError
+        If a tensor cannot be read.
+
+    Examples
+    --------
+    >>> xckpt.findings("m.zt", ignore=["constant", "dead_rows:*.delta"])  # doctest: +SKIP
+       tensor       rule   value severity                explanation
+    0  blocks.3.w    nan     1.0    error  1 of 4,096 elements is NaN
+    """
+    ignored = ignored_rules(ignore)
+    if isinstance(obj, xr.Dataset) and "statistic" in obj.dims:
+        return _judged(Evidence.of(obj), ignored)
+    return examine(
+        obj, ignore=ignore, progress=progress, cache=cache, storage_options=storage_options
+    )[1]
+
+
+def examine(
+    obj: Any,
+    *,
+    ignore: str | Iterable[str] | None = None,
+    quantiles: Sequence[float] = QUANTILES,
+    exact_quantiles: bool = False,
+    progress: ProgressOption = None,
+    cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
+) -> tuple[xr.Dataset, pd.DataFrame]:
+    """Return the statistics of an object and its findings."""
+    ignored = ignored_rules(ignore)
+    subject: Any = contents_of(obj, storage_options)  # so that a file is opened once
+    result = stats(
+        subject,
+        quantiles=quantiles,
+        exact_quantiles=exact_quantiles,
+        channels=True,
+        progress=progress,
+        cache=cache,
+    )
+    with paused_collector():
+        readers = [reader for entry in entries_of(subject) for reader in entry.readers]
+    run = run_dim(subject.coords)
+    evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
+    return result, _judged(evidence, ignored)
+
+
+def _judged(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.DataFrame:
+    """Apply all rules; sort the findings, and leave out those that the caller ignores."""
+    missing = _REQUIRED - set(evidence.columns)
+    if missing:
+        raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
+    with np.errstate(all="ignore"):
+        every = [finding for rule in RULES.values() for finding in rule.findings(evidence)]
+    for rule, glob in ignored:
+        names = {f.tensor for f in every if rule in {f.rule, "*"}}
+        dropped = names if glob is None else set(select(names, glob))
+        every = [f for f in every if rule not in {f.rule, "*"} or f.tensor not in dropped]
+    order = list(RULES)
+    ranked = sorted(
+        every,
+        key=lambda f: (_SEVERITIES.index(RULES[f.rule].severity), f.row, order.index(f.rule)),
+    )
+    rows = [(f.tensor, f.rule, f.value, RULES[f.rule].severity, f.explanation) for f in ranked]
+    return Findings(rows, columns=list(_COLUMNS))
+
+
+def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:
+    """Return the rules to leave out, some with a glob of tensors."""
+    texts = [ignore] if isinstance(ignore, str) else [] if ignore is None else ignore
+    if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
+        texts = [texts]
+    ignored: list[tuple[str, str | None]] = []
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(
+                f"ignore takes rules such as 'constant' or 'dead_rows:*.delta', not {text!r}"
+            )
+        rule, colon, glob = text.partition(":")
+        if rule not in {*RULES, "*"}:
+            hint = suggest_names(RULES, rule) or f"; rules are {', '.join(RULES)}"
+            raise ValueError(f"ignore={text!r}: there is no such rule{hint}")
+        ignored.append((rule, glob if colon else None))
+    return ignored

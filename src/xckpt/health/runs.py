@@ -1,0 +1,210 @@
+"""The steps of a training run: how much changes from each to the next, and rules about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.comparison.comparing import compare_pairs
+from xckpt.comparison.measures import MEASURES
+from xckpt.comparison.pairs import pair_of
+from xckpt.formatting import counted
+from xckpt.health.equal_tensors import equal_to
+from xckpt.health.evidence import EVERY, Evidence, Finding, Rule, out_of_line
+from xckpt.index import paused_collector
+from xckpt.labels.filters import select_or_raise
+from xckpt.scan.entries import contents_of, entries_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Mapping
+
+    import xarray as xr
+
+    from xckpt.labels import TensorFilter
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
+    """Return the dimension of the steps of a Dataset of `open_steps`; None for other Datasets."""
+    dims = (str(name) for name, coord in coords.items() if coord.encoding.get("steps"))
+    return next(dims, None)
+
+
+class StepChanges:
+    """Changes of each tensor of a run between steps: rows are tensors, named without steps.
+
+    Parameters
+    ----------
+    evidence : Evidence
+        With readers and the dimension of the steps.
+    rows : iterable of int
+        Rows of the tensors to compare.
+    """
+
+    def __init__(self, evidence: Evidence, rows: Iterable[int]) -> None:
+        self.dim = evidence.run or ""
+        by_name: dict[str, dict[int, int]] = {}
+        for row in rows:
+            step = evidence.step_of(row)
+            if step:
+                by_name.setdefault(evidence.plain_name(row), {})[int(step)] = row
+        self.steps = sorted({step for places in by_name.values() for step in places})
+        self.names = list(by_name)
+        #: Row of each tensor at each step in the evidence; -1 where it does not exist.
+        self.places = np.array(
+            [[places.get(step, -1) for step in self.steps] for places in by_name.values()], np.int64
+        ).reshape(len(self.names), len(self.steps))
+        before, after = self.places[:, :-1], self.places[:, 1:]
+        exists = (before >= 0) & (after >= 0)
+        readers, names = evidence.readers, evidence.names
+        pairs = [
+            pair_of(readers[new], readers[old], names[new])
+            for old, new in zip(before[exists].tolist(), after[exists].tolist(), strict=True)
+        ]
+        measures = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
+        table = np.full((*before.shape, len(MEASURES)), np.nan)
+        table[exists] = np.array(measures, np.float64).reshape(-1, len(MEASURES))
+        by_measure = {name: table[..., column] for column, name in enumerate(MEASURES)}
+        self.same = by_measure["status"] == 0
+        #: Norm of the change; also divided by the norm at the later step.
+        self.norm = by_measure["rmse"] * np.sqrt(by_measure["count"])
+        self.relative = by_measure["rel_l2"]
+        #: Role of each tensor.
+        self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
+
+    def first_row(self, step: int) -> int:
+        """Return the row of the first tensor of a step, which stands for the step."""
+        places = self.places[:, self.steps.index(step)]
+        return int(places[places >= 0][0])
+
+
+def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
+    """Compare the steps of a Dataset of `open_steps`; `tensors` selects by names without steps."""
+    subject = contents_of(obj)
+    with paused_collector():
+        readers = [reader for entry in entries_of(subject) for reader in entry.readers]
+    dim = run_dim(subject.coords)
+    dtypes = [reader.kind.name for reader in readers]
+    shapes = [tuple(reader.array.shape) for reader in readers]
+    names = [reader.name for reader in readers]
+    evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers)
+    plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
+    if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
+        raise ValueError("there are no steps to compare: open several with xckpt.open_steps")
+    selected = set(select_or_raise(filter(None, dict.fromkeys(plain)), tensors))
+    return StepChanges(evidence, [row for row, name in enumerate(plain) if name in selected])
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+class _OfRuns(Rule):
+    """Rules about the trainable tensors of a run, or about all tensors of one without any."""
+
+    roles = EVERY
+
+    def _at_step(self, evidence: Evidence, step: int, value: float, sentence: str) -> Finding:
+        """Return a finding about a step as a whole."""
+        changes = evidence.changes
+        row = 0 if changes is None else changes.first_row(step)
+        return Finding(row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence)
+
+
+class IdenticalStep(_OfRuns):
+    """All weights of a step are equal to the weights of another step."""
+
+    name = "identical_step"
+    severity = "warning"
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        changes = evidence.changes
+        if changes is None:
+            return
+        sentence = f"all {counted(len(changes.names), 'tensor')} are equal to those of step"
+        for step, first in _equal_steps(evidence, changes).items():
+            yield self._at_step(evidence, step, first, f"{sentence} {first}")
+
+
+class UnlikeStep(_OfRuns):
+    """The weights change much more, or less, than at the steps around."""
+
+    name = "unlike_step"
+    severity = "warning"
+    threshold = 6.0  # robust standard deviations, each at least a factor of 1.25
+    least_factor = 1.25
+    #: A change so many times as large as each of its neighbours is enough, in short runs too.
+    enough = 5.0
+    fewest_changes = 4
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        changes = evidence.changes
+        if changes is None:
+            return
+        steps = np.array(changes.steps, np.float64)
+        total = np.sqrt(np.nansum(changes.norm**2, axis=0))
+        moved = np.flatnonzero(np.isfinite(total) & (total > 0))
+        if len(moved) < self.fewest_changes:
+            return
+        # Many small steps in random directions lead as far as the root of their number.
+        rate = np.log2(total[moved] / np.sqrt(np.diff(steps)[moved]))
+        score = out_of_line(rate, np.log2(self.least_factor), self.threshold)
+        for place in range(1, len(moved)):  # the first change is large in every run
+            near = [at for at in range(place - 2, place + 3) if at != place and 0 <= at < len(rate)]
+            above = rate[place] - max(rate[at] for at in near if at)
+            if not score[place] and above <= np.log2(self.enough):
+                continue
+            factor = 2.0 ** (rate[place] - np.median(rate[near]))
+            old, new = changes.steps[moved[place]], changes.steps[moved[place] + 1]
+            sentence = (
+                f"from step {old} to {new} tensors change {factor:.3g} times as much as around it, "
+                f"by {total[moved[place]]:.3g} in total"
+            )
+            if score[place]:
+                sentence += f": {abs(score[place]):.0f} robust standard deviations"
+            yield self._at_step(evidence, new, float(factor), sentence)
+
+
+class Stopped(_OfRuns):
+    """A tensor no longer changes, and others do."""
+
+    name = "stopped"
+    severity = "warning"
+    threshold = 2  # steps in a row
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        changes = evidence.changes
+        if changes is None:
+            return
+        moved = ~changes.same.all(axis=0)  # intervals in which anything changed
+        for number, name in enumerate(changes.names):
+            changed = np.flatnonzero(~changes.same[number] & ~np.isnan(changes.norm[number]))
+            since = int(changed[-1]) + 1 if len(changed) else 0
+            still = int(np.count_nonzero(moved[since:]))
+            row = int(changes.places[number, -1])
+            if since and still >= self.threshold and row >= 0:
+                sentence = (
+                    f"{name} did not change after step {changes.steps[since]}, "
+                    f"in {still} steps in which others did"
+                )
+                yield self.finding(evidence, row, changes.steps[since], sentence)
+
+
+def _equal_steps(evidence: Evidence, changes: StepChanges) -> dict[int, int]:
+    """Return which step each step is equal to, with all its tensors."""
+    places = changes.places[(changes.places >= 0).all(axis=1)]
+    columns = np.array([np.nan_to_num(column, nan=-1.0) for column in evidence.columns.values()]).T
+    by_statistics: dict[bytes, list[int]] = {}
+    for number, rows in enumerate(places.T):
+        by_statistics.setdefault(columns[rows].tobytes(), []).append(number)
+    suspected = [numbers for numbers in by_statistics.values() if len(numbers) > 1]
+    groups = [[int(rows[number]) for number in numbers] for numbers in suspected for rows in places]
+    twins = equal_to(evidence, groups)
+    equal = {}
+    for first, *later in suspected:
+        for number in later:
+            pairs = zip(places[:, number].tolist(), places[:, first].tolist(), strict=True)
+            if all(twins.get(new) == old for new, old in pairs):
+                equal[changes.steps[number]] = changes.steps[first]
+    return equal

@@ -1,0 +1,99 @@
+"""What is known of some elements: taken up block by block, merged with its like, kept as bytes.
+
+An `Accumulator` stands for runs of the elements of one tensor, or of a pair of tensors. Whole
+leaves go into a `trees.Tree` at their position; elements of leaves that are not complete wait
+until another accumulator brings the rest. So results depend on nothing but the elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+
+from xckpt.scan.trees import LEAF, Tree
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Bytes of a block that is read; more than one leaf, so that compiled loops are seldom called.
+BLOCK_NBYTES = 4 << 20
+
+
+class Accumulator:
+    """What is known of some elements of a tensor; pickles, and gets small once it is closed."""
+
+    #: The kind of its records in the cache.
+    record = ""
+    #: Elements of a leaf.
+    leaf = LEAF
+    #: Number of elements.
+    count: int
+    #: Number of elements that the leaves are cut from; -1 as long as nobody knows.
+    size: int
+    tree: Tree[Any]
+    #: By leaf: starts and elements of what is there of leaves that are not complete.
+    pieces: dict[int, list[tuple[int, tuple[Array, ...]]]]
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> Accumulator:
+        """Return one for elements of a tensor; `argument` is what is asked of this tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls, data: bytes, reader: Any) -> Accumulator:
+        """Return what `pack` was called on."""
+        raise NotImplementedError
+
+    def pack(self) -> bytes:
+        """Return bytes to keep, of one that has no pieces."""
+        raise NotImplementedError
+
+    def update(self, start: int, values: Any) -> None:
+        """Add a run of elements."""
+        columns = self._columns(values)
+        stop = start + len(columns[0])
+        # Whole leaves; the last one of the tensor is whole as well.
+        first = min(-(-start // self.leaf) * self.leaf, stop)
+        last = stop if stop == self.size else max(first, stop // self.leaf * self.leaf)
+        for low, high in ((start, first), (first, last), (last, stop)):
+            if low < high:
+                part = tuple(column[low - start : high - start] for column in columns)
+                self._add_run(low, part, is_whole=low == first < last)
+
+    def close(self) -> Self:
+        """Let go of what only this thread has; there are no more elements."""
+        return self
+
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Add zeros that a sparse tensor does not store, which ends what it stores."""
+        self.count += zeros
+
+    def merge(self, other: Self) -> None:
+        """Add what another one found in other elements."""
+        self.count += other.count
+        for (level, number), node in other.tree.nodes.items():
+            self.tree.add(level, number, node)
+        for pieces in other.pieces.values():
+            for start, columns in pieces:
+                self._add_piece(start, columns)
+
+    @staticmethod
+    def _columns(values: Any) -> tuple[Array, ...]:
+        return (values,)
+
+    def _add_run(self, start: int, columns: tuple[Array, ...], *, is_whole: bool) -> None:
+        """Add whole leaves, or a part of one."""
+        raise NotImplementedError
+
+    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
+        """Add a leaf that came in pieces."""
+        raise NotImplementedError
+
+    def _add_piece(self, start: int, columns: tuple[Array, ...]) -> None:
+        leaf = start // self.leaf
+        pieces = self.pieces.setdefault(leaf, [])
+        pieces.append((start, columns))
+        if sum(len(c[0]) for _, c in pieces) == min(self.leaf, self.size - leaf * self.leaf):
+            ordered = sorted(self.pieces.pop(leaf), key=lambda piece: piece[0])
+            whole = zip(*(columns for _, columns in ordered), strict=True)
+            self._complete(leaf * self.leaf, tuple(np.concatenate(column) for column in whole))

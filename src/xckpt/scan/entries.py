@@ -1,0 +1,388 @@
+"""What there is to describe: the variables of an object, and the tensors they are made of.
+
+Results are laid out alike, with a dimension for what was found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import compress
+from math import prod
+from operator import getitem
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from uuid import uuid4
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from xckpt.arrays.lazy import UnreadableArray
+from xckpt.arrays.stacked import StackedArray
+from xckpt.datasets.mappings import as_dataset
+from xckpt.datasets.options import OpenOptions
+from xckpt.datasets.stack_records import (
+    indices_left,
+    stack_of,
+)
+from xckpt.datasets.tensors import FileTensors, OpenTensors
+from xckpt.datasets.variables import LazyVariable
+from xckpt.errors import locating, shown, some, warn
+from xckpt.index import Index, paused_collector
+from xckpt.interrupts import uninterrupted
+from xckpt.labels.filters import suggest_names
+from xckpt.labels.numbering import parse_name
+from xckpt.registration import register_formatter
+from xckpt.scan.kinds import require_numbers
+from xckpt.scan.readers import ArrayReader, ChunkedTensor, reader_of
+from xckpt.storage import is_remote
+from xckpt.storage.limits import require_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+
+    from xckpt.arrays.lazy import LazyArray
+    from xckpt.opening import OpenPath
+    from xckpt.scan.readers import Reader
+    from xckpt.typing import Dataset
+
+    Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Elements of a row that is sorted: 32 MiB as float64.
+LONGEST_ROW = 1 << 22
+# Of the statistics of one row.
+_ROW_NBYTES = 256
+
+
+class Described(NamedTuple):
+    """A variable, and the tensors that are described one by one."""
+
+    #: Of the variable in the result.
+    name: Hashable
+    #: Those that stay: along which tensors are stacked; and the extent along them.
+    dims: tuple[Hashable, ...]
+    shape: tuple[int, ...]
+    #: The tensors; the last dimension varies fastest. None where short rows are described together.
+    readers: tuple[Reader, ...]
+    #: What names the tensors, for the variable of the result.
+    encoding: dict[str, Any]
+    #: All tensors of the object; None for a tensor that only the other side of a comparison has.
+    tensors: OpenTensors | None = None
+    #: Where a stack has no tensor along these dimensions, and how many elements elsewhere stand
+    #: for absent ones; None where all are there.
+    gone: Array | None = None
+    absent: Array | None = None
+
+    @property
+    def variable(self) -> xr.Variable:
+        """The variable, with names of its dimensions."""
+        if self.tensors is None:
+            return xr.Variable((), np.nan, encoding=self.encoding)
+        return self.tensors.variables[self.name]
+
+
+def entries_of(
+    tensors: OpenTensors,
+    dims: Collection[Hashable] | None = None,
+    names: Collection[Hashable] | None = None,
+) -> list[Described]:
+    """List variables of numbers with their tensors; others are left out with a warning.
+
+    By default all dimensions but stacked ones are reduced, and all variables are listed.
+    """
+    chosen = tensors.variable_names if names is None else names
+    if dims is not None:
+        variables = tensors.variables
+        chosen = [name for name in variables if not set(dims).isdisjoint(variables[name].dims)]
+        _require_known(tensors, dims)
+    entries = []
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for name in chosen:
+        try:
+            entry = _entry(tensors, name, dims)
+            if entry.gone is None or not entry.gone.all():
+                entries.append(entry)
+        except TypeError as error:
+            left_out[_problem(tensors.stored(name)) or str(error)].append(str(name))
+    for reason, left in left_out.items():
+        text = f"{some(left)} {'has' if len(left) == 1 else 'have'} no statistics: {reason}"
+        warn(text)
+    return entries
+
+
+def _require_known(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
+    """Raise an error if no variable has one of these dimensions."""
+    known = {dim for variable in tensors.variables.values() for dim in variable.dims}
+    unknown = set(dims) - known
+    if unknown:
+        dim = str(min(unknown, key=str))
+        hint = suggest_names(sorted(map(str, known)), dim)
+        if not hint and any(dim in parse_name(str(name)).modules for name in tensors.variables):
+            hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+        raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
+
+
+def _entry(tensors: OpenTensors, name: Hashable, reduced: Collection[Hashable] | None) -> Described:
+    encoding, lazy = tensors.naming(name), tensors.stored(name)
+    readers: tuple[Reader, ...]
+    if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
+        readers = (reader_of(lazy, _flat_name(name, encoding)),)
+        return Described(name, (), (), readers, encoding, tensors)
+    variable = tensors.variables[name]
+    record = stack_of(variable)
+    if reduced is None:
+        stacked: tuple[Hashable, ...] = () if record is None else record.dims
+        dims = tuple(dim for dim in variable.dims if dim in stacked)
+    else:
+        dims = tuple(dim for dim in variable.dims if dim not in reduced)
+        with locating(tensor=str(name)):
+            rows = prod(_shape(variable, dims))
+            require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
+    shape = _shape(variable, dims)
+    gone, absent = _absent(variable, dims, tensors.coords)
+    inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
+    if reduced is not None and prod(inner) <= LONGEST_ROW:
+        require_numbers(variable.dtype)
+        return Described(name, dims, shape, (), encoding, tensors, gone, absent)
+    if lazy is not None and not dims:
+        readers = (reader_of(lazy, _flat_name(name, encoding)),)
+    elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
+        part = _part_suffix(encoding)
+        members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
+        readers = tuple(reader_of(m, m.name + part) for m in members)
+    else:
+        names = member_names(name, variable, dims, tensors.coords)
+        arrays = _split(variable.transpose(*dims, ...), len(dims))
+        pairs = zip(arrays, names, strict=True)
+        there = pairs if gone is None else compress(pairs, ~gone.ravel())
+        readers = tuple(_reader(array, str(each)) for array, each in there)
+    return Described(name, dims, shape, readers, encoding, tensors, gone, absent)
+
+
+def member_names(
+    name: Hashable,
+    variable: xr.Variable,
+    dims: tuple[Hashable, ...],
+    coords: Mapping[Hashable, xr.Variable],
+) -> list[str | None]:
+    """Name the tensors along stacked dimensions, some of which may have been cut.
+
+    None is in the place of those that are absent.
+    """
+    record = stack_of(variable)
+    if record is None and not dims:
+        return [_flat_name(name, variable.encoding)]
+    if record is not None and set(dims) <= set(record.dims):
+        indices = indices_left(record, coords)
+        if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
+            suffix = _part_suffix(variable.encoding)
+            return [n and n.removesuffix(record.suffix) + suffix for n in record.names(indices)]
+    positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
+    return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
+
+
+def _absent(
+    variable: xr.Variable, dims: tuple[Hashable, ...], coords: Mapping[Hashable, xr.Variable]
+) -> tuple[Array | None, Array | None]:
+    """Find out what of a stack no tensor is in the file for: `Described.gone` and `absent`."""
+    record = stack_of(variable)
+    if record is None or record.present is None:
+        return None, None
+    left = indices_left(record, coords)
+    along = tuple([dim for dim in record.dims if dim in variable.dims])
+    shape = _shape(variable, along)
+    mask = np.array([name is None for name in record.names(left)], bool)
+    if mask.size != prod(shape) or not mask.any():
+        return None, None
+    empty = xr.Variable(along, mask.reshape(shape))
+    reduced = [dim for dim in along if dim not in dims]
+    inner = prod(n for dim, n in variable.sizes.items() if dim not in {*along, *dims})
+    sizes = {dim: variable.sizes[dim] for dim in dims}
+    gone = empty.all(reduced).set_dims(sizes).to_numpy()
+    absent = (empty.sum(reduced) * inner).set_dims(sizes).to_numpy()
+    return gone, np.where(gone, 0, absent)
+
+
+def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
+    """Lay out what was found of each tensor; where there is none, NaN or zeros."""
+    if gone is not None:
+        found = rows
+        fill = np.nan if rows.dtype.kind == "f" else 0
+        rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
+        rows[~gone.ravel()] = found
+    return np.ascontiguousarray(rows.T).reshape(-1, *shape)
+
+
+def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> OpenTensors:
+    """Return the tensors of an object, which may be a path."""
+    return contents_of_all([obj], storage_options)[0]
+
+
+def contents_of_all(
+    objects: Sequence[Any], storage_options: dict[str, Any] | None = None
+) -> list[OpenTensors]:
+    """Return the tensors of several objects; remote files are opened in parallel."""
+    objects = [as_dataset(obj) for obj in objects]
+    if storage_options is not None and all(map(_is_open, objects)):
+        text = "storage_options are for a path or URL: pass them to xr.open_dataset"
+        raise TypeError(text)
+    if len(objects) == 1 or not any(map(is_remote, objects)):
+        return [_contents_of(obj, storage_options) for obj in objects]
+    with ThreadPoolExecutor(len(objects), "xckpt-open") as threads:
+        return list(threads.map(partial(_contents_of, storage_options=storage_options), objects))
+
+
+def _is_open(obj: Any) -> bool:
+    return isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+
+
+def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensors:
+    if isinstance(obj, OpenTensors):
+        return obj
+    if _is_open(obj):
+        return OpenTensors(obj)
+    if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
+        return _file_contents(obj, storage_options)
+    if callable(getattr(obj, "state_dict", None)):
+        raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays: pass its state_dict()")
+    raise TypeError(
+        "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
+        f"DataTree, got {type(obj).__name__}"
+    )
+
+
+def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> FileTensors:
+    with uninterrupted():
+        from xckpt.opening import open_index
+
+    path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
+    # xarray would open it by a format, which is known when it is open.
+    source, index = open_index(path, format, storage_options=storage_options)
+    register_formatter()  # results by channel have a variable for each tensor
+    with paused_collector():
+        return FileTensors(source, index, OpenOptions(storage_options=storage_options))
+
+
+def _problem(lazy: LazyArray | None) -> str | None:
+    """Return the reason why an array, or the first one of a stack, cannot be read."""
+    if isinstance(lazy, StackedArray):
+        lazy = lazy.first
+    return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
+
+
+def _reader(array: Any, name: str) -> Reader:
+    reader: Reader = ChunkedTensor(array) if hasattr(array, "dask") else ArrayReader(array)
+    reader.local = not hasattr(array, "dask")
+    reader.name = name
+    return reader
+
+
+def _split(variable: xr.Variable, ndim: int) -> Iterator[Any]:
+    """Return the array of a variable for each position along its first dimensions."""
+    array = variable.data if variable.chunks is not None else _Values(variable)
+    positions = np.ndindex(*variable.shape[:ndim])
+    return (array[position] if position else array for position in positions)
+
+
+class _Values:
+    """The values of a variable, of which no more are loaded than are asked for."""
+
+    def __init__(self, variable: xr.Variable) -> None:
+        self.variable = variable
+        self.shape, self.dtype = variable.shape, variable.dtype
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        part = self.variable[key]
+        # Only whole members are asked for without a slice.
+        if any(isinstance(each, slice) for each in key) or not part.ndim:
+            return part.data
+        return _Values(part)
+
+
+def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]:
+    return tuple(variable.sizes[dim] for dim in dims)
+
+
+def _flat_name(name: Hashable, encoding: Mapping[Any, Any]) -> str:
+    return f"{encoding['tensor']}{_part_suffix(encoding)}" if "tensor" in encoding else str(name)
+
+
+def _part_suffix(encoding: Mapping[Any, Any]) -> str:
+    return f":{encoding['part']}" if "part" in encoding else ""
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def deferred(
+    find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
+) -> list[Any]:
+    """Return dask arrays that all come from one call."""
+    from dask._task_spec import DataNode, Task, TaskRef
+    from dask.highlevelgraph import HighLevelGraph
+
+    scan = f"xckpt-stats-{uuid4().hex}"
+    # As data: dask would look for tasks in every argument, down to the last tensor.
+    node = DataNode(f"{scan}-inputs", inputs)
+    task = Task(scan, find_all, TaskRef(node.key))
+    shared: dict[str, Any] = {scan: {scan: task, node.key: node}}
+    arrays = []
+    for number, shape in enumerate(shapes):
+        name = f"{scan}-{number}"
+        key = (name, *([0] * len(shape)))
+        layer: dict[Any, Any] = {key: Task(key, getitem, TaskRef(scan), number)}
+        graph = HighLevelGraph({**shared, name: layer}, {name: {scan}, scan: set()})
+        chunks = tuple((size,) for size in shape)
+        arrays.append(da.Array(graph, name, chunks, dtype=np.float64))
+    return arrays
+
+
+def laid_out(
+    statistics: Sequence[str],
+    entries: Sequence[Described],
+    values: Sequence[Any],
+    attrs: Sequence[dict[str, Any]],
+    contents: OpenTensors,
+) -> Dataset:
+    """Make the Dataset of results."""
+    sizes: dict[Hashable, int] = {}
+    variables: dict[Hashable, Any] = {}
+    for entry, data, told in zip(entries, values, attrs, strict=True):
+        dims: list[Hashable] = ["statistic"]
+        for dim, size in zip(entry.dims, entry.shape, strict=True):
+            # A name under which it has this size everywhere: nodes of a tree differ.
+            name, number = dim, 0
+            while sizes.setdefault(name, size) != size:
+                number += 1
+                name = f"{dim}_{number}"
+            dims.append(name)
+        variables[entry.name] = LazyVariable.of(tuple(dims), data, told or None, entry.encoding)
+    coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
+    if sizes:
+        coords |= {
+            name: coord
+            for name, coord in contents.coords.items()
+            if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
+        }
+    result = _assembled(variables, coords)
+    if contents.source:
+        result.attrs = {"source": contents.source}
+    # In a notebook xarray would take minutes to show the results of very many tensors.
+    result.encoding["statistics"] = True
+    return cast("Dataset", result)
+
+
+def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, Any]) -> xr.Dataset:
+    """Make a Dataset of variables that fit together."""
+    by_dims = {variable.dims: name for name, variable in variables.items()}
+    taken = {"statistic", *coords, *by_dims.values(), *(dim for dims in by_dims for dim in dims)}
+    few = {name: variable for name, variable in variables.items() if name in taken}
+    result = xr.Dataset(few, coords)
+    # It copies and compares all variables twice: of what was kept, that would take the most time.
+    rest = {name: v for name, v in result.variables.items() if name not in few}
+    whole: xr.Dataset = result._replace({**variables, **rest})
+    return whole

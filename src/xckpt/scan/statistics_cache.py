@@ -1,0 +1,372 @@
+"""The cache of statistics: one file per checkpoint, with sketches and finished rows of its tensors.
+
+The name of a file is a digest of the checkpoint's path or URL and its identity; it lies in the
+folder ``statistics`` of the user's cache (see `xckpt.storage.cache`)::
+
+    magic, 16 bytes
+    records: group (16 bytes), length of the payload (u32), checksum (u64), payload
+
+A group is a digest of `VERSION`, of the kind of values, and of the options that they depend on. A
+payload has the number of values (u32), a key of 16 bytes for each, the length of each (u32), and
+all values in one zstd frame. A key is a digest of the identity of a tensor.
+
+A record is believed if its checksum holds. Records with a wrong checksum, of unknown groups or
+versions, and whatever follows a damaged length are ignored: their values are computed again. One
+process appends at a time, and a file without intact end is replaced as a whole. Any file may be
+deleted at any time; where none can be written, rows stay in the memory of this process.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import OrderedDict
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from xckpt.index import paused_collector
+from xckpt.storage import cache
+from xckpt.storage.remote import is_of_one_opening
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from xckpt.scan.kinds import Kind
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Increment it whenever the same bytes can give other numbers, or values are packed differently.
+VERSION = 1
+
+FOLDER = "statistics"
+
+_MAGIC = b"xckpt statistics"
+_HEAD = struct.Struct("<16sIQ")  # group, length and checksum of a record
+_COUNT = struct.Struct("<I")
+_KEY_NBYTES = 16
+_ROW = "row"
+
+_LARGEST_RECORD = 64 << 20
+_LARGEST_FILE = 256 << 20
+# Rows are written last, and are what makes a repeated call fast.
+_ROOM_FOR_ROWS = 64 << 20
+_LARGEST_FOLDER = 1 << 30
+_LARGEST_SESSION = 64 << 20
+
+# Values are written when they reach this size in bytes or this age in seconds.
+_PENDING_NBYTES = 1 << 20
+_PENDING_SECONDS = 5.0
+# File systems round times to milliseconds: a file that was written just now may be written again
+# without another time.
+_SETTLED_NS = 50_000_000
+
+# Rows that could not be written, by file and group; the most recently used ones come last.
+_session: OrderedDict[tuple[Path, bytes], dict[bytes, bytes]] = OrderedDict()
+
+
+class Cacheable(Protocol):
+    """A tensor with an identity: its files, and what else its values depend on."""
+
+    @property
+    def kind(self) -> Kind:
+        """How its elements are counted."""
+
+    @property
+    def identity(self) -> tuple[Any, ...] | None:
+        """Roles, names and versions of its files first; None if the content may change."""
+
+
+@contextmanager
+def open_records(
+    readers: Sequence[Cacheable], kind: str, *options: Any, enabled: bool
+) -> Iterator[list[Records | None]]:
+    """Open the cached values of one kind for each tensor; None where nothing may be cached.
+
+    Parameters
+    ----------
+    readers : sequence of Cacheable
+        The tensors.
+    kind : str
+        The kind of values, such as ``"sketch"``.
+    *options
+        What the values depend on besides the tensor.
+    enabled : bool
+        False gives None for all tensors.
+    """
+    folder = cache.folder(FOLDER) if enabled else None
+    group = digest_of(VERSION, kind, *options)
+    are_rows = kind == _ROW
+    files: dict[CheckpointVersion, Records] = {}
+    records: list[Records | None] = []
+    for checkpoint in _checkpoints_of(readers):
+        if folder is None or checkpoint is None:
+            records.append(None)
+            continue
+        if checkpoint not in files:
+            path = folder / digest_of(*checkpoint).hex()
+            files[checkpoint] = Records(path, group, are_rows=are_rows)
+        records.append(files[checkpoint])
+    try:
+        yield records
+    finally:
+        written = [file.flush() for file in files.values()]
+        if folder is not None and any(written):
+            cache.make_room(folder, _LARGEST_FOLDER)
+
+
+def rows_of(
+    readers: Sequence[Cacheable],
+    options: tuple[Any, ...],
+    width: int,
+    compute: Callable[[list[int]], Iterable[Sequence[float]]],
+    *,
+    enabled: bool,
+) -> Array:
+    """Return a row of numbers for each tensor, cached or computed.
+
+    Parameters
+    ----------
+    readers : sequence of Cacheable
+        The tensors.
+    options : tuple
+        What the rows depend on besides the tensor: their name first.
+    width : int
+        Numbers in a row.
+    compute : callable
+        Returns the rows of the tensors at these positions.
+    enabled : bool
+        Whether to use the cache.
+    """
+    rows = np.full((len(readers), width), np.nan)
+    with open_records(readers, _ROW, *options, width, enabled=enabled) as records:
+        with paused_collector():
+            missing = _take_cached_rows(readers, records, rows)
+        for number, row in zip(missing, compute(missing), strict=True):
+            rows[number] = row
+        for number in missing:
+            file = records[number]
+            if file is not None:
+                file.put(key_of(readers[number]), rows[number].astype("<f8").tobytes())
+    return rows
+
+
+def _take_cached_rows(
+    readers: Sequence[Cacheable], records: Sequence[Records | None], rows: Array
+) -> list[int]:
+    """Fill in cached rows, and return the positions of the others."""
+    cached: dict[int, bytes] = {}
+    for number, (reader, file) in enumerate(zip(readers, records, strict=True)):
+        value = None if file is None else file.get(key_of(reader))
+        if value is not None and len(value) == 8 * rows.shape[1]:
+            cached[number] = value
+    table = np.frombuffer(b"".join(cached.values()), "<f8").reshape(len(cached), rows.shape[1])
+    rows[list(cached)] = table
+    return [number for number in range(len(readers)) if number not in cached]
+
+
+class Records:
+    """Cached values of one group in the file of one checkpoint, by key."""
+
+    def __init__(self, path: Path, group: bytes, *, are_rows: bool) -> None:
+        self._path = path
+        self._group = group
+        self._are_rows = are_rows
+        self._data = _read(path)
+        records = list(_records(self._data))
+        #: The end of the file if all of it is intact, as far as this process knows.
+        self._end = _end_of(records) if self._data else 0
+        #: By key: the frame of a value, and its place in the decompressed frame.
+        self._places: dict[bytes, tuple[_Range, int, int]] = {}
+        for record in records:
+            if record.group == group:
+                self._places |= dict(_places(self._data, record))
+        self._frames: dict[_Range, bytes] = {}
+        self._pending: dict[bytes, bytes] = {}
+        self._pending_nbytes = 0
+        self._written_at = time.monotonic()
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return a cached value, or None."""
+        if key not in self._places:
+            return _session.get((self._path, self._group), {}).get(key)
+        frame, start, stop = self._places[key]
+        if frame not in self._frames:
+            if sum(map(len, self._frames.values())) > _LARGEST_RECORD:
+                self._frames.clear()
+            self._frames[frame] = _decompressed(self._data[slice(*frame)])
+        return self._frames[frame][start:stop]
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Cache a value, unless the file is full; it is written together with the next ones."""
+        room = _LARGEST_FILE - self._end - self._pending_nbytes
+        if not self._are_rows:
+            room = min(room - _ROOM_FOR_ROWS, _LARGEST_RECORD // 2)
+        if len(value) > room:
+            return
+        self._pending[key] = value
+        self._pending_nbytes += len(value)
+        age = time.monotonic() - self._written_at
+        if self._pending_nbytes > _PENDING_NBYTES or age > _PENDING_SECONDS:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Write pending values, and return whether the file grew."""
+        if not self._pending:
+            return False
+        pending, self._pending, self._pending_nbytes = self._pending, {}, 0
+        self._end = _append(self._path, _packed(self._group, pending), self._end)
+        self._written_at = time.monotonic()
+        if not self._end and self._are_rows:
+            _remember(self._path, self._group, pending)
+        return self._end > 0
+
+
+def _remember(path: Path, group: bytes, rows: dict[bytes, bytes]) -> None:
+    """Keep rows in the memory of this process."""
+    _session.setdefault((path, group), {}).update(rows)
+    _session.move_to_end((path, group))
+    sizes = [sum(map(len, entry.values())) for entry in _session.values()]
+    while sum(sizes) > _LARGEST_SESSION:
+        _session.popitem(last=False)
+        sizes.pop(0)
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+class CheckpointVersion(NamedTuple):
+    """The path or URL of a checkpoint, and what identifies its content."""
+
+    name: str
+    version: Any
+
+
+def key_of(reader: Cacheable, *parts: Any) -> bytes:
+    """Return the key of a tensor, or of a part of it."""
+    return digest_of(reader.kind.name, reader.identity, *parts)
+
+
+def digest_of(*values: Any) -> bytes:
+    """Return a digest of values by their reprs."""
+    return blake2b(repr(values).encode(), digest_size=_KEY_NBYTES).digest()
+
+
+def _checkpoints_of(readers: Sequence[Cacheable]) -> list[CheckpointVersion | None]:
+    """Return the checkpoint of each tensor; None if its content may change under its identity."""
+    by_files: dict[Any, CheckpointVersion | None] = {None: None}
+    checkpoints = []
+    for reader in readers:
+        files = None
+        if reader.identity is not None:
+            files = tuple([(name, version) for _, name, version, *_ in reader.identity[0]])
+        if files is not None and files not in by_files:
+            are_lasting = all(is_lasting(*file) for file in files)
+            by_files[files] = CheckpointVersion(*files[0]) if are_lasting else None
+        checkpoints.append(by_files[files])
+    return checkpoints
+
+
+def is_lasting(name: str, version: Any) -> bool:
+    """Return whether a name and a version identify a file; bytes in memory have no lasting name."""
+    if name.startswith("<") or is_of_one_opening(version):
+        return False
+    if "://" in name or not isinstance(version, tuple):
+        return True
+    times = [number for number in version if isinstance(number, int)]
+    return len(times) != 4 or time.time_ns() - times[1] >= _SETTLED_NS
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+_Range = tuple[int, int]
+
+
+class _Record(NamedTuple):
+    group: bytes
+    start: int
+    stop: int
+
+
+def _read(path: Path) -> bytes:
+    data = cache.read(path, _LARGEST_FILE + _LARGEST_RECORD)
+    return data if data is not None and data.startswith(_MAGIC) else b""
+
+
+def _records(data: bytes) -> Iterator[_Record]:
+    """Return the intact records of a file: their groups, and where their payloads are."""
+    offset = len(_MAGIC)
+    memory = memoryview(data)
+    while offset + _HEAD.size <= len(data):
+        group, length, checksum = _HEAD.unpack_from(data, offset)
+        start = offset + _HEAD.size
+        offset = start + length
+        if offset <= len(data) and _checksum(group, memory[start:offset]) == checksum:
+            yield _Record(group, start, offset)
+
+
+def _end_of(records: Iterable[_Record]) -> int:
+    return max((record.stop for record in records), default=len(_MAGIC))
+
+
+def _places(data: bytes, record: _Record) -> Iterator[tuple[bytes, tuple[_Range, int, int]]]:
+    """Return the keys of a record, and where the value of each is."""
+    (count,) = _COUNT.unpack_from(data, record.start)
+    keys = record.start + _COUNT.size
+    lengths = keys + _KEY_NBYTES * count
+    frame = lengths + 4 * count, record.stop
+    stops = np.cumsum(np.frombuffer(data, "<u4", count, lengths), dtype=np.int64).tolist()
+    start = 0
+    for position, stop in zip(range(keys, lengths, _KEY_NBYTES), stops, strict=True):
+        yield data[position : position + _KEY_NBYTES], (frame, start, stop)
+        start = stop
+
+
+def _packed(group: bytes, values: dict[bytes, bytes]) -> bytes:
+    """Return a record."""
+    import zstandard
+
+    lengths = np.array([len(value) for value in values.values()], "<u4").tobytes()
+    frame = zstandard.ZstdCompressor(level=1).compress(b"".join(values.values()))
+    payload = b"".join([_COUNT.pack(len(values)), *values, lengths, frame])
+    return _HEAD.pack(group, len(payload), _checksum(group, payload)) + payload
+
+
+def _decompressed(frame: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def _append(path: Path, record: bytes, end: int) -> int:
+    """Append a record, and return the new end of the file; 0 if it could not be written.
+
+    `end` is the size of the file when this process last saw it intact. A file of another size is
+    read again, and replaced if its end is damaged.
+    """
+    with suppress(OSError), cache.writing(path):
+        size = path.stat().st_size if path.exists() else 0
+        data = b""
+        if not end or size != end:
+            data = _read(path)
+            end = _end_of(_records(data)) if data else 0
+        if end + len(record) > _LARGEST_FILE:
+            return 0
+        if end and size == end:
+            is_written = cache.append(path, record)
+        else:
+            data = data[:end] or _MAGIC
+            end = len(data)
+            is_written = cache.write(path, data + record)
+        if is_written:
+            return end + len(record)
+    return 0
+
+
+def _checksum(group: bytes, payload: bytes | memoryview) -> int:
+    from xxhash import xxh3_64_intdigest
+
+    return xxh3_64_intdigest(payload, int.from_bytes(group[:8], "little"))

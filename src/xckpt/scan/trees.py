@@ -1,0 +1,58 @@
+"""Values of a sequence, merged in one order whatever blocks it is read in.
+
+A sequence is cut into leaves of `LEAF` elements at fixed positions. Leaves are merged as the
+leaves of a binary tree, neighbours with neighbours: a node stands for ``2**level`` leaves from a
+multiple of that number on. So the result depends on nothing but the sequence: neither on the
+blocks that it is read in, nor on their order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+#: Elements of a leaf: 64 KiB of float32, so that several loops find it in the L2 cache.
+LEAF = 1 << 14
+
+Node = TypeVar("Node")
+
+
+class Tree(Generic[Node]):
+    """The nodes that are known of a tree, merged as far as they go; leaves come in any order."""
+
+    __slots__ = ("empty", "merged", "nodes")
+
+    def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
+        self.merged = merged
+        self.empty = empty
+        #: By level and by number within the level.
+        self.nodes: dict[tuple[int, int], Node] = {}
+
+    def add(self, level: int, number: int, node: Node) -> None:
+        """Add a node, and merge it with its neighbours."""
+        nodes = self.nodes
+        while (neighbour := nodes.pop((level, number ^ 1), None)) is not None:
+            ours, theirs = (neighbour, node) if number & 1 else (node, neighbour)
+            node = self.merged(ours, theirs)
+            level, number = level + 1, number >> 1
+        nodes[level, number] = node
+
+    def total(self) -> Node:
+        """Return what is known of all elements, once all leaves are there."""
+        total = self.empty
+        for place in sorted(self.nodes, key=lambda place: place[1] << place[0], reverse=True):
+            total = self.merged(self.nodes[place], total)
+        return total
+
+
+def runs(first: int, count: int) -> Iterable[tuple[int, int]]:
+    """Cut a range of leaves into the largest nodes of the tree."""
+    while count:
+        level = count.bit_length() - 1
+        if first:
+            level = min(level, (first & -first).bit_length() - 1)
+        yield level, first >> level
+        first += 1 << level
+        count -= 1 << level

@@ -1,0 +1,447 @@
+"""Sketches: counts of the bit patterns of elements, and their moments."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from xckpt.scan.accumulators import BLOCK_NBYTES, Accumulator
+from xckpt.scan.kinds import kind_named
+from xckpt.scan.trees import LEAF, Tree, runs
+from xckpt.statistics import block_loops
+from xckpt.statistics.block_loops import PAGE
+from xckpt.statistics.moments import EMPTY, Moments, merge
+from xckpt.statistics.vector_kernel import LANES, WIDTH
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.scan.kinds import Kind
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Shorter rows are columns of something else.
+SHORTEST_ROW = 2
+
+# The counters of a table have 32 bits.
+_MOST_PENDING = 1 << 31
+
+_thread = threading.local()
+
+
+class Sketch(Accumulator):
+    """Counts of bit patterns, and moments, of some elements of a tensor."""
+
+    record = "sketch"
+
+    def __init__(self, kind: Kind, size: int, row: int = 0) -> None:
+        self.kind = kind
+        self.size = size
+        self.count = 0
+        #: The codes that occur, ascending, and how often.
+        self.codes: Array = np.empty(0, np.uint32)
+        self.counts: Array = np.empty(0, np.int64)
+        #: Of a kind that is not exact: how many there are, the smallest and the largest finite
+        #: element, and the sum of integers.
+        self.nan = self.inf = self.zero = self.negative_zero = 0
+        self.low: float | int | None = None
+        self.high: float | int | None = None
+        self.total = 0
+        #: Zeros that are not stored: in `count`, `counts` and `zero`, but not in `tree`.
+        self.implied = 0
+        self.tree: Tree[Moments] = Tree(merge, EMPTY)
+        self.pieces = {}
+        self.rows = Rows(row if row >= SHORTEST_ROW else 0)
+        self._dense: Array | None = None
+        self._tables: Tables | None = None
+        self._pending = 0
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> Sketch:  # noqa: ARG003
+        """Return one for elements of a tensor."""
+        # How many values a sparse one stores is known once repeated ones are added up.
+        return cls(reader.kind, *((-1, 0) if reader.sparse else (reader.size, reader.row)))
+
+    def moments(self) -> Moments:
+        """Return the moments of all finite elements of a kind that is not exact."""
+        total = self.tree.total()
+        return merge(total, (float(self.implied), *EMPTY[1:])) if self.implied else total
+
+    def counted(self) -> tuple[Array, Array]:
+        """Return the codes that occur, ascending, and how often."""
+        if self._dense is not None:
+            codes = np.flatnonzero(self._dense)
+            self.codes, self.counts = codes.astype(np.uint32), self._dense[codes]
+            self._dense = None
+        return self.codes, self.counts
+
+    def _add_run(self, start: int, columns: tuple[Array, ...], *, is_whole: bool) -> None:
+        if self._tables is None:
+            self._tables = _tables(self.kind)
+            self._tables.reset()
+        values = prepared(columns[0], self.kind)
+        step = BLOCK_NBYTES // self.kind.itemsize // LEAF * LEAF
+        for at in range(0, len(values), step):
+            self._add_block(self._tables, start + at, values[at : at + step], is_whole=is_whole)
+
+    def _add_block(self, tables: Tables, start: int, values: Array, *, is_whole: bool) -> None:
+        tables.count(values)
+        self.count += len(values)
+        self._pending += len(values)
+        if self._pending > _MOST_PENDING:
+            self._drain(tables)
+        leaves = -(-len(values) // LEAF)
+        if not self.kind.exact:
+            if is_whole:
+                first = start // LEAF
+                for level, number in runs(first, leaves):
+                    nodes = tables.nodes[(number << level) - first :]
+                    if level and tables.rare:
+                        for each, node in enumerate(nodes[: 1 << level].tolist()):
+                            self.tree.add(0, (number << level) + each, tuple(node))
+                        continue
+                    if level:
+                        block_loops.fold(nodes, 1 << level)
+                    self.tree.add(level, number, tuple(nodes[0].tolist()))
+            else:
+                self._add_piece(start, (values.copy(),))
+        if tables.zeros[:leaves].any():
+            self._add_zeros(tables, start, values, tables.zeros[:leaves])
+        elif self.rows.length:
+            self.rows.add(start, len(values))
+
+    def _add_zeros(self, tables: Tables, start: int, values: Array, zeros: Array) -> None:
+        """Count zeros of floats, of which only the codes were counted, and rows of zeros."""
+        length, unsigned = self.rows.length, self.kind.unsigned
+        skipped = start % length if length else 0
+        alive = np.zeros((skipped + len(values) - 1) // length + 1 if length else 0, np.bool_)
+        magnitude = unsigned.type(self.kind.magnitude)
+        negative = block_loops.find_zeros(
+            values.view(unsigned), magnitude, skipped, length, zeros, alive
+        )
+        tables.tally[2:] += int(zeros.sum()), negative
+        if length:
+            self.rows.add(start, len(values), alive)
+
+    def _drain(self, tables: Tables) -> None:
+        self._pending = 0
+        self._add_counts(*tables.drain())
+
+    def _add_counts(self, codes: Array, counts: Array) -> None:
+        # A table of all codes only for tensors in several parts, of which few are open at a time.
+        if self._dense is None and not len(self.codes):
+            self.codes, self.counts = codes, counts
+            return
+        if self._dense is None:
+            self._dense = np.zeros(1 << self.kind.code_bits, np.int64)
+            self._dense[self.codes] = self.counts
+        self._dense[codes] += counts
+
+    def close(self) -> Self:
+        """Take what was counted out of the tables of this thread."""
+        tables, self._tables = self._tables, None
+        if tables is None:
+            return self
+        self._drain(tables)
+        self.counted()
+        if self.kind.exact:
+            return self
+        low, high = tables.extremes
+        tally = tables.tally.tolist()
+        if self.kind.integer:
+            self.total = tally[0] + (tally[1] << 32)
+            if len(self.codes) and self.codes[0] == 0:
+                self.zero = int(self.counts[0])
+            if low <= high:
+                self.low, self.high = int(low), int(high)
+            return self
+        self.nan, self.inf, self.zero, self.negative_zero = tally
+        if low <= high:
+            keys = tables.extremes
+            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[1])
+            self.low, self.high = keys.view(self.kind.dtype).tolist()
+        return self
+
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Complete the last leaf, now that its end is known; count zeros that are not stored."""
+        self.size = self.count
+        pieces, self.pieces = self.pieces, {}
+        for start, columns in (piece for some in pieces.values() for piece in some):
+            self._add_piece(start, columns)
+        self.rows = Rows(row, dead if row else 0)
+        if not zeros:
+            return
+        self.count += zeros
+        self.implied = zeros
+        if len(self.codes) and self.codes[0] == 0:
+            self.counts[0] += zeros
+        else:
+            self.codes = np.insert(self.codes, 0, 0)
+            self.counts = np.insert(self.counts, 0, zeros)
+        if not self.kind.exact:
+            self.zero += zeros
+            self.low = 0 if self.low is None else min(self.low, 0)
+            self.high = 0 if self.high is None else max(self.high, 0)
+
+    def merge(self, other: Sketch) -> None:
+        """Add what another one found in other elements."""
+        self._add_counts(*other.counted())
+        for name in ("nan", "inf", "zero", "negative_zero", "total", "implied"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.low is not None and other.high is not None:
+            self.low = other.low if self.low is None else min(self.low, other.low)
+            self.high = other.high if self.high is None else max(self.high, other.high)
+        self.rows.merge(other.rows)
+        super().merge(other)
+
+    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
+        tables = Tables(self.kind, LEAF * self.kind.itemsize)
+        tables.reset()
+        tables.count(columns[0])
+        self.tree.add(0, start // LEAF, tuple(tables.nodes[0].tolist()))
+
+    def pack(self) -> bytes:
+        """Return bytes to keep."""
+        import msgpack
+
+        data: bytes = msgpack.packb(self._fields(), default=str)
+        return data
+
+    def _fields(self) -> dict[str, Any]:
+        """Return what is kept; integers of more than 64 bits, which msgpack has not, as text."""
+        codes, counts = self.counted()
+        steps = codes.copy()
+        steps[1:] -= codes[:-1]
+        return {name: getattr(self, name) for name in _NUMBERS} | {
+            "row": self.rows.length,
+            "dead": self.rows.dead,
+            "kind": self.kind.name,
+            "codes": _narrowed(steps, (1 << self.kind.code_bits) - 1),
+            "counts": _narrowed(counts, self.count),
+            "extremes": [self.low, self.high],
+            "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
+            "open": [[row, *seen] for row, seen in self.rows.open.items()],
+        }
+
+    @classmethod
+    def unpack(cls, data: bytes, reader: Any) -> Self:
+        """Return what `pack` was called on."""
+        import msgpack
+
+        fields = msgpack.unpackb(data)
+        sketch = cls(kind_named(fields["kind"]), reader.size)
+        sketch._restore(fields, reader)
+        return sketch
+
+    def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, int(fields[name]))
+        self.codes = np.cumsum(_widened(fields["codes"]), dtype=np.uint32)
+        self.counts = _widened(fields["counts"]).astype(np.int64)
+        self.low, self.high = fields["extremes"]
+        self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
+        self.rows = Rows(fields["row"], fields["dead"])
+        self.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
+
+
+_NUMBERS = ("count", "nan", "inf", "zero", "negative_zero", "total", "implied")
+_WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+def _narrowed(numbers: Array, most: int) -> bytes:
+    """Return numbers, of which none is larger than one, in few bytes, after how many these are."""
+    width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
+    return bytes([width]) + numbers.astype(_WIDTHS[width]).tobytes()
+
+
+def _widened(data: bytes) -> Array:
+    """Return the numbers that `_narrowed` was called on."""
+    return np.frombuffer(data, _WIDTHS[data[0]], offset=1)
+
+
+class Rows:
+    """Counts rows without any element but zeros; those that were seen in part wait for the rest."""
+
+    __slots__ = ("dead", "length", "open")
+
+    def __init__(self, length: int, dead: int = 0) -> None:
+        #: Elements in a row; 0 where rows are not counted.
+        self.length = length
+        self.dead = dead
+        #: By number of the row: how many of its elements were seen, whether one was not zero.
+        self.open: dict[int, tuple[int, bool]] = {}
+
+    def add(self, start: int, count: int, alive: Array | None = None) -> None:
+        """Add a run of elements: which of its rows have one that is not zero; None for all."""
+        first, last = start // self.length, (start + count - 1) // self.length
+        ends = (True, True) if alive is None else (bool(alive[0]), bool(alive[-1]))
+        if first == last:
+            self._see(first, count, alive=ends[0])
+            return
+        self._see(first, (first + 1) * self.length - start, alive=ends[0])
+        self._see(last, start + count - last * self.length, alive=ends[1])
+        if alive is not None:
+            self.dead += len(alive) - 2 - int(np.count_nonzero(alive[1:-1]))
+
+    def merge(self, other: Rows) -> None:
+        """Add what another count found in other elements of the same tensor."""
+        self.length = self.length or other.length
+        self.dead += other.dead
+        for row, (seen, alive) in other.open.items():
+            self._see(row, seen, alive=alive)
+
+    def _see(self, row: int, count: int, *, alive: bool) -> None:
+        seen, before = self.open.pop(row, (0, False))
+        if seen + count < self.length:
+            self.open[row] = (seen + count, alive or before)
+        elif not (alive or before):
+            self.dead += 1
+
+
+class Tables:
+    """Memory that compiled loops write to, for one kind of elements."""
+
+    def __init__(self, kind: Kind, nbytes: int) -> None:
+        self.kind = kind
+        leaves = -(-nbytes // kind.itemsize // LEAF)
+        counters = np.zeros((2, 1 << kind.code_bits), np.uint32)
+        self.counted = *counters, np.zeros(counters.shape[1] // PAGE, np.bool_)
+        self.codes = np.empty(counters.shape[1], np.uint32)
+        self.counts = np.empty(counters.shape[1], np.int64)
+        self.used = False
+        self.zeros = np.zeros(leaves, np.int64)
+        bits = kind.bits if kind.exact else kind.code_bits
+        minus = 1 << (bits - 1) if kind.has_negative_zero else 0
+        #: The type of patterns that are counted: of integers, those of the same as float64.
+        unsigned = np.dtype(np.uint64) if kind.integer else kind.unsigned
+        shift = 0 if kind.exact else 8 * unsigned.itemsize - kind.code_bits
+        #: The lowest bit of a code within a pattern, and the code of minus zero.
+        self.of_codes = (unsigned.type(shift), minus)
+        #: Of floats how many are NaN, infinite, zero, and negative zeros; of integers, the sums of
+        #: their lower and upper halves.
+        self.tally = np.zeros(4, np.int64)
+        self.extremes = np.zeros(2, np.int64)
+        if kind.exact:
+            return
+        self.nodes = np.zeros((leaves, 7))
+        self.signed = np.dtype(f"i{kind.itemsize}")
+        key_type = kind.dtype if kind.integer else self.signed
+        self.extremes = np.zeros(2, key_type)
+        info = np.iinfo(key_type)
+        self.widest = (info.max, info.min)
+        # Vectors are stored there all the time, at best each in a line of the cache.
+        memory = np.empty(5 * LANES)
+        start = -memory.__array_interface__["data"][0] // memory.itemsize % WIDTH
+        sums = memory[start : start + 4 * LANES]
+        self.out: tuple[Array, ...] = (self.zeros, self.nodes, self.extremes, sums)
+        if kind.integer:
+            self.wide = np.empty(leaves * LEAF)
+            self.out = (self.nodes, self.extremes, self.tally, np.empty(LEAF), sums)
+            return
+        # Patterns of magnitudes that are described without another look: all but infinity, or those
+        # whose fourth powers do not leave the range of float64.
+        infinity = kind.dtype.type(np.inf).view(self.signed)
+        least, most = (822 << 52, 1223 << 52) if kind.itemsize == 8 else (0, infinity)
+        keys = (self.signed.type(n) for n in (info.max, least, most, infinity))
+        self.how = (self.of_codes, *keys)
+        # What is looked at once more is not counted once more.
+        self.elsewhere = ((unsigned.type(kind.bits - 1), 0), *self.how[1:])
+        self.uncounted = (*np.zeros((2, 2), np.uint32), np.zeros(1, np.bool_))
+
+    def reset(self) -> None:
+        """Forget what was counted; the counters are empty unless an error came before `drain`."""
+        if self.used:
+            for each in self.counted:
+                each[:] = 0
+        self.tally[:] = 0
+        if not self.kind.exact:
+            self.extremes[:] = self.widest
+
+    def count(self, values: Array) -> None:
+        """Run the compiled loops over a block."""
+        self.used = True
+        kind = self.kind
+        self.rare = 0
+        if kind.exact:
+            block_loops.count_codes(values, self.of_codes, self.counted, self.zeros)
+            if not kind.has_zero:
+                self.zeros[:] = 0
+        elif kind.integer:
+            wide = self.wide[: len(values)]
+            wide[:] = values
+            patterns = wide.view(np.uint64)
+            block_loops.count_codes(patterns, self.of_codes, self.counted, self.zeros)
+            block_loops.describe_integers(values, self.out)
+        else:
+            self.rare = self._describe(values, self.how, self.counted, self.out)
+        if self.rare:
+            for leaf in np.flatnonzero(self.nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
+                self.nodes[leaf] = self._look_again(values[leaf * LEAF : (leaf + 1) * LEAF])
+
+    def _describe(self, values: Array, how: Any, counted: Any, out: Any) -> int:
+        patterns = values.view(self.kind.unsigned)
+        rare: int = block_loops.describe_floats(values, patterns, how, counted, out)
+        return rare
+
+    def _look_again(self, values: Array) -> Array:
+        """Return the moments of a leaf of floats that are not all finite, or are very large."""
+        finite = values[np.isfinite(values)]
+        nan = int(np.isnan(values).sum())
+        self.tally[:2] += nan, len(values) - len(finite) - nan
+        node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(1, np.int64)
+        sums = self.out[-1]
+        out = (zeros, node, self.extremes, sums)
+        if not len(finite) or not self._describe(finite, self.elsewhere, self.uncounted, out):
+            return node
+        # Few different powers, so that leaves seldom have to be brought to a common one.
+        exponent = 256 * ((int(np.frexp(np.abs(finite).max())[1]) + 128) // 256)
+        # The power of two may itself be out of range.
+        first = -exponent // 2
+        scaled = finite * 2.0**first * 2.0 ** (-exponent - first)
+        out = (zeros, node, self.extremes.copy(), sums)
+        self._describe(scaled, self.elsewhere, self.uncounted, out)
+        node[0, 6] = exponent
+        return node
+
+    def drain(self) -> tuple[Array, Array]:
+        """Take the codes that were counted, and how often, out of the counters."""
+        found = block_loops.drain(*self.counted, self.codes, self.counts)
+        self.used = False
+        return self.codes[:found].copy(), self.counts[:found].copy()
+
+
+def _tables(kind: Kind) -> Tables:
+    """Return the tables of this thread, which uses them for one sketch after another."""
+    tables: dict[str, Tables] = _thread.__dict__.setdefault("tables", {})
+    if kind.name not in tables:
+        tables[kind.name] = Tables(kind, BLOCK_NBYTES)
+    return tables[kind.name]
+
+
+def codes_of(kind: Kind, values: Array) -> Array:
+    """Return the codes of elements."""
+    if kind.exact:
+        return values.astype(np.uint32)
+    if kind.integer:
+        values = values.astype(np.float64)
+    bits = 8 * values.itemsize
+    patterns: Array = values.view(f"u{values.itemsize}") >> (bits - kind.code_bits)
+    return patterns.astype(np.uint32)
+
+
+def prepared(values: Array, kind: Kind) -> Array:
+    """Return values in the memory that loops are compiled for: contiguous, aligned and writable."""
+    dtype = kind.unsigned if kind.exact else kind.dtype
+    if values.dtype != dtype:
+        if kind.exact and values.dtype.itemsize == dtype.itemsize:
+            values = values.view(dtype)
+        else:
+            values = values.astype(dtype)
+    flags = values.flags
+    if not (flags.c_contiguous and flags.aligned and flags.writeable):
+        values = values.copy()
+    if kind.bits < 8 and kind.dtype.kind == "V":
+        values = values & np.uint8((1 << kind.bits) - 1)
+    return values
