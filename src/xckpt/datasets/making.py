@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 __all__ = ["add_coords", "described", "make_dataset", "make_groups"]
 
-# In bytes.
+# Coordinates of up to this size in bytes are indexes.
 _LARGEST_INDEX = 1 << 26
-# What all members of a stack have in common.
+# Keys of the encoding that all members of a stack have in common.
 _COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
 
 
 class _Group(NamedTuple):
-    """What becomes one Dataset."""
+    """The variables of one Dataset."""
 
     variables: dict[str, xr.Variable]
     coords: dict[str, xr.Variable]
@@ -63,11 +63,11 @@ class _Group(NamedTuple):
 def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Dataset:
     """Make the flat Dataset of a checkpoint."""
     listing = list_arrays(source, index, options)
-    arrays = {each.name: each for each in listing.arrays}
+    arrays = {array.name: array for array in listing.arrays}
     coords = _Coordinates(index.arrangement.coords, AxisNamer(options.dims))
-    own = coords.dims(arrays)
-    names = AxisNamer(options.dims, arrays.keys() - own)
-    _claim(names, listing.arrays, own)
+    coord_dims = coords.dims(arrays)
+    names = AxisNamer(options.dims, arrays.keys() - coord_dims)
+    _claim(names, listing.arrays, coord_dims)
     maker = VariableMaker.of(source, listing, options)
     group = _group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
@@ -85,10 +85,12 @@ def make_groups(
 ) -> dict[str, xr.Dataset]:
     """Make the Datasets of the modules of a checkpoint."""
     listing = list_arrays(source, index, options, for_tree=True)
-    by_name = {each.name: each for each in listing.arrays}
+    by_name = {array.name: array for array in listing.arrays}
     nodes: dict[str, dict[str, Listed]] = {"/": {}}
     places: dict[str, list[str]] = {}
-    for name, (path, leaf) in tree_paths({n: e.path for n, e in by_name.items()}).items():
+    for name, (path, leaf) in tree_paths(
+        {name: array.path for name, array in by_name.items()}
+    ).items():
         nodes.setdefault(path, {})[leaf] = by_name[name]
         places.setdefault(leaf, []).append(path)
     reserved = {*places, *by_name}
@@ -99,29 +101,28 @@ def make_groups(
     repeated = _repeated_below(places) if index.arrangement.coords else set()
     names = {"": top}
     dropped: dict[str, list[str]] = {}
-    how: Any = {"coords": coords, "marks": StackMarks()}
+    marks = StackMarks()
     datasets: dict[str, xr.Dataset] = {}
-    # Only stacks have coordinates, which give way to the names of children.
-    children = child_nodes(nodes) if any(each.stacked for each in listing.arrays) else {}
-    # A node comes after those above it, whose names keep their sizes below.
+    # Coordinates of stacks give way to the names of children.
+    children = child_nodes(nodes) if any(array.stacked for array in listing.arrays) else {}
+    # Parents come first: the names of their axes keep their sizes in children.
     for path in sorted(nodes, key=len):
         above = path.rpartition("/")[0]
-        while above not in names:  # the empty path always is
+        while above not in names:  # the empty path is always in it
             above = above.rpartition("/")[0]
-        here, node = path.rstrip("/"), nodes[path]
-        # Nodes inherit the indexes of those above them: no other variable may have the name there.
-        free = {leaf: each for leaf, each in node.items() if (here, leaf) not in repeated}
-        own = coords.dims(free, names[above])
-        names[here] = names[above].for_child(own)
+        key, node = path.rstrip("/"), nodes[path]
+        # Nodes inherit the indexes of their parents: no other variable may have such a name.
+        free = {leaf: array for leaf, array in node.items() if (key, leaf) not in repeated}
+        names[key] = names[above].for_child(coords.dims(free, names[above]))
         roles: Mapping[str, tuple[str | None, ...]] = {}
         if axis_names is not None:
-            shapes = {leaf: e.lazy.shape[len(e.stacked_dims) :] for leaf, e in node.items()}
+            shapes = {leaf: a.lazy.shape[len(a.stacked_dims) :] for leaf, a in node.items()}
             roles = axis_names(shapes)
         taken = {*node, *children.get(path, ())}
-        group = _group(node, taken, maker, names[here], roles=roles, **how)
+        group = _group(node, taken, maker, names[key], coords=coords, roles=roles, marks=marks)
         datasets[path] = make_module(group.variables, group.coords)
         dropped |= group.dropped_attrs
-    # Nodes have an order of their own.
+    # The order of nodes is not the order of the file.
     encoding = _stack_encoding(listing, dropped)
     datasets["/"].encoding = {"file_order": listing.file_order, **encoding}
     made = {path: datasets[path] for path in nodes}
@@ -151,52 +152,52 @@ def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str
 
 
 class _Coordinates:
-    """Which tensors are coordinates, and which have a dimension of their name, as the file says."""
+    """The tensors that the file declares to be coordinates, and the dimensions that they name."""
 
     def __init__(self, names: Collection[str], callers: AxisNamer) -> None:
         self._names = frozenset(names)
         self._callers = callers
 
-    def has(self, each: Listed) -> bool:
+    def has(self, array: Listed) -> bool:
         """Return whether an array becomes a coordinate."""
-        return each.name in self._names and each.role is None and each.stacked is None
+        return array.name in self._names and array.role is None and array.stacked is None
 
     def dims(self, node: Mapping[str, Listed], above: AxisNamer | None = None) -> dict[str, int]:
-        """Return the dimensions of one node that have the name of a coordinate, and their sizes.
+        """Return the dimensions of one node that have the name of a coordinate, with their sizes.
 
-        xarray has an index of a coordinate with this one dimension, and reads it for that at once.
+        xarray makes an index of a coordinate with this one dimension, and reads it at once.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         if not self._names:
-            return found
-        for leaf, each in node.items():
-            if not each.suggested or not self.has(each):
+            return sizes
+        for leaf, array in node.items():
+            if not array.suggested or not self.has(array):
                 continue
-            dims = self._callers.caller_names(each.name) or each.suggested
-            if leaf not in dims or len(dims) != each.lazy.ndim:
+            dims = self._callers.caller_names(array.name) or array.suggested
+            if leaf not in dims or len(dims) != array.lazy.ndim:
                 continue
-            size = each.lazy.shape[dims.index(leaf)]
+            size = array.lazy.shape[dims.index(leaf)]
             is_free = above is None or above.fits(leaf, size)
-            if is_free and (len(dims) > 1 or _is_indexable(each)):
-                found[leaf] = size
-        return found
+            if is_free and (len(dims) > 1 or _is_indexable(array)):
+                sizes[leaf] = size
+        return sizes
 
 
-def _is_indexable(each: Listed) -> bool:
-    """Return whether pandas has an index of an array, which is read when the file is opened."""
-    dtype = each.lazy.dtype
-    is_known = each.tensor.problem is None and dtype.isbuiltin and dtype != np.float16
-    return bool(is_known and each.tensor.size * dtype.itemsize <= _LARGEST_INDEX)
+def _is_indexable(array: Listed) -> bool:
+    """Return whether pandas can index an array that is small enough to read while opening."""
+    dtype = array.lazy.dtype
+    is_known = array.tensor.problem is None and dtype.isbuiltin and dtype != np.float16
+    return bool(is_known and array.tensor.size * dtype.itemsize <= _LARGEST_INDEX)
 
 
 def _claim(
-    names: AxisNamer, arrays: Iterable[Listed], own: Mapping[str, int] | None = None
+    names: AxisNamer, arrays: Iterable[Listed], coord_dims: Mapping[str, int] | None = None
 ) -> None:
-    """Keep the names of stacked dimensions, and of others that are names of variables too."""
-    for dim, size in (own or {}).items():
+    """Reserve the names of stacked dimensions, and of dimensions with a coordinate."""
+    for dim, size in (coord_dims or {}).items():
         names.claim(dim, size)
-    for each in arrays:
-        for dim, size in zip(each.stacked_dims, each.lazy.shape, strict=False):
+    for array in arrays:
+        for dim, size in zip(array.stacked_dims, array.lazy.shape, strict=False):
             names.claim(dim, size)
 
 
@@ -212,45 +213,45 @@ def _group(
 ) -> _Group:
     """Make the variables of one Dataset from arrays by their names in it."""
     group = _Group({}, {}, {})
-    for leaf, each in arrays.items():
-        suggested = each.suggested
+    for leaf, array in arrays.items():
+        suggested = array.suggested
         if roles and leaf in roles:
-            own = roles[leaf]
-            suggested = tuple([a or b for a, b in zip(suggested or own, own, strict=True)])
+            by_role = roles[leaf]
+            pairs = zip(suggested or by_role, by_role, strict=True)
+            suggested = tuple([name or role_name for name, role_name in pairs])
         dims = names.name_axes(
-            each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name
+            array.name, array.lazy.shape, suggested, array.stacked_dims, array.tensor.name
         )
-        axes = _file_names(each, dims, suggested, names)
-        if each.stacked is None:
-            kind = group.coords if coords.has(each) else group.variables
-            kind[leaf] = maker.variable(each, dims, axes)
+        axes = _file_names(array, dims, suggested, names)
+        if array.stacked is None:
+            kind = group.coords if coords.has(array) else group.variables
+            kind[leaf] = maker.variable(array, dims, axes)
             continue
-        places = each.stacked.members.tensors
-        attrs = stack_attrs([None if tensor is None else tensor.attrs for tensor in places])
-        group.variables[leaf] = maker.stack(each, dims, attrs.shared, axes)
-        stack = each.stacked.stack
+        stack, members = array.stacked
+        attrs = stack_attrs([None if t is None else t.attrs for t in members.tensors])
+        group.variables[leaf] = maker.stack(array, dims, attrs.shared, axes)
         record = StackRecord(
-            stack.template, stack.dims, each.suffix, stack.indices, present=stack.present
+            stack.template, stack.dims, array.suffix, stack.indices, present=stack.present
         )
-        marks.add(each.name, record)
-        add_coords(group.coords, leaf, each.stacked.stack, attrs, taken, marks=marks)
+        marks.add(array.name, record)
+        add_coords(group.coords, leaf, stack, attrs, taken, marks=marks)
         if attrs.dropped:
-            group.dropped_attrs[each.name] = attrs.dropped
+            group.dropped_attrs[array.name] = attrs.dropped
     return group
 
 
 def _file_names(
-    each: Listed,
+    array: Listed,
     dims: tuple[str, ...],
     suggested: tuple[str | None, ...] | None,
     names: AxisNamer,
 ) -> dict[str, str | None]:
-    """Say what the file calls the axes that are shown under names of neither it nor the caller."""
+    """Return the names in the file of axes whose shown name comes from neither file nor caller."""
     if suggested is None:
         return {}
-    inner = dims[len(each.stacked_dims) :]
-    callers = names.caller_names(each.name) or names.caller_names(each.tensor.name) or ()
-    stated = each.suggested or (None,) * len(inner)
+    inner = dims[len(array.stacked_dims) :]
+    callers = names.caller_names(array.name) or names.caller_names(array.tensor.name) or ()
+    stated = array.suggested or (None,) * len(inner)
     return {
         dim: name
         for dim, name in zip(inner, stated, strict=True)
@@ -267,7 +268,7 @@ def add_coords(
     *,
     marks: StackMarks,
 ) -> None:
-    """Add what a stack has along its dimensions: indices, and attributes that differ."""
+    """Add the coordinates of a stack: its indices, and attributes that differ between members."""
     encoding = marked_encoding(marks)
     for dim, indices in zip(stack.dims, stack.indices, strict=True):
         if dim not in coords:
@@ -279,7 +280,7 @@ def add_coords(
 
 
 def _stack_encoding(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:
-    if all(each.stacked is None for each in listing.arrays):
+    if all(array.stacked is None for array in listing.arrays):
         return {}
     return {"flat_order": listing.flat_order, "dropped_attrs": dropped_attrs}
 
@@ -293,11 +294,11 @@ class VariableMaker:
     source : str
         Name of the file.
     token : str
-        Differs wherever the values or chunks of equally named tensors may.
+        Differs if values or chunks of tensors with the same name may differ.
     target : int
-        Wanted size of a chunk, in bytes.
+        Target size of a chunk, in bytes.
     shared : mapping of str to str
-        Tensors whose data are those of another one.
+        Owners of the data of tied tensors, by name.
     """
 
     source: str
@@ -307,12 +308,12 @@ class VariableMaker:
 
     @classmethod
     def of(cls, source: Source, listing: Listing, options: OpenOptions) -> Self:
-        """Make one for a file, and all that have parts of it, read with some options."""
+        """Return the maker for a file and its shards, read with these options."""
         target = target_nbytes()
-        own = sorted(options.format_options.items())
+        format_options = sorted(options.format_options.items())
         files = [(file.name, file.identity) for file in listing.sources.values()]
-        told = (files, options.reading, own, target)
-        return cls(source.name, _digest(told), target, listing.shared)
+        token = _digest((files, options.reading, format_options, target))
+        return cls(source.name, token, target, listing.shared)
 
     def variable(
         self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
@@ -336,13 +337,13 @@ class VariableMaker:
         attrs: dict[str, Any],
         axes: dict[str, str | None],
     ) -> LazyVariable:
-        """Make the variable of a stack; `attrs` are what its members have in common."""
+        """Make the variable of a stack, with the attributes that its members have in common."""
         if listed.stacked is None:
             raise ValueError(f"{listed.name} is not stacked")
         stack, members = listed.stacked
         # Other tensors of the same file may be stacked under the same name.
-        told = (stack.template, stack.indices, stack.present and stack.members)
-        array = self.array(listed.name, listed.lazy, _digest(told))
+        token = _digest((stack.template, stack.indices, stack.present and stack.members))
+        array = self.array(listed.name, listed.lazy, token)
         encoding = _stacked_encoding(members.present, listed.role, self.source)
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
         encoding["original_shape"] = array.shape
@@ -369,18 +370,18 @@ class VariableMaker:
 
 
 class OpenedMembers(Sequence[StackMember]):
-    """The members of a stack of an opened file, each made when it is asked for.
+    """The members of a stack of an opened file, made on demand.
 
     Parameters
     ----------
     maker : VariableMaker
-        Of the file.
+        The maker for the file.
     arrays : TensorArrays
         The tensors.
     suffix : str
-        What names of variables have behind those of the tensors.
+        End of the names of variables, after the names of the tensors.
     axes : dict of str to (str or None)
-        What the file calls dimensions that have another name in the stack.
+        Names in the file of dimensions with another name in the stack.
     """
 
     __slots__ = ("arrays", "axes", "maker", "suffix")
@@ -413,18 +414,18 @@ class OpenedMembers(Sequence[StackMember]):
         return StackMember(dict(tensor.attrs), encoding, array)
 
 
-def _digest(told: Any) -> str:
-    return blake2b(repr(told).encode(), digest_size=8).hexdigest()
+def _digest(key: Any) -> str:
+    return blake2b(repr(key).encode(), digest_size=8).hexdigest()
 
 
 def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) -> dict[str, Any]:
-    """Say how a stack is stored: what all its members have in common, and their size in sum."""
+    """Return the encoding of a stack: common properties of its members, and their total size."""
     first = _encoding(tensors[0], role, source)
     encoding = {key: first[key] for key in _COMMON if key in first}
-    if tensors[0].layout == "blocks" and role is None:  # which may be of several types
+    if tensors[0].layout == "blocks" and role is None:  # there may be several types
         encoding["stored_dtype"] = ", ".join(dict.fromkeys([tensor.dtype for tensor in tensors]))
     roles = [role] if role is not None else list(tensors[0].parts)
-    parts = [tensor.parts[each] for tensor in tensors for each in roles if each in tensor.parts]
+    parts = [tensor.parts[role] for tensor in tensors for role in roles if role in tensor.parts]
     encoding["nbytes"] = sum([part.nbytes for part in parts])
     compressions = {part.encoding for part in parts}
     if len(compressions) == 1:
@@ -435,7 +436,7 @@ def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) 
 
 
 def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -> dict[str, Any]:
-    """Say how a variable is stored."""
+    """Return the encoding of a variable."""
     encoding: dict[str, Any] = {
         "tensor": tensor.name,
         "layout": tensor.layout,
@@ -482,7 +483,7 @@ def _part_encoding(part: Part) -> dict[str, Any]:
 
 
 def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
-    """Add to a Dataset what the file says of itself, and how to let go of it."""
+    """Add attributes and encoding of the file to a Dataset, and the function that closes it."""
     ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
     ds.encoding |= {
         "format": index.format,

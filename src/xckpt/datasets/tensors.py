@@ -1,4 +1,4 @@
-"""An open Dataset or tree as its tensors: variables by flat names, chosen, and put back."""
+"""The tensors of an open object: by flat name, one by one, selected, and put back."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-#: A Dataset or a tree: what is made of one is the same.
+#: A Dataset or a tree: functions return the kind that they get.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 
@@ -67,7 +67,7 @@ class Flat(NamedTuple):
     variables : dict of str to Variable
         The data variables, by the flat name of the tensor.
     nodes : dict of str to str
-        The path of the node that each of them is in, from the root of the whole tree.
+        The path of their nodes, from the root of the whole tree.
     coords : dict of str to dict of str to Variable
         The coordinates of each node, by path; ``"/"`` is a Dataset itself.
     """
@@ -77,13 +77,13 @@ class Flat(NamedTuple):
     coords: dict[str, dict[Any, xr.Variable]]
 
     def indexes(self, path: str) -> dict[Any, xr.Variable]:
-        """Return the index coordinates of a node, those that it inherits included."""
-        found: dict[Any, xr.Variable] = {}
+        """Return the index coordinates of a node, including inherited ones."""
+        indexes: dict[Any, xr.Variable] = {}
         while True:
-            here = self.coords.get(path, {})
-            found = {n: v for n, v in here.items() if v.dims in {(n,), ()}} | found
+            coords = self.coords.get(path, {})
+            indexes = {n: v for n, v in coords.items() if v.dims in {(n,), ()}} | indexes
             if path == "/":
-                return found
+                return indexes
             path = path.rpartition("/")[0] or "/"
 
 
@@ -94,7 +94,7 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
         flat.coords.update((node.path, dict(node.coords.variables)) for node in obj.parents)
     for path, ds in _datasets(obj):
         coords = flat.coords[path] = dict(ds.coords.variables)
-        # What is frozen looks each variable up by its name.
+        # A frozen mapping looks up each variable by its name.
         variables = getattr(ds.variables, "mapping", ds.variables)
         for name, variable in variables.items():
             if name in coords:
@@ -108,20 +108,20 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
 
 
 def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
-    """Return the flat name of a variable of a tree: that of its tensor, if it is in its place."""
+    """Return the flat name of a variable of a tree: the name of its tensor, unless it was moved."""
     encoding = variable.encoding
     stated, record = encoding.get("path"), stack_of(variable)
     known = encoding.get("tensor", "") if record is None else drop_indices(record.template)
     name = flat_name(path, leaf, known if stated is None else "")
     if stated is None or ".".join(stated) != name or "tensor" not in encoding:
         return name
-    own: str = encoding["tensor"]
+    tensor: str = encoding["tensor"]
     role = encoding.get("part")
-    return own if role is None else own + stated[-1][stated[-1].rindex(f":{role}") :]
+    return tensor if role is None else tensor + stated[-1][stated[-1].rindex(f":{role}") :]
 
 
 def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
-    """Make an object like another one of other variables."""
+    """Return an object of the same kind and attributes with other variables."""
     if isinstance(obj, xr.Dataset):
         return _dataset(obj, flat.variables, flat.coords["/"])
     nodes: dict[str, dict[Any, xr.Variable]] = {obj.path: {}}
@@ -268,7 +268,7 @@ class OpenTensors:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dimensions of all variables and their sizes; where these differ, one of them."""
+        """The dimensions of all variables and their sizes, the last one if sizes differ."""
         return {
             str(dim): size
             for dims, shape in self._listing.shapes.items()
@@ -277,9 +277,9 @@ class OpenTensors:
 
     @property
     def stacks(self) -> list[StackedNames]:
-        """The tensors that are one variable each, by the dimensions that are left of these."""
-        every = self._listing.members.values()
-        return [StackedNames(m.record.template, m.dims, m.along) for m in every]
+        """The stacks, with the dimensions that are left of them."""
+        stacks = self._listing.members.values()
+        return [StackedNames(stack.record.template, stack.dims, stack.along) for stack in stacks]
 
     @property
     def stacked(self) -> Collection[str]:
@@ -288,7 +288,7 @@ class OpenTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors, and of parts that are shown as variables."""
+        """Names of the tensors, also of those whose parts are variables."""
         names = {row.name for row in self.rows}
         variables = self._flat.variables
         parts = {n: f":{v.encoding['part']}" for n, v in variables.items() if "part" in v.encoding}
@@ -298,19 +298,19 @@ class OpenTensors:
         return frozenset(names)
 
     def select(self, names: TensorFilter | None) -> list[str]:
-        """Choose tensors by their names, or by those of the variables that they are stacked in."""
+        """Return the names of tensors that match, or whose stacked variable matches."""
         homes = self._listing.homes
-        known = dict.fromkeys([row.name for row in self.rows])
-        wanted = set(select(known | dict.fromkeys(homes.values()), names))
-        return [name for name in known if name in wanted or homes.get(name) in wanted]
+        tensors = dict.fromkeys([row.name for row in self.rows])
+        matches = set(select(tensors | dict.fromkeys(homes.values()), names))
+        return [name for name in tensors if name in matches or homes.get(name) in matches]
 
     def variables_of(self, names: Iterable[str]) -> set[str]:
-        """Name the variables that have some tensors."""
+        """Return the names of the variables of these tensors."""
         return {self._listing.homes.get(name, name) for name in names}
 
     @property
     def shared(self) -> dict[str, str]:
-        """Owners of the bytes of tied tensors, by the names of these; only if both are here."""
+        """Owners of the bytes of tied tensors, by name, if the object has both."""
         owners: dict[str, str] = {}
         for name, variable in self._flat.variables.items():
             shares = variable.encoding.get("shares")
@@ -323,9 +323,9 @@ class OpenTensors:
 
     @property
     def only(self) -> str:
-        """Name of the one tensor that there is."""
+        """Name of the only tensor."""
         if len(self.rows) != 1:
-            raise ValueError(f"there are {len(self.rows)} tensors: say which one by its name")
+            raise ValueError(f"there are {len(self.rows)} tensors: pass the name of one of them")
         return self.rows[0].name
 
     def variable(self, name: str) -> xr.Variable:
@@ -344,18 +344,18 @@ class OpenTensors:
         return xr.DataArray(variable, coords, name=name)
 
     def holds(self, name: str) -> bool:
-        """Return whether the object, which may be changed in place, still has a tensor as seen."""
+        """Return whether the object, which may be changed in place, still has the same tensor."""
         home = self._listing.homes.get(name, name)
         if home not in self._flat.variables:
             return False
         node, obj = self._flat.nodes[home], self.obj
         now = obj.variables if isinstance(obj, xr.Dataset) else obj.root[node].variables
-        is_there = any(variable is self._flat.variables[home] for variable in now.values())
+        is_present = any(variable is self._flat.variables[home] for variable in now.values())
         indexes = self._indexes[node].items()
-        return is_there and all(now[dim] is index for dim, index in indexes if dim in now)
+        return is_present and all(now[dim] is index for dim, index in indexes if dim in now)
 
     def code(self, name: str) -> str:
-        """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
+        """Return the expression for a tensor of an object called ``ds`` or ``dt``."""
         listing = self._listing
         home = variable = listing.homes.get(name, name)
         obj, place = "ds", {}
@@ -364,36 +364,36 @@ class OpenTensors:
         if isinstance(self.obj, xr.DataTree):
             variable, obj = self._path(home), "dt"
         index = [
-            f"{dim}={at}" if dim.isidentifier() else f"**{{{_literal(dim)}: {at}}}"
-            for dim, at in place.items()
+            f"{dim}={number}" if dim.isidentifier() else f"**{{{_literal(dim)}: {number}}}"
+            for dim, number in place.items()
         ]
         selection = f".sel({', '.join(index)})" if index else ""
         return f"{obj}[{_literal(variable)}]{selection}"
 
     def _list_rows(self, listing: _TensorListing) -> Iterator[Row]:
-        """List the tensors of all variables; this runs 100,000 times where nothing is stacked."""
-        known: dict[Any, str] = {}
+        """List the tensors of all variables, in a loop that may run 100,000 times."""
+        dtype_names: dict[Any, str] = {}
         for name, variable in self._flat.variables.items():
             encoding = variable.encoding
             # Asking the variable takes ten times as long, here and below.
             shape = listing.shapes[variable.dims] = variable._data.shape  # noqa: SLF001
-            told = "stored_dtype" in encoding
-            dtype: Any = encoding["stored_dtype"] if told else variable.dtype
+            is_stated = "stored_dtype" in encoding
+            dtype: Any = encoding["stored_dtype"] if is_stated else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
             whole = encoding.get("original_shape", shape)
             is_stacked = stack_of(variable) is not None
             if whole != shape and not is_stacked:  # a selection, or several in one
                 nbytes = _part_of(nbytes, shape, whole)
-            if dtype not in known:
-                known[dtype] = str(dtype)
-            # Most are plain, and there are many.
+            if dtype not in dtype_names:
+                dtype_names[dtype] = str(dtype)
+            # The usual case is decided here, for speed.
             is_plain = (
                 encoding.get("layout") in {None, "dense"}
                 and encoding.get("stored_compression") is None
                 and "parts" not in encoding
             )
             storage = "" if is_plain else _storage(encoding)
-            row = Row(str(name), known[dtype], shape, nbytes, storage)
+            row = Row(str(name), dtype_names[dtype], shape, nbytes, storage)
             if is_stacked:
                 yield from self._list_members(row, variable, listing)
             else:
@@ -402,10 +402,10 @@ class OpenTensors:
     def _list_members(
         self, row: Row, variable: xr.Variable, listing: _TensorListing
     ) -> Iterator[Row]:
-        """Note and list the tensors that are stacked in a variable."""
+        """Add the members of a stack to the listing, and yield their rows."""
         try:
             members = StackMembers(row.name, variable, self._indexes_of(row.name))
-        except ValueError:  # it cannot be told which are left
+        except ValueError:  # its coordinates do not name the members
             yield row
             return
         record = members.record
@@ -493,11 +493,11 @@ class FileTensors(OpenTensors):
 
 
 def no_tensor(name: str, known: Collection[str]) -> str:
-    """Return the message that there is no tensor of a name, with a call or similar names."""
+    """Return the message for a name that no tensor has, with a call or similar names."""
     is_glob = any(mark in str(name) for mark in "*?[")
     if is_glob and select(known, name):
         return f"{name!r} is a glob, not a name: ds.ckpt.find({name!r}) chooses what matches"
-    if any(each.startswith(f"{name}.") for each in known):
+    if any(tensor.startswith(f"{name}.") for tensor in known):
         return f"{name!r} is a module, not a tensor: ds.ckpt.find('{name}.*') chooses its tensors"
     return f"no tensor {name!r} among {len(known)}{suggest_names(known, [str(name)])}"
 
@@ -509,41 +509,39 @@ def find(
     dtype: DtypeFilter | None = None,
     min_bytes: int | str = 0,
 ) -> Obj:
-    """Choose variables by name, element type and size, in time proportional to their number."""
+    """Select variables by name, element type and size, in time proportional to their number."""
     flat = flatten(obj)
-    asked: Collection[Any] = dtype if isinstance(dtype, list | tuple | set) else [dtype]
-    dtypes = {_dtype(each) for each in asked if each is not None}
-    least = parse_bytes(min_bytes)
-    known = {str(name): name for name in flat.variables}
-    matching = select(known, names)
-    if not matching and known and names is not None:
-        text = (
-            f"{names!r} matches none of the {len(known)} variables{suggest_filters(known, names)}"
-        )
+    given: Collection[Any] = dtype if isinstance(dtype, list | tuple | set) else [dtype]
+    dtypes = {_dtype(dtype) for dtype in given if dtype is not None}
+    min_nbytes = parse_bytes(min_bytes)
+    keys = {str(name): name for name in flat.variables}
+    matches = select(keys, names)
+    if not matches and keys and names is not None:
+        text = f"{names!r} matches none of the {len(keys)} variables{suggest_filters(keys, names)}"
         warn(text)
-    chosen = {}
-    for text in matching:
-        variable = flat.variables[known[text]]
+    selected = {}
+    for name in matches:
+        variable = flat.variables[keys[name]]
         encoding = variable.encoding
-        is_meant = dtype is None or encoding.get("stored_dtype", variable.dtype) in dtypes
-        if is_meant and encoding.get("nbytes", variable.nbytes) >= least:
-            chosen[known[text]] = variable
-    rebuilt: Obj = rebuild(obj, Flat(chosen, {}, flat.coords))
+        has_dtype = dtype is None or encoding.get("stored_dtype", variable.dtype) in dtypes
+        if has_dtype and encoding.get("nbytes", variable.nbytes) >= min_nbytes:
+            selected[keys[name]] = variable
+    rebuilt: Obj = rebuild(obj, Flat(selected, {}, flat.coords))
     return rebuilt
 
 
-def _dtype(asked: Any) -> np.dtype[Any] | str:
-    """Return an element type as variables are stored with it, or any other that numpy knows."""
-    if str(asked).lower() in BLOCK_TYPES:
-        return str(asked).lower()
+def _dtype(dtype: Any) -> np.dtype[Any] | str:
+    """Return an element type as encodings store it, or any other type that numpy knows."""
+    if str(dtype).lower() in BLOCK_TYPES:
+        return str(dtype).lower()
     try:
-        return stored_dtype(element_type_of(asked))
+        return stored_dtype(element_type_of(dtype))
     except ValueError as error:
         try:
-            known: np.dtype[Any] = np.dtype(asked)
+            numpy_dtype: np.dtype[Any] = np.dtype(dtype)
         except TypeError:
             raise TypeError(str(error)) from None
-        return known
+        return numpy_dtype
 
 
 def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:
@@ -558,16 +556,15 @@ def _dataset(
     old: xr.Dataset, variables: Mapping[Any, xr.Variable], coords: Mapping[Any, xr.Variable]
 ) -> xr.Dataset:
     dims = {dim for variable in variables.values() for dim in variable.dims}
-    kept = {n: v for n, v in coords.items() if n not in variables and dims.issuperset(v.dims)}
-    new = xr.Dataset(variables, kept, old.attrs)
+    used = {n: v for n, v in coords.items() if n not in variables and dims.issuperset(v.dims)}
+    new = xr.Dataset(variables, used, old.attrs)
     new.encoding = dict(old.encoding)
     return new
 
 
 def stored_array(variable: xr.Variable) -> LazyArray | None:
     """Return the array in the file if a variable is that, perhaps in other chunks."""
-    # `chunks` and `data` ask in general ways what kind of array it is: half of the time for
-    # thousands of small tensors.
+    # `chunks` and `data` would take as long as the rest, for thousands of small tensors.
     array = variable._data  # noqa: SLF001
     if not isinstance(array, da.Array):
         return None
