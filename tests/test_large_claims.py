@@ -80,7 +80,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     def refused(*_: Any) -> None:
         raise AssertionError("a selection was made")
 
-    monkeypatch.setattr(SparseArray, "_select", refused)
+    monkeypatch.setattr(SparseArray, "select", refused)
     for kind in SparseArray.__subclasses__():
 
         def counted(self: Any, real: Any = kind.blocks) -> Iterator[Any]:

@@ -69,7 +69,8 @@ class BlockArray(OnePartArray):
         *others, last = chunks_along_slowest(grid, size * self.dtype.itemsize, target)
         return (*others, tuple([size * count for count in last]))
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)
@@ -91,17 +92,18 @@ class BlockArray(OnePartArray):
             step = max(1, _BLOCK_NBYTES // (prod(run_shape[axis + 1 :]) * self.dtype.itemsize))
         out = np.empty(result_shape(self.shape, key), self.dtype)
         for where, part in cut_along(axis, step, self.shape, key):
-            out[where] = self._select(part)
+            out[where] = self.select(part)
         return out
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+        """Read a selection into an array; see `LazyArray.select_into`."""
         run = contiguous_run(self.shape, key)
         size = BLOCK_TYPES[self.block_type].size
         is_whole = out.size and run.start % size == 0 == prod(run.shape) % size
         if is_whole and is_all(run) and out.flags.c_contiguous:
             self._decode(run.start // size, out.reshape(-1, size))
         else:
-            out[...] = self._select(key)
+            out[...] = self.select(key)
 
     def _elements(self, start: int, stop: int) -> Array:
         """Return elements of the flat array; blocks are in their order."""

@@ -133,7 +133,8 @@ class DenseArray(OnePartArray):
         """Return memory for the whole array, by default in the order of the file."""
         return super().allocate(order or self.order)
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         if 0 in result_shape(self.shape, key):
             if 0 in self.shape:
                 if self.reader.part.shape is not None:
@@ -149,14 +150,15 @@ class DenseArray(OnePartArray):
             return self._select_c_order(self.shape[::-1], key[::-1]).T
         return self._select_c_order(self.shape, key)
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+        """Read a selection into an array; see `LazyArray.select_into`."""
         turned = self.order == "F"
         memory = out.T if turned else out
         run = contiguous_run(*((self.shape[::-1], key[::-1]) if turned else (self.shape, key)))
         if self._is_wide and out.size and is_all(run) and memory.flags.c_contiguous:
             self._read_run(run.start, memory.reshape(-1))
         else:
-            out[...] = self._select(key)
+            out[...] = self.select(key)
 
     @property
     def _is_wide(self) -> bool:
@@ -423,12 +425,14 @@ class ChunkedArray(LazyArray):
             fewer.origins = {role: self.origins[role] for role in needed}
         return fewer, key
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         out = np.empty(result_shape(self.shape, key), self.dtype)
-        self._select_into(key, out)
+        self.select_into(key, out)
         return out
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+        """Read a selection into an array; see `LazyArray.select_into`."""
         for role, outer, inner in self._shares(key):
             block = self.blocks[role]
             if all(isinstance(entry, slice) for entry in outer):

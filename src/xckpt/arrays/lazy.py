@@ -80,22 +80,23 @@ class LazyArray(ABC):
         return self
 
     def __getitem__(self, key: Any) -> Any:
-        chosen = normalize(key, self.shape)
+        spelled_out = normalize(key, self.shape)
         with locating(path=self.source.name, tensor=self.name):
-            return self._select(chosen)
+            return self.select(spelled_out)
 
     def read_into(self, out: np.ndarray[Any, Any], key: Any) -> None:
         """Read a selection into an array of its shape and dtype."""
-        chosen = normalize(key, self.shape)
+        spelled_out = normalize(key, self.shape)
         with locating(path=self.source.name, tensor=self.name):
-            self._select_into(chosen, out)
+            self.select_into(spelled_out, out)
 
     @abstractmethod
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
-        """Return the selection of a normalised index."""
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection by a key that `normalize` has spelled out."""
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
-        out[...] = self._select(key)
+    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        """Read a selection by a spelled-out key into an array of its shape and dtype."""
+        out[...] = self.select(key)
 
     @property
     def part_readers(self) -> Collection[PartReader]:
@@ -190,7 +191,8 @@ class UnreadableArray(LazyArray):
         """Return one chunk: no bytes bound the shape, nor would they the number of chunks."""
         return tuple((size,) for size in self.shape)
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         # A copy: one error object raised in several threads would mix their tracebacks.
         raise copy(self.problem)
 
@@ -240,8 +242,10 @@ class SlicedArray(LazyArray):
         """Return those of the base; see `LazyArray.ranges`."""
         return self.base.ranges(compose(self.key, normalize(key, self.shape)))
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
-        return self.base[compose(self.key, key)]
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
+        return self.base.select(compose(self.key, key))
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
-        self.base.read_into(out, compose(self.key, key))
+    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        """Read a selection into an array; see `LazyArray.select_into`."""
+        self.base.select_into(compose(self.key, key), out)

@@ -138,7 +138,8 @@ class QuantizedArray(_OfParts):
         chunks = chunks_along_slowest(stored, self.dtype.itemsize, target)
         return tuple([chunks[axes.index(axis)] for axis in range(self.ndim)])
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         shape = result_shape(self.shape, key)
         runs = [contiguous_run((n,), (entry,)) for n, entry in zip(self.shape, key, strict=True)]
         if 0 in shape or any(run.shape == (0,) for run in runs):
@@ -155,7 +156,7 @@ class QuantizedArray(_OfParts):
         between = [extent / len(each) for extent, each in zip(extents, chosen, strict=True)]
         axis = between.index(max(between))
         half = -(-len(chosen[axis]) // 2)
-        halves = [self._select(part) for _, part in cut_along(axis, half, self.shape, key)]
+        halves = [self.select(part) for _, part in cut_along(axis, half, self.shape, key)]
         return np.concatenate(halves, axis=len(result_shape(self.shape[:axis], key[:axis])))
 
     def _numbers(self, box: _Box) -> Array:
@@ -303,7 +304,8 @@ class CodebookArray(_OfParts):
         how: Any = {"name": self.name, "shape": (prod(self.shape),), "axes": (0,), "axis": 0}
         return _unpacked(self.readers["data"], _NIBBLES, _Box((start,), (stop,)), **how)
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)

@@ -142,7 +142,8 @@ class SparseArray(LazyArray):
         coords = np.empty((len(shape), 0), np.int64)
         return sparse.COO(coords, np.empty(0, self.dtype), shape=shape)
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)

@@ -74,10 +74,12 @@ class AbsentArray(LazyArray):
         """Return a smaller one; see `LazyArray.sliced`."""
         return AbsentArray(self.name, result_shape(self.shape, key), self.dtype)
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         return np.full(result_shape(self.shape, key), np.nan, self.dtype)
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        """Read a selection into an array; see `LazyArray.select_into`."""
         out[...] = np.nan
 
 
@@ -204,7 +206,8 @@ class StackedArray(LazyArray):
         members = tuple([self.members[number].bare() for number in numbers])
         return StackedArray(self.name, members, grid), whole(grid) + inner
 
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+    def select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Return a selection; see `LazyArray.select`."""
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)
@@ -217,12 +220,13 @@ class StackedArray(LazyArray):
 
             return sparse.stack([self.members[n][inner] for n in numbers]).reshape(shape)
         stacked = np.empty(shape, self.dtype)
-        self._select_into(key, stacked)
+        self.select_into(key, stacked)
         return stacked
 
-    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        """Read a selection into an array; see `LazyArray.select_into`."""
         if not out.flags.c_contiguous or not out.size:
-            super()._select_into(key, out)
+            super().select_into(key, out)
             return
         numbers, grid, inner = self._split(key)
         # One after another, as they lie in memory.
