@@ -249,7 +249,7 @@ def test_bincode_must_fill_the_index() -> None:
 @pytest.mark.parametrize("config", [b"{}", None])
 def test_other_versions(version: int, config: bytes | None) -> None:
     data = indexed_file(TWO, config)
-    with pytest.raises(UnsupportedError, match=f"version {version}: 1 and 2"):
+    with pytest.raises(UnsupportedError, match=f"version {version} is unknown; 1 and 2"):
         read(data[:8] + struct.pack("<I", version) + data[12:])
 
 

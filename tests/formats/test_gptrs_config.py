@@ -123,5 +123,5 @@ def test_a_config_larger_than_any() -> None:
             assert nbytes <= 1 << 20
             return memoryview(self.data[offset : offset + nbytes].ljust(nbytes, b"\0"))
 
-    with pytest.raises(FormatError, match="config of 4294967295 bytes"):
+    with pytest.raises(FormatError, match="config has 4294967295 bytes"):
         gptrs.read(Sparse(CHECKPOINT + struct.pack("<II", 2, 2**32 - 1)))

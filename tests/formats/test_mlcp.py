@@ -219,7 +219,7 @@ def test_no_values() -> None:
 def test_a_payload_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="payload='middle' is not one of 'none', 'inline'"):
         read(checkpoint(TWO), payload="middle")
-    with pytest.raises(ValueError, match="metadata alone"):
+    with pytest.raises(ValueError, match="are in other files"):
         read(json.dumps(fields(TWO)).encode(), payload="tail")
 
 
@@ -388,7 +388,7 @@ def test_ranks_that_are_all_zero() -> None:
     entries = [shard_entry([WEIGHT], 0), shard_entry([WEIGHT], 0)]
     index = read(checkpoint([[WEIGHT], [WEIGHT]], "tail", shards=entries))
     assert list(index.tensors) == ["a.w@rank_0", "a.w@rank_1"]
-    assert index.warnings == ("the metadata of shard 1 have rank 0, as others do",)
+    assert index.warnings == ("the metadata of shard 1 have rank 0, which another shard has too",)
     fails(json.dumps(fields([], shards=entries)).encode(), "Rank")
 
 
@@ -704,8 +704,8 @@ def test_checksums_and_sizes_that_disagree_warn(tmp_path: Path) -> None:
     (tmp_path / "m_shard_0.shard").write_bytes(content)
     index = opened(path)
     assert index.warnings == (
-        f"m_shard_0.shard: {len(content)} bytes, but the metadata say 7",
-        "m_shard_0.shard: the checksum 'abc', but in the metadata 'xyz'",
+        f"m_shard_0.shard: {len(content)} bytes, but 7 in the metadata",
+        "m_shard_0.shard: the checksum is 'abc', but 'xyz' in the metadata",
     )
     assert beside(path, index, "a.w") == WEIGHT.data
 
@@ -778,7 +778,7 @@ def test_what_is_named_like_metadata_is_judged_once(content: bytes, taken: bool)
 
 def test_json_of_another_name_is_metadata_if_somebody_says_so() -> None:
     assert mlcp.read(CountingSource(b'{"version": "1.0.0"}', "m.json")).tensors == {}
-    with pytest.raises(FormatError, match="this is not metadata of a checkpoint") as caught:
+    with pytest.raises(FormatError, match="the file is not the metadata of a checkpoint") as caught:
         mlcp.read(CountingSource(b'{"name": "something else"}', "m.json"))
     assert caught.value.rule == "Metadata"
 

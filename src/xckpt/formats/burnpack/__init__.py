@@ -1,6 +1,6 @@
-"""Burnpack (``.bpk``): the records of Burn, in the three dialects that share version 1.
+"""Burnpack (``.bpk``), the checkpoints of Burn, in the three dialects of version 1.
 
-Everything is little-endian, tensors are in C order::
+All numbers are little-endian, and tensors are in C order::
 
     offset              size             what
     0                   4                magic, bytes "NRUB"
@@ -15,8 +15,7 @@ Metadata is a map; `metadata` and `scalars` may be absent, as may `param_id`::
     metadata   text -> text
     scalars    name -> {"Int" | "UInt" | "Float" | "Bool": value}
 
-Offsets count from D. What burn's versions write differs, and no field says which one wrote a
-file::
+Offsets count from D. The versions of burn write different dialects, and no field states which::
 
     burn          D                              dtype of booleans         quantised tensors
     0.19          10 + n, tensors back to back   "Bool"                    none
@@ -24,21 +23,20 @@ file::
     0.21          every tensor's start           {"Bool": "Native" | ...}  param, level
     after 0.22-pre.2                                                       tensor, block
 
-A file of 0.19 is known by its size: the data end where the file does if and only if they begin
-right after the metadata.
+The size of the file identifies 0.19: only if the data begin right after the metadata do they end
+with the file.
 
-Names are in order of their UTF-8 bytes, data in any order. There are no digests. The limits that
-burn's reader has and its writer has not (100 MiB of metadata, 100,000 tensors, 10 GiB for one)
-are not imposed: what bounds every number is the size of the file.
+Names are in the order of their UTF-8 bytes, data in any order. There are no digests. Burn's reader,
+but not its writer, has limits (100 MiB of metadata, 100,000 tensors, 10 GiB for a tensor); xckpt
+bounds all numbers by the size of the file instead.
 
-Files are written byte for byte as burn does if it has tensors in the same order. Data are in the
-order of the file that they come from, else in that of the draft (burn has them in the order of its
-modules), each tensor at a multiple of 256, with nothing after the last. Maps without entries and
-param_ids that there are none of are left out. Integers and floats are in their shortest form.
-Scalars have their value in the metadata, which come first: it must be in the draft, as the
-`inline` bytes of their part.
+xckpt writes the same bytes as burn if burn has the tensors in the same order. Data are in the order
+of the file that they are copied from, or else of the draft (burn uses the order of its modules);
+each tensor begins at a multiple of 256, and nothing follows the last one. Empty maps and missing
+param_ids are left out. Integers and floats are in their shortest form. The values of scalars are in
+the metadata, so the draft has them as the `inline` bytes of their parts.
 
-References: crates/burn-store (0.19 to 0.21) and crates/burn-pack (since) in
+Specification: crates/burn-store (0.19 to 0.21) and crates/burn-pack (since) in
 github.com/tracel-ai/burn, revision 2c06be35.
 """
 
@@ -105,7 +103,7 @@ class Burnpack(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether the magic is there."""
+        """Return whether a file begins with the magic."""
         return head.startswith(_MAGIC)
 
     def read(self, source: Readable, *, layout: str | None = None) -> Index:
@@ -201,11 +199,11 @@ class Burnpack(Format):
         return replace(Plan.headed(head, placed, start + end), alignment=_ALIGNMENT)
 
     def is_inline(self, tensor: WantedTensor) -> bool:
-        """Whether a tensor is a scalar, whose value is in the metadata."""
+        """Return whether a tensor is a scalar, whose value is in the metadata."""
         return "scalar" in tensor.attrs and not tensor.shape and tensor.layout == "dense"
 
     def module_axes(self, shapes: Mapping[str, _Shape]) -> dict[str, _Names]:
-        """Name axes where a bias tells which of them the outputs are."""
+        """Name the axes of weights if a bias identifies the axis of the outputs."""
         if "gamma" in shapes:
             normed = [name for name in _NORM if name in shapes]
             alike = len({shapes[name] for name in normed}) == len(shapes["gamma"]) == 1
@@ -308,7 +306,7 @@ def _descriptor(_name: str, entry: Any) -> _Descriptor:
 
 
 def _layout(entries: Mapping[str, _Descriptor], end: int, size: int) -> str:
-    """Tell the layouts apart: only burn 0.19 left no padding anywhere."""
+    """Return the layout of a file: only burn 0.19 wrote no padding."""
     if end % _ALIGNMENT == 0:
         return "aligned"
     ranges = sorted([(each.start, each.end) for each in entries.values()])

@@ -1,18 +1,17 @@
-"""The CBOR metadata, taken, refused and written as burn does (ciborium 0.2 under serde).
+"""The CBOR metadata, by the rules of burn (ciborium 0.2 under serde).
 
-Fields of a struct are in any order, their keys text or bytes, and unknown ones are ignored. Tags
-are skipped, but for large integers. An enum is the text of a variant without content, or a map of
-one variant to its content. Two refusals of ciborium are not imitated, because what they refuse
-can be read in one way only: an enum that is a map of indefinite length, and `data_offsets` that
-are an array of indefinite length.
+Fields of a struct are in any order, with keys of text or bytes; unknown fields are ignored. Tags
+are skipped, except for large integers. An enum is the text of a variant without content, or a map
+of one variant to its content. Two errors of ciborium are accepted here, because their meaning is
+unambiguous: enums that are maps of indefinite length, and `data_offsets` of indefinite length.
 
-Scalars are numbers that the metadata spell out. They are read as tensors without axes. A file may
-have a scalar and a tensor of one name: then the scalar gets ``:scalar`` after its own, and as many
-colons as make that free. So does one whose name would be taken for such a name, so that the names
-of all variables tell those in the file.
+Scalars are numbers in the metadata, and become tensors without axes. If a scalar and a tensor have
+the same name, the scalar is renamed: it gets the suffix ``:scalar`` after as many colons as needed
+for a unique name. So is a scalar whose name already has this form, so that the names in the file
+can be derived from those of the variables.
 
-Written maps have their names in order, structs their fields as burn declares them, and the top map
-leaves out what has no entries. All but floats is what cbor2 makes of such a dict.
+Written maps are sorted by name, and structs have their fields in the order of burn's declarations;
+empty maps at the top are left out. Everything except floats has the encoding of cbor2.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _RULE = "MetadataDeserialization"
 
-# What a variant without content has.
+# The content of a variant without content.
 UNIT = object()
 
 _LONGEST_KEY = 4096
@@ -48,7 +47,7 @@ as_shape = partial(kit.as_shape, rule=_RULE)
 
 
 def decode(data: bytes) -> Any:
-    """Decode the first CBOR value in some bytes; what follows it is ignored."""
+    """Decode the first CBOR value in `data`; the remaining bytes are ignored."""
     try:
         return kit.decode_cbor(data, tagged=_tagged)[0]
     except FormatError as error:
@@ -206,7 +205,7 @@ class ScalarNames:
         return self._mark(name) if self._is_taken(name) else name
 
     def stored(self, name: str) -> str:
-        """Return the name in the file of what is shown under a name."""
+        """Return the name in the file of a variable."""
         own = _unmarked(name)
         if own is not None and name == self._mark(own) and self._is_taken(own):
             return own
@@ -237,7 +236,7 @@ def _unmarked(name: str) -> str | None:
 
 
 def kind_and_value(tensor: WantedTensor) -> tuple[str, Any]:
-    """Return the kind of a scalar that is to be written, and its value."""
+    """Return the kind and the value of a scalar to write."""
     kind, part = tensor.attrs["scalar"], tensor.parts["data"]
     if part.inline is None:
         raise ValueError(f"the scalar {shown(tensor.name)} has no inline value")

@@ -1,6 +1,6 @@
-"""Quantised tensors: burn's QuantScheme in both dialects, and what lies where in a tensor's range.
+"""Quantised tensors: burn's QuantScheme in both dialects, and the parts of a tensor's byte range.
 
-A range holds codes, scales and the global scale, back to back::
+A range has codes, scales and the global scale, without gaps::
 
     codes           Native        one byte each, also those of 4 and 2 bits
                     PackedU32     in 32-bit words along an axis, the first code in the lowest bits;
@@ -8,16 +8,15 @@ A range holds codes, scales and the global scale, back to back::
                     PackedNative  two to a byte
     scales          one, or one for each block of the tensor in row-major order; blocks are counted
                     from the innermost axis, and the last of an axis may be cut off
-    global scale    one, where there are both `tensor` and `block`
+    global scale    one, if both `tensor` and `block` are present
 
-There are no zero points: a value is ``(global * scale) * code`` in float32. burn itself splits
-only signed integers, Native or packed along the innermost axis. What it does not split, and codes
-that are looked up in a table the file does not hold, are shown as their parts: scales lie at the
-end whatever the codes are.
+There are no zero points: a value is ``(global * scale) * code`` in float32. burn decodes only
+signed integers, Native or packed along the innermost axis. Other codes, and codes for a table that
+is not in the file, are variables for each part; scales are at the end of the range in any case.
 
-Burn up to 0.22.0-pre.2 wrote `param` and `level` where later versions have `tensor` and `block`.
-These must not be taken for fields to ignore, as burn does: a file with scales for each block then
-reads as one with a single scale.
+Burn up to 0.22.0-pre.2 wrote `param` and `level` instead of `tensor` and `block`. Later versions of
+burn ignore these fields, and thus read a file with scales for each block as if it had one scale;
+xckpt does not.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Scheme:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether burn's own code says how codes become numbers, their kind apart."""
+        """Whether burn's own code decodes this scheme."""
         usual_store = self.store != "PackedNative" and not self.packed_axis
         return usual_store and self.mode == "Symmetric" and self.written
 
@@ -222,7 +221,7 @@ def _wrong_size(expected: str, offset: int, nbytes: int) -> FormatError:
 
 
 def _block_extents(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extent along each axis of what has one scale."""
+    """Return the extent along each axis of a block with one scale."""
     whole = tuple(max(size, 1) for size in shape)
     if scheme.block is None:
         return whole
@@ -257,7 +256,7 @@ def _scale_parts(scheme: Scheme, shape: tuple[int, ...], end: int) -> dict[str, 
 
 
 def scheme_of(tensor: WantedTensor) -> Scheme:
-    """Return the scheme of a quantised tensor that is to be written."""
+    """Return the scheme of a quantised tensor to write."""
     stated = tensor.attrs.get("burn_dtype")
     if type(stated) is str:
         try:

@@ -1,4 +1,4 @@
-r"""gpt.rs: checkpoints (``GPTRSCHK``) and tensor archives (``GPTRSTEN``), versions 1 and 2.
+r"""gpt.rs: its checkpoints (``GPTRSCHK``) and tensor archives (``GPTRSTEN``), versions 1 and 2.
 
 All integers are unsigned and little-endian; nothing is aligned. Version 2 has an index::
 
@@ -14,28 +14,27 @@ All integers are unsigned and little-endian; nothing is aligned. Version 2 has a
             base id u128                  -
             number of axes u32, extents u64
             element type u32              0 float32, 1 float16, 2 bfloat16, 3 int32
-            requires gradient u8          0 is no, all else yes
+            requires gradient u8          0 is false, any other value true
             offset u64, nbytes u64        absolute; row-major data
 
-In version 1, records follow the head (and the config) at once: the number of tensors, then for
-each what the index has, without the id and the offset, and then its data.
+In version 1, the records follow the magic, the version and the config: the number of tensors, then
+for each tensor the fields of the index without id and offset, and its data.
 
-For an hour of its development version 2 had its index in the encoding of bincode 1: the same
-fields, but with 64 bits for the number of tensors, the lengths of names and the numbers of axes.
-Neither magic nor version tells, so an index that makes no sense as the one is read as the other,
-which must then fill it exactly.
+Early files of version 2 have an index in the encoding of bincode 1: the same fields, but with 64
+bits for the number of tensors, the lengths of names and the numbers of axes. Neither magic nor
+version distinguishes the encodings. An index that is invalid in the newer one is read in the older
+one, which must then fill it exactly.
 
-The base id is made of the name (see `xckpt.identity`), and 0 where it is not stored; names of
-parameters are ASCII. Entries may be in any order, with gaps between data, and share them. All of
-``config`` is the config of a gpt up to the end of 2025, and later an object with ``kind``,
-``config`` and perhaps ``runtime``. gpt.rs ignores what else there is; names of axes that the kind
-of model does not give are there as one text, under the key ``xckpt.dims``. An archive has no place
-for them.
+The base id is derived from the name (see `xckpt.identity`), or 0 if it is not stored; names of
+parameters are ASCII. Entries may be in any order; data may have gaps and be shared. Up to the end
+of 2025 ``config`` was the config of a GPT; later it is an object with ``kind``, ``config`` and
+optionally ``runtime``. gpt.rs ignores further keys, and xckpt uses one, ``xckpt.dims``, for names
+of axes that do not follow from the kind of model. An archive has no room for them.
 
-What is written is version 2 as gpt.rs's exporter writes it: tensors sorted by name, with their data
-one after the other. A tensor without axes gets one of length 1, or gpt.rs does not read it.
+xckpt writes version 2 in the form of gpt.rs's exporter: tensors sorted by name, with consecutive
+data. A tensor without axes gets an axis of length 1, because gpt.rs does not read it otherwise.
 
-References: docs/file_formats.md, crates/gpt-rs/src/checkpoint, src/io/tensor_archive.rs and
+Specification: docs/file_formats.md, crates/gpt-rs/src/checkpoint, src/io/tensor_archive.rs and
 scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c78c3 (version 1),
 2f8370f (bincode) and 99570e8.
 """
@@ -79,7 +78,7 @@ class Gptrs(Format):
 
     name = "gptrs"
     description = "gpt.rs checkpoints and tensor archives"
-    # Upstream has no fixed ones; these are those of its tools and its documentation.
+    # Upstream has no fixed suffixes; its tools and its documentation use these.
     shared_suffixes = (".bin",)
     types = _TYPES
     can = Can(
@@ -89,24 +88,24 @@ class Gptrs(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether the magic is one of gpt.rs."""
+        """Return whether a file begins with a magic of gpt.rs."""
         return head.startswith((_CHECKPOINT, _ARCHIVE))
 
     def read(self, source: Readable) -> Index:
-        """Read the index of a checkpoint or an archive, no data."""
+        """Read the index of a checkpoint or an archive, but no data."""
         cursor = kit.Cursor(source)
         magic = cursor.take(8, "the magic")
         if magic not in {_CHECKPOINT, _ARCHIVE}:
             raise FormatError(f"the file begins {magic!r}", offset=0, rule="Magic")
         version = cursor.number(_U32, "the version")
         if version not in {1, 2}:
-            reason = f"version {version}: 1 and 2 are read"
+            reason = f"version {version} is unknown; 1 and 2 are supported"
             raise UnsupportedError(reason, offset=8, rule="Version")
         config = None
         if magic == _CHECKPOINT:
             length, start = cursor.number(_U32, "length of the config"), cursor.at
             if LARGEST_CONFIG < length <= cursor.left:
-                reason = f"a config of {length} bytes is larger than {LARGEST_CONFIG}"
+                reason = f"the config has {length} bytes, more than {LARGEST_CONFIG}"
                 raise FormatError(reason, offset=start, rule="ConfigLength")
             config = parse_config(cursor.take(length, "the config"), start)
         if version == 1:

@@ -1,9 +1,9 @@
-"""What gpt.rs knows of models: their configs, and names of axes of their tensors.
+"""The models of gpt.rs: their configs, and the names of axes that follow from them.
 
-A name is given only where the axis has the size that the config gives, and never guessed from
-the size, since sizes collide. Transformers have their weights as ``[in, out]``; the classifiers of
-vision models theirs as ``[out, in]``. The channels and kernels of convolutions differ from layer
-to layer, so that no one name fits them all.
+An axis gets its name only if its extent is the size in the config; names are never derived from
+sizes alone, since sizes collide. The weights of transformers are ``[in, out]``; the classifiers of
+vision models are ``[out, in]``. The channels and kernels of convolutions have no names, because
+they differ from layer to layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-r"""MLCP: the checkpoints of ml-framework, in one file or in several.
+r"""MLCP, the checkpoints of ml-framework: one file, or one for each shard.
 
-All integers are little-endian and have a sign; *string* is a text that begins with its length in
-groups of 7 bits, the lowest first. ``PREFIX.checkpoint``::
+All integers are little-endian and signed; *string* is a text after its length in groups of 7 bits,
+the lowest first. ``PREFIX.checkpoint``::
 
     "PCLM"                               i32 0x4D4C4350
     version                              string
@@ -14,26 +14,25 @@ groups of 7 bits, the lowest first. ``PREFIX.checkpoint``::
             number of axes i32           then an i64 for each
             size of the data i64
 
-``PREFIX.metadata.json`` has the same metadata alone, and with them the only list of tensors; the
-data are in a file for each shard, see `xckpt.formats.mlcp.records`.
+``PREFIX.metadata.json`` has only the metadata, with the list of tensors; each shard has a file for
+its data, see `xckpt.formats.mlcp.records`.
 
-The number of shards in a ``.checkpoint`` is that in its metadata, where these list shards, else
-they go on to the end of the file.
+If the metadata of a ``.checkpoint`` list shards, there are as many; otherwise shards continue to
+the end of the file.
 
-**The data are nowhere**: upstream writes a ``.checkpoint`` like this and no more. Readers and
-writers after it have added them in several ways (`xckpt.formats.mlcp.records`), which the size of
-the file tells apart; the custom field ``payload`` may say it, and another, ``xckpt.dims``, the
-names of axes. Where no data are found, nor files next to the checkpoint that have them, tensors are
-listed, and their values are missing.
+**The data are missing**: upstream writes a ``.checkpoint`` without them. Other readers and writers
+have added data in several ways (`xckpt.formats.mlcp.records`), which the size of the file
+distinguishes. The custom field ``payload`` may state the way, and ``xckpt.dims`` the names of axes.
+Without data in the file or in files next to it, tensors are listed, and their values are missing.
 
-Upstream's reader ignores what follows the last record and does not compare records with metadata,
-lets counts below zero pass for zero, and replaces what is not UTF-8.
+Upstream's reader ignores bytes after the last record and differences between records and metadata,
+treats negative counts as zero, and replaces invalid UTF-8.
 
-References: src/MLFramework/Checkpointing of github.com/werwedc/ml-framework at bff32d6.
+A name is unique only within its shard, since the ranks of a run have copies, or slices, of the same
+parameters. xckpt writes data after the last record, or a file for each shard if the path ends in
+``.metadata.json``.
 
-A name is unique in its shard only: the ranks of a run have copies, or slices, of the same
-parameters. What is written has its data after the last record, or files for each shard where the
-path ends in ``.metadata.json``.
+Specification: src/MLFramework/Checkpointing of github.com/werwedc/ml-framework at bff32d6.
 """
 
 from __future__ import annotations
@@ -77,13 +76,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
-# What other metadata are unlikely to have.
+# Fields that other metadata are unlikely to have.
 _OWN_FIELDS = ("worldSize", "ddpRank", "shardingStrategy", "shards", "sharding")
 _OWN_FIELD = re.compile(rf'"(?:{"|".join(_OWN_FIELDS)})"[ \t\r\n]*:'.encode())
 _LARGEST_JSON = 1 << 30
 _BOUND_I32 = 1 << 31
 _RANK_SUFFIX = re.compile(r"@rank_-?[0-9]+\Z")
-# A tree splits names at so many dots; its root is the rank here.
+# The largest number of dots at which a tree splits names; the rank is one more level.
 _DEEPEST = 63
 
 
@@ -95,7 +94,7 @@ class Mlcp(Format):
     shared_suffixes = (METADATA_SUFFIX,)
     types = DATA_TYPES
     can = Can(
-        # All that have a name. Of equally wide ones that hold a value the first is better.
+        # Of types with the same width, the first one is preferred.
         types=(
             "float32",
             "float64",
@@ -110,73 +109,74 @@ class Mlcp(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether a file is a checkpoint or the metadata of one."""
+        """Return whether a file is a checkpoint or the metadata of one."""
         if head.startswith((CHECKPOINT_MAGIC, SHARD_MAGIC)):
             return True
         if not _is_named(name) or _OBJECT.match(head) is None:
             return False
-        # Where its fields may be further on, or escaped, `read` finds out.
-        unsure = size > len(head) or b"\\u" in head
-        return unsure or _OWN_FIELD.search(head) is not None
+        # If fields may be beyond the head, or escaped, `read` decides.
+        is_uncertain = size > len(head) or b"\\u" in head
+        return is_uncertain or _OWN_FIELD.search(head) is not None
 
     def read(self, source: Readable, *, payload: Payload | None = None) -> Index:
-        """Read metadata and records, no data.
+        """Read metadata and records, but no data.
 
         Parameters
         ----------
         source : Readable
             A ``.checkpoint``, or a ``.metadata.json`` with the files of its shards next to it.
         payload : {"none", "inline", "per_shard", "tail", "companion"}, optional
-            Where the data are: nowhere, after each record, each shard or all shards, or in files
-            next to the checkpoint. By default the sizes tell.
+            Position of the data: missing, after each record, after each shard, after all shards, or
+            in files next to the checkpoint. By default it follows from the sizes.
 
         Returns
         -------
         Index
-            Every tensor; where there are no data, with a `problem`. Its attributes are the fields
-            of the metadata, ``payload`` (where the data are) and ``metadata_json`` (the text).
+            All tensors, with a `problem` if their data are missing. The attributes are the fields
+            of the metadata, ``payload`` (the position of the data) and ``metadata_json`` (the text
+            of the metadata).
         """
         kit.check_option("payload", payload, get_args(Payload))
         magic = bytes(source.read(0, min(4, source.size)))
         if magic == CHECKPOINT_MAGIC:
             listed = _read_checkpoint(source, payload)
         elif magic == SHARD_MAGIC:
-            reason = "this is one shard of a checkpoint, without names and shapes of tensors"
-            whole = metadata_name(source.name)
-            hint = f"Open {whole!r}, or PREFIX.checkpoint, next to it"
+            reason = "the file is one shard of a checkpoint, without names and shapes of tensors"
+            hint = f"Open {metadata_name(source.name)!r}, or PREFIX.checkpoint, next to it"
             raise UnsupportedError(reason, offset=0, rule="Shard", hint=hint)
         elif _OBJECT.match(source.read(0, min(64, source.size))):
             listed = _read_metadata(source, payload)
         else:
             reason = f"the file begins {magic!r}, expected {CHECKPOINT_MAGIC!r} or metadata in JSON"
-            why = "The magic is written as a little-endian integer" if magic == b"MLCP" else None
-            raise FormatError(reason, offset=0, rule="Magic", hint=why)
-        version, stated, where, shards, wanted, rest = listed
-        warnings = _warnings(stated, shards, rest)
+            is_swapped = magic == b"MLCP"
+            hint = "The magic is written as a little-endian integer" if is_swapped else None
+            raise FormatError(reason, offset=0, rule="Magic", hint=hint)
+        version, stated, payload, shards, expected, unread_nbytes = listed
+        warnings = _warnings(stated, shards, unread_nbytes)
         files: dict[str, Shard] = {}
-        if where == "none":
-            where, shards, files = _look_for_data(source, shards, wanted, warnings)
-        attrs = {**stated.fields, "payload": where, "metadata_json": stated.text}
+        if payload == "none":
+            payload, shards, files = _look_for_data(source, shards, expected, warnings)
+        attrs = {**stated.fields, "payload": payload, "metadata_json": stated.text}
         size, notes, tensors = source.size, tuple(warnings), _tensors(shards)
         index = Index(self.name, version, tensors, attrs, source.name, size, files, notes)
         keys = (kit.DIMS_KEY, kit.ARRANGEMENT_KEY)
         return kit.arranged(index, {key: stated.custom_field(key) for key in keys})
 
     def plan(self, draft: Draft, *, multi_shard: bool | None = None) -> Plan:
-        """Lay out a checkpoint in one file, or metadata and a file for each shard.
+        """Plan a checkpoint in one file, or metadata and a file for each shard.
 
         Parameters
         ----------
         draft : Draft
-            What is written. Tensors are in the shard that the attribute ``rank`` says, else in that
-            of rank 0; their own names are in the attribute ``name`` where several shards have them.
+            Contents of the checkpoint. The attribute ``rank`` of a tensor selects its shard, rank 0
+            by default. The attribute ``name`` has its name in the shard if several shards use it.
         multi_shard : bool, optional
-            Whether to write ``PREFIX.metadata.json`` and a ``PREFIX_shard_RANK.shard`` for each
-            rank, in place of one file. By default if the path ends like that.
+            Write ``PREFIX.metadata.json`` and a ``PREFIX_shard_RANK.shard`` for each rank, instead
+            of one file. By default, if the path ends in ``.metadata.json``.
         """
         is_named = draft.path.lower().endswith(METADATA_SUFFIX)
         if multi_shard and not is_named:
-            reason = f"the file to be opened is a PREFIX{METADATA_SUFFIX}, not {draft.path!r}"
+            reason = f"the path must end in {METADATA_SUFFIX}, unlike {draft.path!r}"
             raise ValueError(f"multi_shard=True: {reason}")
         self.check(draft)
         ranks = _ranks(draft)
@@ -203,12 +203,12 @@ class Mlcp(Format):
 
 
 def _is_named(path: str) -> bool:
-    """Whether a file has the name of metadata."""
+    """Return whether a path ends in the suffix of metadata."""
     return kit.file_name(path).lower().endswith(METADATA_SUFFIX)
 
 
 def variable_name(name: str, rank: int, *, repeated: bool) -> str:
-    """Name the variable of a tensor, so that no two tensors of a checkpoint get one name."""
+    """Return a unique name for a tensor of a rank."""
     return f"{name}@rank_{rank}" if repeated or _RANK_SUFFIX.search(name) else name
 
 
@@ -216,14 +216,18 @@ def variable_name(name: str, rank: int, *, repeated: bool) -> str:
 
 
 class _Checkpoint(NamedTuple):
-    """What a file says, where the data in it are, where they should be, and what is left of it."""
+    """The contents of a file: metadata, shards, and the position of the data.
+
+    `expected` is the position according to the metadata or the user. `unread_nbytes` bytes follow
+    the last record.
+    """
 
     version: str
     stated: Metadata
-    where: Payload
+    payload: Payload
     shards: list[ListedShard]
-    wanted: Payload | None
-    rest: int = 0
+    expected: Payload | None
+    unread_nbytes: int = 0
 
 
 def _read_checkpoint(source: Readable, payload: Payload | None) -> _Checkpoint:
@@ -233,104 +237,106 @@ def _read_checkpoint(source: Readable, payload: Payload | None) -> _Checkpoint:
     at = cursor.at
     stated = metadata.parse(cursor.take(length, "metadata"), at)
     marker = stated.custom_field("payload")
-    wanted = payload or next((known for known in get_args(Payload) if known == marker), None)
-    # No shards listed is as good as none known: upstream's own tests write such files.
+    expected = payload or (marker if marker in get_args(Payload) else None)
+    # An empty list of shards has no meaning: upstream's own tests write such files.
     count = len(stated.shards) or None
-    if wanted is None:
+    if expected is None:
         body = find_body(source, cursor.at, count, [shard.records for shard in stated.shards])
     else:
-        reading = "none" if wanted == "companion" else wanted
+        reading = "none" if expected == "companion" else expected
         body = read_body(reading, source, cursor.at, count)
-    if body.rest and payload != "none":
-        reason = f"{body.rest} bytes follow the last record, but the data should be {wanted}"
-        raise FormatError(reason, offset=source.size - body.rest, rule="Payload")
+    if body.unread_nbytes and payload != "none":
+        reason = f"{body.unread_nbytes} bytes follow the last record, but payload={expected!r}"
+        raise FormatError(reason, offset=source.size - body.unread_nbytes, rule="Payload")
     listed: Sequence[ShardMetadata | None] = stated.shards or [None] * len(body.blocks)
     ranks = [shard.rank for shard in stated.shards]
     if len(set(ranks)) < len(body.blocks):
         ranks = list(range(len(body.blocks)))
     offsets = body.offsets or [[]] * len(body.blocks)
     shards = list(map(ListedShard, ranks, body.blocks, listed, offsets))
-    return _Checkpoint(version, stated, body.reading, shards, wanted, body.rest)
+    return _Checkpoint(version, stated, body.reading, shards, expected, body.unread_nbytes)
 
 
 def _read_metadata(source: Readable, payload: Payload | None) -> _Checkpoint:
     if payload not in {None, "none", "companion"}:
-        raise ValueError(f"payload={payload!r}: metadata alone have their data in other files")
+        raise ValueError(f"payload={payload!r}: the data of {METADATA_SUFFIX} are in other files")
     if source.size > _LARGEST_JSON:
-        reason = f"metadata of {source.size} bytes are larger than {_LARGEST_JSON}"
+        reason = f"the metadata have {source.size} bytes, more than {_LARGEST_JSON}"
         raise FormatError(reason, offset=0, rule="Metadata")
     stated = metadata.parse(bytes(source.read(0, source.size)), 0)
     fields, is_named = stated.fields.keys(), _is_named(source.name)
-    # What `detect` says of a file is true here too; of one with another name somebody has said
-    # what it is.
-    known = _OWN_FIELDS if is_named else FIELDS
-    if (fields or is_named) and fields.isdisjoint(known):
-        reason = f"this is not metadata of a checkpoint, which have {', '.join(known)}"
+    # A file with the suffix must have fields that `detect` looks for; for others the user has named
+    # the format, so that any field is enough.
+    typical = _OWN_FIELDS if is_named else FIELDS
+    if (fields or is_named) and fields.isdisjoint(typical):
+        reason = "the file is not the metadata of a checkpoint: it has none of the fields "
+        reason += ", ".join(typical)
         raise FormatError(reason, offset=0, rule="Metadata")
-    shards = [ListedShard(each.rank, each.records or [], each) for each in stated.shards]
+    shards = [ListedShard(shard.rank, shard.records or [], shard) for shard in stated.shards]
     if not shards and stated.records:
         shards = [ListedShard(0, stated.records)]
     if len({shard.rank for shard in shards}) < len(shards):
-        raise FormatError("two shards have one rank", offset=0, rule="Rank")
+        raise FormatError("two shards have the same rank", offset=0, rule="Rank")
     for shard in shards:
         for name, times in Counter(record.name for record in shard.records).items():
             if times > 1:
                 reason = f"{times} tensors of one shard have this name"
                 raise FormatError(reason, offset=0, tensor=name, rule="DuplicateName")
-    wanted: Payload = "companion" if stated.shards and payload != "none" else "none"
-    return _Checkpoint(stated.version, stated, "none", shards, wanted)
+    expected: Payload = "companion" if stated.shards and payload != "none" else "none"
+    return _Checkpoint(stated.version, stated, "none", shards, expected)
 
 
 def _look_for_data(
-    source: Readable, shards: list[ListedShard], wanted: Payload | None, warnings: list[str]
+    source: Readable, shards: list[ListedShard], expected: Payload | None, warnings: list[str]
 ) -> tuple[Payload, list[ListedShard], dict[str, Shard]]:
-    """Look for data in other files, and say why a tensor has none."""
-    if wanted != "none":
-        placed, files, texts = look_beside(source, shards)
-        if wanted == "companion" or any(shard.file for shard in placed):
+    """Look for data in other files; shards without data get a problem."""
+    if expected != "none":
+        located, files, texts = look_beside(source, shards)
+        if expected == "companion" or any(shard.file for shard in located):
             warnings += texts
-            is_there = any(shard.problem is None for shard in placed)
-            return "companion" if is_there else "none", placed, files
+            has_data = any(shard.problem is None for shard in located)
+            return "companion" if has_data else "none", located, files
     reason, hint = "the checkpoint has names, types and shapes of tensors, but no values", None
-    if wanted != "none" and shards:
+    if expected != "none" and shards:
         names = candidates(source.name, shards[0].rank, shards[0].stated)
-        hint = "Nor are they in a file next to it: for the first shard, one of "
-        hint += ", ".join(map(shown, names))
+        hint = "The file with the values of the first shard is missing; it should be next to the "
+        hint += f"checkpoint as {' or '.join(map(shown, names))}"
     problem = PayloadMissingError(reason, hint=hint)
     return "none", [shard._replace(problem=problem) for shard in shards], {}
 
 
-def _warnings(stated: Metadata, shards: Sequence[ListedShard], rest: int) -> list[str]:
+def _warnings(stated: Metadata, shards: Sequence[ListedShard], unread_nbytes: int) -> list[str]:
     texts = [
         f"the metadata have the field {shown(name)} several times: the last counts"
         for name in dict.fromkeys(stated.repeated)
     ]
     if any(shard.checksum == MOVING for shard in stated.shards):
         texts.append(
-            "another process is saving it, or was ended while it did: the checkpoint is complete, "
-            "but its shards have names that only readers of filePath find. Save it again"
+            "saving the checkpoint was interrupted, or has not finished: it is complete, but its "
+            "shards have temporary names that other readers do not find. Save it again"
         )
     count = stated.shard_count
     if not stated.shards and count not in {None, len(shards)}:
-        texts.append(f"the metadata say {count} shards, but there are {len(shards)}")
+        texts.append(f"the metadata state {count} shards, but there are {len(shards)}")
     notes = kit.Notes()
     for number, shard in enumerate(shards):
         rank, listed = shard.rank, shard.stated
         if listed and listed.rank != rank:
-            texts.append(f"the metadata of shard {number} have rank {listed.rank}, as others do")
+            reason = f"have rank {listed.rank}, which another shard has too"
+            texts.append(f"the metadata of shard {number} {reason}")
         if listed and listed.records and not same_tensors(listed.records, shard.records):
             texts.append(f"the metadata of shard {number} list other tensors than its records")
         for record in shard.records:
             if not record.fits:
                 notes.add("the size is not what the shape makes", f"tensor {shown(record.name)}")
     texts += notes.warnings()
-    if rest:
-        texts.append(f"{rest} bytes follow the last record, and are not read")
+    if unread_nbytes:
+        texts.append(f"{unread_nbytes} bytes follow the last record, and are not read")
     return texts
 
 
 def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
-    """Make the tensors of a checkpoint from the records of all shards."""
+    """Return the tensors of a checkpoint from the records of all shards."""
     times = Counter(record.name for shard in shards for record in shard.records)
     in_groups = len(times) < times.total()
     tensors = {}
@@ -344,7 +350,7 @@ def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
                 problem = missing or problem
             parts = {}
             if not problem:
-                # Of a tensor without elements nothing is read, wherever it is.
+                # A tensor without elements needs no data.
                 offset = offsets[number] if missing is None else 0
                 shard = file if missing is None else None
                 parts = {"data": Part(dtype, shape, offset, nbytes, shard=shard)}
@@ -364,8 +370,8 @@ def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
 
 
 def _ranks(draft: Draft) -> dict[int, dict[str, WantedTensor]]:
-    """Group tensors by rank and own name, in the order of the shards that the source had."""
-    # Shards without tensors too.
+    """Group tensors by rank and by name in the shard, in the former order of the shards."""
+    # Shards without tensors are included.
     stated = draft.attrs.get("shards")
     entries = stated if isinstance(stated, list) else []
     listed = [entry.get("rank", 0) for entry in entries if isinstance(entry, dict)]
@@ -375,12 +381,14 @@ def _ranks(draft: Draft) -> dict[int, dict[str, WantedTensor]]:
         rank = tensor.attrs.get("rank", 0)
         if not _is_i32(rank):
             reason = f"the attribute rank is {rank!r}"
-            hint = "Make it an integer of 32 bits, or remove it"
+            hint = "Set it to an integer of 32 bits, or remove it"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Rank", hint=hint)
-        # Its name in its shard, unless the variable was renamed since.
-        own = tensor.attrs.get("name")
-        is_own = isinstance(own, str) and tensor.name == variable_name(own, rank, repeated=True)
-        name = str(own) if is_own else tensor.name
+        # The attribute is outdated if the variable was renamed.
+        former = tensor.attrs.get("name")
+        is_current = isinstance(former, str) and tensor.name == variable_name(
+            former, rank, repeated=True
+        )
+        name = str(former) if is_current else tensor.name
         group = ranks.setdefault(rank, {})
         if group.setdefault(name, tensor) is not tensor:
             reason = f"another tensor of rank {rank} has the name {name!r}"
@@ -431,21 +439,21 @@ def _in_several(
         listed.append(shard._replace(file_path=path, file_size=size))
 
     def with_names(names: Mapping[str, str]) -> bytes:
-        of = [
+        renamed = [
             shard
             if names[shard.file_path] == shard.file_path
             else shard._replace(file_path=names[shard.file_path], checksum=MOVING)
             for shard in listed
         ]
-        return metadata.write(draft.attrs, of, {"payload": None, **custom})
+        return metadata.write(draft.attrs, renamed, {"payload": None, **custom})
 
     return referring(files, with_names)
 
 
-def _check_i32(nbytes: int, what: str, tensor: str | None = None) -> None:
+def _check_i32(nbytes: int, label: str, tensor: str | None = None) -> None:
     if nbytes >= _BOUND_I32:
         hint = "Write several checkpoints"
         if tensor is not None:
             hint = "Write one .checkpoint, whose data have no such limit, or more ranks"
-        reason = f"{what} have {nbytes} bytes, but their length has 31 bits"
+        reason = f"{label} have {nbytes} bytes, but their length has 31 bits"
         raise UnsupportedError(reason, tensor=tensor, rule="Length", hint=hint)

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint: JSON as System.Text.Json takes it, with fields of known types.
+"""The metadata of a checkpoint: JSON by the rules of System.Text.Json, with typed fields.
 
 ::
 
@@ -13,13 +13,13 @@
     customFields                                      text to text
     tensorInfos                                       list of tensors
 
-A tensor has ``name``, ``shape``, ``dataType`` (a number, or the name that records have), ``offset``
-and ``size``. All but numbers may be null, everything may be absent, and what is not known is
-ignored. Names of fields are case-sensitive. Of equal names the last counts.
+A tensor has ``name``, ``shape``, ``dataType`` (a number, or the name as in records), ``offset`` and
+``size``. Everything may be absent, and everything except numbers may be null. Unknown fields are
+ignored. Names of fields are case-sensitive; the last of equal names counts.
 
-What is written has all of these fields, in the order in which upstream's classes declare them,
-and is byte for byte what System.Text.Json writes: indented, in ASCII, with nothing in it that
-HTML gives meaning.
+xckpt writes all of these fields, in the order in which upstream's classes declare them, and with
+the bytes of System.Text.Json: indented, in ASCII, with escapes for characters that have a meaning
+in HTML.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NUMBERS = {dtype: number for number, dtype in enumerate(_NUMBERED)}
 _PYTHON_TYPES = {"text": str, "object": dict, "array": list}
 _LARGEST = {"int32": 1 << 31, "int64": 1 << 63}
 
-#: Of the root, with their types.
+#: Fields of the root, with their types.
 FIELDS = {
     "version": "text",
     "timestamp": "text",
@@ -62,7 +62,7 @@ FIELDS = {
     "shardingStrategy": "object",
     "tensorInfos": "array",
 }
-# With what absent ones are, in the order in which .NET declares them.
+# Fields with their types and defaults, in the order in which .NET declares them.
 _SHARDING: dict[str, tuple[str, Any]] = {
     "strategy": ("text", ""),
     "shardCount": ("int32", 0),
@@ -84,19 +84,20 @@ _SHARD = {
     "tensors": "array",
     "checksum": "text",
 }
-# What reading adds to the fields of metadata.
+# Attributes that the reader adds to the fields of the metadata.
 ADDED = ("payload", "metadata_json")
 _FORMATS = ("single_file", "multishard")
-# As System.Text.Json takes it, which is stricter than Python.
+# The syntax of System.Text.Json, which is stricter than Python's.
 _TIMESTAMP = re.compile(
     r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d{1,16})?)?(Z|[+-](0\d|1[0-3]):[0-5]\d)?)?", re.ASCII
 )
 
 
 class Metadata(NamedTuple):
-    """The metadata of a checkpoint: the text and what it says.
+    """The metadata of a checkpoint: the text and its contents.
 
-    `shards` may be empty, and `records` are those that are listed once more for all shards.
+    `shards` may be empty. `records` is the second list of tensors, for all shards. `repeated` has
+    the fields that occur several times.
     """
 
     text: str
@@ -107,62 +108,65 @@ class Metadata(NamedTuple):
 
     @property
     def version(self) -> str:
-        """The version of the format; null is none, and absent is the first."""
+        """The version of the format; "" if it is null, and the first version if it is absent."""
         return self.fields.get("version", "1.0.0") or ""
 
     @property
     def shard_count(self) -> int | None:
-        """How many shards there should be, if it is said; of the two places the last counts."""
+        """The stated number of shards, if any; the last of the two fields counts."""
         names = [name for name in self.fields if name in {"sharding", "shardingStrategy"}]
-        found: int | None = (self.fields[names[-1]] or {}).get("shardCount") if names else None
-        return found
+        count: int | None = (self.fields[names[-1]] or {}).get("shardCount") if names else None
+        return count
 
     def custom_field(self, name: str) -> str | None:
-        """Return a custom field, if it is there."""
-        found: str | None = (self.fields.get("customFields") or {}).get(name)
-        return found
+        """Return a custom field; None if it is missing."""
+        text: str | None = (self.fields.get("customFields") or {}).get(name)
+        return text
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
 def parse(data: bytes, at: int) -> Metadata:
-    """Read metadata, which are at a byte of their file."""
+    """Parse metadata at offset `at` of a file."""
     repeated: list[str] = []
     shards: list[ShardMetadata] = []
     try:
-        what = "the metadata"
-        fields = kit.decode_json(data, what, deepest=_DEEPEST, repeated=repeated.append)
+        fields = kit.decode_json(data, "the metadata", deepest=_DEEPEST, repeated=repeated.append)
         _check_fields(fields)
         for number, value in enumerate(fields.get("shards") or ()):
-            where = f"shards[{number}]"
-            entry = _object(value, where)
-            _check(entry, _SHARD, f"{where}.")
+            field = f"shards[{number}]"
+            entry = _object(value, field)
+            _check(entry, _SHARD, f"{field}.")
             listed = entry.get("tensors")
-            own, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
+            if listed is None:
+                records, offsets = None, []
+            else:
+                records, offsets = _tensors(listed, f"{field}.tensors")
             path, size = entry.get("filePath") or "", entry.get("fileSize", 0)
             checksum = entry.get("checksum") or None
-            shards.append(ShardMetadata(entry.get("rank", 0), own, offsets, path, size, checksum))
-        records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
+            rank = entry.get("rank", 0)
+            shards.append(ShardMetadata(rank, records, offsets, path, size, checksum))
+        all_records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
     except FormatError as error:
         error.offset = at
         raise
-    return Metadata(data.decode(), fields, shards, records, repeated)
+    return Metadata(data.decode(), fields, shards, all_records, repeated)
 
 
 def _check_fields(fields: Any) -> None:
-    """Check that the fields of metadata have the types that upstream's classes have."""
+    """Raise `FormatError` unless the fields have the types of upstream's classes."""
     if type(fields) is not dict:
         raise FormatError("the metadata are not a JSON object", rule="Metadata")
     _check(fields, FIELDS, "")
-    for name, known in _NESTED.items():
-        types = {field: expected for field, (expected, _) in known.items()}
+    for name, nested in _NESTED.items():
+        types = {field: expected for field, (expected, _) in nested.items()}
         _check(fields.get(name) or {}, types, f"{name}.")
     custom = fields.get("customFields") or {}
     _check(custom, dict.fromkeys(custom, "text"), "customFields.")
 
 
-def _check(fields: Mapping[str, Any], types: Mapping[str, str], where: str) -> None:
+def _check(fields: Mapping[str, Any], types: Mapping[str, str], prefix: str) -> None:
     for name, expected in types.items():
         value = fields.get(name)
         if expected in _PYTHON_TYPES:
@@ -175,26 +179,26 @@ def _check(fields: Mapping[str, Any], types: Mapping[str, str], where: str) -> N
             bound = _LARGEST[expected]
             fits = type(value) is int and -bound <= value < bound
         if not fits:
-            raise _mistyped(where + name, expected, value)
+            raise _mistyped(prefix + name, expected, value)
 
 
-def _tensors(values: Sequence[Any], where: str) -> tuple[list[Record], list[int]]:
+def _tensors(values: Sequence[Any], field: str) -> tuple[list[Record], list[int]]:
     records, offsets = [], []
     for number, value in enumerate(values):
-        here = f"{where}[{number}]"
-        entry = _object(value, here)
+        entry_field = f"{field}[{number}]"
+        entry = _object(value, entry_field)
         name, shape = entry.get("name", ""), entry.get("shape", [])
         if type(name) is not str:
-            raise _mistyped(f"{here}.name", "text", name)
+            raise _mistyped(f"{entry_field}.name", "text", name)
         if type(shape) is not list or len(shape) > kit.MOST_AXES:
-            raise _mistyped(f"{here}.shape", f"at most {kit.MOST_AXES} integers", shape)
+            raise _mistyped(f"{entry_field}.shape", f"at most {kit.MOST_AXES} integers", shape)
         nbytes, offset = entry.get("size", 0), entry.get("offset", 0)
         for integer in (*shape, nbytes, offset):
             if type(integer) is not int:
-                raise _mistyped(f"{here}: shape, size and offset", "integers", integer)
+                raise _mistyped(f"{entry_field}: shape, size and offset", "integers", integer)
         dtype = entry.get("dataType", 0)
         is_number = type(dtype) is int and 0 <= dtype < len(_NUMBERED)
-        dtype = _NUMBERED[dtype] if is_number else element_type(str(dtype), f"{here}: the")
+        dtype = _NUMBERED[dtype] if is_number else element_type(str(dtype), f"{entry_field}: the")
         try:
             check_shape(dtype, shape, nbytes)
         except FormatError as error:
@@ -204,14 +208,14 @@ def _tensors(values: Sequence[Any], where: str) -> tuple[list[Record], list[int]
     return records, offsets
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: Any, field: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise _mistyped(where, "object", value)
+        raise _mistyped(field, "object", value)
     return value
 
 
-def _mistyped(where: str, expected: str, value: Any) -> FormatError:
-    reason = f"the field {shown(where)}: expected {expected}, found {shown(str(value))}"
+def _mistyped(field: str, expected: str, value: Any) -> FormatError:
+    reason = f"the field {shown(field)}: expected {expected}, found {shown(str(value))}"
     return FormatError(reason, rule="Metadata")
 
 
@@ -221,17 +225,17 @@ def _mistyped(where: str, expected: str, value: Any) -> FormatError:
 def write(
     attrs: Mapping[str, Any], shards: Sequence[ShardMetadata], custom: Mapping[str, str | None]
 ) -> bytes:
-    """Write what the source of a checkpoint had, the shards that there are now, and some fields."""
+    """Encode metadata: the attributes of the source, with new shards and custom fields."""
     try:
         _check_fields(attrs)
         fields = _fields(attrs, shards, custom)
         text = to_json(fields)
-        # Numbers as keys, tuples, and what is nested too deep do not come back.
+        # Numbers as keys, tuples, and values that are nested too deep do not survive.
         if parse(text, 0).fields != fields:
-            raise ValueError("something else would come back")  # noqa: TRY301
+            raise ValueError("they do not survive a round trip through JSON")  # noqa: TRY301
     except (FormatError, TypeError, ValueError, RecursionError) as error:
         reason = error.reason if isinstance(error, FormatError) else str(error)
-        reason = f"the attributes cannot be metadata: {reason}"
+        reason = f"the attributes cannot be written as metadata: {reason}"
         hint = "Correct or remove the attribute"
         raise UnsupportedError(reason, rule="Metadata", hint=hint) from error
     return text
@@ -240,18 +244,18 @@ def write(
 def _fields(
     attrs: Mapping[str, Any], shards: Sequence[ShardMetadata], custom: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    # Of the two names of sharding the last counts.
+    # The last of the two names of sharding counts.
     names = [name for name in attrs if name in {"sharding", "shardingStrategy"}]
     sharding = _completed(attrs[names[-1]] if names else {}, _SHARDING)
     if sharding is not None:
         sharding["shardCount"] = len(shards)
-    given = attrs.get("customFields")
-    kept = {**(given or {}), **custom}
-    texts = {name: text for name, text in kept.items() if name not in custom or text is not None}
-    is_none = not texts and (given is None or custom.keys() & given.keys())
+    former = attrs.get("customFields")
+    merged = {**(former or {}), **custom}
+    texts = {name: text for name, text in merged.items() if name not in custom or text is not None}
+    is_null = not texts and (former is None or custom.keys() & former.keys())
     form, infos = attrs.get("format", _FORMATS[0]), attrs.get("tensorInfos")
     has_files = any(shard.file_path for shard in shards)
-    known = {
+    declared = {
         "version": attrs.get("version", "1.0.0"),
         "timestamp": _timestamp(attrs.get("timestamp")),
         "worldSize": attrs.get("worldSize", len(shards)),
@@ -268,22 +272,22 @@ def _fields(
             for shard in shards
         ],
         "training": _completed(attrs.get("training"), _TRAINING),
-        "customFields": None if is_none else texts,
+        "customFields": None if is_null else texts,
         "format": _FORMATS[has_files] if form in _FORMATS else form,
         "shardingStrategy": sharding,
         "tensorInfos": infos and [entry for shard in shards for entry in _entries(shard)],
     }
-    return known | {key: attrs[key] for key in attrs if key not in {*known, *ADDED}}
+    return declared | {key: attrs[key] for key in attrs if key not in {*declared, *ADDED}}
 
 
 def _completed(
-    value: Mapping[str, Any] | None, known_fields: Mapping[str, tuple[str, Any]]
+    value: Mapping[str, Any] | None, types: Mapping[str, tuple[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return fields in their order, and those that are not known after them."""
+    """Return declared fields in order, with defaults for missing ones, then unknown fields."""
     if value is None:
         return None
-    known = {name: value.get(name, default) for name, (_, default) in known_fields.items()}
-    return known | {name: value[name] for name in value if name not in known}
+    declared = {name: value.get(name, default) for name, (_, default) in types.items()}
+    return declared | {name: value[name] for name in value if name not in declared}
 
 
 def _timestamp(value: str | None) -> str:
@@ -295,8 +299,8 @@ def _timestamp(value: str | None) -> str:
             return value
     except ValueError:
         pass
-    reason = f"the attribute timestamp is {shown(value)}: not a time that upstream takes"
-    hint = "Write it like 2024-01-08T12:30:45Z, or remove it: the time is now then"
+    reason = f"the attribute timestamp is {shown(value)}, which upstream cannot parse"
+    hint = "Write it like 2024-01-08T12:30:45Z, or remove it for the current time"
     raise UnsupportedError(reason, rule="Timestamp", hint=hint)
 
 
@@ -315,15 +319,15 @@ def _entries(shard: ShardMetadata) -> list[dict[str, Any]]:
     ]
 
 
-# Where .NET writes something else than Python: an exponent begins with E, and all text but the
-# date has more escapes. Most lines have nothing of that.
+# Differences between .NET and Python: exponents begin with E, and all texts except the timestamp
+# have more escapes. Most lines have neither.
 _IS_UNLIKE = re.compile(r"[\\&'+<>`]|\de").search
 _UNLIKE = re.compile(r'(?<=^  "timestamp": )("[^"]*")|"[^"\\]*(?:\\.[^"\\]*)*"|(?<=\d)e')
 _ESCAPED = re.compile(r"\\u....|\\.|[&'+<>`]")
 
 
 def to_json(value: Any) -> bytes:
-    """Write JSON as .NET does, with two spaces for each level."""
+    """Encode JSON with the bytes of .NET, with two spaces for each level."""
     lines = json.dumps(value, indent=2, allow_nan=False).split("\n")
     written = [_UNLIKE.sub(_as_net, line) if _IS_UNLIKE(line) else line for line in lines]
     return "\n".join(written).encode()
@@ -336,8 +340,8 @@ def _as_net(match: re.Match[str]) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    found = match[0]
-    if found.startswith("\\u"):
-        return "\\u" + found[2:].upper()
-    is_short = found.startswith("\\") and found != '\\"'
-    return found if is_short else f"\\u{ord(found[-1]):04X}"
+    text = match[0]
+    if text.startswith("\\u"):
+        return "\\u" + text[2:].upper()
+    is_short = text.startswith("\\") and text != '\\"'
+    return text if is_short else f"\\u{ord(text[-1]):04X}"

@@ -1,7 +1,7 @@
-"""Records, which say what a tensor is, and where the data of a checkpoint are.
+"""Records of tensors, and the position of a checkpoint's data.
 
-Those of a single file do not say that. A reading is an assumption that either makes the file end
-exactly where it does, or not::
+The records of a single file do not state where the data are. A *reading* is an assumption, which is
+valid if all bytes of the file are accounted for::
 
     reading      bytes after the metadata                                   written by
     none         records of shard 0, of shard 1, ...                        upstream
@@ -9,8 +9,8 @@ exactly where it does, or not::
     per_shard    the records of a shard are followed by their data          -
     tail         the records of all shards are followed by all data         this package
 
-Data are in the order of the records, without gaps. Or they are in files next to the one that has
-the metadata, each with those of a shard::
+Data are in the order of the records, without gaps. Alternatively, each shard has a file for its
+data next to the metadata::
 
     PREFIX_shard_RANK.shard                                PREFIX_shard_RANK.bin
     "RAHS"                                                 data
@@ -19,15 +19,15 @@ the metadata, each with those of a shard::
     number of tensors i32
     length i32 (or i64, as a draft had it), data
 
-Neither has names or shapes. Metadata say where in the data a tensor begins; most of upstream's
-writers leave that at 0 for all tensors, which then follow each other.
+Neither has names or shapes. The metadata have the offset of each tensor in the data; most of
+upstream's writers set all offsets to 0, and tensors are then consecutive.
 
-Metadata have the path that a file was written to, which a checkpoint that was moved does not have
-any more: the file is looked for by the last component of it, next to the metadata and nowhere else.
+The metadata have the path that a file was written to, which is wrong after a checkpoint has been
+moved. The reader uses its last component, and looks only in the folder of the metadata.
 
-Upstream's reader knows no path but ``PREFIX_shard_RANK.shard``. While we replace such files, the
-metadata refer to the new ones by other names, and have a checksum that no file has (`MOVING`):
-upstream refuses these shards then, rather than to take old ones for them.
+Upstream's reader accepts only the path ``PREFIX_shard_RANK.shard``. While xckpt replaces such
+files, the metadata refer to the new ones by temporary names, with a checksum that no file has
+(`MOVING`), so that upstream refuses these shards instead of reading the old ones.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _LARGEST_I32 = (1 << 31) - 1
 _SIZES = [Struct(f"<{axes + 1}q") for axes in range(kit.MOST_AXES + 1)]
 _SMALLEST_RECORD = 17
 
-# Where no metadata say how many there are: a file of zeros would be a quarter as many.
+# A limit if the metadata do not state the number: a file of zeros has a shard every four bytes.
 _MOST_SHARDS = 1 << 16
 
 Reading = Literal["none", "inline", "per_shard", "tail"]
@@ -88,48 +88,48 @@ Payload = Literal[Reading, "companion"]
 
 
 class NetCursor(kit.Cursor):
-    """Reads what .NET's ``BinaryWriter`` wrote."""
+    """A reader of fields that .NET's ``BinaryWriter`` wrote."""
 
     __slots__ = ()
 
-    def count(self, what: str, size: int = 1) -> int:
-        """Read how many things follow, each of so many bytes or more."""
+    def count(self, label: str, size: int = 1) -> int:
+        """Read the number of following items of at least `size` bytes each."""
         at = self.at
-        found = self.number(I32, what)
-        if found < 0:
-            raise FormatError(f"{what}: {found} is below zero", offset=at, rule="Negative")
-        if found * size > self.left:
-            self._require(found * size, what)
-        return found
+        number = self.number(I32, label)
+        if number < 0:
+            raise FormatError(f"{label}: {number} is negative", offset=at, rule="Negative")
+        if number * size > self.left:
+            self._require(number * size, label)
+        return number
 
-    def string(self, what: str) -> str:
-        """Read a text that begins with its length in groups of 7 bits, the lowest first."""
+    def string(self, label: str) -> str:
+        """Read a text after its length in groups of 7 bits, the lowest first."""
         at, length, shift = self.at, 0, 0
-        while (byte := self.take(1, what)[0]) >= 0x80 and shift < 28:
+        while (byte := self.take(1, label)[0]) >= 0x80 and shift < 28:
             length |= (byte & 0x7F) << shift
             shift += 7
         length |= (byte & 0x7F) << shift
         if byte >= 0x80 or length > _LARGEST_I32:
-            reason = f"{what}: its length is not one of 31 bits in at most 5 bytes"
+            reason = f"{label}: its length has more than 31 bits or 5 bytes"
             raise FormatError(reason, offset=at, rule="StringLength")
-        return self.text(length, what)
+        return self.text(length, label)
 
 
 def written_string(text: str) -> bytes:
-    """Write a text after its length in groups of 7 bits, the lowest first."""
+    """Encode a text after its length in groups of 7 bits, the lowest first."""
     data = text.encode()
-    left, length = len(data), bytearray()
-    while left >= 0x80:
-        length.append(left & 0x7F | 0x80)
-        left >>= 7
-    return bytes([*length, left]) + data
+    remaining, length = len(data), bytearray()
+    while remaining >= 0x80:
+        length.append(remaining & 0x7F | 0x80)
+        remaining >>= 7
+    return bytes([*length, remaining]) + data
 
 
 # --- records --------------------------------------------------------------------------------------
 
 
 class Record(NamedTuple):
-    """What a checkpoint says of a tensor; the size need not be what the shape makes."""
+    """An entry for a tensor; `nbytes` is stated in the file, and may not fit the shape."""
 
     name: str
     dtype: str
@@ -138,19 +138,19 @@ class Record(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the size is what the shape makes."""
+        """Whether the stated size is that of the shape."""
         return self.nbytes == nbytes_of(self.dtype, prod(self.shape))
 
     def size_error(self, offset: int | None = None) -> FormatError:
-        """Make the error for a size that is not that."""
+        """Return the error for a size that does not fit the shape."""
         expected = nbytes_of(self.dtype, prod(self.shape))
-        reason = f"the size {self.nbytes}: expected {expected} for {self.dtype} of shape "
+        reason = f"the size is {self.nbytes}, expected {expected} for {self.dtype} of shape "
         reason += str(self.shape)
         return FormatError(reason, offset=offset, tensor=self.name, rule="Size")
 
 
 def read_block(cursor: NetCursor, *, inline: bool = False) -> tuple[list[Record], list[int]]:
-    """Read the records of a shard, and where their data are."""
+    """Read the records of a shard, and the offsets of their data if these are `inline`."""
     records: dict[str, Record] = {}
     offsets = []
     for _ in range(cursor.count("the records of a shard", _SMALLEST_RECORD)):
@@ -186,13 +186,13 @@ def _read_record(cursor: NetCursor) -> Record:
 def _sizes(cursor: NetCursor) -> Struct:
     axes = cursor.count("the shape", 8)
     if axes > kit.MOST_AXES:
-        reason = f"a tensor of {axes} axes; numpy has at most {kit.MOST_AXES}"
+        reason = f"a tensor has {axes} axes, more than {kit.MOST_AXES}"
         raise FormatError(reason, rule="Shape")
     return _SIZES[axes]
 
 
 def written_block(records: Sequence[Record]) -> bytes:
-    """Write the records of a shard."""
+    """Encode the records of a shard."""
     written = [I32.pack(len(records))]
     for name, dtype, shape, nbytes in records:
         encoded, axes = name.encode(), len(shape)
@@ -202,7 +202,7 @@ def written_block(records: Sequence[Record]) -> bytes:
 
 
 def element_type(spelled: str, where: str = "the") -> str:
-    """Return the element type that a data type is."""
+    """Return the element type of a data type."""
     dtype = DATA_TYPES.get(spelled)
     if dtype is None:
         reason = f"{where} data type {shown(spelled)} is not one of {', '.join(DATA_TYPES)}"
@@ -211,23 +211,22 @@ def element_type(spelled: str, where: str = "the") -> str:
 
 
 def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:
-    """Check that there can be a tensor like this."""
+    """Raise `FormatError` if a shape or a size is impossible."""
     if shape and min(shape) < 0:
-        raise FormatError(f"the shape {list(shape)} has an extent below zero", rule="Shape")
+        raise FormatError(f"the shape {list(shape)} has a negative extent", rule="Shape")
     if kit.is_oversized(shape, dtype):
-        reason = f"the shape {list(shape)} is larger than an array can be"
-        raise FormatError(reason, rule="Shape")
+        raise FormatError(f"the shape {list(shape)} is too large", rule="Shape")
     if nbytes < 0:
-        raise FormatError(f"the size {nbytes} is below zero", rule="Size")
+        raise FormatError(f"the size {nbytes} is negative", rule="Size")
 
 
-def same_tensors(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    """Whether two lists have the same tensors in the same order, whatever their sizes."""
-    return [record[:3] for record in some] == [record[:3] for record in others]
+def same_tensors(first: Sequence[Record], second: Sequence[Record]) -> bool:
+    """Return whether two lists have the same tensors in the same order, except for sizes."""
+    return [record[:3] for record in first] == [record[:3] for record in second]
 
 
 def places(records: Sequence[Record], start: int = 0) -> list[int]:
-    """Return where the data of each begin if they follow each other, and where all end."""
+    """Return the offsets of consecutive data, and the offset of their end."""
     return [*accumulate([record.nbytes for record in records], initial=start)]
 
 
@@ -235,31 +234,35 @@ def places(records: Sequence[Record], start: int = 0) -> list[int]:
 
 
 class Body(NamedTuple):
-    """What follows the metadata, in one reading: records of each shard, and where their data are.
+    """The bytes after the metadata, in one reading: records and offsets of data for each shard.
 
-    Only the reading "none" has no offsets, and can leave a rest of so many bytes.
+    The reading "none" has no offsets; with it, `unread_nbytes` bytes may follow the last record.
     """
 
     reading: Reading
     blocks: list[list[Record]]
     offsets: list[list[int]]
-    rest: int = 0
+    unread_nbytes: int = 0
 
 
 def find_body(
     source: Readable, start: int, count: int | None, listed: Sequence[list[Record] | None] = ()
 ) -> Body:
-    """Find the reading that explains every byte of the file, of `count` shards if that is known."""
+    """Return the reading that accounts for every byte of the file.
+
+    `count` is the number of shards, None if it is unknown. `listed` has the tensors of shards in
+    the metadata.
+    """
     readings: list[Reading] = ["per_shard", "inline"]
     fits: list[Body] = []
     failure = None
     try:
         body = read_body("none", source, start, count)
-        if not body.rest:
+        if not body.unread_nbytes:
             return body
         fits.append(_with_tail(body, source.size))
         if count == 1:
-            readings.remove("per_shard")  # the same
+            readings.remove("per_shard")  # the same as "tail" for a single shard
     except FormatError as error:
         failure = error
     for reading in readings:
@@ -270,7 +273,7 @@ def find_body(
     agreeing = [
         body
         for body in fits
-        # Writers leave lists empty that they do not fill.
+        # An empty list in the metadata has no meaning.
         if all(
             not tensors or same_tensors(tensors, records)
             for records, tensors in zip(body.blocks, listed, strict=False)
@@ -280,36 +283,36 @@ def find_body(
         raise failure
     if not agreeing:
         reading = fits[0].reading
-        reason = f"with the data {reading}, records are other tensors than the metadata list"
-        hint = f"payload={reading!r} reads them"
+        reason = f"the records, with the data {reading}, differ from the tensors in the metadata"
+        hint = f"Pass payload={reading!r} to read the records"
         raise FormatError(reason, offset=start, rule="Payload", hint=hint)
     if any(body[1:] != agreeing[0][1:] for body in agreeing):
         readings = [body.reading for body in agreeing]
-        reason = f"the data can be {' or '.join(readings)}: the sizes fit each of them"
-        hint = "payload= says which it is"
+        reason = f"the position of the data is ambiguous: it can be {' or '.join(readings)}"
+        hint = "Choose one with payload="
         raise FormatError(reason, offset=start, rule="Ambiguous", hint=hint)
     return agreeing[0]
 
 
 def read_body(reading: Reading, source: Readable, start: int, count: int | None) -> Body:
-    """Read the records of a file of which it is known where the data are.
+    """Read the records of a file in one reading.
 
-    Where the number of shards is known, that many are read. Else they go on to the end of the
-    file, or to where data would fill it.
+    `count` is the number of shards. If it is None, shards continue to the end of the file, or until
+    the data of the shards so far would fill it.
     """
     cursor = NetCursor(source, start)
     blocks: list[list[Record]] = []
     offsets: list[list[int]] = []
     tail = 0
     while cursor.left > tail if count is None else len(blocks) < count:
-        records, found = read_block(cursor, inline=reading == "inline")
+        records, block_offsets = read_block(cursor, inline=reading == "inline")
         if reading == "per_shard":
-            *found, end = _consecutive(records, cursor.at)
+            *block_offsets, end = _consecutive(records, cursor.at)
             cursor.skip(end - cursor.at, "the data of a shard")
         elif reading == "tail" and count is None:
             tail += places(records)[-1]
         blocks.append(records)
-        offsets.append(found)
+        offsets.append(block_offsets)
         if count is None and len(blocks) > _MOST_SHARDS:
             reason = f"there are more than {_MOST_SHARDS} shards"
             raise FormatError(reason, offset=cursor.at, rule="Shards")
@@ -323,20 +326,20 @@ def read_body(reading: Reading, source: Readable, start: int, count: int | None)
 
 
 def _with_tail(body: Body, size: int) -> Body:
-    start = size - body.rest
+    start = size - body.unread_nbytes
     expected = sum([places(records)[-1] for records in body.blocks])
-    if expected != body.rest:
-        data = f", and the data of all tensors are {expected}"
-        raise _unexplained(start, body.rest, data)
+    if expected != body.unread_nbytes:
+        data = f", but the data of all tensors have {expected}"
+        raise _unexplained(start, body.unread_nbytes, data)
     offsets = []
     for records in body.blocks:
-        *found, start = _consecutive(records, start)
-        offsets.append(found)
+        *block_offsets, start = _consecutive(records, start)
+        offsets.append(block_offsets)
     return Body("tail", body.blocks, offsets)
 
 
 def _consecutive(records: Sequence[Record], start: int) -> list[int]:
-    """Return places of data, each of the size that the shape makes."""
+    """Return the offsets of consecutive data, after checking their sizes."""
     for record in records:
         if not record.fits:
             raise record.size_error(start)
@@ -345,7 +348,7 @@ def _consecutive(records: Sequence[Record], start: int) -> list[int]:
 
 def _unexplained(at: int, nbytes: int, data: str = "") -> FormatError:
     reason = f"{nbytes} bytes follow the last record{data}"
-    hint = "payload='none' lists the tensors, without values"
+    hint = "Pass payload='none' to list the tensors without values"
     return FormatError(reason, offset=at, rule="Payload", hint=hint)
 
 
@@ -353,10 +356,10 @@ def _unexplained(at: int, nbytes: int, data: str = "") -> FormatError:
 
 
 class ShardMetadata(NamedTuple):
-    """What metadata say of a shard.
+    """An entry for a shard in the metadata.
 
-    A path and a size of "" and 0 are not known, and None are tensors that are not listed. The
-    offsets count from the beginning of the shard's data.
+    An unknown path is "", an unknown size 0, and `records` is None without a list of tensors.
+    Offsets count from the beginning of the shard's data.
     """
 
     rank: int
@@ -364,15 +367,16 @@ class ShardMetadata(NamedTuple):
     offsets: list[int]
     file_path: str = ""
     file_size: int = 0
-    # Upstream's reader compares it with one inside of the file, and its verifier with one of the
-    # whole file: no checksum but none satisfies both.
+    # xckpt writes no checksum: upstream's reader compares it with one inside of the file, and its
+    # verifier with one of the whole file, and no value satisfies both.
     checksum: str | None = None
 
 
 class ListedShard(NamedTuple):
-    """The tensors of a shard, what metadata say of it, and where the data of each begin.
+    """The tensors of a shard, its entry in the metadata, and the offsets of the data.
 
-    They are in a file of their own, or in the one that has the metadata, unless there is a problem.
+    The data are in `file`, or in the file of the metadata if that is None, unless there is a
+    `problem`.
     """
 
     rank: int
@@ -384,7 +388,7 @@ class ListedShard(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A file with the data of a shard from byte `start` on; it may have no header, and checksum."""
+    """A file with the data of a shard from byte `start` on; without a header, `start` is 0."""
 
     name: str
     size: int
@@ -393,24 +397,28 @@ class ShardFile(NamedTuple):
 
 
 def metadata_name(path: str) -> str:
-    """Guess the name of the file that has the metadata of a shard."""
-    found = _SHARD_FILE.fullmatch(kit.file_name(path))
-    return f"{found[1] if found else 'PREFIX'}{METADATA_SUFFIX}"
+    """Return the likely name of the file with the metadata of a shard."""
+    match = _SHARD_FILE.fullmatch(kit.file_name(path))
+    return f"{match[1] if match else 'PREFIX'}{METADATA_SUFFIX}"
 
 
 def candidates(path: str, rank: int, stated: ShardMetadata | None = None) -> tuple[str, ...]:
-    """Return the names that the file of a shard may have."""
-    own, prefix = kit.file_name(path), kit.file_stem(path, ".checkpoint", METADATA_SUFFIX)
+    """Return possible names for the file of a shard, most likely first."""
+    prefix = kit.file_stem(path, ".checkpoint", METADATA_SUFFIX)
     written = "" if stated is None else kit.file_name(stated.file_path)
     names = (written, f"{prefix}_shard_{rank}.shard", f"{prefix}_shard_{rank}.bin")
-    return tuple(dict.fromkeys(name for name in names if name not in {"", ".", "..", own}))
+    invalid = {"", ".", "..", kit.file_name(path)}
+    return tuple(dict.fromkeys(name for name in names if name not in invalid))
 
 
 def look_beside(
     source: Readable, shards: Sequence[ListedShard]
 ) -> tuple[list[ListedShard], dict[str, Shard], list[str]]:
-    """Look for the files of all shards, and read their headers; return what to warn of too."""
-    found: list[ListedShard] = []
+    """Read the headers of all shards' files.
+
+    Return the shards with their offsets or problems, the files, and warnings.
+    """
+    located: list[ListedShard] = []
     files: dict[str, Shard] = {}
     warnings: list[str] = []
     for shard in shards:
@@ -421,31 +429,31 @@ def look_beside(
             files.setdefault(names[0], Shard(size, None, names))
             reason = "the file with the data of this shard is missing"
             hint = f"Looked next to the metadata for {', '.join(map(shown, names))}"
-            found.append(shard._replace(problem=MissingShardError(reason, hint=hint)))
+            located.append(shard._replace(problem=MissingShardError(reason, hint=hint)))
             continue
         if file.name in files:
-            reason = f"the file {shown(file.name)} is that of two shards"
+            reason = f"two shards have the file {shown(file.name)}"
             raise FormatError(reason, path=source.name, rule="ShardFile")
         files[file.name] = Shard(file.size, None, (file.name,))
-        placed = shard._replace(file=file.name)
+        with_file = shard._replace(file=file.name)
         try:
-            found.append(placed._replace(offsets=_offsets(shard, file)))
+            located.append(with_file._replace(offsets=_offsets(shard, file)))
         except CheckpointError as problem:
-            found.append(placed._replace(problem=problem))
+            located.append(with_file._replace(problem=problem))
         warnings += _disagreements(file, shard.stated)
-    return found, files, warnings
+    return located, files, warnings
 
 
 def _find(source: Readable, names: Sequence[str], shard: ListedShard) -> ShardFile | None:
     for name in names:
         try:
             file = source.sibling(name)
-        # No such file, or no permission; a name that no file here can have; bytes in memory.
+        # A missing file or permission, an invalid name, or bytes in memory.
         except (OSError, CheckpointError):
             continue
         magic = bytes(file.read(0, min(4, file.size)))
         if magic == CHECKPOINT_MAGIC:
-            continue  # where the shard was written is a checkpoint in one file, perhaps this one
+            continue  # a checkpoint in one file, perhaps this one
         if magic != SHARD_MAGIC and not name.lower().endswith(".shard"):
             return ShardFile(name, file.size)
         try:
@@ -461,7 +469,7 @@ def _read_header(name: str, file: Readable, shard: ListedShard) -> ShardFile:
         raise FormatError(f"the file does not begin {SHARD_MAGIC!r}", offset=0, rule="Magic")
     rank = cursor.number(I32, "rank")
     if rank != shard.rank:
-        reason = f"the shard of rank {rank}, expected {shard.rank}"
+        reason = f"the shard has rank {rank}, expected {shard.rank}"
         raise FormatError(reason, offset=4, rule="Rank")
     checksum = cursor.text(cursor.count("checksum"), "checksum")
     at = cursor.at
@@ -476,24 +484,24 @@ def _read_header(name: str, file: Readable, shard: ListedShard) -> ShardFile:
             length = int.from_bytes(file.read(at, width), "little")
             if start + length == file.size:
                 return ShardFile(name, file.size, start, checksum)
-    reason = f"the length of the data is not that of what follows in a file of {file.size} bytes"
+    reason = f"the length of the data does not fit a file of {file.size} bytes"
     raise FormatError(reason, offset=at, rule="DataLength")
 
 
 def _disagreements(file: ShardFile, stated: ShardMetadata | None) -> Iterator[str]:
     if stated is None:
         return
-    # Upstream means the file, or its data.
+    # Upstream states the size of the file, or of its data.
     if stated.file_size not in {0, file.size, file.size - file.start}:
-        yield f"{file.name}: {file.size} bytes, but the metadata say {stated.file_size}"
-    is_comparable = stated.checksum not in {None, MOVING, file.checksum}
-    if file.checksum is not None and is_comparable:
-        both = f"{shown(file.checksum)}, but in the metadata {shown(stated.checksum or '')}"
-        yield f"{file.name}: the checksum {both}"
+        yield f"{file.name}: {file.size} bytes, but {stated.file_size} in the metadata"
+    is_different = stated.checksum not in {None, MOVING, file.checksum}
+    if file.checksum is not None and is_different:
+        expected = shown(stated.checksum or "")
+        yield f"{file.name}: the checksum is {shown(file.checksum)}, but {expected} in the metadata"
 
 
 def _offsets(shard: ListedShard, file: ShardFile) -> list[int]:
-    """Find where the data of each tensor begin in the file."""
+    """Return the offset of each tensor's data in the file."""
     records, stated, nbytes = shard.records, shard.stated, file.size - file.start
     # Offsets of the metadata count if they list the same tensors as the records.
     listed = dict(zip(stated.records or (), stated.offsets, strict=True)) if stated else {}
@@ -502,16 +510,15 @@ def _offsets(shard: ListedShard, file: ShardFile) -> list[int]:
         ranges = []
         for (name, _, _, size), offset in zip(records, offsets, strict=True):
             if not 0 <= offset <= offset + size <= nbytes:
-                reason = f"bytes {offset} to {offset + size} of the {nbytes} that the shard has"
+                reason = f"bytes {offset} to {offset + size} exceed the {nbytes} bytes of the shard"
                 raise FormatError(reason, tensor=name, rule="Bounds")
             ranges.append((offset, offset + size, name))
         for at, name, other in kit.overlaps(ranges, shared=True):
-            reason = f"the data at {at} overlap those of {shown(other)}"
+            reason = f"the data at byte {at} overlap the data of {shown(other)}"
             raise FormatError(reason, tensor=name, rule="Overlap")
     else:
         *offsets, total = places(records)
         if total != nbytes:
-            reason = f"{shown(file.name)} has {nbytes} bytes of data: not the values of its "
-            reason += f"tensors, which have {total}"
+            reason = f"{shown(file.name)} has {nbytes} bytes of data, but its tensors need {total}"
             raise PayloadMissingError(reason, rule="DataLength")
     return [file.start + offset for offset in offsets]

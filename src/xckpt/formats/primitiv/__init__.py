@@ -1,9 +1,8 @@
-r"""primitiv (usually ``.model``, ``.optimizer``, ``.param``): version 0.1 of its file format.
+r"""primitiv (usually ``.model``, ``.optimizer``, ``.param``), version 0.1 of its file format.
 
-A file is MessagePack objects one after the other, without an outer array, padding, checksum or
-end mark::
+A file is a sequence of MessagePack objects, without an outer array, padding, checksum or end mark::
 
-    file       uint32 major = 0, uint32 minor = 1, uint32 data type, then what that says:
+    file       uint32 major = 0, uint32 minor = 1, uint32 data type, then, by data type:
 
     0x0        Shape      array of uint32 dims, uint32 batch
     0x100      Tensor     Shape, bin data
@@ -14,23 +13,23 @@ end mark::
 An integer is always ``ce`` and 4 bytes big-endian, never MessagePack's shorter forms, and a float
 ``ca`` and 4 bytes; so the first 15 bytes of a file are ``ce00000000 ce00000001 ce00000T00``. The
 lengths of str, bin, array and map have any of MessagePack's forms. The data of a tensor are
-little-endian float32 in column-major order, with the samples of a batch one after the other, at
-any alignment.
+little-endian float32 in column-major order, with the samples of a batch consecutively, at any
+alignment.
 
-The length of data stands before them, so the index is made without reading them: a window of 4
-KiB moves over the headers and jumps over the rest.
+The length of data precedes them, so the reader skips them: it moves a window of 4 KiB over the
+headers.
 
-Limits: 8 dims, none of them and no batch 0, fewer than 2**32 elements. primitiv multiplies these
-numbers in 32 bits and takes a file where they wrap; here it is refused.
+Limits: 8 dims, no dim or batch of 0, fewer than 2**32 elements. primitiv computes the number of
+elements in 32 bits and accepts files where it overflows; xckpt raises an error.
 
-References: primitiv File Format v0.1; github.com/primitiv/primitiv at db14ca4 (0.4.0), whose
-reader is as strict with types, and where names repeat keeps the first statistic or setting and
-the last parameter.
+xckpt writes the same bytes as primitiv: parameters sorted by key, statistics in the order of their
+tensors, and lengths in the shortest form. Applications choose the names of parameters; the examples
+of primitiv have ``w`` and ``b``, with a ``p`` before or a number after them. Axes get names only if
+such a pair has matching shapes: ``y = matmul(w, x) + b`` with ``w {out, in}`` and ``b {out}``.
 
-Parameters are written in the order of their keys, statistics in the order of their tensors, and
-lengths in the shortest form, byte for byte as primitiv does. Names of parameters are the caller's;
-its own examples have ``w`` and ``b``, with a ``p`` before or a number after them. Axes are named
-only where such a pair agrees: ``y = matmul(w, x) + b`` with ``w {out, in}`` and ``b {out}``.
+Specification: primitiv File Format v0.1; github.com/primitiv/primitiv at db14ca4 (0.4.0), whose
+reader is as strict with types; of repeated names it keeps the first statistic or setting and the
+last parameter.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ if TYPE_CHECKING:
 _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
 _CODES = {"Shape": 0x000, "Tensor": 0x100, "Parameter": 0x200, "Model": 0x300, "Optimizer": 0x400}
 _KINDS = {code: kind for kind, code in _CODES.items()}
-# What only files of one type have.
+# Attributes of files of one data type.
 _OWN_ATTRS = {
     "Shape": ("dims", "batch"),
     "Optimizer": ("uint_configs", "float_configs", "optimizer"),
@@ -85,7 +84,7 @@ _OWN_ATTRS = {
 _UNNAMED = ["value"]
 # The optimizers of primitiv itself; settings have the name of their class before a dot.
 _OPTIMIZERS = frozenset({"SGD", "MomentumSGD", "AdaGrad", "RMSProp", "AdaDelta", "Adam"})
-# What all optimizers have. For two days in November 2017 they were called trainers.
+# Classes of settings that all optimizers have; optimizers were called trainers in some versions.
 _COMMON = frozenset({"Optimizer", "Trainer"})
 _WEIGHT = re.compile(r"(p?)w((?:_\w+?)?\d*)", re.ASCII)
 _LINE_ENDS = (
@@ -111,7 +110,7 @@ class Primitiv(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether the first 15 bytes are those of version 0.1."""
+        """Return whether the first 15 bytes are those of version 0.1."""
         return head[:13] == _MAGIC and int.from_bytes(head[13:15].rjust(2, b"\xff")) in _KINDS
 
     def read(self, source: Readable, *, with_stats: bool = True) -> Index:

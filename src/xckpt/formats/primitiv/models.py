@@ -1,9 +1,9 @@
-"""What files are made of: MessagePack objects, shapes, tensors, parameters, and models.
+"""The components of a file: MessagePack objects, shapes, tensors, parameters, and models.
 
-Objects are read without the long ones, and written as primitiv's own writer does. Names of
-variables, and places in a tree, are made of the keys of parameters, which are lists of any texts. A
-byte of a key that is not UTF-8 is a lone surrogate in the text of its element, as Python's error
-handler "surrogateescape" makes it.
+The reader skips long objects, and the writer produces the same bytes as primitiv. The names of
+variables, and their positions in a tree, come from the keys of parameters, which are lists of any
+texts. Bytes of a key that are not UTF-8 become lone surrogates, by Python's error handler
+"surrogateescape".
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from xckpt.formats.plan import Draft, WantedTensor
 
-    # What is written: bytes, and tensors in the place of their data.
+    # Pieces of a file to write: bytes, and tensors for their data.
     Pieces = Iterator[bytes | WantedTensor]
 
-#: Of a shape, and the number of its elements.
+#: Limits of a shape: number of dims, and number of elements.
 MOST_DIMS, U32 = 8, 1 << 32
 
-# What the bytes of damaged files may claim is no reason to read them as one name.
+# A limit for names, since the lengths in damaged files may be anything.
 _LONGEST_TEXT = 1 << 24
 _UINT32, _FLOAT32 = 0xCE, 0xCA
 _NAMES = {_UINT32: "uint32", _FLOAT32: "float32"}
@@ -37,9 +37,10 @@ _INTEGER, _FLOAT = Struct(">BI"), Struct(">Bf")
 
 
 class LengthType(NamedTuple):
-    """A type that begins with a length: its type bytes that are the length too, and the others.
+    """A type of objects with a length.
 
-    For each of those, how many bytes of the length follow.
+    The type bytes in `short` include the length; `long` maps other type bytes to the size in bytes
+    of the length that follows.
     """
 
     name: str
@@ -47,7 +48,7 @@ class LengthType(NamedTuple):
     long: dict[int, int]
 
     def pack(self, length: int) -> bytes:
-        """Write the length that an object begins with, in the shortest form."""
+        """Encode the type and the length of an object in the shortest form."""
         if length < len(self.short):
             return bytes([self.short[length]])
         code, width = next((c, w) for c, w in self.long.items() if length < 1 << 8 * w)
@@ -61,7 +62,7 @@ MAP = LengthType("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
 
 
 class ObjectCursor(kit.Cursor):
-    """Reads objects one after the other; only the types that are expected.
+    """A reader of consecutive objects, which accepts only the expected types.
 
     ``msgpack.Unpacker`` cannot jump over data, and its position is not that in the file.
     """

@@ -1,7 +1,7 @@
-r"""zTensor (``.zt``): versions 0.1, 1.0, 1.1, 1.2 and 2.
+r"""zTensor (``.zt``), a format for compressed, sparse and quantised tensors: versions 0.1 to 2.
 
-All integers are little-endian, all offsets absolute. A file is a head, blobs, a CBOR manifest
-that says what the blobs are, and a footer that says where the manifest is::
+All integers are little-endian, all offsets absolute. A file has a magic, blobs, a CBOR manifest
+that describes the blobs, and a footer with the position of the manifest::
 
     version   head (8 bytes)           blobs    manifest           footer
     0.1       "ZTEN0001"               % 64     array of maps      length u64
@@ -9,18 +9,18 @@ that says what the blobs are, and a footer that says where the manifest is::
     1.1, 1.2  "ZTEN1000"               % 64     map "objects"      length u64, "ZTEN1000"
     2         89 "ZT2" CR LF SUB LF    % 4096   map "objects"      40 bytes, see below
 
-Up to version 1.2 the manifest ends where the footer begins. The head alone does not tell 1.0
-from its successors: only the successors end with the magic (read as a length it would be
-3.5e18, so that no file is both). The footer of version 2 is::
+Up to version 1.2 the manifest ends where the footer begins. The successors of 1.0 have the same
+head, but also end with the magic (as a length it would be 3.5e18, so no file of 1.0 does). The
+footer of version 2 is::
 
     offset from EOF   -40               -32               -24             -16       -12    -8
                       manifest offset   manifest length   XXH3-64 of it   version   zero   magic
 
-Its manifest may lie anywhere at a multiple of 4096 (a file grows by appending blobs, a new
-manifest and a new footer; the last footer counts). Length 0 marks a data shard: blobs for the
-manifest of another file.
+Its manifest may be at any multiple of 4096, because tensors are added by appending blobs, a new
+manifest and a new footer; the last footer counts. Length 0 marks a data shard, whose blobs belong
+to the manifest of another file.
 
-What the manifest says of a tensor::
+The manifest describes a tensor by these fields::
 
     version         0.1            1.0              1.1, 1.2              2
     element type    dtype          dtype            dtype, type of part   dtype, type of part
@@ -33,15 +33,14 @@ What the manifest says of a tensor::
 
 Version 0.1 has one range for each tensor; the others have parts by role: ``data`` (dense),
 ``values, indices, indptr`` (CSR), ``values, coords`` (COO, one row of coordinates for each
-axis), ``data, scales, zeros`` (quantised). A range of version 2 may lie in another file
-(``shard``), and ranges are identical (shared) or disjoint.
+axis), ``data, scales, zeros`` (quantised). A range of version 2 may be in another file
+(``shard``), and ranges are either identical (shared) or disjoint.
 
-Limits: a manifest has at most 1 GiB, a shape 64 axes. Version 2 demands RFC 8949 core
-deterministic CBOR without tags, nested at most 32 deep; the others take any CBOR.
+Limits: 1 GiB for a manifest, 64 axes for a shape. Version 2 requires RFC 8949 core deterministic
+CBOR without tags, nested at most 32 deep; the other versions accept any CBOR.
 
-References: the zTensor 1.0 specification; github.com/pie-project/ztensor, tags 0.1.4, 1.0.1,
-1.2.3 and 2.1.2, which differ from each other and from the specification where this package
-says so.
+Specification: the zTensor 1.0 specification; github.com/pie-project/ztensor, tags 0.1.4, 1.0.1,
+1.2.3 and 2.1.2. Comments in this package note where they differ.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class ZTensor(Format):
     name = "ztensor"
     description = "zTensor checkpoints"
     types = {**LONG, **SHORT_1}  # noqa: RUF012  never changed
-    can = Can(  # what either version has
+    can = Can(  # of both written versions together
         types=WRITTEN,
         layouts=("dense", "sparse_csr", "sparse_coo", "quantized", "structural"),
         compressions=("zstd", "zstd-seekable"),
@@ -79,13 +78,13 @@ class ZTensor(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Whether the magic is that of any version."""
+        """Return whether a file begins with the magic of any version."""
         return head.startswith((v1.MAGIC_0, v1.MAGIC, v2.MAGIC))
 
     def read(self, source: Readable) -> Index:
-        """Read head, footer and manifest, no tensor."""
+        """Read the magic, the footer and the manifest, but no tensor."""
         if source.size < _SMALLEST:
-            reason = f"{source.size} bytes are fewer than the {_SMALLEST} of a head and a footer"
+            reason = f"the file has {source.size} bytes, fewer than the {_SMALLEST} of an empty one"
             raise FormatError(reason, offset=0, rule="FileTooSmall")
         magic = bytes(source.read(0, 8))
         if magic == v2.MAGIC:
@@ -96,19 +95,18 @@ class ZTensor(Format):
         raise FormatError(reason, offset=0, rule="HeaderMagic")
 
     def plan(self, draft: Draft, *, version: str = "1.0", alignment: int | None = None) -> Plan:
-        """Lay out a file of version 1.0, which the specification describes, or 2.
+        """Plan a file of version 1.0 or 2.
 
         Parameters
         ----------
         draft : Draft
-            What is to be written.
+            Contents of the file.
         version : {"1.0", "2"}
-            Version 1.0 has 13 element types. Version 2 has more of them, quantised layouts, and is
-            what the maintained reader reads.
+            Version 1.0 follows the specification, with 13 element types. Version 2 has more element
+            types and quantised layouts; upstream's current reader requires it.
         alignment : int, optional
-            Of the parts of a file of version 2, in bytes: a power of two from 4096. By default
-            65536, which the canonical form of the version demands. Those of version 1.0 are at
-            multiples of 64.
+            Alignment of the parts in a file of version 2, in bytes: a power of two from 4096. By
+            default 65536, as in the canonical form of the version. Version 1.0 always aligns to 64.
         """
         if version not in {"1.0", "2"}:
             raise ValueError(f"version={version!r}: expected '1.0' or '2'")
@@ -126,24 +124,24 @@ class ZTensor(Format):
         alignment: int | None = None,
         replace: bool = False,
     ) -> Plan:
-        """Lay out what makes a file of version 1.0 or 2 hold more tensors."""
+        """Plan the addition of tensors to a file of version 1.0 or 2."""
         magic = bytes(source.read(0, 8)) if source.size >= _SMALLEST else b""
         # Files of 1.1 and 1.2 end with the magic of 1.0.
-        plain = magic == v1.MAGIC and bytes(source.read(source.size - 8, 8)) != v1.MAGIC
-        if not plain and magic != v2.MAGIC:
+        is_1_0 = magic == v1.MAGIC and bytes(source.read(source.size - 8, 8)) != v1.MAGIC
+        if not is_1_0 and magic != v2.MAGIC:
             raise UnsupportedError(
                 "only files of version 1.0 and 2 are added to",
                 path=source.name,
                 rule="Version",
                 hint="Convert it first",
             )
-        found, old = "1.0" if plain else "2", self.read(source)
-        if version is not None and version != found:
-            raise ValueError(f"version={version!r}, but the file is of version {found}")
-        taken = next((name for name in draft.tensors if name in old.tensors), None)
-        if taken is not None and not replace:
-            raise ValueError(f"the file has a tensor {shown(taken)}; replace=True replaces it")
-        if not plain:
+        file_version, old = "1.0" if is_1_0 else "2", self.read(source)
+        if version is not None and version != file_version:
+            raise ValueError(f"version={version!r}, but the file is of version {file_version}")
+        existing = next((name for name in draft.tensors if name in old.tensors), None)
+        if existing is not None and not replace:
+            raise ValueError(f"the file has a tensor {shown(existing)}; replace=True replaces it")
+        if not is_1_0:
             return v2.append(source, draft, old, alignment)
         _refuse_alignment(alignment)
         return v1.append(source, draft, old)

@@ -1,8 +1,8 @@
-"""What all versions share: the CBOR manifest, attributes, element types, and parts that fit shapes.
+"""The common ground of all versions: CBOR manifest, attributes, element types, checks of parts.
 
-cbor2 cannot tell deterministic encoding from any other, and ignores what follows the first value.
-Parts are given with the shape None; the functions for a layout check their sizes and return them
-with their shapes.
+cbor2 neither recognises deterministic encoding nor reports bytes after the first value, so both are
+checked here. Functions for a layout get parts with the shape None, check their sizes, and return
+them with their shapes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def locate(size: int, footer: int, length: int) -> int:
-    """Find a manifest that ends where the footer begins."""
-    # Not "<" as section 6 of the 1.0 specification has it: a file without tensors is all manifest.
+    """Return the offset of a manifest that ends where the footer begins."""
+    # Section 6 of the 1.0 specification has "<" by mistake: a file without tensors has no blobs.
     if length > size - _HEAD - footer:
         reason = f"the footer claims a manifest of {length} bytes, "
-        reason += f"but there are {size - _HEAD - footer} before it"
+        reason += f"but only {size - _HEAD - footer} precede it"
         hint = kit.TRUNCATED
         raise FormatError(reason, offset=size - footer, rule="ManifestBounds", hint=hint)
     if length > LARGEST:
-        reason = f"a manifest of {length} bytes is larger than {LARGEST}"
+        reason = f"the manifest has {length} bytes, more than {LARGEST}"
         raise FormatError(reason, offset=size - footer, rule="ManifestTooLarge")
     return size - footer - length
 
@@ -60,12 +60,12 @@ def decode(data: bytes) -> Any:
 
 
 def decode_deterministic(data: bytes) -> Any:
-    """Decode core deterministic CBOR (RFC 8949, section 4.2.1) without tags, as version 2 demands.
+    """Decode core deterministic CBOR (RFC 8949, section 4.2.1) without tags, as in version 2.
 
-    Encoding the value again and comparing the bytes takes three times as long as decoding. But
-    every head that is not the shortest makes an encoding longer, so that of all encodings of a
-    value with their keys in order, the deterministic one is the only one of its length: it is
-    enough to count. NaN is the exception (all payloads are one value), and its length is NaN.
+    Encoding the value again and comparing the bytes would take three times as long as decoding.
+    Comparing lengths is enough: among all encodings with sorted keys, the deterministic one is the
+    only shortest. NaN is an exception, since several payloads have the same length; its length
+    counts as NaN here, and the bytes are compared.
     """
     import cbor2
 
@@ -89,7 +89,7 @@ def _one_value(data: bytes, tagged: Callable[[int, Any], Any], **limits: Any) ->
 
 
 def _encoded_length(value: Any, orders: dict[tuple[Any, ...], int]) -> float:
-    """Count the bytes of the deterministic encoding; NaN if there is a NaN in it."""
+    """Return the size of the deterministic encoding in bytes; NaN if the value has a NaN."""
     kind = type(value)
     if kind is dict:
         keys = tuple(value)
@@ -183,7 +183,7 @@ def _plain(value: Any) -> Any:
 
 
 def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
-    """Check that CBOR without tags can hold an attribute that is to be written."""
+    """Raise `UnsupportedError` unless CBOR without tags can represent an attribute."""
     kind = type(value)
     if kind is str:
         return kit.check_text("an attribute", value, tensor)
@@ -364,7 +364,7 @@ def decoded_size(part: Part) -> int | None:
 
 
 def check_dense(part: Part, shape: Shape) -> None:
-    """Check the size of dense data, as far as the file tells it."""
+    """Check the size of dense data if the file states it."""
     dtype = part.dtype
     expected = nbytes_of(dtype, prod(shape))
     size = part.nbytes if part.encoding is None else part.decoded_nbytes
@@ -448,7 +448,7 @@ def _count(role: str, part: Part) -> int | None:
 
 
 def _nonzero(indexed: int | None, values: Part) -> int | None:
-    """Return the number of stored values, which the indices tell; packed values do not."""
+    """Return the number of stored values, from the indices, since values may be packed."""
     if indexed is None:
         return None if ELEMENT_TYPES[values.dtype].bits < 8 else _count("values", values)
     size = decoded_size(values)
@@ -526,7 +526,7 @@ def wished(
 
 
 def unnamed_layout(tensor: WantedTensor, defined: Iterable[str]) -> UnsupportedError:
-    """Make the error for parts that are no array, where nothing says of which layout they are."""
+    """Return the error for parts that are not an array and have no layout."""
     hint = f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}"
     reason = "parts of a layout without a name"
     return UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)

@@ -1,13 +1,13 @@
 """Quantised layouts of version 2: ``zt.quant_group/1``, ``zt.mx/1`` and ``gguf.TYPE/1``.
 
-The profiles leave some of the decoding open. What is read: codes lie in C order, so that those of
-a word are neighbours on the last axis; scales and zero points lie lane by lane, a lane being a
-position on all the other axes. What no reading settles is shown as its parts: codes or packed
-zero points whose words straddle lines; 3, 5 and 6 bits (which the profile permits and its packing
-rule excludes); scales of which one and another reading of group size 0 make sense; and MXINT8,
-whose factor 2^-6 the profile neither states nor excludes.
+The profiles do not determine the decoding completely. xckpt assumes that codes are in C order, so
+that codes of a word are neighbours on the last axis, and that scales and zero points are stored
+lane by lane, where a lane is a position on all other axes. Ambiguous tensors become a variable for
+each part: codes or packed zero points whose words straddle lines; 3, 5 and 6 bits (permitted by the
+profile, but excluded by its packing rule); scales that fit several meanings of group size 0; and
+MXINT8, whose factor 2^-6 the profile neither states nor excludes.
 
-References: spec/profiles in github.com/pie-project/ztensor, tag 2.1.2.
+Specification: spec/profiles in github.com/pie-project/ztensor, tag 2.1.2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     _Pinned = tuple[dict[str, Part], Quantization] | None
 
 _GROUPS, _MICROSCALED = "zt.quant_group/1", "zt.mx/1"
-#: The attributes that say how a tensor of these layouts is quantised.
+#: The attributes that determine how tensors of these layouts are quantised.
 PINNED = ("bits", "group_size", "block_size", "axis", "packing", "scale_form", "zero_point")
 _SCALE_TYPES = {
     "f32_factors": WIDE_FLOATS,

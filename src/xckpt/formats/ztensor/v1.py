@@ -1,20 +1,20 @@
-"""Versions 0.1 to 1.2: read, and 1.0 written.
+"""Versions 0.1 to 1.2 of zTensor: a reader for all, and a writer for 1.0.
 
-Version 0.1 is an array of tensors, one blob each, whose entries carry what their writer wanted to
-say of a tensor next to the fields of the format. The sparse layouts pack all their arrays into the
-one blob; no published writer made such a file.
+Version 0.1 is an array of tensors with one blob each. Its entries have arbitrary attributes next to
+the fields of the format. Sparse layouts pack all their arrays into the blob; no published writer
+creates such files.
 
-Versions 1.0, 1.1 and 1.2 share a magic: a file of 1.0 ends with the size of the manifest, those of
-1.1 and 1.2, which differ only in what 1.2 adds, end with the magic once more. Rulings where the
-specification of 1.0 contradicts itself or real files are at the places they concern.
+Versions 1.0, 1.1 and 1.2 share a magic. Files of 1.0 end with the size of the manifest; files of
+1.1 and 1.2 end with the magic once more. Version 1.2 only adds to 1.1. Comments explain each
+decision where the specification of 1.0 contradicts itself or real files.
 
-Version 1.0 is written byte for byte as its reference implementation does (tag 1.0.1), in one order:
-the head, blobs at multiples of 64 in the order of the file that they come from, else of the
-tensors, right after the last one the manifest with tensors in the order of their UTF-8 bytes, and
-its length. The manifest comes last because the size of a compressed blob, and a digest, are known
-only when it is written. That implementation demands `generator` and `attributes` in the root, and
-texts as values of the latter. The specification does not. It gives tensors no attributes; here they
-have them as in version 1.1, in a field that readers of version 1.0 ignore.
+The writer produces the same bytes as the reference implementation of version 1.0 (tag 1.0.1): the
+magic, blobs at multiples of 64 in the order of the file that they are copied from, or else of the
+draft, the manifest with tensors sorted by their UTF-8 bytes, and its length. The manifest comes
+last because the sizes of compressed blobs and the digests are unknown before writing. The reference
+implementation, unlike the specification, requires `generator` and `attributes` in the root, with
+texts as values. The specification has no attributes of tensors; xckpt stores them as in version
+1.1, in a field that readers of version 1.0 ignore.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FIELDS_0 |= {"data_endianness"}
 _INDEX_NBYTES = 8
 _INDICES = frozenset({"indices", "indptr", "coords"})
 _ALGORITHMS = frozenset({"crc32c", "sha256"})
-# What is written for each compression and digest that is wanted.
+# Stored encodings and digests by requested compression and digest.
 _ENCODINGS = {None: None, "zstd": "zstd", "zstd-seekable": "zstd"}
 _DIGESTS = {None: None, "crc32c": "crc32c", "sha256": "sha256", "xxh3": "crc32c"}
 _GENERATOR = "xckpt"
@@ -59,8 +59,8 @@ _LEVELS = 125
 def read(source: Readable, magic: bytes) -> Index:
     """Read a file of version 0.1, 1.0, 1.1 or 1.2."""
     tail = bytes(source.read(source.size - 16, 16))
-    # 1.0 has no footer magic: the 16 bytes that its specification subtracts from the size are
-    # the head and the footer.
+    # 1.0 has no magic in the footer: its specification subtracts 16 bytes from the size for the
+    # head and the footer.
     plain = tail[8:] != MAGIC or magic == MAGIC_0
     footer = 8 if plain else 16
     length = int.from_bytes(tail[16 - footer :][:8], "little")
@@ -69,7 +69,7 @@ def read(source: Readable, magic: bytes) -> Index:
     attrs: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()
     try:
-        # A file of version 0.1 that is nothing but head and footer lacks even the manifest.
+        # A file of version 0.1 with only a head and a footer has no manifest.
         empty = magic == MAGIC_0 and not length and source.size == _HEAD + _FOOTER
         root: Any = [] if empty else manifest.decode(bytes(source.read(start, length)))
         if magic == MAGIC_0:
@@ -221,7 +221,7 @@ class _Components:
         self._plain = plain
 
     def tensor(self, name: str, entry: Any) -> Tensor:
-        """Read what the manifest says of a tensor."""
+        """Read the entry of a tensor."""
         shape = kit.as_shape(mapping("tensor", entry).get("shape"), manifest.MOST_ELEMENTS)
         components = mapping("components", entry.get("components"))
         layout: Any = manifest.text("format", entry.get("format"))

@@ -1,16 +1,15 @@
-"""Version 2: deterministic manifest under a hash, parts of any layout, shards.
+"""Version 2 of zTensor: a deterministic manifest with a hash, any layout, shards.
 
-Every rule of the reference reader is enforced at open, under its name, and one that it lacks: it
-computes the size of dense data in 64 bits and skips the check where that overflows. Layouts whose
-attributes leave the decoding open are shown as their parts.
+Opening enforces every rule of the reference reader, under the same name. It also checks sizes of
+dense data that exceed 64 bits, for which the reference reader skips the check. Tensors of layouts
+whose attributes do not determine the decoding become a variable for each part.
 
-What is written is the canonical form as far as that is known before the data are: the head, blobs
-at multiples of 64 KiB in the order of the UTF-8 bytes of tensors and then of roles, the manifest
-likewise, right after it the footer. Every part has a digest of its decoded bytes, XXH3 where no
-other is wanted. Parts without bytes are one blob. Beyond the canonical form there are compressed
-parts (``zt.zstd-seekable/1``), smaller alignments, and equal data that are stored more than once:
-what is equal shows when it has been written. A new generation of a file is blobs, a manifest of all
-tensors and a footer after the old footer.
+The writer produces the canonical form, as far as it is known before the data are: the magic, blobs
+at multiples of 64 KiB sorted by the UTF-8 bytes of tensors and then of roles, the manifest at such
+a multiple, and the footer right after it. Every part has a digest of its decoded bytes, XXH3 by
+default. Empty parts share a blob. Files deviate from the canonical form if they have compressed
+parts (``zt.zstd-seekable/1``), a smaller alignment, or equal data more than once, which is unknown
+before writing. Adding tensors appends blobs, a manifest of all tensors and a footer.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _ARRAYS: dict[str, Layout] = {
 }
 _LAYOUTS = {layout: spelled for spelled, layout in _ARRAYS.items()}
 _SEEKABLE, _SPELLED_SEEKABLE = "zstd-seekable", "zt.zstd-seekable/1"
-# What is written for each compression and digest that is wanted.
+# Stored encodings and digests by requested compression and digest.
 _ENCODINGS = {None: None, "zstd": _SEEKABLE, _SEEKABLE: _SEEKABLE}
 _DIGESTS = {None: "xxh3", "xxh3": "xxh3", "sha256": "sha256", "crc32c": "xxh3"}
 # The dtype and the type of a part.
@@ -75,7 +74,7 @@ _ROOT_LEVELS, _LEVELS = 31, 30
 
 
 def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
-    """Read a manifest: where it begins and ends, and what it says; None in a data shard."""
+    """Return the start, the end and the value of the manifest; None in a data shard."""
     import xxhash
 
     found = _footer(source)
@@ -222,7 +221,7 @@ class _Objects:
                 raise FormatError(reason, offset=offset, rule="BlobOverlap")
 
     def tensor(self, name: str, entry: Any) -> Tensor:
-        """Read what the manifest says of a tensor."""
+        """Read the entry of a tensor."""
         shape = kit.as_shape(mapping("object", entry).get("shape"), manifest.MOST_ELEMENTS)
         layout = manifest.text("layout", entry.get("layout"))
         fields = mapping("parts", entry.get("parts"))
