@@ -151,12 +151,12 @@ class Mlcp(Format):
             is_swapped = magic == b"MLCP"
             hint = "The magic is written as a little-endian integer" if is_swapped else None
             raise FormatError(reason, offset=0, rule="Magic", hint=hint)
-        version, stated, payload, shards, expected, unread_nbytes = listed
+        version, stated, position, shards, expected, unread_nbytes = listed
         warnings = _warnings(stated, shards, unread_nbytes)
         files: dict[str, Shard] = {}
-        if payload == "none":
-            payload, shards, files = _look_for_data(source, shards, expected, warnings)
-        attrs = {**stated.fields, "payload": payload, "metadata_json": stated.text}
+        if position == "none":
+            position, shards, files = _look_for_data(source, shards, expected, warnings)
+        attrs = {**stated.fields, "payload": position, "metadata_json": stated.text}
         size, notes, tensors = source.size, tuple(warnings), _tensors(shards)
         index = Index(self.name, version, tensors, attrs, source.name, size, files, notes)
         keys = (kit.DIMS_KEY, kit.ARRANGEMENT_KEY)
@@ -237,7 +237,7 @@ def _read_checkpoint(source: Readable, payload: Payload | None) -> _Checkpoint:
     at = cursor.at
     stated = metadata.parse(cursor.take(length, "metadata"), at)
     marker = stated.custom_field("payload")
-    expected = payload or (marker if marker in get_args(Payload) else None)
+    expected = payload or next((p for p in get_args(Payload) if p == marker), None)
     # An empty list of shards has no meaning: upstream's own tests write such files.
     count = len(stated.shards) or None
     if expected is None:

@@ -139,9 +139,9 @@ def parse(data: bytes, at: int) -> Metadata:
             entry = _object(value, field)
             _check(entry, _SHARD, f"{field}.")
             listed = entry.get("tensors")
-            if listed is None:
-                records, offsets = None, []
-            else:
+            records: list[Record] | None = None
+            offsets: list[int] = []
+            if listed is not None:
                 records, offsets = _tensors(listed, f"{field}.tensors")
             path, size = entry.get("filePath") or "", entry.get("fileSize", 0)
             checksum = entry.get("checksum") or None
