@@ -148,9 +148,8 @@ class Mlcp(Format):
             listed = _read_metadata(source, payload)
         else:
             reason = f"the file begins {magic!r}, expected {CHECKPOINT_MAGIC!r} or metadata in JSON"
-            is_swapped = magic == b"MLCP"
-            hint = "The magic is written as a little-endian integer" if is_swapped else None
-            raise FormatError(reason, offset=0, rule="Magic", hint=hint)
+            note = "The magic is written as a little-endian integer" if magic == b"MLCP" else None
+            raise FormatError(reason, offset=0, rule="Magic", hint=note)
         version, stated, position, shards, expected, unread_nbytes = listed
         warnings = _warnings(stated, shards, unread_nbytes)
         files: dict[str, Shard] = {}
