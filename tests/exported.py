@@ -32,19 +32,19 @@ def written(obj: Any, path: Path, writer: str) -> Any:
             obj.to_zarr(path)
         else:
             obj.to_netcdf(path, engine=writer)
-        with reopen(path, engine=writer) as found:
-            return found.load()
+        with reopen(path, engine=writer) as reopened:
+            return reopened.load()
 
 
-def assert_same_values(found: xr.Variable, wanted: xr.Variable) -> None:
+def assert_same_values(actual: xr.Variable, expected: xr.Variable) -> None:
     """Compare dimensions, type and bits."""
-    assert found.dims == wanted.dims
-    kinds = {found.dtype.kind, wanted.dtype.kind}
+    assert actual.dims == expected.dims
+    kinds = {actual.dtype.kind, expected.dtype.kind}
     if kinds <= {"U", "O", "T"}:
-        assert found.values.tolist() == wanted.values.tolist()
+        assert actual.values.tolist() == expected.values.tolist()
         return
-    assert found.dtype == wanted.dtype
-    assert found.values.tobytes() == wanted.values.tobytes()
+    assert actual.dtype == expected.dtype
+    assert actual.values.tobytes() == expected.values.tobytes()
 
 
 def told(attrs: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
@@ -86,9 +86,9 @@ def narrow(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return convert(values, dtype.name, "exact")
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Compare attributes, however a file spells the kinds of numbers and lists."""
-    return json.dumps(_spelled(found)) == json.dumps(_spelled(wanted))
+    return json.dumps(_spelled(actual)) == json.dumps(_spelled(expected))
 
 
 def _spelled(value: Any) -> Any:

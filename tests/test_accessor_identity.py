@@ -44,13 +44,13 @@ def opened(request: pytest.FixtureRequest, path: Path) -> Any:
 def test_a_tensor_by_its_id(opened: Any, name: str) -> None:
     number = base_id(name)
     text = f"{number:032x}"
-    for given in (number, np.array([number], object)[0], number.to_bytes(16, "little"), text):
-        found = opened.ckpt.by_base_id(given)
-        assert isinstance(found, xr.DataArray)
-        assert found.attrs["base_id"] == text
+    for spelling in (number, np.array([number], object)[0], number.to_bytes(16, "little"), text):
+        variable = opened.ckpt.by_base_id(spelling)
+        assert isinstance(variable, xr.DataArray)
+        assert variable.attrs["base_id"] == text
         leaf = name.rpartition(".")[2]
-        assert found.name == (name if isinstance(opened, xr.Dataset) else leaf)
-        np.testing.assert_array_equal(found, ARRAYS[name])
+        assert variable.name == (name if isinstance(opened, xr.Dataset) else leaf)
+        np.testing.assert_array_equal(variable, ARRAYS[name])
     assert opened.ckpt.by_base_id(text.upper()).attrs["base_id"] == text
 
 

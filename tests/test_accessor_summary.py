@@ -22,8 +22,8 @@ def test_findings_are_shown_once_they_are_known(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
     ds = xr.open_dataset(path, engine="ztensor")
     before, html = repr(ds.ckpt), ds.ckpt._repr_html_()
-    found = ds.ckpt.findings(ds.ckpt.stats(progress=False))
-    assert set(found["rule"]) >= {"nan", "all_zero"}
+    findings = ds.ckpt.findings(ds.ckpt.stats(progress=False))
+    assert set(findings["rule"]) >= {"nan", "all_zero"}
     assert "nan" not in before
     assert "nan" in repr(ds.ckpt)
     assert "nan" in ds.ckpt._repr_html_()
@@ -132,8 +132,8 @@ class TestOneArray:
     def test_it_gives_what_the_dataset_gives_for_it(self, ds: xr.Dataset, tmp_path: Path) -> None:
         name = next(str(n) for n, v in ds.data_vars.items() if "layers" in v.dims and v.ndim > 2)
         array = ds[name]
-        found = array.ckpt.stats(progress=False)
-        xr.testing.assert_identical(found[name], ds.ckpt.stats(progress=False)[name])
+        stats = array.ckpt.stats(progress=False)
+        xr.testing.assert_identical(stats[name], ds.ckpt.stats(progress=False)[name])
         assert len(array.ckpt.findings()) == len(ds[[name]].ckpt.findings())
         assert list(array.ckpt.histogram(5, progress=False)) == [name]
         member = name.replace("layers.", "layers.1.")
@@ -168,19 +168,23 @@ class TestFindings:
         return xr.open_dataset(tmp_path / "m.npz", engine="npz")
 
     def test_in_a_notebook_and_a_terminal(self, ds: xr.Dataset) -> None:
-        found = ds.ckpt.findings()
-        sentences = found["explanation"].tolist()
+        findings = ds.ckpt.findings()
+        sentences = findings["explanation"].tolist()
         assert any("in column 85" in sentence and len(sentence) > 50 for sentence in sentences)
-        for text in (found._repr_html_(), repr(found), found[found["value"] > 1]._repr_html_()):
+        for text in (
+            findings._repr_html_(),
+            repr(findings),
+            findings[findings["value"] > 1]._repr_html_(),
+        ):
             assert all(sentence in text for sentence in sentences)
             assert "\x1b" not in text
-        assert pickle.loads(pickle.dumps(found)).equals(found)
+        assert pickle.loads(pickle.dumps(findings)).equals(findings)
 
     def test_in_the_explorer(self, ds: xr.Dataset) -> None:
         pytest.importorskip("anywidget")
-        found = ds.ckpt.findings()
+        findings = ds.ckpt.findings()
         told = ds.ckpt.explore()._found
-        assert {finding.explanation for finding in told} == set(found["explanation"])
+        assert {finding.explanation for finding in told} == set(findings["explanation"])
 
 
 class TestRoles:
@@ -302,9 +306,9 @@ class TestSizes:
         ds = xr.Dataset({"w": (("a", "b"), values)})
         xckpt.save(ds, tmp_path / "m.zt", encoding={"*": {"compression": "zstd"}}, version="2")
         ds = xr.open_dataset(tmp_path / "m.zt")
-        whole = ds.ckpt.summary("dtype")["nbytes"].item()
+        full = ds.ckpt.summary("dtype")["nbytes"].item()
         half = ds.isel(a=slice(0, 32)).ckpt.summary("dtype")["nbytes"].item()
-        assert half == -(-whole // 2) < 64 * 64 * 2
+        assert half == -(-full // 2) < 64 * 64 * 2
 
     def test_of_shards_that_xarray_joins(self, path: Path, tmp_path: Path) -> None:
         ds = xr.open_dataset(path)
@@ -326,15 +330,15 @@ class TestResults:
         return xr.Dataset({f"h.{i}.w": ("x", rng.random(8)) for i in range(20)})
 
     def test_statistics(self, ds: xr.Dataset) -> None:
-        found = ds.ckpt.stats()
-        head, columns, *rows, more = repr(found.ckpt).split("\n")
+        stats = ds.ckpt.stats()
+        head, columns, *rows, more = repr(stats.ckpt).split("\n")
         assert head == "<Statistics>  20 tensors: 23 statistics"
         assert columns.split() == ["count", "nan", "inf", "min", "max", "mean", "std"]
         assert rows[0].split()[:2] == ["h.0.w", "8"]
         assert more == "… 10 more: .ckpt.table()"
-        assert "Statistics" in found.ckpt._repr_html_()
-        assert "Statistics" in repr(found["h.0.w"].ckpt)
-        assert found.ckpt.findings().equals(ds.ckpt.findings())
+        assert "Statistics" in stats.ckpt._repr_html_()
+        assert "Statistics" in repr(stats["h.0.w"].ckpt)
+        assert stats.ckpt.findings().equals(ds.ckpt.findings())
 
     def test_a_comparison(self, ds: xr.Dataset, tmp_path: Path) -> None:
         paths = [tmp_path / "a.zt", tmp_path / "b.safetensors"]
@@ -351,9 +355,9 @@ class TestResults:
 
     def test_names_cannot_do_harm(self) -> None:
         ds = xr.Dataset({"\x1b[2J<b>": ("x", [1.0, 2.0])})
-        found = ds.ckpt.stats().ckpt
-        assert "\x1b" not in repr(found)
-        assert "<b>" not in found._repr_html_()
+        stats = ds.ckpt.stats().ckpt
+        assert "\x1b" not in repr(stats)
+        assert "<b>" not in stats._repr_html_()
 
     def test_others_with_such_dimensions(self) -> None:
         for ds in (xr.Dataset({"a": ("bin", [1])}), xr.Dataset({"a": ("statistic", [1])})):

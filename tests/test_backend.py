@@ -131,11 +131,11 @@ def test_load_dataset(path: Path) -> None:
 
 def test_loaded_arrays_do_not_follow_the_file(path: Path) -> None:
     ds = xr.open_dataset(path, engine="ztensor")
-    row, whole = ds["emb.weight"][3].compute(), ds.compute()
+    row, full = ds["emb.weight"][3].compute(), ds.compute()
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
     np.testing.assert_array_equal(row, VALUES["emb.weight"][3])
-    assert_values(whole)
+    assert_values(full)
 
 
 def test_a_dataset_pickles_by_reference(sample: Path) -> None:

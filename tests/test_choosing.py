@@ -53,9 +53,9 @@ def named(*parts: str) -> set[str]:
 def test_any_tensor_of_the_file_by_its_name(path: Path, opened: Any) -> None:
     obj = opened(path)
     for name, array in ARRAYS.items():
-        found = obj.ckpt[name]
-        np.testing.assert_array_equal(found.values, array)
-        assert found.name == name
+        values = obj.ckpt[name]
+        np.testing.assert_array_equal(values.values, array)
+        assert values.name == name
     with pytest.raises(KeyError, match=r"layers\.3\.norm"):
         obj.ckpt["layers.3.nrom"]
 
@@ -84,14 +84,14 @@ def test_an_object_that_was_changed_in_place(path: Path) -> None:
 def test_one_number_of_a_module_wherever_it_is(path: Path, opened: Any) -> None:
     obj = opened(path)
     for layer in range(LAYERS):
-        found = obj.ckpt.sel(layers=layer)
-        assert members(found) == named(f"layers.{layer}.")
-        for name in members(found):
-            np.testing.assert_array_equal(found.ckpt[name].values, ARRAYS[name])
-    found = obj.ckpt.sel(layers=3, experts=1)
-    assert members(found) == {"layers.3.experts.1.w"}
+        selection = obj.ckpt.sel(layers=layer)
+        assert members(selection) == named(f"layers.{layer}.")
+        for name in members(selection):
+            np.testing.assert_array_equal(selection.ckpt[name].values, ARRAYS[name])
+    selection = obj.ckpt.sel(layers=3, experts=1)
+    assert members(selection) == {"layers.3.experts.1.w"}
     np.testing.assert_array_equal(
-        found.ckpt["layers.3.experts.1.w"].values, ARRAYS["layers.3.experts.1.w"]
+        selection.ckpt["layers.3.experts.1.w"].values, ARRAYS["layers.3.experts.1.w"]
     )
 
 
@@ -135,10 +135,10 @@ def test_nothing_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stacked", "stacked tree"])
-@pytest.mark.parametrize("wanted", ["*.experts.*", "*.mlp.w", "layers.[23].*", "*.w"])
-def test_dimensions_are_called_as_in_the_whole_file(path: Path, kind: str, wanted: str) -> None:
+@pytest.mark.parametrize("expected", ["*.experts.*", "*.mlp.w", "layers.[23].*", "*.w"])
+def test_dimensions_are_called_as_in_the_whole_file(path: Path, kind: str, expected: str) -> None:
     opener = xr.open_dataset if kind == "stacked" else xr.open_datatree
-    whole = flatten(opener(path, stack=True)).variables
-    some = flatten(opener(path, stack=True, tensors=wanted)).variables
+    full = flatten(opener(path, stack=True)).variables
+    some = flatten(opener(path, stack=True, tensors=expected)).variables
     assert some
-    assert {name: some[name].dims for name in some} == {name: whole[name].dims for name in some}
+    assert {name: some[name].dims for name in some} == {name: full[name].dims for name in some}

@@ -124,8 +124,8 @@ class TestTwoWorkers:
         monkeypatch.setattr(scanning, "scan_cuts", looking)
         monkeypatch.setattr(scanning, "_CLUSTER_TASK_NBYTES", 1 << 16)
         ds = xr.open_dataset(str(tmp_path / "m-*.zt"), engine="ztensor")
-        found = xckpt.stats(ds, cache=False, progress=False)
-        assert len(found.data_vars) == 64 == len(read)
+        stats = xckpt.stats(ds, cache=False, progress=False)
+        assert len(stats.data_vars) == 64 == len(read)
         workers = [worker for worker, _ in read]
         assert sorted(map(workers.count, set(workers))) == [32, 32]
         assert len(set(read)) <= 9  # eight shards; one may be needed for equal shares
@@ -144,10 +144,10 @@ class TestTwoWorkers:
             ds = xr.open_dataset(f"{web.url}/m.zt", engine="ztensor")
             web.at_once = web.nbytes_sent = 0
             web.behaviour.together = IN_FLIGHT
-            found = xckpt.stats(ds, cache=False, progress=False)
+            stats = xckpt.stats(ds, cache=False, progress=False)
         assert web.at_once == IN_FLIGHT  # of a process; here all workers are in one
         assert web.nbytes_sent <= len(data)  # each byte once
-        xr.testing.assert_equal(found, xckpt.stats(data, cache=False, progress=False))
+        xr.testing.assert_equal(stats, xckpt.stats(data, cache=False, progress=False))
 
 
 def _slow_sum(block: Any) -> Any:
@@ -166,4 +166,4 @@ def test_a_killed_worker_costs_time_and_nothing_else(path: Path, client: Any) ->
     client.gather(futures[:20])
     victim = next(iter(client.run(os.getpid).values()))
     os.kill(victim, signal.SIGKILL)
-    assert [float(each[0]) for each in client.gather(futures)] == [4.0 * n for n in range(100)]
+    assert [float(future[0]) for future in client.gather(futures)] == [4.0 * n for n in range(100)]

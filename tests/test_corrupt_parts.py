@@ -112,9 +112,9 @@ def test_a_damaged_part_harms_its_own_tensor(
     damaged: str | None, options: dict[str, Any], sized: bool, tmp_path: Path
 ) -> None:
     path = written(tmp_path, damaged, sized=sized)
-    whole = written(tmp_path / "..", sized=sized)
+    full = written(tmp_path / "..", sized=sized)
     ds = xr.open_dataset(path, engine="ztensor", **options)
-    expected = xr.open_dataset(whole, engine="ztensor", **options).load()
+    expected = xr.open_dataset(full, engine="ztensor", **options).load()
     assert list(ds.variables) == list(expected.variables)
     harmed = "" if damaged is None else damaged.partition(":")[0]
     errors = {}
@@ -126,10 +126,10 @@ def test_a_damaged_part_harms_its_own_tensor(
         else:
             np.testing.assert_equal(unsparse(values), unsparse(expected[name].data))
     assert list(errors) == ([] if damaged is None else [damaged if damaged in ds else harmed])
-    for each in errors.values():
+    for value in errors.values():
         parts = xckpt.read_index(path).tensors[harmed].parts.values()
-        assert (each.path, each.tensor) == (str(path), harmed)
-        assert each.offset in {part.offset for part in parts}
+        assert (value.path, value.tensor) == (str(path), harmed)
+        assert value.offset in {part.offset for part in parts}
 
 
 @pytest.mark.parametrize("damaged", ["coo:coords", "layers.1.w:data"])
@@ -170,7 +170,7 @@ def test_a_malformed_digest_is_damage_to_all(tmp_path: Path) -> None:
     path.write_bytes(v1_file({"t": dense_v1(bytes(8), [2], "float32", digest="crc;2c:0xZZ")}))
     with pytest.raises(xckpt.FormatError, match="is not algorithm:value"):
         xr.open_dataset(path, engine="ztensor")["t"].values  # noqa: B018
-    (finding,) = [each for each in xckpt.verify(path).findings if each.severity == "error"]
+    (finding,) = [finding for finding in xckpt.verify(path).findings if finding.severity == "error"]
     assert (finding.rule, finding.offset) == ("Digest", 64)
 
 

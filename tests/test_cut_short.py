@@ -130,20 +130,20 @@ def test_it_is_cut_between_two_reads(
 ) -> None:
     path = write(tmp_path, kind)
     shutil.copy(path, path.with_name("other" + path.suffix))
-    whole = path.read_bytes()
+    data = path.read_bytes()
     preadv, count = os.preadv, [0]
 
     def cutting(fileno: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if os.path.samestat(os.fstat(fileno), path.stat()):
             count[0] -= 1
             if count[0] == 0:
-                os.truncate(path, len(whole) // 3)
+                os.truncate(path, len(data) // 3)
         return preadv(fileno, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", cutting)
     errors = []
     for moment in (*range(1, 12), 20, 30, 60):
-        path.write_bytes(whole)
+        path.write_bytes(data)
         count[0] = moment
         try:
             use(path)
@@ -204,8 +204,8 @@ def test_no_process_is_ended(tmp_path: Path) -> None:
         text=True,
         cwd=Path(__file__).parents[1],
     ) as process:
-        told, answers = process.stdin, process.stdout
-        assert told is not None
+        stdin, answers = process.stdin, process.stdout
+        assert stdin is not None
         assert answers is not None
         seconds = 0.0
         for kind in dict.fromkeys(kind for _, kind in CASES):
@@ -215,8 +215,8 @@ def test_no_process_is_ended(tmp_path: Path) -> None:
             shutil.copy(path, path.with_name("whole"))
             for use in (use for use, of in CASES if of == kind):
                 for trial in range(TRIALS):
-                    told.write(f"{use.__name__} {path}\n")
-                    told.flush()
+                    stdin.write(f"{use.__name__} {path}\n")
+                    stdin.flush()
                     assert answers.readline() == "reading\n", process.wait()
                     start = time.perf_counter()
                     if trial > 1:  # the first one imports and compiles, the second one is timed
@@ -225,5 +225,5 @@ def test_no_process_is_ended(tmp_path: Path) -> None:
                     found = answers.readline()
                     seconds = time.perf_counter() - start
                     assert found in ({"right\n", "error\n"} if trial > 1 else {"right\n"}), use
-        told.close()
+        stdin.close()
         assert process.wait() == 0

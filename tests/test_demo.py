@@ -38,9 +38,9 @@ def test_every_family_of_tensors_has_a_line(output: str) -> None:
 
 
 def test_spread_is_shown_for_the_first_and_the_last_layer(output: str) -> None:
-    found = re.search(r"\*\.self_attn\.q_proj\.weight +x4 .* (\S+) \.\. (\S+) ", output)
-    assert found is not None
-    first, last = map(float, found.groups())
+    match = re.search(r"\*\.self_attn\.q_proj\.weight +x4 .* (\S+) \.\. (\S+) ", output)
+    assert match is not None
+    first, last = map(float, match.groups())
     assert first == pytest.approx(0.02, rel=0.05)
     assert last == pytest.approx(0.02 * 1.75, rel=0.05)
 

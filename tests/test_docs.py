@@ -63,15 +63,15 @@ assert runner.tries and not runner.failures
 def pages() -> dict[str, list[str]]:
     """Return the blocks of each page that has some."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = {}
+    blocks_by_page = {}
     for path in paths:
         blocks = [
             dedent(match["fenced"] or match["session"])
             for match in BLOCK.finditer(path.read_text(encoding="utf-8"))
         ]
         if blocks:
-            found[str(path.relative_to(ROOT).with_suffix(""))] = blocks
-    return found
+            blocks_by_page[str(path.relative_to(ROOT).with_suffix(""))] = blocks
+    return blocks_by_page
 
 
 PAGES = pages()
@@ -118,8 +118,13 @@ def test_the_command_line() -> None:
 
     text = (ROOT / "docs" / "how-to" / "command-line.md").read_text(encoding="utf-8")
     described = set(re.findall(r"`(--?[a-z-]+)", text))
-    parameters = [each for command in commands.commands.values() for each in command.params]
-    options = {name for each in parameters if isinstance(each, click.Option) for name in each.opts}
+    parameters = [param for command in commands.commands.values() for param in command.params]
+    options = {
+        name
+        for parameter in parameters
+        if isinstance(parameter, click.Option)
+        for name in parameter.opts
+    }
     assert described == options
     for command in commands.commands:
         assert f"\nxckpt {command} " in text

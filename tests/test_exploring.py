@@ -58,12 +58,12 @@ def ignore(*_: int) -> None:
 def test_rows_are_the_tensors(obj: Any, path: Path) -> None:
     rows = OpenTensors(obj).rows
     tensors = open_index(path, whole=not _has_parts(rows))[1].tensors
-    whole = [row for row in rows if ":" not in row.name]
+    full = [row for row in rows if ":" not in row.name]
     assert {row.name.partition(":")[0] for row in rows} == set(tensors)
-    for row in whole:
+    for row in full:
         tensor = tensors[row.name]
-        known = (tensor.dtype, tensor.shape, tensor.nbytes)
-        assert (row.dtype, row.shape, row.nbytes) == known or len(whole) < len(rows)
+        header = (tensor.dtype, tensor.shape, tensor.nbytes)
+        assert (row.dtype, row.shape, row.nbytes) == header or len(full) < len(rows)
 
 
 def _has_parts(rows: list[Row]) -> bool:
@@ -81,28 +81,28 @@ def test_code_gives_the_tensor(obj: Any, path: Path) -> None:
     tensors = OpenTensors(obj)
     flat = xr.open_dataset(path, engine="ztensor", decode=not _has_parts(tensors.rows))
     for row in tensors.rows[::7]:
-        found = eval(tensors.code(row.name), {"ds": obj, "dt": obj})  # noqa: S307  our own code
-        assert found.shape == row.shape
+        variable = eval(tensors.code(row.name), {"ds": obj, "dt": obj})  # noqa: S307  our own code
+        assert variable.shape == row.shape
         if row.name in flat.variables:
-            np.testing.assert_array_equal(found.values, flat[row.name].values)
+            np.testing.assert_array_equal(variable.values, flat[row.name].values)
 
 
 def test_statistics_are_those_of_the_file(obj: Any) -> None:
     tensors = OpenTensors(obj)
     names = [row.name for row in tensors.rows]
-    found = compute(tensors, names, ignore).statistics
+    results = compute(tensors, names, ignore).statistics
     expected = table(stats(obj)).T.to_dict()
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
+    assert results.keys() == expected.keys()
+    for name, values in results.items():
         np.testing.assert_array_equal([*values.values()], [*expected[name].values()])
 
 
 def test_findings_are_those_of_the_file(obj: Any) -> None:
     tensors = OpenTensors(obj)
-    found = compute(tensors, [row.name for row in tensors.rows], ignore).findings
+    results = compute(tensors, [row.name for row in tensors.rows], ignore).findings
     expected = findings(stats(obj)).itertuples(index=False, name=None)
-    assert sorted(map(tuple, found)) == sorted(expected)
-    assert found
+    assert sorted(map(tuple, results)) == sorted(expected)
+    assert results
 
 
 def test_what_is_computed_already_is_known(path: Path) -> None:
@@ -224,8 +224,8 @@ def test_explore_gives_the_widget(path: Path) -> None:
     explorer = explore(OpenTensors(ds), index_summary(xckpt.read_index(path)))
     explorer.selected = "model.norm.weight"
     assert explorer._one.wait(60)
-    known = explorer._known[explorer._row_of["model.norm.weight"]]
-    mean = known[explorer._columns["mean"]]
+    cached = explorer._known[explorer._row_of["model.norm.weight"]]
+    mean = cached[explorer._columns["mean"]]
     assert mean == pytest.approx(float(ds["model.norm.weight"].mean()), rel=1e-6)
 
 
@@ -246,5 +246,5 @@ def test_trees_whose_nodes_do_not_spell_the_names(tmp_path: Path) -> None:
         assert {row.name for row in tensors.rows} == set(xckpt.read_index(path).tensors)
         flat = xr.open_dataset(path, engine=engine)
         for row in tensors.rows:
-            found = eval(tensors.code(row.name), {"dt": tree})  # noqa: S307  our own code
-            np.testing.assert_array_equal(found.values, flat[row.name].values)
+            variable = eval(tensors.code(row.name), {"dt": tree})  # noqa: S307  our own code
+            np.testing.assert_array_equal(variable.values, flat[row.name].values)

@@ -59,12 +59,12 @@ def writer(request: pytest.FixtureRequest) -> str:
 
 def keys_of(*objects: Any) -> set[str]:
     """Collect the keys in the encodings of objects and of their variables."""
-    found: set[str] = set()
+    names: set[str] = set()
     for obj in objects:
         for node in obj.subtree if isinstance(obj, xr.DataTree) else [obj]:
-            found.update(node.encoding)
-            found.update(key for v in node.variables.values() for key in v.encoding)
-    return found
+            names.update(node.encoding)
+            names.update(key for v in node.variables.values() for key in v.encoding)
+    return names
 
 
 def test_no_key_of_an_encoding_is_a_request_to_a_writer_of_xarray(sample: Path) -> None:
@@ -103,8 +103,8 @@ def test_quantised_values_are_not_rounded(tmp_path: Path, writer: str) -> None:
     codes = np.array([-7, 3, 64, 113], "i1").tobytes() + np.float32(0.04).tobytes()
     ds = xr.open_dataset(burnpack({"w": quantized((4,), codes)}), engine="burnpack")
     assert ds["w"].encoding["stored_dtype"] == np.int8
-    found = written(ds, tmp_path / "m", writer)
-    np.testing.assert_allclose(found["w"], [-0.28, 0.12, 2.56, 4.52], rtol=1e-6)
+    reopened = written(ds, tmp_path / "m", writer)
+    np.testing.assert_allclose(reopened["w"], [-0.28, 0.12, 2.56, 4.52], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_a_sample_as_a_dataset_and_as_a_tree(
     with dask.config.set({"array.chunk-size": "2 kB"}):
         ds = xr.open_dataset(sample, stack=stack)
         tree = xr.open_datatree(sample, stack=stack)
-    found = written(ds, tmp_path / "d", writer)
-    assert set(found.variables) == set(ds.variables)
+    reopened = written(ds, tmp_path / "d", writer)
+    assert set(reopened.variables) == set(ds.variables)
     for name, variable in ds.variables.items():
-        assert_same_values(found.variables[name], variable)
+        assert_same_values(reopened.variables[name], variable)
     again = written(tree, tmp_path / "t", writer)
     assert set(again.groups) == set(tree.groups)
     for node in tree.subtree:
@@ -155,8 +155,8 @@ def test_a_sample_as_a_dataset_and_as_a_tree(
 
 def test_statistics(sample: Path, tmp_path: Path, writer: str) -> None:
     stats = xr.open_dataset(sample, stack=True).ckpt.stats()
-    found = written(stats, tmp_path / "s", writer)
-    xr.testing.assert_equal(found, stats)
+    reopened = written(stats, tmp_path / "s", writer)
+    xr.testing.assert_equal(reopened, stats)
 
 
 # --- and our own writer --------------------------------------------------------------------------

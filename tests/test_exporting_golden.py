@@ -89,7 +89,9 @@ def with_values(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     try:
         return ds, ds.compute()
     except xckpt.CheckpointError:
-        readable = ds.drop_vars([name for name, each in ds.variables.items() if not has(each)])
+        readable = ds.drop_vars(
+            [name for name, variable in ds.variables.items() if not has(variable)]
+        )
         return readable, readable.compute()
 
 
@@ -106,9 +108,9 @@ def made_plain(obj: Any) -> tuple[Any, list[str]]:
     """Call what is tested, and give its warnings too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = obj.ckpt.plain()
+        plain = obj.ckpt.plain()
     assert all(warning.category is xckpt.CheckpointWarning for warning in caught)
-    return made, [str(warning.message) for warning in caught]
+    return plain, [str(warning.message) for warning in caught]
 
 
 def datasets(obj: Any) -> dict[str, xr.Dataset]:
@@ -126,17 +128,17 @@ def test_golden_files(path: Path, tmp_path: Path) -> None:
         plain, changes = made_plain(obj)
         assert len(changes) <= 1
         computed = plain.compute()
-        made = datasets(computed)
+        exported = datasets(computed)
         if not changes and way in DIRECTLY:
             # Then nothing is in the way of xarray either, and what is open is written.
-            for at, ds in made.items():
+            for at, ds in exported.items():
                 assert_same(ds, before[at])
             plain, computed = obj, obj.compute()
         for writer in WRITERS:
             # One of those of netCDF gets what is in memory.
             to_write = computed if writer == "h5netcdf" else plain
             again = datasets(written(to_write, tmp_path / f"{way}.{writer}", writer))
-            assert_told(again, made, before)
+            assert_told(again, exported, before)
 
 
 def assert_told(
@@ -154,10 +156,10 @@ def assert_told(
         assert_same(restored(again[at]), before[was])
 
 
-def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
+def assert_same(actual: xr.Dataset, expected: xr.Dataset) -> None:
     """Compare names, values and attributes."""
-    assert found.variables.keys() == wanted.variables.keys()
-    assert same(found.attrs, wanted.attrs)
-    for name, variable in wanted.variables.items():
-        assert_same_values(found.variables[name], variable.copy(data=densified(variable.data)))
-        assert same(found.variables[name].attrs, variable.attrs), name
+    assert actual.variables.keys() == expected.variables.keys()
+    assert same(actual.attrs, expected.attrs)
+    for name, variable in expected.variables.items():
+        assert_same_values(actual.variables[name], variable.copy(data=densified(variable.data)))
+        assert same(actual.variables[name].attrs, variable.attrs), name

@@ -37,15 +37,15 @@ def names(obj: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "expected",
     ["*.q_proj.*", ["*0.attn.q*", "*1.attn.q*"], re.compile("q_proj"), lambda n: "q_" in n],
 )
-def test_by_name(opened: Any, wanted: Any) -> None:
-    found = opened.ckpt.find(wanted)
-    assert names(found) == Q_PROJ
-    assert found.attrs == {"license": "MIT"}
-    assert found.ckpt.format == "ztensor"
-    assert type(found) is type(opened)
+def test_by_name(opened: Any, expected: Any) -> None:
+    selection = opened.ckpt.find(expected)
+    assert names(selection) == Q_PROJ
+    assert selection.attrs == {"license": "MIT"}
+    assert selection.ckpt.format == "ztensor"
+    assert type(selection) is type(opened)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", stored_dtype("bfloat16"), {"bfloat16"}])
@@ -76,10 +76,10 @@ def test_what_is_not_there(opened: Any) -> None:
 
 def test_stacked_variables_and_coordinates() -> None:
     ds = xr.open_dataset(v1_file(TENSORS), engine="ztensor", stack=True)
-    found = ds.ckpt.find("*.q_proj.*")
-    assert names(found) == ["layers.attn.q_proj.weight"]
-    assert list(found.coords) == ["layers"]
-    assert names(found.ckpt.unstack()) == Q_PROJ
+    selection = ds.ckpt.find("*.q_proj.*")
+    assert names(selection) == ["layers.attn.q_proj.weight"]
+    assert list(selection.coords) == ["layers"]
+    assert names(selection.ckpt.unstack()) == Q_PROJ
     assert not ds.ckpt.find("emb").coords
 
 

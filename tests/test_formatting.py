@@ -51,7 +51,7 @@ def test_short_count(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "whole", "text"),
+    ("part", "total", "text"),
     [
         (0, 0, ""),
         (0, 5, "0 %"),
@@ -61,8 +61,8 @@ def test_short_count(count: int, text: str) -> None:
         (921, 1000, "92.1 %"),
     ],
 )
-def test_share(part: int, whole: int, text: str) -> None:
-    assert share(part, whole) == text
+def test_share(part: int, total: int, text: str) -> None:
+    assert share(part, total) == text
 
 
 def test_counted() -> None:

@@ -16,7 +16,9 @@ from xckpt import formats
 if TYPE_CHECKING:
     from pathlib import Path
 
-WRITING = [each for each in ENGINES if "float16" in formats.get(each).can.types]
+WRITING = [
+    format_name for format_name in ENGINES if "float16" in formats.get(format_name).can.types
+]
 
 # Their sum, and that of their squares, is beyond the largest float16.
 VALUES = np.random.default_rng(0).normal(3, 40, (300, 200)).astype(np.float16)
@@ -70,5 +72,5 @@ def test_compared_with_another_type_of_16_bits(path: Path) -> None:
     other = path.with_name("other.zt")
     xckpt.save(xr.Dataset({"w": (("i", "j"), VALUES.astype(ml_dtypes.bfloat16))}), other)
     differences = xckpt.compare(xr.open_dataset(path)[["w"]], other)["w"]
-    wanted = np.abs(VALUES.astype("f8") - VALUES.astype(ml_dtypes.bfloat16).astype("f8")).max()
-    assert differences.sel(statistic="max_abs").item() == wanted
+    expected = np.abs(VALUES.astype("f8") - VALUES.astype(ml_dtypes.bfloat16).astype("f8")).max()
+    assert differences.sel(statistic="max_abs").item() == expected

@@ -63,8 +63,8 @@ def test_namespaces_of_many_threads_differ() -> None:
 def test_the_first_namespace_is_1() -> None:
     code = "from xckpt.identity import next_namespace; print(next_namespace(), next_namespace())"
     run = [sys.executable, "-c", code]
-    told = subprocess.run(run, capture_output=True, check=True, text=True)  # noqa: S603  our own
-    assert told.stdout.split() == ["1", "2"]
+    output = subprocess.run(run, capture_output=True, check=True, text=True)  # noqa: S603  our own
+    assert output.stdout.split() == ["1", "2"]
 
 
 def test_golden_ids(golden: Path) -> None:

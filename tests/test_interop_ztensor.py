@@ -20,15 +20,15 @@ DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
 def arrays() -> dict[str, Any]:
     """Make arrays of all types and of odd shapes."""
     rng = np.random.default_rng(0)
-    made = {f"t.{dtype}": rng.integers(0, 100, (5, 7)).astype(f"<{dtype}") for dtype in DTYPES}
-    made |= {
+    arrays = {f"t.{dtype}": rng.integers(0, 100, (5, 7)).astype(f"<{dtype}") for dtype in DTYPES}
+    arrays |= {
         "empty": np.zeros((0, 3), "<f4"),
         "one": np.ones(1, "<f4"),
         "bool": rng.random(9) < 0.5,
         "Ünïcode 名": np.arange(3, dtype="<i4"),
         "deep": np.arange(16, dtype="<u1").reshape((1, 2) * 4),
     }
-    return made
+    return arrays
 
 
 @pytest.mark.parametrize("digests", [None, True])

@@ -122,10 +122,10 @@ def test_the_maintained_reader_reads_version_2(
     assert set(source) == set(index.tensors)
     assert source.attributes == {**index.attrs, "xckpt.dims": '{"Ünïcode 名":["a",null]}'}
     for name, tensor in index.tensors.items():
-        found = source[name]
-        assert tuple(found.shape) == tensor.shape
+        values = source[name]
+        assert tuple(values.shape) == tensor.shape
         for role in tensor.parts:
-            assert found[role].tobytes() == data[name, role]
+            assert values[role].tobytes() == data[name, role]
 
 
 def test_version_2_equals_what_the_maintained_writer_makes(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def run(command: list[str], timeout: float) -> str:
 
 def read_old(release: Path, path: str) -> dict[str, Any]:
     script = f"import sys; sys.path.insert(0, {str(release)!r})\n{READ_OLD}"
-    found: dict[str, Any] = json.loads(run([sys.executable, "-c", script, path], timeout=60))
-    return found
+    document: dict[str, Any] = json.loads(run([sys.executable, "-c", script, path], timeout=60))
+    return document
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ class TestOneDimension:
         arrays = {f"h.{i}.n": np.ones(3, "<f4") for i in range(3)}
         arrays |= {f"h.{i}.w": np.ones((2, 2), ml_dtypes.bfloat16) for i in (1, 2)}
         for decode, dtype in ((True, np.float32), (False, ml_dtypes.bfloat16)):
-            found = joined(arrays, decode=decode)["h.w"]
-            assert found.dtype == dtype
-            absent = np.isnan(found.values.astype("f4")).all((1, 2))
+            variable = joined(arrays, decode=decode)["h.w"]
+            assert variable.dtype == dtype
+            absent = np.isnan(variable.values.astype("f4")).all((1, 2))
             assert absent.tolist() == [True, False, False]
 
     def test_of_what_is_no_checkpoint(self) -> None:
@@ -111,11 +111,11 @@ class TestOneDimension:
             assert each.ckpt.stack(join="outer")["h.w"].dims == ("h_1", "x", "y")
 
     def test_attributes_that_differ(self) -> None:
-        told = {"unit": "m", "id": "a", "scale": 0.5, "number": 3}
+        attrs = {"unit": "m", "id": "a", "scale": 0.5, "number": 3}
         arrays: dict[str, Any] = {f"h.{i}.n": ("x", np.zeros(2)) for i in range(3)}
         for i in (1, 2):
             own = {"id": f"a{i}", "scale": i / 2, "number": i}
-            arrays[f"h.{i}.w"] = ("x", np.zeros(2), told | own)
+            arrays[f"h.{i}.w"] = ("x", np.zeros(2), attrs | own)
         ds = xr.Dataset(arrays)
         stacked = ds.ckpt.stack(join="outer")
         assert stacked["h.w"].attrs == {"unit": "m"}
@@ -177,8 +177,8 @@ class TestStatistics:
             obj = obj.load()
         elif form == "computed":
             obj, flat = obj * 2, flat * 2
-        found = obj.ckpt.stats()
-        table, expected = (each.ckpt.table() for each in (found, flat.ckpt.stats()))
+        stats = obj.ckpt.stats()
+        table, expected = (each.ckpt.table() for each in (stats, flat.ckpt.stats()))
         assert table.sort_index().equals(expected.sort_index())
         assert obj.ckpt.findings().empty
         counts = obj.ckpt.histogram(7)
@@ -186,11 +186,11 @@ class TestStatistics:
         assert counts[name].dims == ("bin", "layers", "experts")
         counted = np.where(np.arange(LAYERS) < DENSE, 0, EXPERTS * 20)
         np.testing.assert_array_equal(counts[name].sum(("bin", "experts")), counted)
-        assert found[name].sel(statistic="count").isnull().sum() == DENSE * EXPERTS
+        assert stats[name].sel(statistic="count").isnull().sum() == DENSE * EXPERTS
 
     def test_of_rows_that_absent_members_are_in(self) -> None:
         ds = joined()
-        found = ds[["layers.mlp.w"]].ckpt.stats(dim=["layers", "d4"])["layers.mlp.w"]
+        stats = ds[["layers.mlp.w"]].ckpt.stats(dim=["layers", "d4"])["layers.mlp.w"]
         values = np.stack([ARRAYS[f"layers.{i}.mlp.w"] for i in range(DENSE)])
         for statistic, expected in {
             "count": np.full(6, values[..., 0].size),
@@ -198,7 +198,7 @@ class TestStatistics:
             "mean": values.mean((0, 1)),
             "min": values.min((0, 1)),
         }.items():
-            np.testing.assert_allclose(found.sel(statistic=statistic), expected)
+            np.testing.assert_allclose(stats.sel(statistic=statistic), expected)
         by_layer = ds[["layers.mlp.w"]].ckpt.stats(dim=["d4", "d6"])["layers.mlp.w"]
         assert by_layer.sel(layers=3).isnull().all()
         assert by_layer.sel(layers=0, statistic="nan") == 0
@@ -219,8 +219,8 @@ class TestStatistics:
         arrays = {name: array.copy() for name, array in ARRAYS.items()}
         arrays["layers.3.experts.1.w"][1, 2:4] = np.nan
         ds = joined(arrays)
-        (found,) = ds.ckpt.findings().itertuples(index=False)
-        assert tuple(found)[:3] == ("layers.3.experts.1.w", "nan", 2.0)
+        (findings,) = ds.ckpt.findings().itertuples(index=False)
+        assert tuple(findings)[:3] == ("layers.3.experts.1.w", "nan", 2.0)
 
     def test_comparisons(self) -> None:
         changed = {name: array.copy() for name, array in ARRAYS.items()}
@@ -228,9 +228,9 @@ class TestStatistics:
         del changed["layers.1.mlp.w"]
         exact = xr.open_dataset(zt(changed), engine="ztensor", stack=True)
         for other in (exact, joined(changed)):
-            found = joined().ckpt.compare(other).ckpt.table()
-            assert len(found) == len(ARRAYS)
-            status = found["status"].astype(str)
+            table = joined().ckpt.compare(other).ckpt.table()
+            assert len(table) == len(ARRAYS)
+            status = table["status"].astype(str)
             assert status[status != "same"].to_dict() == {
                 "layers.1.mlp.w": "only_a",
                 "layers.2.experts.0.w": "changed",
@@ -239,20 +239,20 @@ class TestStatistics:
     @pytest.mark.parametrize("values", [False, True])
     def test_singular_values(self, values: bool) -> None:
         ds = joined()
-        found = xckpt.spectrum(ds, progress=False, values=values)
+        spectrum = xckpt.spectrum(ds, progress=False, values=values)
         name = "layers.experts.w"
         one = xckpt.spectrum(ds.ckpt["layers.3.experts.1.w"], progress=False, values=values)
         (expected,) = one.values()
-        at = found[name].sel(layers=3, experts=1)
+        at = spectrum[name].sel(layers=3, experts=1)
         np.testing.assert_array_equal(at.to_numpy(), expected.to_numpy())
-        assert found[name].sel(layers=0).isnull().all()
+        assert spectrum[name].sel(layers=0).isnull().all()
         if not values:
-            assert repr(found.ckpt).startswith("<Spectrum of <bytes>>  9 tensors: 8 statistics")
-            assert len(found.ckpt.table()) == 9
+            assert repr(spectrum.ckpt).startswith("<Spectrum of <bytes>>  9 tensors: 8 statistics")
+            assert len(spectrum.ckpt.table()) == 9
 
     def test_a_layer_without_them(self) -> None:
-        found = joined().isel(layers=[0]).ckpt.stats()
-        assert set(found.data_vars) == {"embed", "layers.norm", "layers.mlp.w"}
+        stats = joined().isel(layers=[0]).ckpt.stats()
+        assert set(stats.data_vars) == {"embed", "layers.norm", "layers.mlp.w"}
 
 
 class TestAllElse:
@@ -323,8 +323,8 @@ class TestAllElse:
     def test_the_explorer_has_what_is_there(self) -> None:
         tensors = OpenTensors(joined())
         names = [row.name for row in tensors.rows]
-        found = compute(tensors, names, lambda *_: None)
-        assert {name: each["count"] for name, each in found.statistics.items()} == {
+        results = compute(tensors, names, lambda *_: None)
+        assert {name: each["count"] for name, each in results.statistics.items()} == {
             name: array.size for name, array in ARRAYS.items()
         }
 
@@ -353,8 +353,8 @@ class TestWhichNumbersThereAre:
 
     def test_of_a_part_and_of_a_tree(self) -> None:
         ds = xr.open_dataset(zt(ARRAYS), engine="ztensor", stack="experts")
-        found = number_sets(ds.ckpt.sel(layers=[1, 2]))
-        assert {(each.module, each.numbers) for each in found} == {
+        selected = number_sets(ds.ckpt.sel(layers=[1, 2]))
+        assert {(each.module, each.numbers) for each in selected} == {
             ("layers", (1, 2)),
             ("layers", (1,)),
             ("layers", (2,)),
@@ -364,7 +364,7 @@ class TestWhichNumbersThereAre:
         assert number_sets(dt) == number_sets(xr.open_dataset(zt(ARRAYS), stack=True))
         assert number_sets(xr.Dataset({"a": 1})) == []
         pairs = xr.Dataset(dict.fromkeys(("0.w", "1.w", "a.0.5.w", "a.1.5.w"), 1))
-        assert [(each.module, each.numbers) for each in number_sets(pairs)] == [
+        assert [(pair.module, pair.numbers) for pair in number_sets(pairs)] == [
             ("index", (0, 1)),
             ("a", (0, 1)),
             ("a", (5,)),

@@ -115,13 +115,13 @@ def test_writing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
 
 
 def test_statistics_read_what_is_stored(path: Path, blocks: list[Any]) -> None:
-    found = xckpt.stats(path, progress=False, cache=False, exact_quantiles=True)["t"]
+    result = xckpt.stats(path, progress=False, cache=False, exact_quantiles=True)["t"]
     size = xckpt.read_index(path).tensors["t"].size
-    assert found.sel(statistic="count") == size
-    assert found.sel(statistic="zero") == size - len(blocks[0].values)
-    assert float(found.sel(statistic="max")) in {1.5, 3.0, np.frombuffer(ONE, "<i4")[0]}
-    found = xckpt.histogram(path, progress=False, cache=False)["t"]
-    assert found.sum() == size
+    assert result.sel(statistic="count") == size
+    assert result.sel(statistic="zero") == size - len(blocks[0].values)
+    assert float(result.sel(statistic="max")) in {1.5, 3.0, np.frombuffer(ONE, "<i4")[0]}
+    result = xckpt.histogram(path, progress=False, cache=False)["t"]
+    assert result.sum() == size
     assert len(blocks) <= 4
 
 
@@ -129,8 +129,8 @@ def test_comparing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
     other = path.with_name("n.zt")
     xckpt.convert(path, other)
     blocks.clear()
-    found = xckpt.compare(path, other, progress=False, cache=False)["t"]
-    assert found.sel(statistic="status") == 0
+    comparison = xckpt.compare(path, other, progress=False, cache=False)["t"]
+    assert comparison.sel(statistic="status") == 0
     assert len(blocks) <= 2
 
 
@@ -186,12 +186,12 @@ def test_complex_numbers(tmp_path: Path) -> None:
         shape = [1 << 30, 1 << 30]
         tensor = {"shape": shape, "layout": "zt.sparse_coo/1", "parts": parts}
         target.write_bytes(v2_file({"t": tensor}))
-    found = xckpt.stats(path, progress=False, cache=False)["t"]
-    assert found.sel(statistic="absmax") == 5
-    assert found.sel(statistic="zero") == (1 << 60) - 1
-    found = xckpt.compare(path, other, progress=False, cache=False)["t"]
-    assert found.sel(statistic="max_abs") == 1
-    assert found.sel(statistic="rel_l2") == pytest.approx(1 / 5)
+    result = xckpt.stats(path, progress=False, cache=False)["t"]
+    assert result.sel(statistic="absmax") == 5
+    assert result.sel(statistic="zero") == (1 << 60) - 1
+    result = xckpt.compare(path, other, progress=False, cache=False)["t"]
+    assert result.sel(statistic="max_abs") == 1
+    assert result.sel(statistic="rel_l2") == pytest.approx(1 / 5)
 
 
 def test_more_elements_than_can_be_counted(tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ def test_streams_need_no_room_for_all_of_what_they_decode_to(kind: str, tmp_path
     path.write_bytes(compressed(kind))
     with dask.config.set({"xckpt.memory-limit": "16 MiB"}):
         assert xckpt.verify(path).ok
-        found = xckpt.stats(path, progress=False, cache=False)
-        for variable in found.data_vars.values():
+        result = xckpt.stats(path, progress=False, cache=False)
+        for variable in result.data_vars.values():
             count = float(variable.sel(statistic="count"))
             assert count == variable.sel(statistic="zero") >= NBYTES / 4
         assert xckpt.histogram(path, progress=False, cache=False).sizes["bin"]
@@ -258,8 +258,8 @@ def test_streams_need_no_room_for_all_of_what_they_decode_to(kind: str, tmp_path
             encoding = {"*": options}
             xckpt.convert(path, target, version=version, encoding=encoding, overwrite=True)
             assert xckpt.verify(target).ok
-        found = xckpt.compare(path, target, progress=False, cache=False)
-        assert all(v.sel(statistic="status") == 0 for v in found.data_vars.values())
+        result = xckpt.compare(path, target, progress=False, cache=False)
+        assert all(v.sel(statistic="status") == 0 for v in result.data_vars.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,9 +288,9 @@ def test_commands_say_what_does_not_fit(
         assert main(["stats", "--no-cache", str(path)]) == 2
         assert main(["convert", str(path), str(tmp_path / "n.zt")]) == 2
         assert main(["verify", str(path)]) == 0
-    found = capsys.readouterr()
-    assert found.err.count("tensor 't': byte") == 2
-    assert "warning: tensor 't': byte" in found.out
+    output = capsys.readouterr()
+    assert output.err.count("tensor 't': byte") == 2
+    assert "warning: tensor 't': byte" in output.out
 
     def ended(*_: Any) -> None:
         raise MemoryError

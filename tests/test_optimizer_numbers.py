@@ -218,9 +218,9 @@ def test_a_whole_training_needs_no_second_argument(form: str, training: Training
 
 @pytest.mark.parametrize("form", ["paths", "mappings"])
 def test_model_and_optimizer_as_paths_and_mappings(form: str, tmp_path: Path) -> None:
-    whole, moments = model(), state([NET[name] for name in TRAINED])
+    full, moments = model(), state([NET[name] for name in TRAINED])
     parts: list[Any] = []
-    for name, part in (("model", whole), ("optimizer", moments)):
+    for name, part in (("model", full), ("optimizer", moments)):
         if form == "mappings":
             parts.append({n: v.values for n, v in part.variables.items()} | part.attrs)
             continue

@@ -246,9 +246,9 @@ def test_parameters_that_share_a_name_without_wrappers() -> None:
 
 def test_what_matches_no_name_is_said_once() -> None:
     names = ["state.fc.weight.exp_avg", "state.gone.exp_avg", "state.0.exp_avg", "groups.lr"]
-    with pytest.warns(xckpt.CheckpointWarning) as said:
+    with pytest.warns(xckpt.CheckpointWarning) as shown:
         joined = of_names(*names)
-    (text,) = [str(each.message) for each in said]
+    (text,) = [str(warning.message) for warning in shown]
     assert text.startswith("2 variables of the optimizer, 'state.gone.exp_avg' the first")
     assert {"state.gone.exp_avg", "state.0.exp_avg", "groups.lr"} <= set(joined.data_vars)
     with pytest.raises(ValueError, match=r"'state.0.exp_avg' for one; 'fc.weight' is in the model"):

@@ -65,12 +65,12 @@ def conda_requirements() -> Iterator[str]:
 
 
 def test_environment_and_pyproject_are_in_step(project: dict[str, Any]) -> None:
-    wanted = {"python": project["requires-python"]}
+    expected = {"python": project["requires-python"]}
     for requirement in python_requirements(project):
         name, bound = split(requirement)
         if name != project["name"]:
-            wanted[CONDA_NAMES.get(name, name)] = bound
-    assert dict(map(split, conda_requirements())) == wanted
+            expected[CONDA_NAMES.get(name, name)] = bound
+    assert dict(map(split, conda_requirements())) == expected
 
 
 def test_every_dependency_has_a_lower_bound_and_no_upper_one(project: dict[str, Any]) -> None:

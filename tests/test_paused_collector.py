@@ -31,11 +31,11 @@ class TestPausedCollector:
     def test_many_objects_are_not_looked_through(self) -> None:
         before = collections()
         with paused_collector():
-            made: list[list[int]] = [[] for _ in range(150_000)]
+            lists: list[list[int]] = [[] for _ in range(150_000)]
         assert collections() == before
-        old = {id(each) for each in gc.get_objects(generation=2)}
-        assert id(made[0]) in old
-        assert id(made[-1]) in old
+        old = {id(tracked) for tracked in gc.get_objects(generation=2)}
+        assert id(lists[0]) in old
+        assert id(lists[-1]) in old
         assert gc.isenabled()
         assert not gc.get_freeze_count()
 
@@ -48,13 +48,13 @@ class TestPausedCollector:
 
     def test_few_objects_stay_young(self) -> None:
         with paused_collector():
-            made: list[list[int]] = [[] for _ in range(1000)]
-        assert not any(each is made for each in gc.get_objects(generation=2))
+            lists: list[list[int]] = [[] for _ in range(1000)]
+        assert not any(each is lists for each in gc.get_objects(generation=2))
 
     def test_what_others_froze_stays_frozen(self) -> None:
         kept: list[int] = []
         gc.freeze()
         with paused_collector():
-            made: list[list[int]] = [[] for _ in range(150_000)]
-        assert made
+            lists: list[list[int]] = [[] for _ in range(150_000)]
+        assert lists
         assert not any(each is kept for each in gc.get_objects())  # what is frozen is left out

@@ -56,10 +56,10 @@ def made_plain(obj: Any) -> tuple[Any, str]:
     """Call it, and give its one warning too, the empty text if it gave none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = obj.ckpt.plain()
+        plain = obj.ckpt.plain()
     assert [w.category for w in caught] in ([], [xckpt.CheckpointWarning])
     assert all(w.filename == __file__ for w in caught)
-    return made, "".join(str(w.message) for w in caught)
+    return plain, "".join(str(w.message) for w in caught)
 
 
 @pytest.fixture(params=WRITERS)
@@ -79,10 +79,10 @@ def test_a_checkpoint_of_gpt_rs(tmp_path: Path, writer: str) -> None:
     assert "JSON text: 'requires_grad', 'config'" in warning
     assert json.loads(plain.attrs["config"]) == GPT
     assert plain["w"].attrs["requires_grad"] == "true"
-    found = written(plain, tmp_path / "m", writer)
-    assert json.loads(found.attrs["xckpt_json"]) == ["config"]
-    assert json.loads(found.attrs["config"]) == GPT
-    np.testing.assert_array_equal(found["w"], values)
+    reopened = written(plain, tmp_path / "m", writer)
+    assert json.loads(reopened.attrs["xckpt_json"]) == ["config"]
+    assert json.loads(reopened.attrs["config"]) == GPT
+    np.testing.assert_array_equal(reopened["w"], values)
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ def test_names_of_variables(tmp_path: Path, writer: str) -> None:
     assert list(plain)[:2] == ["a%2Fb_2", "_%2Fa_2"]  # those names are taken
     assert {"a%2Fb", "_%2Fa", "A", "重み", "🧠.β", "_hidden"} <= set(plain)
     assert plain["a%2Fb_2"].attrs == {"xckpt_name": "a/b"}
-    found = written(plain, tmp_path / "m", writer)
-    assert set(found.variables) == set(plain.variables)
-    again = restored(found)
+    reopened = written(plain, tmp_path / "m", writer)
+    assert set(reopened.variables) == set(plain.variables)
+    again = restored(reopened)
     assert again.variables.keys() == ds.variables.keys()
     for name, variable in ds.variables.items():
         assert_same_values(again.variables[name], variable)
@@ -119,9 +119,9 @@ def test_names_of_dimensions_and_coordinates(tmp_path: Path, writer: str) -> Non
     assert plain["w"].dims == ("a%2Fb", "b%2F_2", "c d")
     assert plain["a%2Fb"].dims == ("a%2Fb",)
     assert set(plain.coords) == {"a%2Fb", "tall%20one", "c d", "kind%2Fof"}
-    found = written(plain, tmp_path / "m", writer)
-    assert set(found.coords) == set(plain.coords)
-    again = restored(found)
+    reopened = written(plain, tmp_path / "m", writer)
+    assert set(reopened.coords) == set(plain.coords)
+    again = restored(reopened)
     assert again["w"].dims == tuple(dims)
     assert again["kind/of"].values.tolist() == ["x", "yy"]
     np.testing.assert_array_equal(again["a/b"], [1, 2])
@@ -138,9 +138,9 @@ def test_texts_along_a_stack(tmp_path: Path, writer: str) -> None:
     assert ds["layers.w:note"].dims == ("layers",)
     plain, warning = made_plain(ds)
     assert "texts became JSON texts: 'layers.w:note'" in warning
-    found = written(plain, tmp_path / "m", writer)
-    assert set(found.coords) == {"layers", "layers.w:note", "layers.w:trained"}
-    again = restored(found)
+    reopened = written(plain, tmp_path / "m", writer)
+    assert set(reopened.coords) == {"layers", "layers.w:note", "layers.w:trained"}
+    again = restored(reopened)
     assert again["layers.w:note"].values.tolist() == notes
     assert again["layers.w:trained"].values.tolist() == [False, False, True, True]
 
@@ -160,11 +160,11 @@ def test_a_tree(tmp_path: Path, writer: str) -> None:
     assert plain["/"].to_dataset()["w"].dims == ("in_",)
     assert set(plain.groups) == {"/", "/layers .", "/in", "/in/_-0", "/in/_-0/b"}
     assert plain["/in/_-0"].attrs["xckpt_name"] == "-0"
-    found = written(plain, tmp_path / "m", writer)
-    assert set(found.groups) == set(plain.groups)
-    again = restored(found["/in/_-0"].to_dataset(inherit=False))
+    reopened = written(plain, tmp_path / "m", writer)
+    assert set(reopened.groups) == set(plain.groups)
+    again = restored(reopened["/in/_-0"].to_dataset(inherit=False))
     xr.testing.assert_equal(again, inner)
-    assert told(found["/in/_-0"].attrs)[0] == {"deep": [None]}
+    assert told(reopened["/in/_-0"].attrs)[0] == {"deep": [None]}
     part, _ = made_plain(tree["in"])
     assert set(part.groups) == {"/", "/_-0", "/_-0/b"}
     assert written(part, tmp_path / "p", writer)["/_-0/b/u"] == 1.5
@@ -177,8 +177,8 @@ def test_values_of_attributes(tmp_path: Path, writer: str) -> None:
     attrs = {f"a{at}": value for at, value in enumerate(VALUES)}
     ds = xr.Dataset({"w": ("x", np.zeros(2), attrs)}, attrs=attrs)
     plain, _ = made_plain(ds)
-    found = written(plain, tmp_path / "m", writer)
-    for got in (found.attrs, found["w"].attrs):
+    reopened = written(plain, tmp_path / "m", writer)
+    for got in (reopened.attrs, reopened["w"].attrs):
         back, said = told(got)
         assert said == {}
         assert back.keys() == attrs.keys()
@@ -193,11 +193,11 @@ def test_names_of_attributes(value: Any, tmp_path: Path, writer: str) -> None:
     ds = xr.Dataset({"w": ("x", values, attrs), "b": ("x", values != 0, attrs)}, attrs=attrs)
     plain, warning = made_plain(ds)
     assert "attributes have other names: 'a/b'" in warning
-    found = written(plain, tmp_path / "m", writer)
+    reopened = written(plain, tmp_path / "m", writer)
     for name in ds:
-        assert_same_values(found[name].variable, ds[name].variable)
-        assert same({str(n): v for n, v in told(found[name].attrs)[0].items()}, _texts(attrs))
-    assert same({str(n): v for n, v in told(found.attrs)[0].items()}, _texts(attrs))
+        assert_same_values(reopened[name].variable, ds[name].variable)
+        assert same({str(n): v for n, v in told(reopened[name].attrs)[0].items()}, _texts(attrs))
+    assert same({str(n): v for n, v in told(reopened.attrs)[0].items()}, _texts(attrs))
 
 
 def _texts(attrs: dict[Any, Any]) -> dict[str, Any]:
@@ -229,8 +229,8 @@ def test_what_json_does_not_have_is_said() -> None:
     plain, warning = made_plain(xr.Dataset(attrs=attrs))
     assert "does not have all of their values: 'z', 'set', 'keys'" in warning
     assert "nested too deeply were left out: 'deep'" in warning
-    found, _ = told(plain.attrs)
-    assert found == {"z": "(1+2j)", "set": "{1}", "keys": {"1": 2}, "fine": [None]}
+    reopened, _ = told(plain.attrs)
+    assert reopened == {"z": "(1+2j)", "set": "{1}", "keys": {"1": 2}, "fine": [None]}
     while deep:  # the interpreter would take the levels apart one in another
         (deep,) = deep
 
@@ -268,11 +268,11 @@ def test_element_types(lazy: bool, tmp_path: Path, writer: str) -> None:
     assert (plain["c16"].dims, plain["c16"].dtype) == (("c160", "c161", "complex"), np.float64)
     assert plain["c16"].values[0, 0].tolist() == [1, 2]
     assert plain["u64"].dtype == np.uint64
-    found = written(plain, tmp_path / "m", writer)
+    reopened = written(plain, tmp_path / "m", writer)
     for name, variable in plain.variables.items():
-        assert_same_values(found.variables[name], variable)
+        assert_same_values(reopened.variables[name], variable)
     for name, array in TYPED.items():
-        back = restored(found)[name].values
+        back = restored(reopened)[name].values
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         assert back.tobytes() == array.tobytes()
 
@@ -361,8 +361,8 @@ def test_netcdf_3(tmp_path: Path) -> None:
     ds = xr.Dataset({"a/b": (("x", "y"), values, attrs), "h": ("x", np.ones(2, "f2"))}, attrs=attrs)
     path = tmp_path / "m.nc"
     ds.ckpt.plain().to_netcdf(path, engine="scipy")
-    with xr.open_dataset(path, engine="scipy") as found:
-        again = restored(found.load())
+    with xr.open_dataset(path, engine="scipy") as reopened:
+        again = restored(reopened.load())
     np.testing.assert_array_equal(again["a/b"], values)
     assert same(again["a/b"].attrs, attrs)
     assert same(again.attrs, attrs)
@@ -387,8 +387,8 @@ def test_everything_can_be_turned_back(attrs: dict[str, Any], names: list[str]) 
     file = io.BytesIO()
     plain.to_netcdf(file, engine="h5netcdf")
     file.seek(0)
-    with xr.open_dataset(file, engine="h5netcdf") as found:
-        again = restored(found.load())
+    with xr.open_dataset(file, engine="h5netcdf") as reopened:
+        again = restored(reopened.load())
     assert again.variables.keys() == ds.variables.keys()
     assert same(again.attrs, attrs)
     for name, variable in ds.variables.items():

@@ -54,12 +54,12 @@ CALLS: dict[str, Any] = {
 def test_a_function_is_told_what_is_done_and_all(
     path: Path, call: Callable[[Path, Any], object]
 ) -> None:
-    told: list[tuple[int, int]] = []
-    call(path, lambda done, total: told.append((done, total)))
-    done, total = zip(*told, strict=True)
+    calls: list[tuple[int, int]] = []
+    call(path, lambda done, total: calls.append((done, total)))
+    done, total = zip(*calls, strict=True)
     assert list(done) == sorted(done)
     assert list(total) == sorted(total)
-    assert all(a <= b for a, b in told)
+    assert all(a <= b for a, b in calls)
     assert done[-1] == total[-1] > 0
 
 
@@ -93,18 +93,18 @@ def test_by_default_a_bar_is_where_somebody_looks_for_long(
 
 
 def test_more_may_turn_out_to_be_needed() -> None:
-    told: list[tuple[int, int]] = []
-    with Progress(lambda done, total: told.append((done, total)), "counting") as progress:
+    calls: list[tuple[int, int]] = []
+    with Progress(lambda done, total: calls.append((done, total)), "counting") as progress:
         for nbytes in (4, 2):
             progress.expect(nbytes)
             progress.advance(nbytes)
-    assert told == [(4, 4), (6, 6)]
+    assert calls == [(4, 4), (6, 6)]
 
 
 def test_tasks_find_who_listens_by_name() -> None:
-    told: list[tuple[int, int]] = []
-    with Progress(lambda done, total: told.append((done, total)), "counting", 5) as progress:
+    calls: list[tuple[int, int]] = []
+    with Progress(lambda done, total: calls.append((done, total)), "counting", 5) as progress:
         report(progress.name, 3)
     report(progress.name, 2)
     report("nobody", 1)
-    assert told == [(3, 5)]
+    assert calls == [(3, 5)]

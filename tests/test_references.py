@@ -75,10 +75,10 @@ def test_every_raw_tensor_of_the_golden_files(path: Path, tmp_path: Path) -> Non
             assert name in arrays or not PLAIN.fullmatch(name)
     group = zarr.open_group(_store(refs, tmp_path), mode="r")
     for name in arrays:
-        found = np.asarray(group[name][...])
+        values = np.asarray(group[name][...])
         expected = ours.variables[name].values
-        np.testing.assert_array_equal(found, expected.astype(found.dtype), err_msg=name)
-        assert found.dtype == expected.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(values, expected.astype(values.dtype), err_msg=name)
+        assert values.dtype == expected.dtype.newbyteorder("=")
 
 
 def _store(refs: dict[str, Any], tmp_path: Path) -> Any:

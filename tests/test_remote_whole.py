@@ -49,9 +49,9 @@ def test_converting_and_verifying(path: Path, url: str, tmp_path: Path) -> None:
 
 
 def test_what_it_holds(path: Path, url: str) -> None:
-    made = xckpt.manifest(url, progress=False)
-    assert made == xckpt.manifest(path, progress=False)
-    assert xckpt.verify(url, manifest=made, progress=False).ok
+    manifest = xckpt.manifest(url, progress=False)
+    assert manifest == xckpt.manifest(path, progress=False)
+    assert xckpt.verify(url, manifest=manifest, progress=False).ok
 
 
 @pytest.mark.parametrize("command", ["info", "stats", "verify"])

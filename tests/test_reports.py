@@ -254,7 +254,7 @@ class TestTheFile:
         with pytest.raises(AssertionError):
             model.ckpt.report(path, overwrite=True, progress=stop, cache=False)
         assert path.read_text() == "mine"
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["m.zt", "r.html"]
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.zt", "r.html"]
 
     def test_of_very_many_tensors_is_small(
         self, tmp_path: Path, report: Callable[..., str]

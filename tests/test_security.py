@@ -55,9 +55,9 @@ LIMITS = {
 
 @pytest.mark.parametrize("row", LIMITS)
 def test_limits(row: str) -> None:
-    found = [stated for of, stated in ROWS.items() if of.startswith(row)]
-    assert len(found) == 1
-    numbers = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", found[0])]
+    results = [stated for of, stated in ROWS.items() if of.startswith(row)]
+    assert len(results) == 1
+    numbers = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", results[0])]
     code = [place.rpartition(".") for place in LIMITS[row].split()]
     assert numbers == [getattr(import_module(f"xckpt.{of}"), name) for of, _, name in code]
 

@@ -38,8 +38,8 @@ def opened(files: Any, **options: Any) -> xr.Dataset:
 
 def assert_all(ds: xr.Dataset, *parts: dict[str, Any]) -> None:
     expected: dict[str, Any] = {}
-    for each in parts:
-        expected |= each
+    for part in parts:
+        expected |= part
     assert list(ds.data_vars) == list(expected)
     for name, values in expected.items():
         assert isinstance(ds[name].data, da.Array)
@@ -197,8 +197,8 @@ def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path
     with pytest.warns(CheckpointWarning) as warned:
         st = ds.ckpt.stats()
     assert set(st.data_vars) == set(A)
-    (told,) = [str(each.message) for each in warned]  # one for all of them
-    assert "have no statistics: the file 'model-00002-of-00002.safetensors' is missing" in told
+    (message,) = [str(warning.message) for warning in warned]  # one for all of them
+    assert "have no statistics: the file 'model-00002-of-00002.safetensors' is missing" in message
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(MissingShardError, match="none of its files"):
         xr.open_dataset(path, engine="safetensors")
@@ -213,9 +213,9 @@ def test_a_damaged_shard_is_like_a_missing_one(
     path = sharded(tmp_path)
     damaged = tmp_path / f"model-0000{position + 1}-of-00002.safetensors"
     parts: list[dict[str, Any]] = [A, B]
-    whole, lost, there = damaged.read_bytes(), parts[position], parts[1 - position]
-    cut = {"empty": 0, "in the header": 20, "in the data": len(whole) - 5, "other bytes": 0}[damage]
-    damaged.write_bytes(b"PK and more" * 20 if damage == "other bytes" else whole[:cut])
+    data, lost, there = damaged.read_bytes(), parts[position], parts[1 - position]
+    cut = {"empty": 0, "in the header": 20, "in the data": len(data) - 5, "other bytes": 0}[damage]
+    damaged.write_bytes(b"PK and more" * 20 if damage == "other bytes" else data[:cut])
     with pytest.warns(CheckpointWarning, match=f"{damaged.name}' cannot be read, nor can"):
         ds = xr.open_dataset(path, engine=engine)
     assert set(ds.data_vars) == {*A, *B}
@@ -239,7 +239,7 @@ def test_a_damaged_shard_is_like_a_missing_one(
     ):
         xckpt.convert(path, tmp_path / "m.zt")
     assert not (tmp_path / "m.zt").exists()
-    damaged.write_bytes(whole)
+    damaged.write_bytes(data)
     assert_all(xr.open_dataset(path, engine=engine), A, B)
 
 

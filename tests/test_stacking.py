@@ -84,20 +84,20 @@ def bag_file(bag: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
     return v1_file(tensors, attributes={"license": "MIT"})
 
 
-def assert_same(found: xr.Dataset, expected: xr.Dataset) -> None:
+def assert_same(actual: xr.Dataset, expected: xr.Dataset) -> None:
     """Compare everything: order, dimensions, attributes, encoding, and which arrays they have."""
-    assert list(found.variables) == list(expected.variables)
-    assert dict(found.sizes) == dict(expected.sizes)
+    assert list(actual.variables) == list(expected.variables)
+    assert dict(actual.sizes) == dict(expected.sizes)
     for name, variable in expected.variables.items():
-        other = found.variables[name]
+        other = actual.variables[name]
         assert other.dims == variable.dims
         assert other.attrs == variable.attrs
         assert other.encoding == variable.encoding
         assert other.chunks == variable.chunks
         assert other.data.name == variable.data.name
-    assert found.attrs == expected.attrs
-    assert _told(found) == _told(expected)
-    xr.testing.assert_identical(found, expected)
+    assert actual.attrs == expected.attrs
+    assert _told(actual) == _told(expected)
+    xr.testing.assert_identical(actual, expected)
 
 
 def _told(ds: xr.Dataset) -> dict[Any, Any]:
@@ -126,9 +126,9 @@ def test_every_tensor_is_at_one_position() -> None:
     arrays = moe()
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)
     rows = [row.ravel() for v in ds.data_vars.values() for row in np.atleast_2d(v.values)]
-    found = np.concatenate([np.ravel(row) for row in rows])
+    values = np.concatenate([np.ravel(row) for row in rows])
     expected = np.concatenate([array.ravel() for array in arrays.values()])
-    assert sorted(found.tolist()) == sorted(expected.tolist())
+    assert sorted(values.tolist()) == sorted(expected.tolist())
 
 
 def test_every_one_of_ten_thousand_tensors_is_at_one_position(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_every_one_of_ten_thousand_tensors_is_at_one_position(tmp_path: Path) ->
     write_ztensor(path, dict(mixture_of_experts(layers=10)))
     index = xckpt.read_index(path)
     ds = xr.open_dataset(path, engine="ztensor", stack=True)
-    found = []
+    results = []
     for name, variable in ds.variables.items():
         if name in ds.coords:
             continue
@@ -146,9 +146,9 @@ def test_every_one_of_ten_thousand_tensors_is_at_one_position(tmp_path: Path) ->
         for tensor, member in zip(names, members, strict=True):
             assert member.reader.part == index.tensors[tensor].parts["data"]
             assert variable.shape[variable.ndim - member.ndim :] == index.tensors[tensor].shape
-        found += names
-    assert len(found) == len(index.tensors)
-    assert set(found) == set(index.tensors)
+        results += names
+    assert len(results) == len(index.tensors)
+    assert set(results) == set(index.tensors)
     joined = xr.open_dataset(path, engine="ztensor", stack=True, join="outer")
     assert {v.sizes["layers"] for v in joined.variables.values() if "experts" in v.dims[1:]} == {10}
     assert set(OpenTensors(joined).stacked) == set(OpenTensors(ds).stacked)

@@ -56,8 +56,8 @@ def test_a_failure_leaves_a_file_and_a_command(
     assert tallies[-1].failures == 20
     files = sorted(tmp_path.glob("torture_part/a-promise-*"))
     assert 0 < len(files) < 20
-    told = capfd.readouterr().err
-    assert all(f"-m torture again torture_part {file}" in told for file in files)
+    output = capfd.readouterr().err
+    assert all(f"-m torture again torture_part {file}" in output for file in files)
     monkeypatch.setitem(sys.modules, "torture.torture_part", torture_part)
     assert torture.main(["again", "torture_part", str(files[0])]) == 1
     (files[0] / "m.bin").write_bytes(b"mended")
@@ -87,7 +87,9 @@ def test_a_false_claim_is_a_failure(tmp_path: Path) -> None:
 
 
 SMALL = {
-    f"{each.name}-{label}": data for each in DECLARED for label, data in each.small_files().items()
+    f"{declared.name}-{label}": data
+    for declared in DECLARED
+    for label, data in declared.small_files().items()
 }
 
 
@@ -108,8 +110,8 @@ def test_files_are_changed_item_by_item(data: bytes) -> None:
     assert changed == [same.mutated(data) for _ in range(50)]
     assert len(set(changed)) > 25
     refused = 0
-    for each in changed:
-        refused += not check_index({"m": each})
+    for variant in changed:
+        refused += not check_index({"m": variant})
     assert refused > 0
 
 

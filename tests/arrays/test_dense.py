@@ -145,9 +145,9 @@ def test_a_digest_of_an_unknown_algorithm_cannot_be_checked() -> None:
     for encoding, payload in ((None, bytes(32)), ("zstd", zstandard.compress(bytes(32)))):
         by_default = dense(payload, "uint8", (32,), encoding=encoding, digest="md5:00")
         assert by_default[:].tolist() == [0] * 32
-        asked = dense(payload, "uint8", (32,), encoding=encoding, digest="md5:00", verify=True)
+        requested = dense(payload, "uint8", (32,), encoding=encoding, digest="md5:00", verify=True)
         with pytest.warns(CheckpointWarning, match="'md5:00' cannot be verified"):
-            assert asked[:].tolist() == [0] * 32
+            assert requested[:].tolist() == [0] * 32
 
 
 def test_a_part_is_verified_once() -> None:

@@ -211,8 +211,8 @@ class TestComputedTogether:
     def test_several_chunks_and_kept_ones(self) -> None:
         source = CountingSource(VALUES.tobytes())
         array = array_of(source)
-        whole, part, total = dask.compute(array, array[3], array[:2].sum())
-        np.testing.assert_array_equal(whole, VALUES)
+        full, part, total = dask.compute(array, array[3], array[:2].sum())
+        np.testing.assert_array_equal(full, VALUES)
         np.testing.assert_array_equal(part, VALUES[3])
         assert total == VALUES[:2].sum()
         kept, row = dask.persist(array, array[5])

@@ -80,7 +80,7 @@ def test_groups_of_an_entry(length: int, data: st.DataObject, size: int) -> None
         data.draw(axis_keys(length).filter(lambda k: not isinstance(k, int))), [length]
     )
     chosen = list(positions(entry, length))
-    cut = [list(positions(each, length)) for each in groups(entry, length, size)]
+    cut = [list(positions(group, length)) for group in groups(entry, length, size)]
     assert [position for each in cut for position in each] == chosen
     assert all(len(each) <= size for each in cut)
 
@@ -146,11 +146,11 @@ def test_little_more_is_read_and_kept_than_is_wanted(
     counted = Counted(monkeypatch)
     tracemalloc.start()
     try:
-        found = lazy[key]
+        actual = lazy[key]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     assert counted.nbytes <= most_read
     assert peak <= most_memory
 
@@ -160,12 +160,12 @@ def test_types_that_are_converted_need_no_second_memory(tmp_path: Path) -> None:
     lazy = array_in(tmp_path / "half", codes, dtype="bfloat16")
     tracemalloc.start()
     try:
-        found = lazy[:]
+        values = lazy[:]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    np.testing.assert_array_equal(found.view(np.uint32), codes.astype(np.uint32) << 16)
-    assert peak < found.nbytes + 8 * MIB
+    np.testing.assert_array_equal(values.view(np.uint32), codes.astype(np.uint32) << 16)
+    assert peak < values.nbytes + 8 * MIB
 
 
 def test_an_error_of_the_system_names_the_tensor(

@@ -181,13 +181,13 @@ def test_what_is_computed_from_it_is_memory_of_its_own() -> None:
 
 def test_a_task_carries_its_own_tensors_only() -> None:
     variable = variable_of(target=10**6)
-    whole = len(pickle.dumps(variable.data))
+    full = len(pickle.dumps(variable.data))
     source = variable.data.dask.lazy.source
     graph = variable.data.dask.cull({("t-token", 1, 2, 0, 0)})
     (task,) = dict(graph).values()
     assert not task.dependencies
     # The bytes of this source are in its pickle.
-    assert len(pickle.dumps(task)) - len(pickle.dumps(source)) < 600 < whole
+    assert len(pickle.dumps(task)) - len(pickle.dumps(source)) < 600 < full
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())

@@ -150,12 +150,12 @@ def test_any_selection_equals_that_of_the_dense_array(
     expected = picked(dense, key)
     for lazy in arrays:
         for lazy.sparse in (False, True):
-            found = lazy[key]
-            if isinstance(found, sparse.COO):
-                assert (np.diff(found.linear_loc()) > 0).all()
-                found = found.todense()
-            np.testing.assert_array_equal(found, expected)
-            assert found.dtype == dense.dtype
+            values = lazy[key]
+            if isinstance(values, sparse.COO):
+                assert (np.diff(values.linear_loc()) > 0).all()
+                values = values.todense()
+            np.testing.assert_array_equal(values, expected)
+            assert values.dtype == dense.dtype
 
 
 @given(
@@ -175,8 +175,8 @@ def test_the_blocks_of_stored_elements_make_up_the_array(
         patch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", most)
         patch.setattr("xckpt.arrays.sparse._MOST_ROWS", 1 + most // 3)
         patch.setattr("xckpt.arrays.sparse._PIECE_NBYTES", 8 * most)
-        found = [list(lazy.blocks()) for lazy in arrays]
-    for blocks in found:
+        results = [list(lazy.blocks()) for lazy in arrays]
+    for blocks in results:
         assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
         assert blocks[-1].stop == shape[0]
         coords = [np.concatenate(along) for along in zip(*(b.coords for b in blocks), strict=True)]
@@ -323,8 +323,8 @@ def test_a_list_of_coordinates_is_read_and_sorted_once_for_all_chunks() -> None:
     parts = {"values": dense[tuple(coords.astype(int))], "coords": coords}
     for compress in (False, True):
         lazy = tensor_of("sparse_coo", dense.shape, parts, compress=compress)
-        found = [lazy[row : row + 5] for row in range(0, 500, 5)]
-        np.testing.assert_array_equal(np.concatenate(found), dense)
+        values = [lazy[row : row + 5] for row in range(0, 500, 5)]
+        np.testing.assert_array_equal(np.concatenate(values), dense)
         # Compressed parts also have headers that are looked at.
         assert lazy.source.nbytes_read <= 2 * lazy.source.size
 
@@ -332,8 +332,8 @@ def test_a_list_of_coordinates_is_read_and_sorted_once_for_all_chunks() -> None:
 def test_rows_compressed_together_are_decoded_once_for_all_chunks() -> None:
     dense = random_matrix(3, (400, 30))
     lazy = csr(dense, compress=True)
-    found = [lazy[row : row + 4] for row in range(0, 400, 4)]
-    np.testing.assert_array_equal(np.concatenate(found), dense)
+    values = [lazy[row : row + 4] for row in range(0, 400, 4)]
+    np.testing.assert_array_equal(np.concatenate(values), dense)
     assert lazy.source.nbytes_read <= 3 * lazy.source.size
 
 

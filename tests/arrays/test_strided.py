@@ -60,9 +60,9 @@ def test_selections_of_views(
     ds = xr.open_dataset(path[0], engine="torch", mmap=path[1])
     for label, (offset, shape, strides) in VIEWS.items():
         steps = [4 * step for step in strides]
-        wanted = as_strided(VALUES[offset:], shape, steps)
+        expected = as_strided(VALUES[offset:], shape, steps)
         for key in KEYS.values():
-            np.testing.assert_array_equal(ds[label][key].values, wanted[key])
+            np.testing.assert_array_equal(ds[label][key].values, expected[key])
 
 
 def test_what_lies_between_is_not_kept(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ def test_what_lies_between_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4)])
 def test_ranges_are_made_of_blocks(shape: tuple[int, ...]) -> None:
     flat = np.arange(int(np.prod(shape)))
-    whole = flat.reshape(shape)
+    full = flat.reshape(shape)
     for start in range(flat.size):
         for stop in range(start + 1, flat.size + 1):
-            found = [whole[key].reshape(-1) for key in runs_of(shape, start, stop)]
-            assert np.concatenate(found).tolist() == list(range(start, stop))
+            results = [full[key].reshape(-1) for key in runs_of(shape, start, stop)]
+            assert np.concatenate(results).tolist() == list(range(start, stop))
 
 
 WHOLE = np.arange(7 * 9 * 2, dtype="f4").reshape(7, 9, 2)
@@ -109,11 +109,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     chunks: dict[tuple[int, ...], Any] = {}
     for origin in origins:
         stops = [next(end for end in ends[axis] if end > at) for axis, at in enumerate(origin)]
-        block = WHOLE[tuple(slice(*each) for each in zip(origin, stops, strict=True))]
+        block = WHOLE[tuple(slice(*stop) for stop in zip(origin, stops, strict=True))]
         chunks[origin] = np.asfortranarray(block) if sum(origin) % 2 else block.copy()
     one: dict[tuple[int, ...], Any] = {(0, 0, 0): WHOLE}
-    made = files.distributed({"w": chunks, "one": one}, {"w": WHOLE.shape, "one": WHOLE.shape})
-    for name, data in made.items():
+    arrays = files.distributed({"w": chunks, "one": one}, {"w": WHOLE.shape, "one": WHOLE.shape})
+    for name, data in arrays.items():
         (tmp_path / name).write_bytes(data)
     return tmp_path
 
@@ -126,8 +126,8 @@ def test_selections_of_blocks(folder: Path, mmap: bool) -> None:
     keys = [*KEYS.values(), (5, 8), (slice(2, 6), np.array([8, 0, 4]), 1), (slice(5, 1, -2), 3)]
     for key in keys:
         for name in ("w", "one"):
-            wanted = xr.Variable(("a", "b", "c"), WHOLE)[key].values
-            np.testing.assert_array_equal(ds[name][key].values, wanted)
+            expected = xr.Variable(("a", "b", "c"), WHOLE)[key].values
+            np.testing.assert_array_equal(ds[name][key].values, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert float(ds["w"].mean()) == WHOLE.mean()

@@ -240,7 +240,7 @@ def test_advice_is_in_the_words_of_the_command_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*arguments: str) -> str:
-        assert main([str(each) for each in arguments])
+        assert main([str(argument) for argument in arguments])
         return capsys.readouterr().err
 
     new = str(tmp_path / "new.zt")

@@ -133,7 +133,7 @@ def test_what_would_lose_something_is_refused(
     assert "Traceback" not in capsys.readouterr().err
     assert not new.exists()
     assert main([*arguments, "--cast", "allow"]) == 0
-    assert {each.dtype for each in xckpt.read_index(new).tensors.values()} == {"bfloat16"}
+    assert {tensor.dtype for tensor in xckpt.read_index(new).tensors.values()} == {"bfloat16"}
 
 
 def test_element_types_that_change_are_listed(

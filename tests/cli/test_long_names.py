@@ -55,7 +55,7 @@ def other(path: Path) -> Path:
 def test_no_line_is_wider_than_a_name_needs(
     path: Path, other: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, *options = [str(other) if each == "other" else each for each in arguments]
+    command, *options = [str(other) if argument == "other" else argument for argument in arguments]
     main([command, str(path), *options])
     out, err = capsys.readouterr()
     assert max(map(columns, out.splitlines()), default=0) <= MOST + len(str(path))
@@ -79,7 +79,7 @@ def test_programs_get_whole_names(
     for arguments in (["info"], ["stats"], ["compare", str(other)]):
         main([arguments[0], str(path), *arguments[1:], "--json"])
         document = json.loads(capsys.readouterr().out)
-        assert {each["name"] for each in document["tensors"]} == set(NAMES)
+        assert {tensor["name"] for tensor in document["tensors"]} == set(NAMES)
 
 
 def test_texts_of_python_are_bounded_as_well(path: Path) -> None:

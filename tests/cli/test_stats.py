@@ -123,8 +123,8 @@ def test_the_document_has_statistics_and_findings(
         assert list(row) == ["name", "dtype", "shape", "nbytes", *statistics.columns]
         for name, value in expected.items():
             assert row[name] == (None if np.isnan(value) else value)
-    found = xckpt.findings(xckpt.stats(checkpoint, progress=False))
-    assert document["findings"] == found.to_dict("records")
+    findings = xckpt.findings(xckpt.stats(checkpoint, progress=False))
+    assert document["findings"] == findings.to_dict("records")
 
 
 def test_a_terminal_gets_a_table_that_fits(checkpoint: Path, terminal: Any) -> None:

@@ -137,8 +137,8 @@ class Burnpack(Declared):
             "u": raw({"Bool": "U32"}, (2,), bytes([1, 0, 0, 0, 0, 0, 0, 0])),
         }
         more: dict[str, Any] = {"metadata": {"k": "v"}, "scalars": {"lr": {"Float": 0.5}}}
-        made = {f"legacy {old}": burnpack(tensors, legacy=old, **more) for old in (False, True)}
-        return super().small() | made
+        arrays = {f"legacy {old}": burnpack(tensors, legacy=old, **more) for old in (False, True)}
+        return super().small() | arrays
 
 
 def _rooted(drawn: tuple[Any, Any, Any]) -> list[bytes]:

@@ -103,11 +103,11 @@ class Declared:
 
     def good(self) -> list[Any]:
         """List good files: paths, or bytes by label."""
-        return [p for each in self.good_patterns for p in golden_files(f"{self.name}/{each}")]
+        return [p for pattern in self.good_patterns for p in golden_files(f"{self.name}/{pattern}")]
 
     def bad(self) -> list[Any]:
         """List malformed files."""
-        return [p for each in self.bad_patterns for p in golden_files(f"{self.name}/{each}")]
+        return [p for pattern in self.bad_patterns for p in golden_files(f"{self.name}/{pattern}")]
 
     def expected(self, path: Path) -> Expected:
         """Say what a good file must be."""
@@ -117,9 +117,11 @@ class Declared:
         """Say when a malformed file must be refused."""
         raise NotImplementedError
 
-    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    def attributes(
+        self, actual: Mapping[str, Any], expected: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Bring the attributes of a file into the form of the expectation."""
-        return found
+        return actual
 
     def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
         """Return strategies of files that say anything, by label."""
@@ -138,14 +140,14 @@ class Declared:
 
     def small(self) -> dict[str, bytes]:
         """Make complete files of a few hundred bytes, of each kind there is."""
-        made = {}
+        arrays = {}
         for number, options in enumerate(self.save_options):
             with TemporaryDirectory() as folder, warnings.catch_warnings():
                 warnings.simplefilter("ignore", CheckpointWarning)
                 path = Path(folder) / f"small{formats.get(self.name).suffixes[0]}"
                 save(small_dataset(), path, self.name, **options)
-                made[f"saved {number}"] = path.read_bytes()
-        return made
+                arrays[f"saved {number}"] = path.read_bytes()
+        return arrays
 
 
 def small_dataset() -> xr.Dataset:
@@ -166,8 +168,8 @@ def golden_json(path: Path, suffix: str = ".expected.json") -> dict[str, Any]:
     """Load what a golden file should hold, from the file with its whole name or its stem."""
     beside = path.with_name(path.name + suffix)
     beside = beside if beside.exists() else path.with_suffix(suffix)
-    found: dict[str, Any] = json.loads(beside.read_text("utf-8"))
-    return found
+    document: dict[str, Any] = json.loads(beside.read_text("utf-8"))
+    return document
 
 
 def arrays_in(path: Path) -> dict[str, Array]:
@@ -189,16 +191,16 @@ def widened(bits: Array) -> Array:
     return wide
 
 
-def assert_same(got: Array, wanted: Array | bytes, *, exact: bool = True) -> None:
+def assert_same(got: Array, expected: Array | bytes, *, exact: bool = True) -> None:
     """Compare values bit by bit, NaN payloads and signs of zero too, or as numbers."""
-    if isinstance(wanted, bytes):
-        assert got.tobytes() == wanted
+    if isinstance(expected, bytes):
+        assert got.tobytes() == expected
         return
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if exact:
-        assert got.tobytes() == wanted.tobytes()
+        assert got.tobytes() == expected.tobytes()
     else:
-        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(got, expected)
 
 
 def computed(variables: Mapping[Any, xr.Variable]) -> dict[Any, Array]:

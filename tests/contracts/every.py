@@ -19,4 +19,4 @@ def declared(name: str) -> Declared:
 
 
 DECLARED = [declared(name) for name in formats.names()]
-WRITTEN = [each for each in DECLARED if formats.get(each.name).can.types]
+WRITTEN = [declared for declared in DECLARED if formats.get(declared.name).can.types]

@@ -51,25 +51,27 @@ class Gguf(Declared):
         beside = path.with_name("split.gguf") if is_split else path
         told, arrays = golden_json(beside), golden_arrays(beside)
         tensors, stored = {}, {}
-        for each in told["tensors"]:
-            values = arrays[each.get("f32_npz", each["npz"])]
-            block = each["ggml_type"].lower()
+        for tensor in told["tensors"]:
+            values = arrays[tensor.get("f32_npz", tensor["npz"])]
+            block = tensor["ggml_type"].lower()
             name = block if block in BLOCK_TYPES else None
             encoding = {"stored_dtype": name, "layout": "blocks"} if name else {"layout": "dense"}
             exact = not (values.dtype.kind == "f" and np.isnan(values).any())
-            tensors[each["name"]] = Want(values, encoding, exact=exact)
-            data = path.with_name(each.get("file", path.name)).read_bytes()
-            data = data[each["offset"] : each["offset"] + each["nbytes"]]
+            tensors[tensor["name"]] = Want(values, encoding, exact=exact)
+            data = path.with_name(tensor.get("file", path.name)).read_bytes()
+            data = data[tensor["offset"] : tensor["offset"] + tensor["nbytes"]]
             if name:
-                stored[f"{each['name']}:data"] = data
+                stored[f"{tensor['name']}:data"] = data
             elif told.get("byteorder", "little") == "little":
-                stored[each["name"]] = data
+                stored[tensor["name"]] = data
         version = str(told.get("gguf_version", 3))
         attrs, warns = told["metadata"], path.stem in WARNED
         return Expected(tensors, stored, None if is_split else version, attrs, warns=warns)
 
-    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {name: spelled(value) for name, value in found.items()}
+    def attributes(
+        self, actual: Mapping[str, Any], expected: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return {name: spelled(value) for name, value in actual.items()}
 
     def bad(self) -> list[Any]:
         return [file for file in golden_files("gguf/bad/*.gguf") if with_verdict(file)]
@@ -93,8 +95,8 @@ class Gguf(Declared):
         files = {}
         for version, count in ((1, 300), (3, 3)):
             tokens = listed(8, [struct.pack("<Q", 1) + b"t"] * count)
-            made = gguf_file(attrs | {"tokens": tokens}, tensors, bytes(96), version=version)
-            files[f"version {version}"] = made
+            data = gguf_file(attrs | {"tokens": tokens}, tensors, bytes(96), version=version)
+            files[f"version {version}"] = data
         return {**super().small(), **files}
 
     def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:

@@ -46,12 +46,14 @@ class Mlcp(Declared):
             attrs = {**expected["metadata"], "payload": mode}
         return Expected(tensors, as_stored, expected.get("version_string"), attrs)
 
-    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    def attributes(
+        self, actual: Mapping[str, Any], expected: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Leave out the text of the metadata, which has the same attributes."""
-        assert json.loads(found["metadata_json"]).items() <= found.items()
-        is_all = "timestamp" in wanted
-        kept = found.keys() - {"metadata_json"} if is_all else wanted.keys()
-        return {key: found[key] for key in kept}
+        assert json.loads(actual["metadata_json"]).items() <= actual.items()
+        is_all = "timestamp" in expected
+        kept = actual.keys() - {"metadata_json"} if is_all else expected.keys()
+        return {key: actual[key] for key in kept}
 
     def verdict(self, path: Path) -> Bad:
         verdict = golden_json(path.with_name("INDEX"), ".json")[path.name]["verdict"]

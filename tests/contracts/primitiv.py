@@ -58,9 +58,11 @@ class Primitiv(Declared):
         attrs = {"data_type": expected["type"]}
         return Expected(tensors, {}, "0.1", attrs, path.stem in WARNED)
 
-    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    def attributes(
+        self, actual: Mapping[str, Any], expected: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Look at what all files have."""
-        return {"data_type": found["data_type"].lower()}
+        return {"data_type": actual["data_type"].lower()}
 
     def verdict(self, path: Path) -> Bad:
         listed: Any = golden_json(path.with_name("manifest"), ".json")

@@ -31,7 +31,7 @@ class Small(NamedTuple):
     data: bytes
 
 
-SMALL = [Small(each, *file) for each in DECLARED for file in each.small_files().items()]
+SMALL = [Small(declared, *file) for declared in DECLARED for file in declared.small_files().items()]
 
 
 def of_files(files: list[Small]) -> pytest.MarkDecorator:
@@ -52,7 +52,9 @@ def read(declared: Declared, data: bytes) -> dict[Any, Any]:
         warnings.simplefilter("ignore", CheckpointWarning)
         ds = xr.open_dataset(data, engine=declared.name, decode=False, verify=True)
         # A size that fits the file may still be huge where it is sparse or repeated.
-        small = {name: each for name, each in ds.variables.items() if each.nbytes < 1 << 20}
+        small = {
+            name: variable for name, variable in ds.variables.items() if variable.nbytes < 1 << 20
+        }
         with contextlib.suppress(CheckpointError):
             return computed(small)
         for name, variable in small.items():
@@ -77,7 +79,7 @@ def test_whole(small: Small) -> None:
 def test_cut_short_at_every_byte(small: Small) -> None:
     """What is left is refused, or has the same values as far as it has any."""
     declared, label, data = small
-    whole = read(declared, data)
+    full = read(declared, data)
     # Some files are mostly padding.
     lengths = {*range(min(len(data), 1500)), *range(0, len(data), max(1, len(data) // 500))}
     for length in sorted({*lengths, *range(max(0, len(data) - 300), len(data))}):
@@ -86,7 +88,7 @@ def test_cut_short_at_every_byte(small: Small) -> None:
         if isinstance(outcome(declared, data[:length]), Index):
             assert declared.may_be_cut
             for name, values in read(declared, data[:length]).items():
-                assert values.size == 0 or np.array_equal(values, whole[name], equal_nan=True)
+                assert values.size == 0 or np.array_equal(values, full[name], equal_nan=True)
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0x80, 0xFF])
@@ -106,9 +108,9 @@ def test_every_byte_changed(small: Small, mask: int) -> None:
 @small_files
 @given(data=st.data())
 def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
-    declared, _, whole = small
-    changed = bytearray(whole)
-    at = data.draw(st.integers(0, len(whole) - 1))
+    declared, _, full = small
+    changed = bytearray(full)
+    at = data.draw(st.integers(0, len(full) - 1))
     changed[at] ^= data.draw(st.integers(1, 255))
     if isinstance(outcome(declared, bytes(changed)), Index):
         read(declared, bytes(changed))
@@ -118,10 +120,10 @@ def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
 def test_any_bit_of_what_is_not_data_flipped(small: Small) -> None:
     """Data are right, or an error says that something is wrong."""
     declared, _, data = small
-    whole = outcome(declared, data)
-    assert isinstance(whole, Index)
-    known = {name: meaning(tensor, data) for name, tensor in whole.tensors.items()}
-    parts = [part for tensor in whole.tensors.values() for part in tensor.parts.values()]
+    full = outcome(declared, data)
+    assert isinstance(full, Index)
+    known = {name: meaning(tensor, data) for name, tensor in full.tensors.items()}
+    parts = [part for tensor in full.tensors.values() for part in tensor.parts.values()]
     stored = [range(p.offset, p.offset + p.nbytes) for p in parts if p.inline is None]
     texts = [range(*found.span()) for found in re.finditer(rb"[\n\x20-\x7e]{64,}", data)]
     for at in set(range(len(data))).difference(*stored):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def cases(files: str) -> list[Any]:
     """List the good or the bad files of all formats as parameters."""
-    found = []
+    results = []
     for each in DECLARED:
         for file in getattr(each, files)():
             marks, obj = getattr(file, "marks", ()), getattr(file, "values", (file,))[0]
             label = getattr(file, "id", None) or getattr(obj, "name", files)
-            found.append(pytest.param(each, obj, id=f"{each.name}-{label}", marks=marks))
-    return found
+            results.append(pytest.param(each, obj, id=f"{each.name}-{label}", marks=marks))
+    return results
 
 
 good_files = pytest.mark.parametrize(("declared", "file"), cases("good"))
@@ -113,9 +113,9 @@ class TestGoodFiles:
             assert opened(bare)[0].encoding["format"] == declared.name
 
 
-def _check(variables: Mapping[Any, xr.Variable], wanted: Mapping[str, Want], path: str) -> None:
+def _check(variables: Mapping[Any, xr.Variable], expected: Mapping[str, Want], path: str) -> None:
     known = {}
-    for name, want in wanted.items():
+    for name, want in expected.items():
         variable = variables[name]
         assert want.encoding.items() <= variable.encoding.items()
         assert {key: variable.attrs.get(key) for key in want.attrs} == want.attrs
@@ -129,14 +129,14 @@ def _check(variables: Mapping[Any, xr.Variable], wanted: Mapping[str, Want], pat
             assert caught.value.tensor == name
             assert path in str(caught.value)
     for name, values in computed(known).items():
-        assert_same(values, wanted[name].shown, exact=wanted[name].exact)
-    arrays = {name: wanted[name].shown for name, variable in known.items() if variable.ndim}
+        assert_same(values, expected[name].shown, exact=expected[name].exact)
+    arrays = {name: expected[name].shown for name, variable in known.items() if variable.ndim}
     ends: tuple[Any, Any] = ((..., slice(-1, None)), (slice(-1, None),))
     shown = {name: v for name, v in arrays.items() if not isinstance(v, bytes)}
     (parts,) = dask.compute({n: [known[n][end].data for end in ends] for n in shown})
     for name, values in shown.items():
         for found, end in zip(parts[name], ends, strict=True):
-            assert_same(np.asarray(found), values[end], exact=wanted[name].exact)
+            assert_same(np.asarray(found), values[end], exact=expected[name].exact)
 
 
 NEIGHBOURS = [
@@ -177,8 +177,8 @@ class TestBadFiles:
             assert when.startswith("read:")
         else:
             # Several with a bar between them; a text may follow the name.
-            wanted = [each.split()[0] for each in bad.when.split("|")]
-            assert any(each in when if ":" in each else each == when for each in wanted), when
+            expected = [each.split()[0] for each in bad.when.split("|")]
+            assert any(each in when if ":" in each else each == when for each in expected), when
         assert time.process_time() - start < 1
 
 

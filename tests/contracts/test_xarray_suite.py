@@ -80,10 +80,10 @@ class Saving(DatasetIOBase):
             for name, variable in stored.items():
                 ds.variables[name].attrs = variable.attrs
             rest = dataset.drop_vars(list(stored))
-            whole = ds.set_coords([name for name in stored if name in dataset.coords])
-            whole = whole.assign_coords(rest.coords).assign(rest.data_vars)
-            whole.attrs = dataset.attrs
-            yield whole
+            full = ds.set_coords([name for name in stored if name in dataset.coords])
+            full = full.assign_coords(rest.coords).assign(rest.data_vars)
+            full.attrs = dataset.attrs
+            yield full
 
     @contextlib.contextmanager
     def _opened(self, path: str | Path, **kwargs: Any) -> Iterator[xr.Dataset]:
@@ -177,10 +177,10 @@ class Narrow(Saving):
         """Save numbers as the type that the format has."""
         stored = {n: v for n, v in dataset.variables.items() if self._has_place(n, v, dataset)}
         plain = xr.Dataset({str(name): v.to_base_variable() for name, v in stored.items()})
-        wanted = {str(name): {"dtype": self._nearest(v)} for name, v in stored.items()}
+        expected = {str(name): {"dtype": self._nearest(v)} for name, v in stored.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes without a place
-            save(plain.drop_encoding(), path, self.engine_, encoding=wanted, overwrite=True)
+            save(plain.drop_encoding(), path, self.engine_, encoding=expected, overwrite=True)
         self._aside = (stored, dataset)
 
     def _nearest(self, variable: xr.Variable) -> str:

@@ -147,9 +147,11 @@ class ZTensor(Declared):
         version = expected["file_version"] and str(expected["file_version"])
         return Expected(tensors, as_stored, version, attrs, warns, complete=False)
 
-    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    def attributes(
+        self, actual: Mapping[str, Any], expected: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Spell bytes as expectations do; who wrote a file is not in all of them."""
-        kept = {key: v for key, v in found.items() if key != "generator" or key in wanted}
+        kept = {key: v for key, v in actual.items() if key != "generator" or key in expected}
         text = json.dumps(kept, default=lambda value: {"__bytes_hex__": bytes(value).hex()})
         spelled: dict[str, Any] = json.loads(text)
         return spelled

@@ -90,9 +90,9 @@ def shard_entry(
     """Describe a shard as metadata do."""
     entries: list[dict[str, Any]] = []
     offset = 0
-    for each in tensors:
-        entries.append(each.entry(offset if cumulative else 0))
-        offset += len(each.data)
+    for tensor in tensors:
+        entries.append(tensor.entry(offset if cumulative else 0))
+        offset += len(tensor.data)
     entry = {"rank": rank, "filePath": "", "fileSize": 0, "tensors": entries, "checksum": None}
     return entry | said
 
@@ -145,11 +145,11 @@ def body(shards: Shards, payload: str = "none") -> bytes:
     rest: list[bytes] = []
     for tensors in shards:
         written.append(struct.pack("<i", len(tensors)))
-        for each in tensors:
-            written.append(each.record)
+        for tensor in tensors:
+            written.append(tensor.record)
             if payload == "inline":
-                written.append(each.data)
-        data = [each.data for each in tensors]
+                written.append(tensor.data)
+        data = [tensor.data for tensor in tensors]
         if payload == "per_shard":
             written += data
         elif payload == "tail":
@@ -167,7 +167,7 @@ def shard_file(
     tail: bytes = b"",
 ) -> bytes:
     """Write the file of a shard."""
-    data = b"".join(each.data for each in tensors)
+    data = b"".join(tensor.data for tensor in tensors)
     said = struct.pack("<ii", rank, len(checksum)) + checksum.encode()
     number = struct.pack("<i", len(tensors) if count is None else count)
     return b"RAHS" + said + number + len(data).to_bytes(width, "little") + data + tail
@@ -176,7 +176,7 @@ def shard_file(
 def write_set(folder: Path, shards: Shards, /, *, suffix: str = ".shard", **said: Any) -> Path:
     """Write metadata ``m.metadata.json`` and the files of its shards, and return its path."""
     for rank, tensors in enumerate(shards):
-        data = b"".join(each.data for each in tensors)
+        data = b"".join(tensor.data for tensor in tensors)
         content = shard_file(tensors, rank) if suffix == ".shard" else data
         (folder / f"m_shard_{rank}{suffix}").write_bytes(content)
     path = folder / "m.metadata.json"

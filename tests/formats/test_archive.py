@@ -106,11 +106,11 @@ def test_larger_ones_are_written(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as reader:
         assert [info.file_size for info in reader.infolist()] == [size + 5 for size in sizes]
         assert [reader.open(info).read(5) for info in reader.infolist()] == [b"front"] * 3
-    found = [
+    results = [
         (m, c.take(5, "front"), c.rest()) for m, c in archive.Archive(open_source(path)).contents()
     ]
-    assert [rest.nbytes for _, _, rest in found] == sizes
-    assert [rest.offset for _, _, rest in found] == [planned.offset for planned in plan.parts]
+    assert [rest.nbytes for _, _, rest in results] == sizes
+    assert [rest.offset for _, _, rest in results] == [planned.offset for planned in plan.parts]
 
 
 @given(st.binary(max_size=40), st.binary(max_size=300))

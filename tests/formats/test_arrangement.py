@@ -35,7 +35,7 @@ def file(text: Any, dims: Any = DIMS, **attrs: str) -> bytes:
     said = text if isinstance(text, str) else json.dumps(text)
     metadata = {DIMS_KEY: json.dumps(dims), ARRANGEMENT_KEY: said, **attrs}
     values = [np.full(shape, at, "<f4") for at, shape in enumerate(SHAPES.values())]
-    data = b"".join(each.tobytes() for each in values)
+    data = b"".join(value.tobytes() for value in values)
     return safetensors_file({"__metadata__": metadata, **header}, data)
 
 
@@ -54,7 +54,7 @@ def opened(data: bytes, **options: Any) -> tuple[xr.Dataset, list[str]]:
             np.testing.assert_array_equal(variable.values, np.full(shape, at))
     pickle.loads(pickle.dumps(ds))
     repr(tree)
-    return ds, [str(each.message) for each in caught]
+    return ds, [str(warning.message) for warning in caught]
 
 
 def test_it_is_believed() -> None:
@@ -65,8 +65,8 @@ def test_it_is_believed() -> None:
         "order": [4, 0, 1, 2, 3],
         "modules": {"/m": {"kind": "k"}, "/none": {}},
     }
-    ds, told = opened(file(text, n="[1]"))
-    assert not told
+    ds, messages = opened(file(text, n="[1]"))
+    assert not messages
     assert list(ds.data_vars) == ["m.v", "w"]
     assert (set(ds.coords), set(ds.xindexes)) == ({"x", "y", "m.x"}, {"x", "y"})
     assert ds["m.x"].dims == ("d4",)
@@ -100,9 +100,9 @@ MISTYPED: dict[str, list[Any]] = {
     ids=lambda text: (text if isinstance(text, str) else json.dumps(text))[:30],
 )  # fmt: skip
 def test_what_is_malformed_is_ignored_with_one_warning(text: Any) -> None:
-    ds, told = opened(file(text, n="{"))
-    assert len(told) == 1
-    assert "'xckpt.arrangement' is malformed" in told[0]
+    ds, messages = opened(file(text, n="{"))
+    assert len(messages) == 1
+    assert "'xckpt.arrangement' is malformed" in messages[0]
     assert not ds.coords
     assert ds.attrs == {"n": "{"}
 

@@ -90,13 +90,13 @@ def test_it_gives_back_what_was_planned(index: Draft, dialect: str) -> None:
     data = filled(index)
     file = materialize(burnpack.plan(index, dialect=dialect), data)
     assert read(file).version == "1"
-    found, copied = wanted(read(file), file)
-    assert plain(_without_stores(found)) == plain(index)
+    actual, copied = wanted(read(file), file)
+    assert plain(_without_stores(actual)) == plain(index)
     for (name, role), raw in copied.items():
         inline = index.tensors[name].parts[role].inline
         assert raw == (data[name, role] if inline is None else inline)
     tensors = [name for name in index.tensors if not burnpack.is_inline(index.tensors[name])]
-    assert list(found.tensors)[: len(tensors)] == sorted(tensors)
+    assert list(actual.tensors)[: len(tensors)] == sorted(tensors)
 
 
 def _without_stores(index: Draft) -> Draft:
@@ -142,8 +142,8 @@ def test_a_copy_of_a_golden_file_equals_it(path: Path) -> None:
     dialect = "0.20" if "0.20" in path.stem else "0.22"
     copy = materialize(burnpack.plan(index, dialect=dialect), data)
     assert (copy == file) == (path.stem not in OTHERS)
-    found, copied = wanted(read(copy), copy)
-    assert plain(found) == plain(index)
+    actual, copied = wanted(read(copy), copy)
+    assert plain(actual) == plain(index)
     assert copied == data
 
 
@@ -211,11 +211,11 @@ def test_param_ids_are_kept_or_made() -> None:
     assert kept["b"]["param_id"] == (1 << 64) - 1
     assert "param_id" not in kept["a"]
     file = written(index, param_ids="make")
-    made = {name: entry["param_id"] for name, entry in metadata_of(file)["tensors"].items()}
-    assert made["b"] == (1 << 64) - 1
-    assert len(set(made.values())) == 3
+    arrays = {name: entry["param_id"] for name, entry in metadata_of(file)["tensors"].items()}
+    assert arrays["b"] == (1 << 64) - 1
+    assert len(set(arrays.values())) == 3
     assert file == written(index, param_ids="make")
-    assert read(file).tensors["a"].attrs == {"param_id": str(made["a"])}
+    assert read(file).tensors["a"].attrs == {"param_id": str(arrays["a"])}
 
 
 @pytest.mark.parametrize("value", ["", "-1", "1.5", "²", str(1 << 64), "1" * 5000, True, 1.0])
@@ -250,17 +250,17 @@ def test_names_of_axes_are_a_text_in_the_metadata() -> None:
         "producer": "test",
         "xckpt.dims": '{"w":["rows",null]}',
     }
-    found = read(file)
-    assert found.attrs == {"producer": "test"}
-    assert [tensor.dims for tensor in found.tensors.values()] == [None, ("rows", None)]
+    actual = read(file)
+    assert actual.attrs == {"producer": "test"}
+    assert [tensor.dims for tensor in actual.tensors.values()] == [None, ("rows", None)]
 
 
 def test_names_of_axes_that_are_malformed_are_ignored() -> None:
     for text in ("", "{", '{"w": ["a"]}', '{"w": 1}'):
         metadata = {"xckpt.dims": text, "other": "x"}
         entry = {"dtype": "F32", "shape": [2, 3], "data": bytes(24)}
-        found = read(packed({"w": entry}, metadata=metadata))
-        assert (found.tensors["w"].dims, found.attrs) == (None, {"other": "x"})
+        actual = read(packed({"w": entry}, metadata=metadata))
+        assert (actual.tensors["w"].dims, actual.attrs) == (None, {"other": "x"})
 
 
 # Scalars
@@ -347,8 +347,8 @@ def test_a_scalar_may_be_of_any_type_that_holds_it(
 ) -> None:
     data = np.array(value).astype(stored_dtype(dtype)).tobytes()
     file = written(draft_of(scalar("s", kind, dtype, data)))
-    ((found_kind, found),) = metadata_of(file)["scalars"]["s"].items()
-    assert (found_kind, type(found), repr(found)) == (kind, type(expected), repr(expected))
+    ((found_kind, actual),) = metadata_of(file)["scalars"]["s"].items()
+    assert (found_kind, type(actual), repr(actual)) == (kind, type(expected), repr(expected))
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_a_value_that_a_kind_does_not_hold_is_refused(kind: str, dtype: str, val
 
 def test_many_scalars() -> None:
     for count in (23, 24, 256):
-        made = [scalar(f"{n:03}", "Int", "int64", struct.pack("<q", -n)) for n in range(count)]
-        root = metadata_of(written(draft_of(*made)))
+        arrays = [scalar(f"{n:03}", "Int", "int64", struct.pack("<q", -n)) for n in range(count)]
+        root = metadata_of(written(draft_of(*arrays)))
         assert root["scalars"] == {f"{n:03}": {"Int": -n} for n in range(count)}
 
 
@@ -479,12 +479,12 @@ def from_elsewhere(quantization: Quantization, **parts: WantedPart) -> WantedTen
     ids=["rows", "packed", "global"],
 )
 def test_a_quantisation_of_another_format_becomes_a_scheme(tensor: WantedTensor) -> None:
-    found = read(written(draft_of(tensor))).tensors["q"]
-    assert found.layout == "quantized"
-    assert found.quantization == replace(tensor.quantization, scale_axes=())  # type: ignore[type-var]  # there is one
-    assert json.loads(found.attrs["burn_dtype"])["QFloat"]["mode"] == "Symmetric"
-    assert {role: each.shape for role, each in found.parts.items()} == {
-        role: each.shape for role, each in tensor.parts.items()
+    actual = read(written(draft_of(tensor))).tensors["q"]
+    assert actual.layout == "quantized"
+    assert actual.quantization == replace(tensor.quantization, scale_axes=())  # type: ignore[type-var]  # there is one
+    assert json.loads(actual.attrs["burn_dtype"])["QFloat"]["mode"] == "Symmetric"
+    assert {role: part.shape for role, part in actual.parts.items()} == {
+        role: part.shape for role, part in tensor.parts.items()
     }
 
 

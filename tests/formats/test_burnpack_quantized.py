@@ -109,11 +109,11 @@ def test_values_follow_the_definition(
     else:
         block = block[-len(shape) :]
         scale_type = data.draw(st.sampled_from(sorted(SCALE_TYPES)))
-        whole = (1,) * (len(shape) - len(block)) + block
-        grid = tuple(-(-n // b) for n, b in zip(shape, whole, strict=True))
+        full = (1,) * (len(shape) - len(block)) + block
+        grid = tuple(-(-n // b) for n, b in zip(shape, full, strict=True))
         scales = rng.choice([0.25, 0.5, 1, 2, 8], grid).astype(SCALE_TYPES[scale_type])
         stored += scales.tobytes()
-        where = tuple(np.indices(shape)[axis] // whole[axis] for axis in range(len(shape)))
+        where = tuple(np.indices(shape)[axis] // full[axis] for axis in range(len(shape)))
         spread = scales.astype(np.float32)[where]
         scheme["block"] = {"size": size(*block), "dtype": scale_type}
         if tensor is not None:
@@ -360,8 +360,8 @@ def test_any_quantised_tensor_opens_or_fails(
     if isinstance(outcome(DECLARED, data), CheckpointError):
         return
     try:
-        found = xr.open_dataset(data, engine="burnpack").compute()
+        ds = xr.open_dataset(data, engine="burnpack").compute()
     except CheckpointError:
         return
-    if "w" in found:
-        assert found["w"].shape == shape
+    if "w" in ds:
+        assert ds["w"].shape == shape

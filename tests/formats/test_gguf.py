@@ -70,10 +70,10 @@ def values_of(name: str, shape: tuple[int, ...]) -> Any:
         return gguf.quants.dequantize(random_blocks(name, shape), kind)
 
 
-def assert_same_bits(got: Any, wanted: Any) -> None:
+def assert_same_bits(got: Any, expected: Any) -> None:
     """Compare bits, but for those of NaN."""
-    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-    same = (got.view("u4") == wanted.view("u4")) | (np.isnan(got) & np.isnan(wanted))
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    same = (got.view("u4") == expected.view("u4")) | (np.isnan(got) & np.isnan(expected))
     assert same.all()
 
 
@@ -109,19 +109,19 @@ class TestBlocks:
         shape = (ROWS, 768)
         index, sources = indexed(block_file({"w": ("q4_k", shape)}))
         lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
-        wanted = values_of("q4_k", shape)[key]
-        assert_same_bits(np.array(lazy[key]), np.array(wanted))
-        out = np.empty(wanted.shape, np.float32)
+        expected = values_of("q4_k", shape)[key]
+        assert_same_bits(np.array(lazy[key]), np.array(expected))
+        out = np.empty(expected.shape, np.float32)
         lazy.read_into(out, key)
-        assert_same_bits(out, np.array(wanted))
+        assert_same_bits(out, np.array(expected))
 
     def test_what_is_scattered_is_decoded_a_few_rows_at_a_time(self) -> None:
         shape = (600, 1024)
         index, sources = indexed(block_file({"w": ("q8_0", shape)}))
         lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
-        wanted = values_of("q8_0", shape)
+        expected = values_of("q8_0", shape)
         for key in [(slice(None), 1000), (slice(0, None, 50), slice(None)), (slice(5, None, 7), 3)]:
-            assert_same_bits(np.array(lazy[key]), np.array(wanted[key]))
+            assert_same_bits(np.array(lazy[key]), np.array(expected[key]))
         sources[None].reads.clear()
         lazy[::299, 40:60]
         assert sum(nbytes for _, nbytes in sources[None].reads) == 3 * 34  # one block of each row
@@ -151,10 +151,10 @@ class TestBlocks:
         assert ds["blk.w"].shape == (3, *shape)
         assert ds["blk.w"].encoding["stored_dtype"] == "q4_k, q6_k, q8_0"
         for number, (kind, _) in enumerate(kinds.values()):
-            whole = values_of(kind, shape)
+            full = values_of(kind, shape)
             alone = xr.open_dataset(file, engine="gguf")[f"blk.{number}.w"].values
             assert_same_bits(ds["blk.w"][number].values, alone)
-            assert alone.shape == whole.shape
+            assert alone.shape == full.shape
         parts = xr.open_dataset(file, engine="gguf", stack=True, decode=False)
         assert set(parts) == {f"{name}:data" for name in kinds}
 
@@ -166,8 +166,8 @@ class TestBlocks:
         ds = xr.open_dataset(file, engine="gguf")
         plain = xr.Dataset({"w": (("d70", "d512"), ds["w"].values)})
         xr.testing.assert_allclose(ds.ckpt.stats(), plain.ckpt.stats(), rtol=1e-12)
-        found = xckpt.compare(ds, plain)["w"]
-        assert float(found.sel(statistic="max_abs")) == 0
+        comparison = xckpt.compare(ds, plain)["w"]
+        assert float(comparison.sel(statistic="max_abs")) == 0
 
 
 def indexed(data: bytes) -> tuple[Any, Any]:
@@ -403,9 +403,9 @@ class TestSplit:
         return {str(name): float(variable[0]) for name, variable in ds.items()}
 
     def test_any_of_the_files_opens_all(self, folder: Path) -> None:
-        whole = {"blk.0.w": 0.0, "blk.1.w": 1.0, "blk.2.w": 2.0}
+        full = {"blk.0.w": 0.0, "blk.1.w": 1.0, "blk.2.w": 2.0}
         for number in (1, 2, 3):
-            assert self.names(folder / f"m-{number:05d}-of-00003.gguf") == whole
+            assert self.names(folder / f"m-{number:05d}-of-00003.gguf") == full
         ds = xr.open_dataset(folder / "m-00003-of-00003.gguf", engine="gguf")
         assert ds.attrs["general.architecture"] == "llama"
         assert list(ds.attrs["tokens"]) == [0] * 300

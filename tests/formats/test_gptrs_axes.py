@@ -157,10 +157,10 @@ def test_golden_files(path: Path) -> None:
     ds = xr.open_dataset(path)
     for entry in golden_json(path)["entries"]:
         dims = ds.variables[entry["name"]].dims
-        wanted = entry.get("suggested_axes") or [None] * len(dims)
+        expected = entry.get("suggested_axes") or [None] * len(dims)
         if entry["name"].endswith(".attention.w_out"):
-            wanted = ["attn_dim", "embed_dim"]
-        for dim, size, name in zip(dims, entry["dims"], wanted, strict=True):
+            expected = ["attn_dim", "embed_dim"]
+        for dim, size, name in zip(dims, entry["dims"], expected, strict=True):
             if name is None or name in UNNAMED:
                 assert str(dim).partition("_")[0] == f"d{size}"
             else:

@@ -56,10 +56,10 @@ def test_tagged_configs() -> None:
 )
 def test_bare_configs_of_a_gpt(more: dict[str, Any]) -> None:
     config = {**GPT, **more}
-    wanted = {"kind": "gpt", "config": config}
+    expected = {"kind": "gpt", "config": config}
     encoded = json.dumps(config).encode()
-    assert config_of(encoded) == (wanted, ())
-    assert gptrs.read(CountingSource(inline_file([], encoded))).attrs == wanted
+    assert config_of(encoded) == (expected, ())
+    assert gptrs.read(CountingSource(inline_file([], encoded))).attrs == expected
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_bare_configs_of_a_gpt(more: dict[str, Any]) -> None:
     ],
 )
 def test_configs_that_name_no_kind(config: Any) -> None:
-    attrs, told = config_of(json.dumps(config).encode())
+    attrs, messages = config_of(json.dumps(config).encode())
     assert attrs == {"config": config}
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def tensor(
 
 
 def draft_of(*tensors: WantedTensor, **attrs: Any) -> Draft:
-    return Draft({each.name: each for each in tensors}, attrs)
+    return Draft({tensor.name: tensor for tensor in tensors}, attrs)
 
 
 def read(data: bytes) -> Index:
@@ -57,7 +57,7 @@ def read(data: bytes) -> Index:
 
 
 def values_of(index: Index, data: bytes) -> dict[tuple[str, str], bytes]:
-    parts = {name: each.parts["data"] for name, each in index.tensors.items()}
+    parts = {name: tensor.parts["data"] for name, tensor in index.tensors.items()}
     return {(n, "data"): data[p.offset : p.offset + p.nbytes] for n, p in parts.items()}
 
 
@@ -76,8 +76,8 @@ def written(index: Index | Draft, **options: Any) -> bytes:
 def described(index: Index) -> dict[str, Tensor]:
     """Give the tensors, wherever their data are."""
     return {
-        name: replace(each, parts={"data": replace(each.parts["data"], offset=0)})
-        for name, each in index.tensors.items()
+        name: replace(tensor, parts={"data": replace(tensor.parts["data"], offset=0)})
+        for name, tensor in index.tensors.items()
     }
 
 
@@ -95,7 +95,7 @@ def test_files_of_gpt_rs_come_back_byte_for_byte(path: Path) -> None:
 def test_other_files_come_back_as_version_2(path: Path) -> None:
     data = path.read_bytes()
     old = read(data)
-    halves = {name for name, each in old.tensors.items() if each.dtype not in gptrs.can.types}
+    halves = {name for name, tensor in old.tensors.items() if tensor.dtype not in gptrs.can.types}
     if old.warnings or halves:
         with pytest.raises(UnsupportedError):
             gptrs.plan(drafted(old))
@@ -107,7 +107,7 @@ def test_other_files_come_back_as_version_2(path: Path) -> None:
     assert (new.version, new.warnings, new.attrs) == ("2", (), old.attrs)
     assert list(new.tensors) == sorted(old.tensors)
     assert values_of(new, copy) == values_of(old, data)
-    with_axes = {name: each for name, each in described(old).items() if each.shape}
+    with_axes = {name: tensor for name, tensor in described(old).items() if tensor.shape}
     assert {name: described(new)[name] for name in with_axes} == with_axes
 
 
@@ -225,7 +225,7 @@ def test_names_of_axes() -> None:
     index = draft_of(replace(named, dims=("vocab_size", "e")), tensor("x", dims=("é", None)))
     data = written(replace(index, attrs=ATTRS))
     copy = read(data)
-    assert {name: each.dims for name, each in copy.tensors.items()} == {
+    assert {name: tensor.dims for name, tensor in copy.tensors.items()} == {
         "tok_embeddings.weight": ("vocab_size", "e"),
         "x": ("é", None),
     }

@@ -65,9 +65,9 @@ def beside(path: Path, index: Index, name: str) -> bytes:
     part = index.tensors[name].parts["data"]
     assert part.shard is not None
     shard = index.shards[part.shard]
-    found = path.parent / shard.candidates[0]
-    assert found.stat().st_size == shard.size
-    return found.read_bytes()[part.offset : part.offset + part.nbytes]
+    actual = path.parent / shard.candidates[0]
+    assert actual.stat().st_size == shard.size
+    return actual.read_bytes()[part.offset : part.offset + part.nbytes]
 
 
 def fails(data: bytes, rule: str, **options: Any) -> CheckpointError:
@@ -97,12 +97,12 @@ def test_readings(reading: str, said: str | None) -> None:
     assert index.attrs["payload"] == reading
     assert index.warnings == ()
     for tensors, rank in zip(TWO, (0, 1), strict=True):
-        for each in tensors:
-            found = index.tensors[str(each.name)]
-            assert value(data, index, str(each.name)) == each.data
-            assert found.shape == tuple(each.shape)
-            assert (found.dtype, found.problem, found.path) == (NUMPY[each.dtype], None, None)
-            assert found.attrs == {"rank": rank}
+        for written in tensors:
+            actual = index.tensors[str(written.name)]
+            assert value(data, index, str(written.name)) == written.data
+            assert actual.shape == tuple(written.shape)
+            assert (actual.dtype, actual.problem, actual.path) == (NUMPY[written.dtype], None, None)
+            assert actual.attrs == {"rank": rank}
     assert pickle.loads(pickle.dumps(index)).tensors == index.tensors
 
 
@@ -334,9 +334,9 @@ def test_names_that_several_shards_have() -> None:
         "a.w@rank_1": b"2222",
         "c": b"3333",
     }
-    found = index.tensors["a.w@rank_1"]
-    assert found.name == "a.w@rank_1"
-    assert found.attrs == {"rank": 1, "name": "a.w"}
+    actual = index.tensors["a.w@rank_1"]
+    assert actual.name == "a.w@rank_1"
+    assert actual.attrs == {"rank": 1, "name": "a.w"}
     assert [tensor.path for tensor in index.tensors.values()] == [
         ("rank_0", "a", "w"),
         ("rank_0", "a", "b"),
@@ -359,23 +359,23 @@ HOSTILE = st.lists(ODD, min_size=1, max_size=3).map("".join)
 def test_no_two_tensors_get_one_name(names: list[list[str]]) -> None:
     shards = [[Tensor(name, (), b"") for name in shard] for shard in names]
     index = read(checkpoint(shards))
-    wanted = [(rank, name) for rank, shard in enumerate(names) for name in shard]
-    found = [
+    expected = [(rank, name) for rank, shard in enumerate(names) for name in shard]
+    results = [
         (tensor.attrs["rank"], tensor.attrs.get("name", tensor.name))
         for tensor in index.tensors.values()
     ]
-    assert found == wanted
+    assert results == expected
     if len({tensor.path for tensor in index.tensors.values()}) > 1:
-        assert len({tensor.path for tensor in index.tensors.values()}) == len(wanted)
+        assert len({tensor.path for tensor in index.tensors.values()}) == len(expected)
 
 
 def test_a_deep_name_in_a_tree() -> None:
     deep = ".".join("abc" * 40)
     index = read(checkpoint([[Tensor(deep, (), b"")], [Tensor(deep, (), b"")]]))
-    for found in index.tensors.values():
-        assert found.path is not None
-        assert len(found.path) == 65
-        assert ".".join(found.path[1:]) == deep
+    for actual in index.tensors.values():
+        assert actual.path is not None
+        assert len(actual.path) == 65
+        assert ".".join(actual.path[1:]) == deep
 
 
 def test_ranks() -> None:
@@ -579,9 +579,9 @@ def test_offsets_that_cannot_be(tmp_path: Path, offset: int, rule: str) -> None:
     entry = shard_entry([one, two], 0)
     entry["tensors"][1]["offset"] = offset
     index = opened(write_set(tmp_path, [[one, two]], shards=[entry]))
-    for found in index.tensors.values():
-        assert isinstance(found.problem, FormatError)
-        assert found.problem.rule == rule
+    for actual in index.tensors.values():
+        assert isinstance(actual.problem, FormatError)
+        assert actual.problem.rule == rule
 
 
 def test_data_that_are_no_tensors(tmp_path: Path) -> None:
@@ -591,9 +591,9 @@ def test_data_that_are_no_tensors(tmp_path: Path) -> None:
     (tmp_path / "m_shard_0.bin").write_bytes(b'{"a.w": [0, 1, 2], "step": 7, "more": "text"}')
     index = opened(path)
     assert index.attrs["payload"] == "none"
-    for found in index.tensors.values():
-        assert isinstance(found.problem, PayloadMissingError)
-        assert "m_shard_0.bin" in str(found.problem)
+    for actual in index.tensors.values():
+        assert isinstance(actual.problem, PayloadMissingError)
+        assert "m_shard_0.bin" in str(actual.problem)
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:

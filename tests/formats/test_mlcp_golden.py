@@ -31,8 +31,8 @@ def test_bad_files_of_shards(path: Path, tmp_path: Path) -> None:
     if path.stem == "shard_data_len_8_bytes_spec":
         with pytest.warns(xckpt.CheckpointWarning, match="148 bytes, but 144 in the metadata"):
             ds = xr.open_dataset(metadata)
-        wanted = xr.open_dataset(folder / metadata.name)
-        xr.testing.assert_identical(ds.compute(), wanted.compute())
+        expected = xr.open_dataset(folder / metadata.name)
+        xr.testing.assert_identical(ds.compute(), expected.compute())
         return
     with pytest.raises(xckpt.FormatError) as caught:
         xr.open_dataset(metadata)
@@ -44,10 +44,10 @@ def test_a_missing_shard(golden: Path, tmp_path: Path) -> None:
     for suffix in (".metadata.json", "_shard_1.shard"):
         shutil.copy(golden / "mlcp" / f"{name}{suffix}", tmp_path)
     ds = xr.open_dataset(tmp_path / f"{name}.metadata.json")
-    whole = xr.open_dataset(golden / "mlcp" / f"{name}.metadata.json")
-    assert {n: v.shape for n, v in ds.items()} == {n: v.shape for n, v in whole.items()}
+    full = xr.open_dataset(golden / "mlcp" / f"{name}.metadata.json")
+    assert {n: v.shape for n, v in ds.items()} == {n: v.shape for n, v in full.items()}
     there = ["head.weight", "head.scale"]
-    xr.testing.assert_equal(ds[there].compute(), whole[there].compute())
+    xr.testing.assert_equal(ds[there].compute(), full[there].compute())
     for shown in (ds, pickle.loads(pickle.dumps(ds))):
         with pytest.raises(xckpt.PayloadMissingError, match=f"{name}_shard_0.shard") as caught:
             shown["layer.bias"].compute()

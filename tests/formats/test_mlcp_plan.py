@@ -49,7 +49,7 @@ def tensor(
 
 
 def draft_of(*tensors: WantedTensor, source: str = "", **attrs: Any) -> Draft:
-    return Draft({each.name: each for each in tensors}, ANY_TIME | attrs, source)
+    return Draft({tensor.name: tensor for tensor in tensors}, ANY_TIME | attrs, source)
 
 
 def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
@@ -87,15 +87,15 @@ def written_set(index: Index | Draft, **options: Any) -> dict[str, bytes]:
 
 
 def values_of(index: Index, files: Mapping[Any, bytes]) -> dict[tuple[str, str], bytes]:
-    parts = {name: each.parts["data"] for name, each in index.tensors.items()}
+    parts = {name: tensor.parts["data"] for name, tensor in index.tensors.items()}
     return {(n, "data"): files[p.shard][p.offset : p.offset + p.nbytes] for n, p in parts.items()}
 
 
 def described(index: Index | Draft) -> dict[str, WantedTensor]:
     """Give the tensors, wherever their data are."""
     return {
-        name: replace(each, parts={}, attrs={"rank": 0, **each.attrs})
-        for name, each in drafted(index).tensors.items()
+        name: replace(tensor, parts={}, attrs={"rank": 0, **tensor.attrs})
+        for name, tensor in drafted(index).tensors.items()
     }
 
 
@@ -267,10 +267,10 @@ def test_what_is_planned_is_read(
     assert not copy.warnings
     in_place: dict[Any, bytes] = {None: files[source], **files}
     assert values_of(copy, in_place) == noise(index)
-    unplaced = {name: replace(each, path=None) for name, each in described(copy).items()}
+    unplaced = {name: replace(tensor, path=None) for name, tensor in described(copy).items()}
     assert unplaced == described(index)
     in_groups = len(set(names)) < len(names)
-    assert all((each.path is not None) == in_groups for each in copy.tensors.values())
+    assert all((tensor.path is not None) == in_groups for tensor in copy.tensors.values())
     for name in attrs.keys() - {"sharding", "customFields", "format"}:
         assert copy.attrs[name] == attrs[name]
     ranks = [shard["rank"] for shard in copy.attrs["shards"]]
@@ -364,8 +364,8 @@ def test_lists_of_tensors_are_made_anew() -> None:
 def test_of_two_names_of_sharding_the_last_counts() -> None:
     said = {"strategy": "ddp", "more": [1]}
     attrs = read(written(draft_of(sharding=None, shardingStrategy=said))).attrs
-    wanted = {"strategy": "ddp", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}
-    assert attrs["sharding"] == attrs["shardingStrategy"] == wanted | {"more": [1]}
+    expected = {"strategy": "ddp", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}
+    assert attrs["sharding"] == attrs["shardingStrategy"] == expected | {"more": [1]}
     attrs = read(written(draft_of(sharding=said, shardingStrategy=None))).attrs
     assert attrs["sharding"] is attrs["shardingStrategy"] is None
 
@@ -388,9 +388,9 @@ def test_names_of_axes(source: str) -> None:
     index = draft_of(*tensors, source=source)
     files = written_set(index)
     copy = mlcp.read(Files(files, source))
-    assert [each.dims for each in copy.tensors.values()] == [("row", None), ("é", "c"), None]
+    assert [tensor.dims for tensor in copy.tensors.values()] == [("row", None), ("é", "c"), None]
     assert written_set(replace(copy, source=source)) == files
-    unnamed = {name: replace(each, dims=None) for name, each in copy.tensors.items()}
+    unnamed = {name: replace(tensor, dims=None) for name, tensor in copy.tensors.items()}
     again = mlcp.read(Files(written_set(replace(copy, tensors=unnamed, source=source)), source))
     assert "xckpt.dims" not in (again.attrs["customFields"] or {})
 

@@ -252,10 +252,10 @@ class TestNames:
         index = index_of(MODEL, content)
         expected = [(key, stat) for key, stats in written.items() for stat in (None, *stats)]
         assert len(index.tensors) == len(expected)
-        for found, (key, stat) in zip(index.tensors.values(), expected, strict=True):
-            assert tuple(as_bytes(element) for element in found.attrs["key"]) == key
-            assert found.shape == ((2,) if stat is None else ())
-            assert ("stat" in found.attrs) == (stat is not None)
+        for actual, (key, stat) in zip(index.tensors.values(), expected, strict=True):
+            assert tuple(as_bytes(element) for element in actual.attrs["key"]) == key
+            assert actual.shape == ((2,) if stat is None else ())
+            assert ("stat" in actual.attrs) == (stat is not None)
         placed = tree_paths({name: tensor.path for name, tensor in index.tensors.items()})
         assert len(set(placed.values())) == len(expected)
         for path, leaf in placed.values():
@@ -401,9 +401,9 @@ class TestErrors:
         self, data_type: int, content: bytes, offset: int
     ) -> None:
         error = failure(data_type, content)
-        found = file(data_type, content)[offset]
+        actual = file(data_type, content)[offset]
         assert (error.rule, error.offset) == ("Type", offset)
-        assert f"type byte 0x{found:02x}, expected" in str(error)
+        assert f"type byte 0x{actual:02x}, expected" in str(error)
 
     def test_of_a_header(self) -> None:
         assert failure(0x500, b"").rule == "DataType"
@@ -515,12 +515,12 @@ class SparseModel(CountingSource):
     def read(self, offset: int, nbytes: int) -> memoryview:
         assert 0 <= offset <= offset + nbytes <= self.size
         self.reads.append((offset, nbytes))
-        found = bytearray(nbytes)
+        actual = bytearray(nbytes)
         for start, data in self.pieces:
             first, last = max(start, offset), min(start + len(data), offset + nbytes)
             if first < last:
-                found[first - offset : last - offset] = data[first - start : last - start]
-        return memoryview(bytes(found))
+                actual[first - offset : last - offset] = data[first - start : last - start]
+        return memoryview(bytes(actual))
 
 
 @pytest.mark.parametrize("kind", ["shape", "tensor", "parameter", "model", "optimizer"])
@@ -544,10 +544,10 @@ def test_no_flipped_bit_beside_the_data_goes_unseen(kind: str) -> None:
 
 def assert_apart(index: Index) -> None:
     end = 0
-    for found in sorted(index.tensors.values(), key=lambda tensor: tensor.parts["data"].offset):
-        part = found.parts["data"]
+    for actual in sorted(index.tensors.values(), key=lambda tensor: tensor.parts["data"].offset):
+        part = actual.parts["data"]
         assert part.offset >= end
-        assert part.nbytes == 4 * found.size
+        assert part.nbytes == 4 * actual.size
         end = part.offset + part.nbytes
 
 
@@ -583,11 +583,11 @@ def test_msgpack_reads_the_same(parameters: list[Any]) -> None:
         (list(key), stat, *decoded) for key, own in kept.items() for stat, decoded in own.items()
     ]
     assert len(index.tensors) == len(expected)
-    for found, (key, stat, dims, payload) in zip(index.tensors.values(), expected, strict=True):
-        assert found.attrs["key"] == key
-        assert found.name == variable_name(key, stat)
-        assert list(found.shape) == trimmed(dims)
-        assert stored(data, found).tobytes(order="F") == payload
+    for actual, (key, stat, dims, payload) in zip(index.tensors.values(), expected, strict=True):
+        assert actual.attrs["key"] == key
+        assert actual.name == variable_name(key, stat)
+        assert list(actual.shape) == trimmed(dims)
+        assert stored(data, actual).tobytes(order="F") == payload
 
 
 def _decoded(objects: Any) -> tuple[list[int], bytes]:

@@ -41,7 +41,7 @@ def tensor(name: str, shape: tuple[int, ...] = (2, 3), **fields: Any) -> WantedT
 
 
 def draft_of(*tensors: WantedTensor, **attrs: Any) -> Draft:
-    return Draft({each.name: each for each in tensors}, attrs)
+    return Draft({tensor.name: tensor for tensor in tensors}, attrs)
 
 
 def named(*names: str) -> Draft:
@@ -64,13 +64,13 @@ def written(index: Index | Draft, **options: Any) -> bytes:
 
 
 def values_of(index: Index, data: bytes) -> dict[tuple[str, str], bytes]:
-    parts = {name: each.parts["data"] for name, each in index.tensors.items()}
+    parts = {name: tensor.parts["data"] for name, tensor in index.tensors.items()}
     return {(n, "data"): data[p.offset : p.offset + p.nbytes] for n, p in parts.items()}
 
 
 def described(index: Index) -> dict[str, Tensor]:
     """Give the tensors, wherever their data are."""
-    return {name: replace(each, parts={}) for name, each in index.tensors.items()}
+    return {name: replace(tensor, parts={}) for name, tensor in index.tensors.items()}
 
 
 # --- the library's bytes --------------------------------------------------------------------------
@@ -168,8 +168,10 @@ def test_what_is_planned_is_read(parameters: Mapping[tuple[str, ...], Any]) -> N
     data = written(index)
     copy = read(data)
     assert copy.attrs == {"data_type": "Model"}
-    assert {name: (each.shape, each.dims) for name, each in copy.tensors.items()} == expected
-    keys = [tuple(each.attrs["key"]) for each in copy.tensors.values() if "stat" not in each.attrs]
+    assert {name: (tensor.shape, tensor.dims) for name, tensor in copy.tensors.items()} == expected
+    keys = [
+        tuple(tensor.attrs["key"]) for tensor in copy.tensors.values() if "stat" not in tensor.attrs
+    ]
     assert keys == sorted(
         parameters, key=lambda key: [e.encode("utf-8", "surrogateescape") for e in key]
     )
@@ -215,7 +217,7 @@ def test_places_in_a_tree_are_keys() -> None:
 
 def test_a_colon_may_be_a_part_of_a_name() -> None:
     copy = read(written(named("w", "w:0", "v:0")))
-    assert {name: each.attrs.get("stat") for name, each in copy.tensors.items()} == {
+    assert {name: tensor.attrs.get("stat") for name, tensor in copy.tensors.items()} == {
         "v%3A0": None,
         "w": None,
         "w:0": "0",
@@ -236,7 +238,7 @@ def test_what_trailing_ones_come_back_as() -> None:
         tensor("a:s", (2, 1, 1), dims=("x", "y", "batch")),
         tensor("a:t", (2, 1, 3), dims=("x", "y", "batch")),
     )
-    shapes = {name: each.shape for name, each in read(written(index)).tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in read(written(index)).tensors.items()}
     assert shapes == {"a": (3,), "a:s": (2,), "a:t": (2, 3), "b": (1, 3), "c": (), "d": (2,)}
 
 

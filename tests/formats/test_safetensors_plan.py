@@ -28,7 +28,7 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], **fields: object) -> W
 
 
 def index(*tensors: WantedTensor, **attrs: object) -> Draft:
-    return Draft({each.name: each for each in tensors}, attrs)
+    return Draft({tensor.name: tensor for tensor in tensors}, attrs)
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -44,8 +44,8 @@ def test_equal_to_the_package(
     described.pop("__metadata__", None)
     attrs.pop("xckpt.dims", None)
     arrays = {n: np.zeros(shape, stored_dtype(dtype)) for n, (dtype, shape) in described.items()}
-    wanted = index(*[tensor(name, *kind) for name, kind in described.items()])
-    planned = plan(Draft(wanted.tensors, attrs))
+    expected = index(*[tensor(name, *kind) for name, kind in described.items()])
+    planned = plan(Draft(expected.tensors, attrs))
     data = {(name, "data"): array.tobytes() for name, array in arrays.items()}
     file = materialize(planned, data)
     assert file == safetensors.numpy.save(arrays, attrs or None)
@@ -55,9 +55,9 @@ def test_equal_to_the_package(
 
 
 def test_names_of_axes_are_kept() -> None:
-    wanted = index(tensor("w", "float32", (2, 3), dims=("out", None)), tensor("b", "int8", (2,)))
+    expected = index(tensor("w", "float32", (2, 3), dims=("out", None)), tensor("b", "int8", (2,)))
     data = {("w", "data"): bytes(24), ("b", "data"): bytes(2)}
-    again = read(CountingSource(materialize(plan(wanted), data)))
+    again = read(CountingSource(materialize(plan(expected), data)))
     assert again.tensors["w"].dims == ("out", None)
     assert again.tensors["b"].dims is None
     assert again.attrs == {}

@@ -159,15 +159,15 @@ class TestNothingRuns:
             assert caught.value.rule == REFUSED[label]
             return
         ds = xr.open_dataset(HOSTILE[label], engine="torch")
-        assert [each.values.tolist() for each in ds.values()] in ([], [[0, 0]])
+        assert [array.values.tolist() for array in ds.values()] in ([], [[0, 0]])
         (text,) = ds.attrs.values()
         assert isinstance(text, str)
 
     def test_this_package_has_no_unpickler(self) -> None:
         """Not even one that is never used."""
         modules = {"pickles", "records", "objects", "tensors", "containers", "distributed"}
-        for each in modules:
-            found = sys.modules[f"xckpt.formats.torch.{each}"]
+        for module in modules:
+            found = sys.modules[f"xckpt.formats.torch.{module}"]
             assert not {"pickle", "pickletools", "importlib", "eval", "exec"} & vars(found).keys()
 
 
@@ -271,8 +271,15 @@ class TestTheWayOut:
         "path",
         [
             path
-            for each in ("strided", "dtypes_small", "quantised", "sparse", "parameters", "nested")
-            for path in golden_files(f"torch/{each}.pt")
+            for parameter in (
+                "strided",
+                "dtypes_small",
+                "quantised",
+                "sparse",
+                "parameters",
+                "nested",
+            )
+            for path in golden_files(f"torch/{parameter}.pt")
         ]
         + [*golden_files("torch/dcp_2rank")],
         ids=lambda path: path.name,
@@ -409,9 +416,9 @@ class TestFolders:
     @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])
     def test_a_file_of_items_is_in_the_folder(self, name: str, tmp_path: Path) -> None:
         path = self.folder(tmp_path) / ".metadata"
-        wanted = files.text("__1_0.distcp")
-        assert wanted in path.read_bytes()
-        path.write_bytes(path.read_bytes().replace(wanted, files.text(name)))
+        expected = files.text("__1_0.distcp")
+        assert expected in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(expected, files.text(name)))
         with pytest.raises(xckpt.FormatError, match="not the name of a file") as caught:
             xr.open_dataset(tmp_path)
         assert caught.value.rule == "FileName"
@@ -538,8 +545,8 @@ def test_tensors_in_other_classes_are_found(label: str) -> None:
     value, expected = CLASSES[label]
     data = files.archive(files.mapping({"w": value, "v": WEIGHT}), {"0": bytes(24)})
     tensors = FORMAT.read(CountingSource(data)).tensors
-    assert {name: dict(each.attrs) for name, each in tensors.items()} == {**expected, "v": {}}
-    assert all(each.shape == (2, 3) for each in tensors.values())
+    assert {name: dict(tensor.attrs) for name, tensor in tensors.items()} == {**expected, "v": {}}
+    assert all(tensor.shape == (2, 3) for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("count", [1, 1025, 1 << 18])
@@ -557,7 +564,7 @@ def test_large_arrays_of_numpy_are_listed() -> None:
     )
     data = files.archive(b"](" + large + array + b"q\1" + b"h\1" * 20 + b"e")
     tensors = [*FORMAT.read(CountingSource(data)).tensors.values()]
-    assert [each.problem is None for each in tensors] == [False] + 16 * [True] + 5 * [False]
+    assert [tensor.problem is None for tensor in tensors] == [False] + 16 * [True] + 5 * [False]
     assert "in the pickle itself" in str(tensors[0].problem)
 
 

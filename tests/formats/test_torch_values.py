@@ -125,10 +125,10 @@ def test_complex_halves_open_as_float32_like_other_halves(tmp_path: Path) -> Non
     value = files.typed_view("0", "complex32", HALVES.view("u1"), {"conj": b"\x88"})
     data = files.archive(files.mapping({"w": value}), {"0": HALVES.tobytes()})
     ds = xr.open_dataset(data, engine="torch")
-    assert {each.dtype for each in ds.values()} == {np.dtype("f4")}
+    assert {array.dtype for array in ds.values()} == {np.dtype("f4")}
     assert ds["w:imag"].encoding["stored_dtype"] == np.dtype("f2")
     stored = xr.open_dataset(data, engine="torch", decode=False)
-    assert {each.dtype for each in stored.values()} == {np.dtype("f2")}
+    assert {value.dtype for value in stored.values()} == {np.dtype("f2")}
     with pytest.warns(xckpt.CheckpointWarning, match="written as their parts"):
         xckpt.save(ds, tmp_path / "m.safetensors")
     written = xr.open_dataset(tmp_path / "m.safetensors")

@@ -98,18 +98,18 @@ def test_version_2_gives_back_what_was_planned(index: Draft, alignment: int) -> 
 def _check_round_trip(index: Draft, **options: Any) -> None:
     data = filled(index)
     file = materialize(ztensor.plan(index, **options), data)
-    found = read(file)
-    assert found.version == options["version"]
-    assert found.warnings == ()
-    assert {n: t.problem for n, t in found.tensors.items() if t.problem} == {}
-    assert list(found.tensors) == _order(index, options["version"])
+    actual = read(file)
+    assert actual.version == options["version"]
+    assert actual.warnings == ()
+    assert {n: t.problem for n, t in actual.tensors.items() if t.problem} == {}
+    assert list(actual.tensors) == _order(index, options["version"])
     # Raw sizes of compressed parts are not in every manifest: decode all of them.
-    copy, copied = wanted(found, file)
+    copy, copied = wanted(actual, file)
     assert plain(_known(copy)) == plain(_known(index))
     assert copied == data
     for name, tensor in index.tensors.items():
         for role, wish in tensor.parts.items():
-            got = found.tensors[name].parts[role]
+            got = actual.tensors[name].parts[role]
             assert got.encoding == wish.compression
             assert (got.digest or "").partition(":")[0] == (
                 wish.algorithm or ("xxh3" if options["version"] == "2" else "")
@@ -195,19 +195,19 @@ def test_a_copy_of_a_golden_file_has_its_content(path: Path, version: str) -> No
         assert refusal.hint is not None
         return
     copy = materialize(ztensor.plan(index, version=version), data)
-    found, copied = wanted(read(copy), copy)
+    actual, copied = wanted(read(copy), copy)
     for name, tensor in index.tensors.items():
-        assert (found.tensors[name].shape, found.tensors[name].layout) == (
+        assert (actual.tensors[name].shape, actual.tensors[name].layout) == (
             tensor.shape,
             tensor.layout,
         )
         for role in tensor.parts:
-            old, new = tensor.parts[role].dtype, found.tensors[name].parts[role].dtype
+            old, new = tensor.parts[role].dtype, actual.tensors[name].parts[role].dtype
             if old == new:
                 assert copied[name, role] == data[name, role]
             else:
                 assert role in {"indices", "indptr", "coords"}
-    assert {**found.attrs, "generator": ""} == {**original.attrs, "generator": ""}
+    assert {**actual.attrs, "generator": ""} == {**original.attrs, "generator": ""}
 
 
 def _refusal(index: Draft, version: str) -> UnsupportedError | None:
@@ -246,15 +246,15 @@ def test_only_what_is_behind_a_compressed_part_has_no_offset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "stated"),
+    ("expected", "stated"),
     [
         ("crc32c", "crc32c:0x"),
         ("xxh3", "crc32c:0x"),
         ("sha256", "sha256:"),
     ],
 )
-def test_version_1_spells_digests_as_its_specification(wanted: str, stated: str) -> None:
-    file = written(draft_of(dense("w", algorithm=wanted)))
+def test_version_1_spells_digests_as_its_specification(expected: str, stated: str) -> None:
+    file = written(draft_of(dense("w", algorithm=expected)))
     digest = manifest_of(file)["tensors"]["w"]["components"]["data"]["digest"]
     assert digest.startswith(stated)
     value = digest.removeprefix(stated)
@@ -266,9 +266,9 @@ def test_names_of_axes_are_a_text_in_the_attributes_of_the_file() -> None:
     attrs = manifest_of(written(index))["attributes"]
     assert attrs == {"xckpt.dims": '{"w":["rows",null]}'}
     for version in ("1.0", "2"):
-        found = read(written(index, version=version))
-        assert "xckpt.dims" not in found.attrs
-        assert {name: tensor.dims for name, tensor in found.tensors.items()} == {
+        reopened = read(written(index, version=version))
+        assert "xckpt.dims" not in reopened.attrs
+        assert {name: tensor.dims for name, tensor in reopened.tensors.items()} == {
             "w": ("rows", None),
             "v": None,
             "s": None,
@@ -314,8 +314,8 @@ def test_indices_get_a_type_that_the_version_has() -> None:
 
 def test_version_2_shares_one_blob_without_bytes() -> None:
     index = draft_of(dense("a"), dense("x", shape=(0,)), dense("y", "int8", (3, 0)), dense("z"))
-    found = read(written(index, version="2")).tensors
-    assert [found[name].parts["data"].offset for name in "axyz"] == [
+    reopened = read(written(index, version="2")).tensors
+    assert [reopened[name].parts["data"].offset for name in "axyz"] == [
         1 << 16,
         2 << 16,
         2 << 16,
@@ -327,8 +327,8 @@ def test_the_type_of_a_component_is_that_of_the_part() -> None:
     index = draft_of(
         dense("w", "complex64", attrs={"type": "complex64"}), dense("v", attrs={"type": "x"})
     )
-    found = read(written(index, version="2")).tensors
-    assert (found["w"].attrs, found["v"].attrs) == ({}, {"type": "x"})
+    reopened = read(written(index, version="2")).tensors
+    assert (reopened["w"].attrs, reopened["v"].attrs) == ({}, {"type": "x"})
 
 
 PROFILED = {
@@ -361,19 +361,19 @@ def test_a_quantisation_becomes_the_attributes_of_a_layout(case: str) -> None:
     tensor = WantedTensor(
         "q", "float32", (4, 16), parts, "quantized", attrs={"k": 1}, quantization=quantization
     )
-    found = read(written(draft_of(tensor), version="2")).tensors["q"]
-    assert found.layout == "quantized"
+    actual = read(written(draft_of(tensor), version="2")).tensors["q"]
+    assert actual.layout == "quantized"
     expected = quantization
     if not quantization.scale_axes:
         expected = replace(quantization, scale_axes=(0, 1))
-    assert found.quantization == expected
-    assert found.attrs["k"] == 1
-    assert {role: each.shape for role, each in found.parts.items()} == {
-        role: each.shape for role, each in parts.items()
+    assert actual.quantization == expected
+    assert actual.attrs["k"] == 1
+    assert {role: part.shape for role, part in actual.parts.items()} == {
+        role: part.shape for role, part in parts.items()
     }
     copy = drafted(read(written(draft_of(tensor), version="2")))
     again = read(written(copy, version="2")).tensors["q"]
-    assert (again.attrs, again.quantization) == (found.attrs, found.quantization)
+    assert (again.attrs, again.quantization) == (actual.attrs, actual.quantization)
 
 
 @pytest.mark.parametrize(
@@ -406,9 +406,9 @@ def structural(
 
 def test_parts_of_other_layouts_keep_its_name() -> None:
     for version in ("1.0", "2"):
-        found = read(written(draft_of(structural("acme/1", k=1)), version=version)).tensors["w"]
-        assert (found.layout, found.problem) == ("structural", None)
-        assert found.attrs == {"k": 1, "ztensor_layout": "acme/1"}
+        tensor = read(written(draft_of(structural("acme/1", k=1)), version=version)).tensors["w"]
+        assert (tensor.layout, tensor.problem) == ("structural", None)
+        assert tensor.attrs == {"k": 1, "ztensor_layout": "acme/1"}
     gguf = structural("gguf.q4_0/1", elems_per_block=32, block_bytes=18)
     assert read(written(draft_of(gguf), version="2")).tensors["w"].attrs == gguf.attrs
 
@@ -481,8 +481,8 @@ def test_attributes_nest_as_deep_as_readers_go(version: str, deepest: int) -> No
     nested: Any = 0
     for _ in range(deepest - 1):
         nested = [nested]
-    found = read(written(draft_of(dense("w", attrs={"a": nested})), version=version))
-    assert found.tensors["w"].attrs == {"a": nested}
+    reopened = read(written(draft_of(dense("w", attrs={"a": nested})), version=version))
+    assert reopened.tensors["w"].attrs == {"a": nested}
     with pytest.raises(UnsupportedError, match="nested too deep"):
         ztensor.plan(draft_of(dense("w", attrs={"a": [nested]})), version=version)
     assert read(written(draft_of(a=[nested]), version=version)).attrs["a"] == [nested]

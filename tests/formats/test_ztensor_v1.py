@@ -64,13 +64,13 @@ def csr_v12(index: str = "u64", **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "warnings_shown"),
     [("1.0", 0), ("1.0.0", 0), ("1.0.7", 0), ("1.1", 1), ("1.10.2", 1), ("01.0", 0)],
 )
-def test_a_newer_minor_version_warns(version: str, told: int) -> None:
+def test_a_newer_minor_version_warns(version: str, warnings_shown: int) -> None:
     index = read(v1_file({}, version=version))
     assert index.version == version
-    assert len(index.warnings) == told
+    assert len(index.warnings) == warnings_shown
 
 
 @pytest.mark.parametrize(("version", "told"), [("1.1.0", 0), ("1.2.0", 0), ("1.3.0", 1)])

@@ -29,7 +29,7 @@ from xckpt.notebook.text import render
 )
 def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
     rows = [row(codes, dtype, 8, 8), row(scale, "float32", 8)]
-    assert [each.storage for each in marked(rows)] == ["codes", ""]
+    assert [row.storage for row in marked(rows)] == ["codes", ""]
     assert marked(marked(rows)) == marked(rows)
     layers = [row(f"h.{n}.{r.name}", r.dtype, *r.shape) for n in range(20) for r in rows]
     summary = new_summary(layers, title="m", format="f", version="", attrs={})
@@ -61,6 +61,6 @@ def test_others_are_what_they_are(name: str, dtype: str, other: str) -> None:
 def test_only_layers_that_have_scales_are_codes() -> None:
     rows = [row(f"h.{n}.weight", "int8", 8) for n in range(20)]
     rows += [row(f"h.{n}.weight_scale", "float32", 8) for n in range(9)]
-    assert [each.storage for each in marked(rows)] == ["codes"] * 9 + [""] * 20
+    assert [row.storage for row in marked(rows)] == ["codes"] * 9 + [""] * 20
     summary = new_summary(rows, title="m", format="f", version="", attrs={})
     assert {p.storage for p in summary.patterns} == {""}

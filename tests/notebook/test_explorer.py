@@ -210,8 +210,8 @@ def test_a_failure_is_told_without_the_path(opened: Opened) -> None:
 def test_what_is_wrong_is_told(opened: Opened) -> None:
     opened.ask({"ask": "compute"}, 0, 2)
     opened.done()
-    found = [(2, "inf", "error", "inf", "")]
-    assert opened.told[0] == ({"tell": "findings", "found": found}, [])
+    results = [(2, "inf", "error", "inf", "")]
+    assert opened.told[0] == ({"tell": "findings", "found": results}, [])
     opened.explorer.selected = "text"
     opened.done()
     opened.told.clear()
@@ -248,8 +248,8 @@ def test_codes_are_marked() -> None:
 def test_what_is_only_wrong_with_weights_is_not_said_of_codes() -> None:
     rows = [row("a", "int8", 1, storage="codes"), row("b", "int8", 1)]
     rules = ("constant", "exploding", "all_zero")
-    found = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
-    opened = Opened(rows, KnownResults({}, found))
+    results = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
+    opened = Opened(rows, KnownResults({}, results))
     assert [each[:2] for each in opened.explorer._found] == [
         (0, "all_zero"),
         *((1, rule) for rule in rules),

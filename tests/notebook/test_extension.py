@@ -218,7 +218,7 @@ def test_tab_completes_the_names_of_tensors(path: Path, *, use_jedi: bool) -> No
 
     def completions(text: str) -> list[str]:
         with provisionalcompleter():
-            return [each.text for each in shell.Completer.completions(text, len(text))]
+            return [completion.text for completion in shell.Completer.completions(text, len(text))]
 
     load_ipython_extension(shell)
     assert completions('ds.ckpt["') == list(shell.user_ns["ds"].variables)

@@ -168,8 +168,8 @@ def test_findings_are_counted_where_statistics_are_known() -> None:
 
 def test_errors_come_before_findings_and_these_before_notes() -> None:
     kinds = ("info", "error", "strange", "warning")
-    found = [TensorFinding(f"{kind}_tensor", kind, 1.0, kind) for kind in kinds]
-    summary = summary_of(gpt2(), errors=["cut short"], notes=["newer"], findings=found)
+    results = [TensorFinding(f"{kind}_tensor", kind, 1.0, kind) for kind in kinds]
+    summary = summary_of(gpt2(), errors=["cut short"], notes=["newer"], findings=results)
     words = ["cut short", "findings", *(f"{k}_tensor" for k in sorted(kinds)), "newer"]
     words[2:6] = [f"{kind}_tensor" for kind in ("error", "warning", "info", "strange")]
     for text in (Parsed(render(summary)).text, render_text(summary)):
@@ -179,8 +179,8 @@ def test_errors_come_before_findings_and_these_before_notes() -> None:
 
 def test_many_findings_are_counted() -> None:
     names = [f"{chr(97 + n)}.{chr(120 - n)}" for n in range(12)]
-    found = [TensorFinding(name, "nan", 1.0, "error") for name in names]
-    assert "… 4 more findings" in render_text(summary_of(gpt2(), findings=found))
+    results = [TensorFinding(name, "nan", 1.0, "error") for name in names]
+    assert "… 4 more findings" in render_text(summary_of(gpt2(), findings=results))
 
 
 def test_neither_folders_nor_signatures_are_shown() -> None:

@@ -75,7 +75,7 @@ def test_the_same_name_in_two_shapes_is_one_set_unless_it_is_stacked() -> None:
     assert sets_of(rows) == []
     numbers = [tuple(range(k, 8, 2)) for k in (0, 1)]
     parts = [StackedNames(("h.", None, ".w"), (f"h_{n[0]}",), (n,)) for n in numbers]
-    assert [(each.dim, each.parts) for each in sets_of(rows, *parts)] == [
+    assert [(part.dim, part.parts) for part in sets_of(rows, *parts)] == [
         ("h_0", ("w",)),
         ("h_1", ("w",)),
     ]

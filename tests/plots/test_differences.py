@@ -57,10 +57,10 @@ def test_few_bars_another_statistic_and_some_tensors(base: xr.Dataset, tuned: xr
 def test_a_comparison_is_not_made_again(
     base: xr.Dataset, tuned: xr.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = xckpt.compare(base, tuned)
+    comparison = xckpt.compare(base, tuned)
     monkeypatch.setattr("xckpt.compare", None, raising=False)
-    assert len(Plots(base).compare(found, names="l.*").patches) == 2
-    ax = Plots(base).layers("rel_l2", stats=found)
+    assert len(Plots(base).compare(comparison, names="l.*").patches) == 2
+    ax = Plots(base).layers("rel_l2", stats=comparison)
     (line,) = ax.get_lines()
     assert np.asarray(line.get_ydata())[:4] == pytest.approx([0, 0.5, 0, 0.01])
 

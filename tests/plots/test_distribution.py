@@ -56,7 +56,7 @@ def test_some_numbered_tensors_have_the_colour_of_their_number(flat: xr.Dataset)
     assert len(steps(ax)) == 6
     assert ax.get_legend() is None
     assert len({patch.get_edgecolor() for patch in ax.patches}) == 6
-    (bar,) = [each for each in ax.figure.axes if each is not ax]
+    (bar,) = [axes for axes in ax.figure.axes if axes is not ax]
     assert bar.get_ylabel() == "layers"
     assert (ax.get_xscale(), ax.get_yscale()) == ("symlog", "linear")
     assert ax.get_title() == "m.layers.{0..5}.attn.w"

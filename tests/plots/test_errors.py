@@ -52,8 +52,8 @@ def test_layers_against_channels(base: xr.Dataset, rounded: xr.Dataset) -> None:
     values = drawn(ax)
     assert values.shape == (LAYERS, 6)
     assert np.unravel_index(values.argmin(), values.shape) == (3, 2)
-    wanted = xckpt.compare(base, rounded, dim="in")["layers.1.q.weight"].sel(statistic="sqnr_db")
-    np.testing.assert_allclose(values[1], wanted)
+    expected = xckpt.compare(base, rounded, dim="in")["layers.1.q.weight"].sel(statistic="sqnr_db")
+    np.testing.assert_allclose(values[1], expected)
     assert labels(ax) == ["0", "1", "2", "3", "4"]
     assert ax.get_title() == "layers.*.q.weight"
     assert "1 channel equal" in notes(ax)
@@ -61,13 +61,15 @@ def test_layers_against_channels(base: xr.Dataset, rounded: xr.Dataset) -> None:
 
 
 def test_a_comparison_draws_itself(base: xr.Dataset, rounded: xr.Dataset) -> None:
-    found = xckpt.compare(base, rounded, dim=-1)
-    for ax in (found.ckpt.plot.error(), Plots(base).error(found)):
+    comparison = xckpt.compare(base, rounded, dim=-1)
+    for ax in (comparison.ckpt.plot.error(), Plots(base).error(comparison)):
         assert drawn(ax).shape == (LAYERS, 6)
-    one = found.ckpt.plot.error(statistic="max_abs", names="layers.3.*")
+    one = comparison.ckpt.plot.error(statistic="max_abs", names="layers.3.*")
     assert drawn(one).argmax() == 2
     stacked = xckpt.compare(base.ckpt.stack(), rounded, dim=-1).ckpt.plot.error(names="layers.*")
-    np.testing.assert_array_equal(drawn(stacked), drawn(found.ckpt.plot.error(names="layers.*")))
+    np.testing.assert_array_equal(
+        drawn(stacked), drawn(comparison.ckpt.plot.error(names="layers.*"))
+    )
 
 
 def test_of_many_the_worst_is_seen() -> None:

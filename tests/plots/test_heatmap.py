@@ -41,8 +41,8 @@ def test_a_stacked_tensor_has_the_name_that_it_has_in_the_file(
     assert (drawn(Plots(stacked).heatmap(name)) == drawn(Plots(flat).heatmap(name))).all()
     few = stacked.isel(layers=[1, 4])
     assert (drawn(Plots(few).heatmap(name)) == drawn(Plots(flat).heatmap(name))).all()
-    whole = drawn(Plots(stacked).heatmap("m.layers.attn.w"))
-    assert whole.shape == (6, 64)
+    full = drawn(Plots(stacked).heatmap("m.layers.attn.w"))
+    assert full.shape == (6, 64)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
@@ -140,7 +140,7 @@ def test_codes_are_called_codes() -> None:
     ds = xr.Dataset({"w": (("a", "b"), codes), "w_scale": ("a", np.ones(3))})
     ax = Plots(ds).heatmap("w")
     assert notes(ax) == "codes, whose scales are in w_scale"
-    (bar,) = [each for each in ax.figure.axes if each is not ax]
+    (bar,) = [axes for axes in ax.figure.axes if axes is not ax]
     assert bar.get_ylabel() == "code"
 
 

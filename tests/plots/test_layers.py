@@ -36,7 +36,9 @@ def test_a_line_for_each_role(kind: str, flat: xr.Dataset, request: Any) -> None
         [[float(flat[f"m.layers.{n}.experts.{e}.up"].std()) for e in range(3)] for n in range(6)]
     )
     assert up == pytest.approx(np.median(experts, axis=1), rel=1e-5)
-    (band,) = [each for each in ax.collections if isinstance(each, PolyCollection)]
+    (band,) = [
+        collection for collection in ax.collections if isinstance(collection, PolyCollection)
+    ]
     assert band.get_paths()[0].get_extents().ymax == pytest.approx(experts.max(), rel=1e-5)
     assert end_labels(ax) == ["attn.w", "experts.{0..2}.up"]
     assert ax.get_legend() is None
@@ -65,7 +67,7 @@ def test_a_line_for_each_number_of_another_module(flat: xr.Dataset) -> None:
         first = float(flat[f"m.layers.0.experts.{expert}.up"].std())
         assert line[0] == pytest.approx(first, rel=1e-5)
     assert len({line.get_color() for line in ax.get_lines()}) == 3
-    (bar,) = [each for each in ax.figure.axes if each is not ax]
+    (bar,) = [axes for axes in ax.figure.axes if axes is not ax]
     assert bar.get_ylabel() == "experts"
 
 
@@ -158,7 +160,16 @@ def test_more_than_twelve_lines_are_bands_with_their_extremes_named() -> None:
         assert "layer 1, expert 5: 0" in point_labels(ax)
         assert notes(ax) == "lines: medians; bands: 5 to 95 %, and all"
         # Both bands of both roles.
-        assert len([each for each in ax.collections if isinstance(each, PolyCollection)]) == 4
+        assert (
+            len(
+                [
+                    collection
+                    for collection in ax.collections
+                    if isinstance(collection, PolyCollection)
+                ]
+            )
+            == 4
+        )
 
 
 def test_one_outlier_is_not_in_the_inner_band() -> None:
@@ -167,9 +178,9 @@ def test_one_outlier_is_not_in_the_inner_band() -> None:
     tensors["l.1.e.5.w"] = ("x", values * 1000)
     ax = Plots(xr.Dataset(tensors)).layers("std")
     outer, inner = (
-        each.get_paths()[0].get_extents().ymax
-        for each in ax.collections
-        if isinstance(each, PolyCollection)
+        collection.get_paths()[0].get_extents().ymax
+        for collection in ax.collections
+        if isinstance(collection, PolyCollection)
     )
     assert outer == pytest.approx(1000 * inner)
 

@@ -29,8 +29,8 @@ def clean(codes: np.ndarray, name: str) -> np.ndarray:
     return codes & {"bool": 1, "float4_e2m1fn": 15}.get(name, 255)
 
 
-def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     """Compare arrays, NaN payloads and all."""
     expected = expected.astype(expected.dtype.newbyteorder("="))
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert found.tobytes() == expected.tobytes()
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.tobytes() == expected.tobytes()

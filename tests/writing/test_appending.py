@@ -75,16 +75,16 @@ def test_the_old_bytes_stay_and_all_tensors_are_there(model: Path) -> None:
     packed = {"compression": "zstd", "digest": "sha256"}
     append(new, model, encoding={"lazy": packed, "head": packed})
     assert model.read_bytes().startswith(before)
-    found = opened(model)
-    assert found.attrs == {"licence": "MIT", "epoch": "2", "seed": "7"} | {
-        name: value for name, value in found.attrs.items() if name == "generator"
+    reopened = opened(model)
+    assert reopened.attrs == {"licence": "MIT", "epoch": "2", "seed": "7"} | {
+        name: value for name, value in reopened.attrs.items() if name == "generator"
     }
-    assert set(found.variables) == set(old.variables) | set(new.variables)
+    assert set(reopened.variables) == set(old.variables) | set(new.variables)
     for ds in (old, new):
         for name, variable in ds.variables.items():
-            assert found[name].dims == variable.dims
-            assert_same_bits(found[name].values, variable.values)
-    assert found["lazy"].encoding["stored_compression"].startswith("zstd")
+            assert reopened[name].dims == variable.dims
+            assert_same_bits(reopened[name].values, variable.values)
+    assert reopened["lazy"].encoding["stored_compression"].startswith("zstd")
     assert verify(model).ok
     assert names(model.parent) == ["m.zt"]
 
@@ -92,9 +92,9 @@ def test_the_old_bytes_stay_and_all_tensors_are_there(model: Path) -> None:
 def test_generation_upon_generation(model: Path) -> None:
     for number in range(5):
         append(xr.Dataset({f"g{number}": ("n", np.full(1000, number))}), model)
-    found = opened(model)
-    assert [int(found[f"g{n}"].max()) for n in range(5)] == list(range(5))
-    assert found["w"].shape == (300, 1000)
+    ds = opened(model)
+    assert [int(ds[f"g{n}"].max()) for n in range(5)] == list(range(5))
+    assert ds["w"].shape == (300, 1000)
 
 
 def test_sparse_tensors_and_trees(model: Path) -> None:
@@ -177,8 +177,8 @@ def test_only_to_a_file_that_is_there(tmp_path: Path) -> None:
 def test_a_url(tmp_path: Path) -> None:
     save(xr.Dataset({"a": ("n", np.arange(3))}), "memory://appended/m.zt")
     append(xr.Dataset({"b": ("n", np.arange(4))}), "memory://appended/m.zt")
-    found = xr.open_dataset("memory://appended/m.zt", engine="ztensor")
-    assert (found["a"].values.tolist(), found["b"].values.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
+    ds = xr.open_dataset("memory://appended/m.zt", engine="ztensor")
+    assert (ds["a"].values.tolist(), ds["b"].values.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
     append(xr.Dataset({"c": ("n", np.arange(5))}), "memory://appended/m.zt")
     assert len(read_index("memory://appended/m.zt").tensors) == 3
     assert names(tmp_path) == []

@@ -68,7 +68,7 @@ def told(function: Callable[..., object], *args: Any, **options: Any) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*args, **options)
-    texts = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is CheckpointWarning]
     assert len(texts) <= 1, "one warning has it all"
     return "".join(texts)
 

@@ -92,17 +92,17 @@ def test_golden_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             before, after = read_index(path), read_index(target)
             old = xr.open_dataset(path, engine=before.format).variables
             new = xr.open_dataset(target, engine=engine).variables
-        told = " ".join(str(each.message) for each in caught)
-        assert missing(before, after, told, MOVED) == []
+        message = " ".join(str(warning.message) for warning in caught)
+        assert missing(before, after, message, MOVED) == []
         both = {n for n in old if n in new and old[n].encoding["layout"] != "structural"}
         known |= computed({name: old[name] for name in both - known.keys()})
-        for name, found in computed({name: new[name] for name in both}).items():
+        for name, reopened in computed({name: new[name] for name in both}).items():
             expected = known[name]
             if engine in NO_SCALARS:  # a number is an array of one, or trailing ones are left out
-                expected = expected.reshape(found.shape)
-            assert found.shape == expected.shape
+                expected = expected.reshape(reopened.shape)
+            assert reopened.shape == expected.shape
             with np.errstate(invalid="ignore"):
-                same = np.array_equal(found, expected, equal_nan=expected.dtype.kind in "fc")
+                same = np.array_equal(reopened, expected, equal_nan=expected.dtype.kind in "fc")
             assert same, (engine, name)
     assert set(names(tmp_path)) <= set(ENGINES)
 
@@ -176,8 +176,8 @@ def test_exact_is_the_default(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"m\.primitiv: tensor 'w': float64 .*cast='allow'"):
         convert(tmp_path / "m.safetensors", tmp_path / "m.primitiv")
     convert(tmp_path / "m.safetensors", tmp_path / "m.primitiv", cast="allow")
-    found = xr.open_dataset(tmp_path / "m.primitiv")["w"]
-    assert found.values.tolist() == np.array([0.1, 0.2], "f4").tolist()
+    variable = xr.open_dataset(tmp_path / "m.primitiv")["w"]
+    assert variable.values.tolist() == np.array([0.1, 0.2], "f4").tolist()
 
 
 def test_holes_stay_holes(tmp_path: Path) -> None:
@@ -284,10 +284,10 @@ class TestNewNames:
     def test_values_are_copied_as_they_are_stored(self, model: Path, tmp_path: Path) -> None:
         new = {"big": "a.big", "small": "a.small"}
         convert(model, tmp_path / "new.zt", names=new, **WHOLE)
-        old, found = read_index(model), read_index(tmp_path / "new.zt")
-        assert set(found) == {"a.big", "a.small", "flags", "half"}
+        old, index = read_index(model), read_index(tmp_path / "new.zt")
+        assert set(index) == {"a.big", "a.small", "flags", "half"}
         for name, tensor in old.items():
-            after = found[new.get(name, name)]
+            after = index[new.get(name, name)]
             assert (after.dtype, after.shape, after.dims) == (
                 tensor.dtype,
                 tensor.shape,
@@ -313,8 +313,8 @@ class TestNewNames:
         ds = xr.Dataset({"w": ("x", np.ones(3, "f4"))}, {"x": [1, 2, 3]})
         save(ds, tmp_path / "a.zt", **WHOLE)
         convert(tmp_path / "a.zt", tmp_path / "b.zt", names=("^w$", "v"), **WHOLE)
-        with xr.open_dataset(tmp_path / "b.zt") as found:
-            xr.testing.assert_identical(found, ds.rename(w="v"))
+        with xr.open_dataset(tmp_path / "b.zt") as reopened:
+            xr.testing.assert_identical(reopened, ds.rename(w="v"))
 
     def test_quantised_weights_and_what_is_stored_for_them(self, tmp_path: Path) -> None:
         path = GOLDEN / "hf-quantized" / "awq_gemm_group32"

@@ -68,23 +68,23 @@ def datasets(draw: st.DrawFn) -> xr.Dataset:
     return ds.set_coords([name for name in names if draw(st.booleans())])
 
 
-def without_own(found: xr.Dataset, saved: xr.Dataset) -> xr.Dataset:
+def without_own(reopened: xr.Dataset, saved: xr.Dataset) -> xr.Dataset:
     """Leave out what a format says of every file."""
-    found = found.copy()
-    found.attrs = {name: found.attrs[name] for name in saved.attrs}
-    for name, variable in found.variables.items():
+    reopened = reopened.copy()
+    reopened.attrs = {name: reopened.attrs[name] for name in saved.attrs}
+    for name, variable in reopened.variables.items():
         for own in {"rank"} - saved.variables[name].attrs.keys():
             variable.attrs.pop(own, None)
-    return found
+    return reopened
 
 
-def assert_the_same(found: xr.Dataset, saved: xr.Dataset) -> None:
-    xr.testing.assert_identical(without_own(found, saved), saved)
-    assert list(found.data_vars) == list(saved.data_vars)
-    assert set(found.xindexes) == set(saved.xindexes)
+def assert_the_same(reopened: xr.Dataset, saved: xr.Dataset) -> None:
+    xr.testing.assert_identical(without_own(reopened, saved), saved)
+    assert list(reopened.data_vars) == list(saved.data_vars)
+    assert set(reopened.xindexes) == set(saved.xindexes)
     for name, variable in saved.variables.items():
-        wanted = {np.dtype("f4"), variable.dtype} if variable.dtype == "f2" else {variable.dtype}
-        assert found.variables[name].dtype in wanted
+        expected = {np.dtype("f4"), variable.dtype} if variable.dtype == "f2" else {variable.dtype}
+        assert reopened.variables[name].dtype in expected
 
 
 @with_room
@@ -94,9 +94,9 @@ def test_any_dataset(engine: str, options: dict[str, Any], ds: xr.Dataset) -> No
     with tempfile.TemporaryDirectory() as folder:
         path, again = Path(folder) / "m", Path(folder) / "again"
         xckpt.save(ds, path, engine, **options)
-        found = xr.open_dataset(path, engine=engine)
-        assert_the_same(found, ds)
-        for opened in (found, found.load()):
+        reopened = xr.open_dataset(path, engine=engine)
+        assert_the_same(reopened, ds)
+        for opened in (reopened, reopened.load()):
             xckpt.save(opened, again, engine, overwrite=True, **options)
             assert again.read_bytes() == path.read_bytes()
 
@@ -164,10 +164,10 @@ class TestOptions:
         for number, (engine, options) in enumerate(WITH_ROOM):
             new = path.with_name(f"{number}{formats.get(engine).suffixes[0]}")
             xckpt.convert(path, new, engine, **options)
-            found = xr.open_dataset(new)
-            xr.testing.assert_equal(found, model())
-            assert found["w"].attrs.items() >= model()["w"].attrs.items()
-            assert found.attrs["config"] == model().attrs["config"]
+            ds = xr.open_dataset(new)
+            xr.testing.assert_equal(ds, model())
+            assert ds["w"].attrs.items() >= model()["w"].attrs.items()
+            assert ds.attrs["config"] == model().attrs["config"]
 
     @pytest.mark.filterwarnings("ignore:.*files disagree on the attributes")
     def test_one_of_several_files(
@@ -176,8 +176,8 @@ class TestOptions:
         more = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
         xckpt.save(more, tmp_path / "more", engine, **options)
         both: Any = [path, tmp_path / "more"]
-        found = xr.open_dataset(both, engine=engine)
-        xr.testing.assert_equal(found, model().merge(more))
+        ds = xr.open_dataset(both, engine=engine)
+        xr.testing.assert_equal(ds, model().merge(more))
 
     def test_a_tree(self, path: Path, engine: str, options: dict[str, Any]) -> None:
         nodes = {
@@ -189,12 +189,12 @@ class TestOptions:
         }
         tree = xr.DataTree.from_dict(nodes)
         xckpt.save(tree, path, engine, overwrite=True, **options)
-        found = xr.open_datatree(path)
-        assert [node.path for node in found.subtree] == [node.path for node in tree.subtree]
+        reopened = xr.open_datatree(path)
+        assert [node.path for node in reopened.subtree] == [node.path for node in tree.subtree]
         for node in tree.subtree:
-            assert_the_same(found[node.path].to_dataset(), node.to_dataset())
+            assert_the_same(reopened[node.path].to_dataset(), node.to_dataset())
         before = path.read_bytes()
-        xckpt.save(found, path, engine, overwrite=True, **options)
+        xckpt.save(reopened, path, engine, overwrite=True, **options)
         assert path.read_bytes() == before
 
 
@@ -210,10 +210,10 @@ def test_an_array_of_several_axes_that_is_called_like_one(
 def test_other_programs_see_tensors(tmp_path: Path) -> None:
     saved = model()
     xckpt.save(saved, tmp_path / "m.safetensors")
-    found = pytest.importorskip("safetensors.numpy").load_file(tmp_path / "m.safetensors")
+    reopened = pytest.importorskip("safetensors.numpy").load_file(tmp_path / "m.safetensors")
     xckpt.save(saved, tmp_path / "m.zt", version="2")
     numpy_io = pytest.importorskip("ztensor.numpy")
-    for tensors in (found, numpy_io.load_file(str(tmp_path / "m.zt"))):
+    for tensors in (reopened, numpy_io.load_file(str(tmp_path / "m.zt"))):
         assert set(tensors) == set(saved.variables)
         for name, variable in saved.variables.items():
             np.testing.assert_array_equal(tensors[name].reshape(variable.shape), variable.values)

@@ -54,11 +54,11 @@ def test_the_maintained_writer_appends_to_what_grew(tmp_path: Path) -> None:
     with ztensor.Writer(str(tmp_path / "m.zt"), canonical=False, append=True) as writer:
         writer.add("theirs", bytes(8), [2], "f32")
     append(xr.Dataset({"ours": ("n", np.ones(3))}), tmp_path / "m.zt")
-    found = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", verify=True)
-    assert set(found.variables) == {*arrays, "theirs", "ours"}
-    assert found["theirs"].values.tolist() == [0, 0]
+    ds = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", verify=True)
+    assert set(ds.variables) == {*arrays, "theirs", "ours"}
+    assert ds["theirs"].values.tolist() == [0, 0]
     for name, array in arrays.items():
-        assert np.array_equal(found[name].values, array)
+        assert np.array_equal(ds[name].values, array)
 
 
 def test_the_release_of_version_1_reads_what_grew(tmp_path: Path, old_release: Path) -> None:

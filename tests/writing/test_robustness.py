@@ -45,10 +45,10 @@ def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     seen: set[float] = set()
 
     def check(number: int) -> None:
-        found = values(target)
-        assert len(found) == 1, f"a mixture of {found}"
-        assert found <= {float(n) for n in range(number + 1)}
-        seen.update(found)
+        reopened = values(target)
+        assert len(reopened) == 1, f"a mixture of {reopened}"
+        assert reopened <= {float(n) for n in range(number + 1)}
+        seen.update(reopened)
         left = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
         assert len(left) <= 1, "the next writer removes what is left over"
 
@@ -242,10 +242,10 @@ def test_workers_of_a_cluster_write(tmp_path: Path) -> None:
             save(ds.assign(w=(("a", "b"), failing)), tmp_path / "failed.zt", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["later.zt", "m.zt"]
     for name in ("m.zt", "later.zt"):
-        found = xr.open_dataset(tmp_path / name, engine="ztensor", verify=True)
-        assert np.array_equal(found["w"].values, noise)
-        assert np.array_equal(found["packed"].values, noise)
-        assert np.array_equal(found["v"].values, noise[0])
+        reopened = xr.open_dataset(tmp_path / name, engine="ztensor", verify=True)
+        assert np.array_equal(reopened["w"].values, noise)
+        assert np.array_equal(reopened["packed"].values, noise)
+        assert np.array_equal(reopened["v"].values, noise[0])
 
 
 def _fail(_: np.ndarray) -> np.ndarray:

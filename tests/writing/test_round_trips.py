@@ -89,12 +89,12 @@ def assert_equal_to(ds: xr.Dataset, engine: str, expected: dict[str, Any]) -> No
         {name: variable.data for name, variable in ds.variables.items()}, expected, scheduler="sync"
     )
     for name in expected:
-        found, values = np.asarray(values_of[name]), np.asarray(arrays_of[name])
+        reopened, values = np.asarray(values_of[name]), np.asarray(arrays_of[name])
         if engine in NO_SCALARS:
             # A number is an array of one, or trailing axes of length 1 are left out.
-            assert prod(found.shape) == prod(values.shape)
-            values = values.reshape(found.shape)
-        assert_same_bits(found, values)
+            assert prod(reopened.shape) == prod(values.shape)
+            values = values.reshape(reopened.shape)
+        assert_same_bits(reopened, values)
 
 
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
@@ -138,13 +138,13 @@ def test_names_come_back_or_are_refused(engine: str, chosen: set[str]) -> None:
         if (refused := refusal(ds, path, engine)) is not None:
             assert refused.tensor in chosen
             return
-        found = xr.open_dataset(path, engine=engine)
+        reopened = xr.open_dataset(path, engine=engine)
         # The name of a variable of primitiv is not always the only one of a key, but one of them.
-        shown = {str(v.values[0]): str(name) for name, v in found.variables.items()}
+        shown = {str(v.values[0]): str(name) for name, v in reopened.variables.items()}
         assert len(shown) == len(chosen)
         if engine != "primitiv":
             assert [shown[str(float(at))] for at in range(len(chosen))] == sorted(chosen)
-        assert refusal(found, path.with_name("again"), engine) is None
+        assert refusal(reopened, path.with_name("again"), engine) is None
         assert path.with_name("again").read_bytes() == path.read_bytes()
 
 
@@ -210,10 +210,10 @@ def test_attributes_come_back_or_are_told_or_refused(
         if refusal(ds, path, engine) is not None:
             return
         after = read_index(path)
-    assert all(each.category is CheckpointWarning for each in caught)
-    told = " ".join(str(each.message) for each in caught)
+    assert all(warning.category is CheckpointWarning for warning in caught)
+    message = " ".join(str(warning.message) for warning in caught)
     before: Any = SimpleNamespace(attrs=of_file, tensors={"w": SimpleNamespace(attrs=of_tensor)})
-    assert missing(before, after, told) == []
+    assert missing(before, after, message) == []
 
 
 @pytest.mark.parametrize("loaded", [False, True])

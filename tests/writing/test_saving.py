@@ -185,8 +185,8 @@ def test_changed_values_that_do_not_fit_are_an_error_and_leave_nothing(
 def test_a_type_can_be_asked_for(tmp_path: Path) -> None:
     ds = dataset(a=np.arange(6.0), b=np.arange(3.0) + 0.1, c=np.arange(3))
     target = tmp_path / "m.safetensors"
-    wanted: dict[str, Any] = {"*": {"dtype": "float32"}, "b": {"dtype": np.float64}}
-    save(ds, target, encoding=wanted)
+    expected: dict[str, Any] = {"*": {"dtype": "float32"}, "b": {"dtype": np.float64}}
+    save(ds, target, encoding=expected)
     dtypes = {name: t.dtype for name, t in read_index(target).tensors.items()}
     assert dtypes == {"a": "float32", "b": "float64", "c": "float32"}
     with pytest.raises(UnsupportedError, match=r"'b': element \[0\] is 0\.1"):
@@ -213,9 +213,9 @@ def test_wrong_requests(encoding: Any, message: str, tmp_path: Path) -> None:
 
 def test_what_a_format_has_not_is_said_before_anything_is_written(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros(3))
-    for wanted in ({"compression": "zstd"}, {"digest": "sha256"}):
+    for expected in ({"compression": "zstd"}, {"digest": "sha256"}):
         with pytest.raises(UnsupportedError, match=r"'w'.*has none"):
-            save(ds, tmp_path / "m.safetensors", encoding={"w": wanted})
+            save(ds, tmp_path / "m.safetensors", encoding={"w": expected})
     with pytest.raises(TypeError, match=r"'safetensors' has no option 'version'"):
         save(ds, tmp_path / "m.safetensors", version="2")
     with pytest.raises(TypeError, match=r"did you mean 'version'"):

@@ -123,8 +123,8 @@ def test_roles_in_modules_are_written_where_reading_does_not_give_them(tmp_path:
     save(tree, tmp_path / "same.bpk")
     assert (tmp_path / "same.bpk").read_bytes() == path.read_bytes()
     save(tree, tmp_path / "other.zt")
-    found = read_index(tmp_path / "other.zt").tensors
-    assert found["fc.weight"].dims == ("d_input", "d_output")
+    index = read_index(tmp_path / "other.zt").tensors
+    assert index["fc.weight"].dims == ("d_input", "d_output")
     renamed = xr.map_over_datasets(lambda ds: ds.rename(d_input="in") if ds else ds, tree)
     renamed.encoding = tree.encoding
     save(renamed, tmp_path / "renamed.bpk")
@@ -168,13 +168,13 @@ def test_what_a_file_does_not_return_is_in_one_warning(
     text = "".join(str(warning.message) for warning in caught)
     for loss, names in losses.items():
         assert re.search(rf"{loss}[^;]*: {', '.join(map(repr, names))}(;|$)", text)
-    found = xr.open_dataset(tmp_path / "m", engine=engine)
-    assert ".a" in found
+    reopened = xr.open_dataset(tmp_path / "m", engine=engine)
+    assert ".a" in reopened
     lost = {name for names in losses.values() for name in names}
     for name in LOST.keys() - lost:
-        assert (found[name].dims, found[name].shape) == (ds[name].dims, ds[name].shape)
-    for name in lost & set(found):
-        assert (found[name].dims, found[name].shape) != (ds[name].dims, ds[name].shape)
+        assert (reopened[name].dims, reopened[name].shape) == (ds[name].dims, ds[name].shape)
+    for name in lost & set(reopened):
+        assert (reopened[name].dims, reopened[name].shape) != (ds[name].dims, ds[name].shape)
 
 
 def test_a_single_array_has_no_names_of_dimensions(tmp_path: Path) -> None:

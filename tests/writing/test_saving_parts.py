@@ -45,11 +45,11 @@ def test_golden_files_open_as_parts_are_saved_whole(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         index = read_index(path)
-        whole = xr.open_dataset(path, engine=index.format)
+        full = xr.open_dataset(path, engine=index.format)
         parts = xr.open_dataset(path, engine=index.format, decode=False, stack=stack)
     layouts = {tensor.layout for tensor in index.tensors.values()}
     try:
-        expected = saved(whole, tmp_path / "whole", index.format)
+        expected = saved(full, tmp_path / "whole", index.format)
     except CheckpointError as error:
         with pytest.raises(type(error)):
             saved(parts, tmp_path / "parts", index.format)
@@ -109,8 +109,8 @@ def test_all_parts_may_be_renamed_alike(model: Path, tmp_path: Path) -> None:
     index = read_index(tmp_path / "again.zt")
     assert set(index.tensors) == {"a.csr", "other", "w"}
     assert index.tensors["other"].layout == "sparse_coo"
-    found = opened(tmp_path / "again.zt")["other"]
-    assert_same_bits(found.values, opened(model)["coo"].values)
+    variable = opened(tmp_path / "again.zt")["other"]
+    assert_same_bits(variable.values, opened(model)["coo"].values)
 
 
 def test_parts_that_are_no_whole_tensor_are_tensors(model: Path, tmp_path: Path) -> None:
@@ -230,15 +230,15 @@ def test_values_of_tensors_called_like_parts(engine: str, stack: bool, tmp_path:
 def test_parts_that_are_tensors_elsewhere_have_free_names(tmp_path: Path) -> None:
     path = tmp_path / "m.bpk"
     path.write_bytes(clashing_burnpack())
-    whole = xr.open_dataset(path)[["odd:data", "odd:data:"]]
+    full = xr.open_dataset(path)[["odd:data", "odd:data:"]]
     with pytest.warns(CheckpointWarning, match="tensors written as their parts: 'odd'"):
         convert(path, tmp_path / "m.safetensors", tensors=["odd", "odd:*"])
     tensors = read_index(tmp_path / "m.safetensors").tensors
     assert set(tensors) == {"odd:data", "odd:data:", "odd:data::", "odd:scales"}
-    found = xr.open_dataset(tmp_path / "m.safetensors")
-    for name in whole.variables:
-        assert_same_bits(found[name].values, whole[name].values)
-    assert found["odd:data::"].values.tolist() == [0, 1, 2, 3]
+    ds = xr.open_dataset(tmp_path / "m.safetensors")
+    for name in full.variables:
+        assert_same_bits(ds[name].values, full[name].values)
+    assert ds["odd:data::"].values.tolist() == [0, 1, 2, 3]
 
 
 def test_parts_of_what_forgot_its_encoding(model: Path, tmp_path: Path) -> None:

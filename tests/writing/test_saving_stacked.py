@@ -133,10 +133,10 @@ def test_computed_values_are_those_of_the_flat_object(engine: str, tmp_path: Pat
             left = [name for name in flat.variables if _is_left(str(name), stacked)]
             for obj in (stacked, tree):
                 saved(obj, tmp_path / "again", engine)
-                found = xr.open_dataset(tmp_path / "again", engine=engine)
-                assert set(found.variables) == set(left)
+                ds = xr.open_dataset(tmp_path / "again", engine=engine)
+                assert set(ds.variables) == set(left)
                 for name in left:
-                    assert_same_bits(found[name].values, flat.variables[name].values)
+                    assert_same_bits(ds[name].values, flat.variables[name].values)
 
 
 def _is_left(name: str, stacked: xr.Dataset) -> bool:
@@ -171,10 +171,10 @@ def test_what_is_reduced_along_the_modules_is_a_tensor_of_its_own(tmp_path: Path
     path = model("safetensors", tmp_path)
     stacked = xr.open_dataset(path, engine="safetensors", stack=True)
     saved(stacked.mean("layers"), tmp_path / "again", "safetensors")
-    found = xr.open_dataset(tmp_path / "again", engine="safetensors")
-    assert {"layers.experts.w", "layers.norm", "embed", "experts"} == set(found.variables)
-    assert found["layers.experts.w"].shape == (EXPERTS, 4, 6)
-    assert found["experts"].values.tolist() == list(range(EXPERTS))
+    ds = xr.open_dataset(tmp_path / "again", engine="safetensors")
+    assert {"layers.experts.w", "layers.norm", "embed", "experts"} == set(ds.variables)
+    assert ds["layers.experts.w"].shape == (EXPERTS, 4, 6)
+    assert ds["experts"].values.tolist() == list(range(EXPERTS))
 
 
 @pytest.mark.parametrize("select", [None, "slice", "one", "label", "step", "both"], ids=str)

@@ -97,8 +97,8 @@ def test_by_way_of_another_format(engine: str, record: Path, tmp_path: Path) -> 
     convert(record, tmp_path / "other", engine)
     with xr.open_dataset(record) as old, xr.open_dataset(tmp_path / "other", engine=engine) as ds:
         for name in old.variables:
-            expected, found = old.variables[name].values, ds.variables[name].values
-            assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
+            expected, values = old.variables[name].values, ds.variables[name].values
+            assert (values.dtype, values.tobytes()) == (expected.dtype, expected.tobytes())
     convert(tmp_path / "other", tmp_path / "back.bpk")
     assert scalars_of(tmp_path / "back.bpk") == scalars_of(record)
 
@@ -112,12 +112,12 @@ def test_what_was_changed(record: Path, tmp_path: Path) -> None:
     ds["zero"].load().values[...] = -5
     ds["1.__rank"] = ((), 12, {"scalar": "UInt"})
     save(ds, tmp_path / "new.bpk")
-    found = xr.open_dataset(tmp_path / "new.bpk").load()
-    assert found["lr"].item() == 5e-4
-    assert found["count"].item() == (1 << 64) - 2
-    assert found["yes"].item() is False
-    assert found["zero"].item() == -5
-    assert found["1.__rank"].item() == 12
+    reopened = xr.open_dataset(tmp_path / "new.bpk").load()
+    assert reopened["lr"].item() == 5e-4
+    assert reopened["count"].item() == (1 << 64) - 2
+    assert reopened["yes"].item() is False
+    assert reopened["zero"].item() == -5
+    assert reopened["1.__rank"].item() == 12
     kinds = {name: kind for name, (kind, _, _) in scalars_of(record).items()}
     assert {n: kind for n, (kind, _, _) in scalars_of(tmp_path / "new.bpk").items()} == kinds
 
@@ -125,7 +125,7 @@ def test_what_was_changed(record: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("compute", [False, True])
 def test_what_was_made(lazily: bool, compute: bool, tmp_path: Path) -> None:
-    made = {
+    arrays = {
         "int": (7, "Int"),
         "count": (7, "UInt"),
         "np": (np.uint64(1 << 63), "UInt"),
@@ -137,7 +137,7 @@ def test_what_was_made(lazily: bool, compute: bool, tmp_path: Path) -> None:
         "swapped": (np.array(2.5, ">f8"), "Float"),
     }
     variables: dict[str, Any] = {"w": ("n", np.ones(3, "f4")), "tensor": ((), np.float32(2))}
-    for name, (value, kind) in made.items():
+    for name, (value, kind) in arrays.items():
         array: Any = np.asarray(value)
         variables[name] = ((), da.from_array(array) if lazily else array, {"scalar": kind})
     path = tmp_path / "new.bpk"
@@ -149,10 +149,10 @@ def test_what_was_made(lazily: bool, compute: bool, tmp_path: Path) -> None:
     assert {name: v.attrs.get("scalar") for name, v in ds.variables.items()} == {
         "w": None,
         "tensor": None,
-        **{name: kind for name, (_, kind) in made.items()},
+        **{name: kind for name, (_, kind) in arrays.items()},
     }
     types: dict[str, Any] = {"Int": "int64", "UInt": "uint64", "Float": "float64", "Bool": "bool"}
-    for name, (value, kind) in made.items():
+    for name, (value, kind) in arrays.items():
         assert (ds[name].dtype, ds[name].item()) == (types[kind], value)
 
 
@@ -197,8 +197,8 @@ def test_every_number(real: float, signed: int, unsigned: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.bpk"
         save(xr.Dataset({k: ((), v, {"scalar": k}) for k, v in values.items()}), path)
-        found = scalars_of(path)
-        assert {kind: data for kind, (_, _, data) in found.items()} == {
+        reopened = scalars_of(path)
+        assert {kind: data for kind, (_, _, data) in reopened.items()} == {
             kind: value.tobytes() for kind, value in values.items()
         }
         convert(path, path.with_name("again.bpk"))

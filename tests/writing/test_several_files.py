@@ -133,7 +133,7 @@ def complete(path: Path) -> set[float]:
 def as_upstream(path: Path) -> list[bytes] | None:
     """Return the data of all shards as upstream's MultiShardLoader does, or None if it refuses."""
     prefix = str(path).removesuffix(".metadata.json")
-    found = []
+    results = []
     for shard in json.loads(path.read_bytes())["shards"]:
         data = Path(f"{prefix}_shard_{shard['rank']}.shard").read_bytes()
         magic, rank, length = struct.unpack_from("<4sii", data)
@@ -142,9 +142,9 @@ def as_upstream(path: Path) -> list[bytes] | None:
         assert (magic, rank, count) == (b"RAHS", shard["rank"], len(shard["tensors"]))
         if shard["checksum"] and checksum != shard["checksum"]:
             return None
-        found.append(data[20 + length :])
-        assert len(found[-1]) == nbytes
-    return found
+        results.append(data[20 + length :])
+        assert len(results[-1]) == nbytes
+    return results
 
 
 def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

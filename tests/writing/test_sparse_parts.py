@@ -46,8 +46,8 @@ def test_round_trip_of_a_matrix(form: str, version: str, tmp_path: Path) -> None
     tensor = read_index(tmp_path / "m.zt").tensors["w"]
     assert tensor.layout == "sparse_csr"
     assert tensor.parts["values"].shape == (5,)
-    found = xr.open_dataset(tmp_path / "m.zt", engine="ztensor")["w"].values
-    assert found.tobytes() == dense.tobytes()
+    values = xr.open_dataset(tmp_path / "m.zt", engine="ztensor")["w"].values
+    assert values.tobytes() == dense.tobytes()
 
 
 @pytest.mark.parametrize("shape", [(40,), (3, 4, 5), (0, 4), (4, 0, 2)])
@@ -59,9 +59,9 @@ def test_any_number_of_axes(shape: tuple[int, ...], lazy: bool, tmp_path: Path) 
         array = da.from_array(array, chunks=2)
     dims = [f"a{i}" for i in range(len(shape))]
     save(xr.Dataset({"w": (dims, array)}), tmp_path / "m.zt", version="2")
-    found = xr.open_dataset(tmp_path / "m.zt", engine="ztensor")["w"]
-    assert found.encoding["layout"] == ("sparse_csr" if len(shape) == 2 else "sparse_coo")
-    assert np.array_equal(found.values, dense)
+    variable = xr.open_dataset(tmp_path / "m.zt", engine="ztensor")["w"]
+    assert variable.encoding["layout"] == ("sparse_csr" if len(shape) == 2 else "sparse_coo")
+    assert np.array_equal(variable.values, dense)
 
 
 @pytest.mark.parametrize("sparsely", [True, False])

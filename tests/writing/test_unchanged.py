@@ -80,11 +80,11 @@ def check(source: Path, engine: str, folder: Path) -> None:
     expected = written(lambda path: convert(source, path, engine, **options), target)
     ways = WAYS | (COMPUTED if engine in DENSE else {})
     for number, (way, open_as) in enumerate(ways.items()):
-        found = written(
+        reopened = written(
             lambda path, open_as=open_as: save(open_as(source, engine), path, engine, **options),  # type: ignore[misc]
             folder / str(number) / source.name,
         )
-        assert found == expected, way
+        assert reopened == expected, way
     if isinstance(expected, dict):
         assert described(read_index(target)) == described(read_index(source))
 

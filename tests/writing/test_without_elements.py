@@ -65,8 +65,8 @@ def test_no_data_are_missing(write: Callable[[Path], Path], tmp_path: Path) -> N
     for decode in (True, False):
         ds = xr.open_dataset(path, engine=engine, decode=decode)
         for name, array in EMPTY.items():
-            found = ds.variables[name].values
-            assert (found.shape, found.dtype) == (array.shape, array.dtype)
+            values = ds.variables[name].values
+            assert (values.shape, values.dtype) == (array.shape, array.dtype)
         with pytest.raises(PayloadMissingError, match="'w'"):
             ds["w"].compute()
     names = list(EMPTY)
@@ -90,8 +90,8 @@ def test_all_that_there_is_has_no_elements(engine: str, tmp_path: Path) -> None:
     assert verify(first).ok
     with xr.open_dataset(first, engine=engine) as opened:
         for name, array in EMPTY.items():
-            found = opened.variables[name].values
-            assert (found.shape, found.dtype) == (array.shape, array.dtype)
+            values = opened.variables[name].values
+            assert (values.shape, values.dtype) == (array.shape, array.dtype)
         save(opened, second, engine, **OPTIONS.get(engine, {}))
     convert(first, third, engine, **OPTIONS.get(engine, {}))
     assert second.read_bytes() == third.read_bytes() == first.read_bytes()
