@@ -1,8 +1,8 @@
-"""Which tensors of two checkpoints belong together: by name, by content, by names that are known.
+"""Pairs of tensors of two checkpoints: by name, by content, or by spellings of known projects.
 
-Content comes first where names differ: who renamed, transposed or permuted a tensor did not change
-its numbers, and names can mislead. It says nothing of tensors that are rounded, nor of constants,
-such as the norms of a model that was not trained: there known spellings of names tell.
+Content comes first where names differ: a conversion that renames, transposes or permutes keeps the
+numbers, and names can mislead. Rounded tensors and constants, such as the norms of an untrained
+model, are paired by known spellings of names.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ def matched(
     tensors: TensorFilter | None,
     progress: ProgressOption,
 ) -> tuple[list[Described], list[list[Match]], ProgressOption]:
-    """Find tensors that belong together, by variables; return what is told of the rest, too."""
+    """Pair tensors, by variables; return the observer of the remaining progress, too."""
     if isinstance(names, str) and names == "auto":
         ours, theirs = (
-            {r.name: r for each in side for r in each.readers} for side in (entries, others)
+            {reader.name: reader for entry in side for reader in entry.readers}
+            for side in (entries, others)
         )
         chosen = set(select(ours, tensors))
-        left = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+        candidates = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
         with Progress(progress, "matching") as bar:
-            partners = _partners({name: ours[name] for name in ours if name in chosen}, left, bar)
+            partners = _partners({n: ours[n] for n in ours if n in chosen}, candidates, bar)
         if callable(progress):
-            call = progress  # bytes that were read for this count on
+            call = progress  # bytes that matching has read count on
             progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
     else:
-        new = new_names([reader.name for each in entries for reader in each.readers], names)
+        new = new_names([reader.name for entry in entries for reader in entry.readers], names)
         partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
     with paused_collector():
         return *_rows_of(entries, others, partners, tensors), progress
@@ -67,39 +68,41 @@ def _rows_of(
     partners: Mapping[str, Partner],
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[Match]]]:
-    """Return the variables that are compared, and their tensors; those that only `b` has last."""
+    """Return the variables to compare and their tensors; those of `b` alone come last."""
     theirs: dict[str, Reader] = {}
-    for member in (member for other in others for member in other.readers):
-        if theirs.setdefault(member.name, member) is not member:
-            raise ValueError(f"two tensors of b are called {shown(member.name)}")
-    ours = [member.name for entry in entries for member in entry.readers]
+    for reader in (reader for entry in others for reader in entry.readers):
+        if theirs.setdefault(reader.name, reader) is not reader:
+            raise ValueError(f"two tensors of b are called {shown(reader.name)}")
+    ours = [reader.name for entry in entries for reader in entry.readers]
     chosen = set(select([*ours, *theirs], tensors))
 
     def match(reader: Reader) -> Match:
         if reader.name not in chosen:
             return Match(reader.name)
         partner = partners.get(reader.name)
-        other = theirs.get(partner.name) if partner else None
-        if other is None:
+        counterpart = theirs.get(partner.name) if partner else None
+        if counterpart is None:
             return Match(reader.name, reader)
-        is_pair = reader.array.shape == other.array.shape
-        pair = pair_of(reader, other, reader.name) if is_pair else None
-        return Match(reader.name, reader, other, partner, pair)
+        is_pair = reader.array.shape == counterpart.array.shape
+        pair = pair_of(reader, counterpart, reader.name) if is_pair else None
+        return Match(reader.name, reader, counterpart, partner, pair)
 
-    used = {partners[name].name for name in ours if name in partners}
-    found = [entry for entry in entries if any(each.name in chosen for each in entry.readers)]
-    rows = [[match(reader) for reader in entry.readers] for entry in found]
-    taken = {entry.name for entry in found}
-    for name, member in theirs.items():
-        if name not in used and name in chosen:
-            own = name
-            while own in taken:
-                own += " (b)"
-            taken.add(own)
+    paired = {partners[name].name for name in ours if name in partners}
+    variables = [
+        entry for entry in entries if any(reader.name in chosen for reader in entry.readers)
+    ]
+    rows = [[match(reader) for reader in entry.readers] for entry in variables]
+    variable_names = {entry.name for entry in variables}
+    for name, reader in theirs.items():
+        if name not in paired and name in chosen:
+            variable_name = name
+            while variable_name in variable_names:
+                variable_name += " (b)"
+            variable_names.add(variable_name)
             encoding = {"tensor": name}
-            found.append(Described(own, (), (), (member,), encoding))
-            rows.append([Match(name, theirs=member)])
-    return found, rows
+            variables.append(Described(variable_name, (), (), (reader,), encoding))
+            rows.append([Match(name, theirs=reader)])
+    return variables, rows
 
 
 # --- by names and content ------------------------------------------------------------------------
@@ -109,75 +112,76 @@ def _partners(
     ours: Mapping[str, Reader], theirs: Mapping[str, Reader], progress: Progress
 ) -> dict[str, Partner]:
     """Pair tensors of two sides; numbers are read where names differ."""
-    found = {name: Partner(name, "name") for name in ours if name in theirs}
-    sides = [
-        {name: reader for name, reader in side.items() if name not in found}
+    pairs = {name: Partner(name, "name") for name in ours if name in theirs}
+    left, right = (
+        {name: reader for name, reader in side.items() if name not in pairs}
         for side in (ours, theirs)
-    ]
-    left, right = sides
+    )
     usual = conventions(left, right)
 
-    def take(name: str, other: str, rule: str) -> None:
-        if name in left and other in right:
-            found[name] = Partner(other, rule)
-            del left[name], right[other]
+    def take(name: str, name_of_b: str, rule: str) -> None:
+        if name in left and name_of_b in right:
+            pairs[name] = Partner(name_of_b, rule)
+            del left[name], right[name_of_b]
 
-    # Those are read that have as many elements as one of the other side has.
+    # Only tensors with as many elements as one of the other side are read.
     sizes = {reader.size for reader in left.values()} & {reader.size for reader in right.values()}
-    readers = [r for side in sides for r in side.values() if r.size in sizes]
-    sketches = {id(r): each for r, each in zip(readers, sketched(readers, progress), strict=True)}
+    readers = [r for side in (left, right) for r in side.values() if r.size in sizes]
+    sketches = {id(r): sketch for r, sketch in zip(readers, sketched(readers, progress),
+                                                   strict=True)}  # fmt: skip
 
-    def remaining() -> list[list[Sketched]]:
+    def unmatched() -> list[list[Sketched]]:
         """Return the sketches of unmatched tensors."""
-        return [[s for r in side.values() if (s := sketches.get(id(r)))] for side in sides]
+        return [[s for r in side.values() if (s := sketches.get(id(r)))] for side in (left, right)]
 
-    copies = _copies(remaining())
-    alike = [each for each in partners(*remaining(), extended=False) if each.is_exact]
+    copies = _copies(unmatched())
     exact = [
-        (each.a.name, each.b.name, _rule_of(each))
-        for each in alike
-        if not {id(each.a), id(each.b)} & copies
+        (candidate.a.name, candidate.b.name, _rule_of(candidate))
+        for candidate in partners(*unmatched(), extended=False)
+        if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies
     ]
-    exact += _same_elements(remaining(), {name for pair in exact for name in pair[:2]})
+    exact += _same_elements(unmatched(), {name for pair in exact for name in pair[:2]})
     shapes: dict[str, object] = {r.name: r.array.shape for r in right.values()}
-    rules = Rules((name, other) for name, other, _ in exact)
+    rules = Rules((name, name_of_b) for name, name_of_b, _ in exact)
     broken = rules.broken(right, shapes, usual)
-    for name, other, rule in exact:
+    for name, name_of_b, rule in exact:
         if name not in broken:
-            take(name, other, rule)
-    for name, other, rule in match_names(left, right):
+            take(name, name_of_b, rule)
+    for name, name_of_b, rule in match_names(left, right):
         # A tensor that consists of others has the name of a part.
-        small, large = sorted((ours[name].size, theirs[other].size))
+        small, large = sorted((ours[name].size, theirs[name_of_b].size))
         if rule == "prefix" or large < 2 * small or small == large:
-            take(name, other, rule)
-    known = [(name, partner.name) for name, partner in found.items() if partner.name != name]
+            take(name, name_of_b, rule)
+    renamed = [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
     # Constants, and copies: any of them has the same values.
-    unmatched = remaining()
-    for a, b in _in_order(unmatched[0], unmatched[1], Rules(known), [*right]):
+    sides = unmatched()
+    for a, b in _in_order(sides[0], sides[1], Rules(renamed), [*right]):
         take(a.name, b.name, "values")
-    for name, other in _alike(remaining(), known, shapes, usual):
-        take(name, other, "alike")
-    return found
+    renamed = [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
+    for name, name_of_b in _nearly_equal(unmatched(), renamed, shapes, usual):
+        take(name, name_of_b, "alike")
+    return pairs
 
 
 # Sums of numbers that were quantised to few bits agree at least this much.
 _ALIKE = 0.8
 
 
-def _alike(
+def _nearly_equal(
     sides: Sequence[Sequence[Sketched]],
-    known: Sequence[tuple[str, str]],
+    renamed: Sequence[tuple[str, str]],
     shapes: dict[str, object],
     usual: Mapping[str, str],
 ) -> list[tuple[str, str]]:
-    """Pair tensors that were rounded or quantised: they have nearly the same sums."""
-    rest = [
-        (each.a.name, each.b.name)
-        for each in partners(*sides, extended=False)
-        if each.arrangement.score >= _ALIKE and not each.is_exact
+    """Pair rounded and quantised tensors: their sums are nearly the same."""
+    likely = [
+        (candidate.a.name, candidate.b.name)
+        for candidate in partners(*sides, extended=False)
+        if candidate.arrangement.score >= _ALIKE and not candidate.is_exact
     ]
-    broken = Rules([*known, *rest]).broken({each.name for each in sides[1]}, shapes, usual)
-    return [pair for pair in rest if pair[0] not in broken]
+    names = {tensor.name for tensor in sides[1]}
+    broken = Rules([*renamed, *likely]).broken(names, shapes, usual)
+    return [pair for pair in likely if pair[0] not in broken]
 
 
 def _rule_of(candidate: Candidate) -> str:
@@ -197,18 +201,19 @@ def _is_turned(candidate: Candidate) -> bool:
 
 
 def _same_elements(
-    sides: Sequence[Sequence[Sketched]], taken: set[str]
+    sides: Sequence[Sequence[Sketched]], paired: set[str]
 ) -> list[tuple[str, str, str]]:
-    """Pair tensors with the same numbers in any order, if there is one on either side."""
+    """Pair tensors with the same numbers in any order, if no other tensor has them."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip(sides, groups, strict=True):
-        for each in side:
-            if not each.is_constant and each.name not in taken:
-                group[each.size, each.sketch.low, each.sketch.high].append(each)
+        for tensor in side:
+            if not tensor.is_constant and tensor.name not in paired:
+                group[tensor.size, tensor.sketch.low, tensor.sketch.high].append(tensor)
+    candidates = [(tensors, groups[1].get(key, [])) for key, tensors in groups[0].items()]
     return [
-        (some[0].name, other[0].name, _rule_of_elements(some[0], other[0]))
-        for key, some in groups[0].items()
-        if len(some) == len(other := groups[1].get(key, [])) == 1 and some[0].is_like(other[0])
+        (a[0].name, b[0].name, _rule_of_elements(a[0], b[0]))
+        for a, b in candidates
+        if len(a) == len(b) == 1 and a[0].is_like(b[0])
     ]
 
 
@@ -227,40 +232,40 @@ _NEARLY = 1e-9
 
 
 def _copies(sides: Sequence[Sequence[Sketched]]) -> set[int]:
-    """Return the ids of tensors that are there several times on one side."""
-    found: set[int] = set()
+    """Return the ids of tensors that one side has several times."""
+    copies: set[int] = set()
     for side in sides:
         groups: dict[Any, list[int]] = defaultdict(list)
-        for each in side:
-            groups[_contents(each)].append(id(each))
-        found.update(number for some in groups.values() if len(some) > 1 for number in some)
-    return found
+        for tensor in side:
+            groups[_contents(tensor)].append(id(tensor))
+        copies.update(number for ids in groups.values() if len(ids) > 1 for number in ids)
+    return copies
 
 
-def _contents(each: Sketched) -> Any:
-    totals = tuple(np.round(each.sketch.totals, 12).tolist())
-    return each.shape, each.sketch.low, each.sketch.high, totals
+def _contents(tensor: Sketched) -> Any:
+    totals = tuple(np.round(tensor.sketch.totals, 12).tolist())
+    return tensor.shape, tensor.sketch.low, tensor.sketch.high, totals
 
 
 def _in_order(
     ours: Sequence[Sketched], theirs: Sequence[Sketched], rules: Rules, names: Sequence[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
-    """Pair tensors of equal values by the rules, or in the order of the files, if all have one."""
+    """Pair equal tensors by the rules, or in file order, if both sides have as many of them."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
-        for each in side:
-            group[_contents(each)].append(each)
+        for tensor in side:
+            group[_contents(tensor)].append(tensor)
     for key, copies in groups[0].items():
-        others = {other.name: other for other in groups[1].get(key, [])}
-        if len(copies) != len(others):
+        copies_of_b = {copy.name: copy for copy in groups[1].get(key, [])}
+        if len(copies) != len(copies_of_b):
             continue
         unexpected = []
         for copy in copies:
             match = rules.expected(copy.name, names)
             if match is None:
                 unexpected.append(copy)
-            elif match[0] in others:
-                yield copy, others.pop(match[0])
-        for copy, other in zip(unexpected, others.values(), strict=False):
-            if not are_other_roles(copy.name, other.name):
-                yield copy, other
+            elif match[0] in copies_of_b:
+                yield copy, copies_of_b.pop(match[0])
+        for copy, copy_of_b in zip(unexpected, copies_of_b.values(), strict=False):
+            if not are_other_roles(copy.name, copy_of_b.name):
+                yield copy, copy_of_b
