@@ -1,7 +1,7 @@
 """The search for joints: tensors of one side that consist of several tensors of the other.
 
-The sums along the axis where parts meet are those of the parts, one after the other. So the seams
-are followed from part to part.
+Along the axis where parts meet, the sums of the whole are the sums of the parts, one after the
+other. The search follows the seams from part to part.
 """
 
 from __future__ import annotations
@@ -86,27 +86,29 @@ def joints(
 
     With `are_larger`, zeros may have been added to the parts, else to the whole.
     """
-    found: list[Joint] = []
+    chosen_joints: list[Joint] = []
     free = {id(part): part for part in parts if part.size > 1}
     best: dict[int, Joint | None] = {}
-    left = list(wholes)
-    while left:
-        for whole in left:
-            known = best.get(id(whole))
-            is_stale = known is not None and any(id(m.part) not in free for m in known.members)
+    remaining = list(wholes)
+    while remaining:
+        for whole in remaining:
+            likeliest = best.get(id(whole))
+            is_stale = likeliest is not None and any(
+                id(member.part) not in free for member in likeliest.members
+            )
             if id(whole) not in best or is_stale:
                 likely = _joints_of(whole, list(free.values()), are_larger=are_larger)
-                best[id(whole)] = max(likely, key=lambda each: each.score, default=None)
-        ranked = [joint for whole in left if (joint := best[id(whole)]) is not None]
+                best[id(whole)] = max(likely, key=lambda joint: joint.score, default=None)
+        ranked = [joint for whole in remaining if (joint := best[id(whole)]) is not None]
         if not ranked:
             break
         # Best agreement first: short sums agree by chance.
-        chosen = max(ranked, key=lambda each: each.score)
-        found.append(chosen)
+        chosen = max(ranked, key=lambda joint: joint.score)
+        chosen_joints.append(chosen)
         for member in chosen.members:
             free.pop(id(member.part), None)
-        left = [whole for whole in left if whole is not chosen.whole]
-    return found
+        remaining = [whole for whole in remaining if whole is not chosen.whole]
+    return chosen_joints
 
 
 def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> Iterator[Joint]:
@@ -262,8 +264,8 @@ def _required(length: int) -> float:
 
 def _zeros(sums: Array, at: int) -> int:
     """Return how many sums from a place on are zero."""
-    rest = np.flatnonzero(sums[at:])
-    return len(sums) - at if not len(rest) else int(rest[0])
+    nonzero = np.flatnonzero(sums[at:])
+    return len(sums) - at if not len(nonzero) else int(nonzero[0])
 
 
 def _filled(members: list[Member], parts: list[_Oriented], used: set[int]) -> list[Member]:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# What is left of a difference beside its rank, relative to its norm.
+# Norm of a difference beside its low rank, relative to the norm of the difference.
 _LEFT = 1e-3
 _HIGHEST = 64
 _SMALLEST_SIDE = 8
 _OVERSAMPLED = 16
 # Rows, and columns, that differ for each one of the rank.
 _WIDE = 2
-# Rows and columns that say whether it is worth a pass.
+# Rows and columns of a sample that decides whether a pass is worthwhile.
 _TRIED_ROWS = 160
 _TRIED_COLUMNS = 2048
 _BLOCK_NBYTES = 8 << 20
@@ -63,9 +63,10 @@ class _Update:
         for start in range(0, shape[0], step):
             key = (slice(start, min(start + step, shape[0])), *inner)
             x, y = (in_memory(side[key]) for side in (self.a, self.b))
-            # What is lost in float32 is far below `_LEFT`.
+            # The rounding of float32 is far below `_LEFT`.
             wide = np.float64 in {x.dtype.type, y.dtype.type}
-            x, y = (each.astype(np.float64 if wide else np.float32, copy=False) for each in (x, y))
+            dtype = np.float64 if wide else np.float32
+            x, y = (values.astype(dtype, copy=False) for values in (x, y))
             yield start, x.reshape(len(x), -1), y.reshape(len(y), -1)
 
 
@@ -162,7 +163,7 @@ def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | No
         return None
     span, inside = _spanned(update, projected, step)
     if is_noisy:
-        # Random directions lead into the noise of rounding, too; those that were found, hardly.
+        # Unlike random directions, the directions of the update hardly contain noise of rounding.
         for start, x, y in update.blocks(step):
             projected[start : start + len(y)] = (y - x) @ inside.T.astype(y.dtype)
         span, inside = _spanned(update, projected, step)

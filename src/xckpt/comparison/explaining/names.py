@@ -1,9 +1,8 @@
-"""Names: rules that pairs of names follow, and pairs that break them.
+"""Rules that pairs of names follow, and pairs that break them.
 
 A conversion renames systematically: ``model.layers.3.self_attn.q_proj.weight`` becomes
-``blk.3.attn_q.weight`` in every layer. So the pairs that were found by their numbers say which name
-is expected for any other tensor, and a pair with another name than its siblings lead to expect
-belongs to a tensor that was misplaced.
+``blk.3.attn_q.weight`` in every layer. The pairs that were found by their numbers therefore show
+the expected name of any other tensor, and a tensor under another name is misplaced.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _WORD = re.compile(r"[a-z]+")
 _MOST_EXCHANGED = 400
 # The share of pairs that agree on other numbers of layers.
 _MAJORITY = 0.8
-# Pairs that show other numbers of layers at least: two exchanged tensors are none.
+# The least number of pairs that show other numbers of layers: two exchanged tensors do not.
 _FEWEST = 6
 # The order of parts that are joined, where no other layer shows it.
 _USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
@@ -54,7 +53,7 @@ class Spelled(NamedTuple):
 @lru_cache(maxsize=1 << 16)
 def spelled(name: str) -> Spelled:
     """Take the numbers out of a name that stand alone."""
-    numbers = tuple([int(each) for each in _NUMBER.findall(name)])
+    numbers = tuple([int(digits) for digits in _NUMBER.findall(name)])
     return Spelled(_NUMBER.sub("{}", name), numbers)
 
 
@@ -87,9 +86,9 @@ class Rules:
             first, second = spelled(a), spelled(b)
             if self._numbers(first) == second.numbers:
                 self._templates[first.template][second.template] += 1
-                (stem, leaf), (other, last) = _split(first.template), _split(second.template)
+                (stem, leaf), (new_stem, last) = _split(first.template), _split(second.template)
                 if leaf == last:
-                    self._stems[stem][other] += 1
+                    self._stems[stem][new_stem] += 1
                 front = _fronts(a, b)
                 if front is not None:
                     self._fronts[front] += 1
@@ -110,8 +109,8 @@ class Rules:
         count = max(count, self._fronts[front] if front is not None else 0)
         return max(count, self._ends[end] if end is not None else 0)
 
-    def expected(self, name: str, others: Collection[str]) -> tuple[str, int] | None:
-        """Return the name that most rules lead to, of some names, and how many pairs follow it."""
+    def expected(self, name: str, names_of_b: Collection[str]) -> tuple[str, int] | None:
+        """Return the name of `b` that most rules lead to, and how many pairs follow them."""
         first = spelled(name)
         numbers = self._numbers(first)
         votes: Counter[str] = Counter()
@@ -132,7 +131,7 @@ class Rules:
         ranked = [
             (template_of_b, count)
             for template_of_b, count in votes.most_common()
-            if template_of_b in others
+            if template_of_b in names_of_b
         ]
         if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
             return None
@@ -149,13 +148,13 @@ class Rules:
         return counts[True] > 1 and counts[True] > counts[False]
 
     def _are_renumbered(self, a: str, b: str) -> bool:
-        """Return whether two names have other numbers, as many of them."""
+        """Return whether two names have equally many numbers, which differ."""
         first, second = self._numbers(spelled(a)), spelled(b).numbers
         return len(first) == len(second) and first != second
 
     def broken(
         self,
-        others: Collection[str],
+        names_of_b: Collection[str],
         shapes: dict[str, object],
         conventions: Mapping[str, str],
         *,
@@ -171,7 +170,7 @@ class Rules:
         keeps_numbers = keeps_numbers or self.keep_numbers
         broken = {}
         for a, b in self.pairs:
-            expected = self.expected(a, others)
+            expected = self.expected(a, names_of_b)
             if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
                 broken[a] = expected[0]
             elif are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
@@ -187,8 +186,8 @@ class Rules:
         partners = {b: a for a, b in self.pairs}
         for a, b in self.pairs:
             usual = conventions.get(a, b)
-            other = partners.get(usual, a)
-            if usual != b and conventions.get(other, usual) != usual:
+            competitor = partners.get(usual, a)
+            if usual != b and conventions.get(competitor, usual) != usual:
                 yield a, usual
 
     def _exchanged(self, shapes: dict[str, object]) -> Iterator[tuple[str, str]]:
@@ -211,7 +210,7 @@ def conventions(ours: Collection[str], theirs: Collection[str]) -> dict[str, str
     """Return the names of `b` that mean the same as names of `a` in projects that are known."""
     if not ours or not theirs or find_spec("gguf") is None:
         return {}
-    return {name: other for name, other, _ in match_names(ours, theirs)}
+    return {name: name_of_b for name, name_of_b, _ in match_names(ours, theirs)}
 
 
 def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
@@ -225,12 +224,12 @@ def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
 
 def are_other_roles(a: str, b: str) -> bool:
     """Return whether two names belong to different projections, or to a weight and a bias."""
-    first, second = ([n for n, role in enumerate(_ROLES) if role & _words(each).keys()]
-                     for each in (a, b))  # fmt: skip
+    first, second = ([n for n, role in enumerate(_ROLES) if role & _words(name).keys()]
+                     for name in (a, b))  # fmt: skip
     if len(first) == len(second) == 1 and first != second:
         return True
-    first, second = ([n for n, leaves in enumerate(_LEAVES) if _PIECE.split(each)[-1] in leaves]
-                     for each in (a, b))  # fmt: skip
+    first, second = ([n for n, leaves in enumerate(_LEAVES) if _PIECE.split(name)[-1] in leaves]
+                     for name in (a, b))  # fmt: skip
     return len(first) == len(second) == 1 and first != second
 
 
@@ -300,18 +299,19 @@ def out_of_order(orders: Sequence[Order]) -> set[int]:
     return irregular
 
 
-def _likeness(whole: Order, parts: Order) -> float:
-    """Return the mean likeness of the name of a whole to those of the parts of another one."""
-    return sum(likeness(whole.whole, part) for part in parts.parts) / len(parts.parts)
+def _likeness(first: Order, second: Order) -> float:
+    """Return the mean likeness of the name of one whole to the names of the parts of another."""
+    return sum(likeness(first.whole, part) for part in second.parts) / len(second.parts)
 
 
 def _core(name: Spelled) -> str:
-    """Return a name after the number of its layer, without the last word: some are renamed."""
+    """Return a name after the number of its layer, without the last word."""
     stem = _split(name.template)[0]
     return stem.partition("{}")[2] or stem
 
 
-def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None) -> bool:
+def _is_regular(parts: Sequence[Spelled], siblings: Counter[tuple[str, ...]] | None) -> bool:
+    """Return whether parts are in the order of their numbers, or of most siblings."""
     templates = tuple([part.template for part in parts])
     numbers = [part.numbers for part in parts]
     if len({(_core(part), len(part.numbers)) for part in parts}) == 1:
@@ -319,7 +319,7 @@ def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None
         slots = [len(set(values)) for values in zip(*numbers, strict=False)]
         return sum(n > 1 for n in slots) == 1 and all(a < b for a, b in pairwise(numbers))
     if len(set(numbers)) == 1:
-        return _is_usual(templates, known)
+        return _is_usual(templates, siblings)
     if len(set(templates)) == len(templates):
         return False
     # Roles of one expert after the other, or one role of all experts after the other.
@@ -328,32 +328,32 @@ def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None
     for part in parts:
         by_number[part.numbers].append(part.template)
         by_role[part.template].append(part.numbers)
-    is_even = len({tuple(each) for each in by_number.values()}) == 1
-    ascending = all(a < b for each in by_role.values() for a, b in pairwise(each))
+    is_even = len({tuple(roles) for roles in by_number.values()}) == 1
+    ascending = all(a < b for numbers in by_role.values() for a, b in pairwise(numbers))
     return is_even and ascending
 
 
-def _is_usual(templates: tuple[str, ...], known: Counter[tuple[str, ...]] | None) -> bool:
+def _is_usual(templates: tuple[str, ...], siblings: Counter[tuple[str, ...]] | None) -> bool:
     """Return whether roles are in the order of most siblings, or else in the usual order."""
-    ranked = known.most_common(2) if known else []
+    ranked = siblings.most_common(2) if siblings else []
     if ranked and ranked[0][1] > 1 and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
         return ranked[0][0] == templates
-    words = [set(_words(each)) for each in templates]
+    words = [set(_words(template)) for template in templates]
     for usual in _USUAL_ORDERS:
-        places = [[n for n, word in enumerate(usual) if word in each] for each in words]
+        places = [[n for n, word in enumerate(usual) if word in part] for part in words]
         if all(len(place) == 1 for place in places):
             return [place[0] for place in places] == sorted(place[0] for place in places)
     return False
 
 
-def analogous(known: Order, whole: str) -> tuple[str, ...] | None:
+def analogous(sibling: Order, whole: str) -> tuple[str, ...] | None:
     """Return the parts that another tensor would have by analogy; None if it is not a sibling."""
-    first, second = spelled(known.whole), spelled(whole)
+    first, second = spelled(sibling.whole), spelled(whole)
     (stem, leaf), (stem_of_whole, last) = _split(first.template), _split(second.template)
     if stem != stem_of_whole or len(first.numbers) != len(second.numbers):
         return None
     names = []
-    for part in known.parts:
+    for part in sibling.parts:
         name = spelled(part)
         stem_of_part, end = _split(name.template)
         numbers = name.numbers

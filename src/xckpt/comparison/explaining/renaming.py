@@ -160,18 +160,18 @@ def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list
     """Pair constants whose names resemble each other more than any other names."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
-        for each in side:
-            if each.is_constant:
-                group[each.shape].append(each)
-    found = []
-    for shape, some in groups[0].items():
-        others = groups[1].get(shape, [])
-        table = np.array([[likeness(a.name, b.name) for b in others] for a in some])
+        for tensor in side:
+            if tensor.is_constant:
+                group[tensor.shape].append(tensor)
+    pairs = []
+    for shape, constants in groups[0].items():
+        theirs_of_shape = groups[1].get(shape, [])
+        table = np.array([[likeness(a.name, b.name) for b in theirs_of_shape] for a in constants])
         for n, m in np.argwhere(table > 0).tolist():
-            rest = np.concatenate([np.delete(table[n], m), np.delete(table[:, m], n)])
-            if table[n, m] > rest.max(initial=0):
-                found.append((some[n], others[m]))
-    return found
+            alternatives = np.concatenate([np.delete(table[n], m), np.delete(table[:, m], n)])
+            if table[n, m] > alternatives.max(initial=0):
+                pairs.append((constants[n], theirs_of_shape[m]))
+    return pairs
 
 
 def _changed(work: Work, trials: Sequence[_Tried]) -> Explanations:

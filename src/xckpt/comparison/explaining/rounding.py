@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from xckpt.arrays.compiling import compiled
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.kinds import kind_named
 
 if TYPE_CHECKING:
@@ -18,12 +19,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Bits of the fraction of the types that numbers are rounded to.
 FRACTION_BITS = {
-    "float64": 52,
-    "float32": 23,
-    "float16": 10,
-    "bfloat16": 7,
-    "float8_e4m3fn": 3,
-    "float8_e5m2": 2,
+    name: ELEMENT_TYPES[name].fraction_bits
+    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 }
 # Types that numbers are rounded to on the way, coarse ones first.
 _COARSE = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
@@ -56,7 +53,7 @@ class Transform:
                 _round_bfloat16(patterns, values.view(np.uint32))
             elif values.dtype == np.float32 and name in _SMALL:
                 fine, values = np.ascontiguousarray(values), np.empty(len(values), np.float32)
-                _round_small(fine, *map(np.float32, _SMALL[name]), values)
+                _round_small(fine, *_SMALL[name], values)
             else:
                 values = values.astype(kind_named(name).dtype, copy=False)
                 values = values if values.dtype.char in "fd" else values.astype(np.float32)
@@ -66,13 +63,28 @@ class Transform:
 #: Leaves numbers as they are.
 UNCHANGED = Transform()
 
-# Of types of few digits: 1.5 times the unit in the last place of float32 over that of the type,
-# smallest normal number, largest one, what is beyond.
-_SMALL = {
-    "float16": (1.5 * 2**13, 2.0**-14, 65504.0, np.inf),
-    "float8_e4m3fn": (1.5 * 2**20, 2.0**-6, 448.0, np.nan),
-    "float8_e5m2": (1.5 * 2**21, 2.0**-14, 57344.0, np.inf),
-}
+
+class _Rounding(NamedTuple):
+    """Constants that round float32 to a type of few digits."""
+
+    #: 1.5 times the unit in the last place of the type, over that of float32.
+    scale: np.float32
+    smallest_normal: np.float32
+    largest: np.float32
+    #: What larger numbers become.
+    beyond: np.float32
+
+
+def _rounding(name: str) -> _Rounding:
+    form = ELEMENT_TYPES[name].float_format
+    if form is None:
+        raise ValueError(f"{name} has no fractions")
+    scale = 1.5 * 2.0 ** (FRACTION_BITS["float32"] - form.fraction_bits)
+    beyond = np.inf if form.is_ieee else np.nan
+    return _Rounding(*map(np.float32, (scale, form.smallest_normal, form.largest, beyond)))
+
+
+_SMALL = {name: _rounding(name) for name in ("float16", "float8_e4m3fn", "float8_e5m2")}
 _MAGNITUDE, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7FC00000)
 
 
