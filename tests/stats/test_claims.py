@@ -265,6 +265,17 @@ def test_all_views_agree(
     assert beginning in (tmp_path / "r.md").read_text("utf-8")
 
 
+def test_parts_that_belong_to_another_tensor_by_name_are_misplaced() -> None:
+    rng = np.random.default_rng(0)
+    ours = {f"{role}.weight": rng.standard_normal((32, 8)).astype(F32) for role in "uvxy"}
+    theirs: Tensors = {f"module.{role}.weight": ours[f"{role}.weight"] for role in "uv"}
+    theirs["module.x.weight"] = ours["y.weight"]
+    theirs |= {f"y.part.{n}.weight": ours["x.weight"][16 * n :][:16] for n in range(2)}
+    outcomes = explained(ours, theirs)
+    wrong = {name for name, outcome in outcomes.items() if outcome != "explained"}
+    assert wrong == {n for n in outcomes if "x" in n or "y" in n}
+
+
 def test_biases_are_joined_as_siblings_of_another_size_are() -> None:
     rng = np.random.default_rng(0)
     ours: Tensors = {f"h.0.{role}.weight": rng.standard_normal((32, 8)).astype(F32)

@@ -143,7 +143,7 @@ def _partners(
     exact += _same_elements(unmatched(), {name for pair in exact for name in pair[:2]})
     shapes: dict[str, object] = {r.name: r.array.shape for r in right.values()}
     rules = Rules((name, name_of_b) for name, name_of_b, _ in exact)
-    broken = rules.broken(right, shapes, usual)
+    broken = rules.broken(left, right, shapes, usual)
     for name, name_of_b, rule in exact:
         if name not in broken:
             take(name, name_of_b, rule)
@@ -179,8 +179,8 @@ def _nearly_equal(
         for candidate in partners(*sides, extended=False)
         if candidate.arrangement.score >= _ALIKE and not candidate.is_exact
     ]
-    names = {tensor.name for tensor in sides[1]}
-    broken = Rules([*renamed, *likely]).broken(names, shapes, usual)
+    names = [{tensor.name for tensor in side} for side in sides]
+    broken = Rules([*renamed, *likely]).broken(names[0], names[1], shapes, usual)
     return [pair for pair in likely if pair[0] not in broken]
 
 

@@ -20,6 +20,7 @@ from xckpt.comparison.explaining.names import Order, analogous, out_of_order
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.verification import Link, Side, examine
 from xckpt.comparison.explaining.wording import related, unlike
+from xckpt.comparison.explaining.work import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +66,8 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
         for joint in likely
     ]
     earlier = [order for at, _, order in work.joints if at == side]
-    broken = out_of_order([*earlier, *orders])
+    names = {case.match.name for case in work.cases if case.status != ALONE[1 - side]}
+    broken = out_of_order([*earlier, *orders], names)
     explanations: Explanations = {}
     for at, (joint, of_parts, order) in enumerate(zip(likely, links, orders, strict=True)):
         if any(link.relation is not None for link in of_parts):

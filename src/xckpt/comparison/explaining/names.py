@@ -38,6 +38,7 @@ _ROLES = (
     frozenset({"gate"}),
     frozenset({"up"}),
     frozenset({"down"}),
+    frozenset({"o"}),
 )
 # The last words of names, across projects.
 _LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias", "beta"}))
@@ -154,6 +155,7 @@ class Rules:
 
     def broken(
         self,
+        names_of_a: Collection[str],
         names_of_b: Collection[str],
         shapes: dict[str, object],
         conventions: Mapping[str, str],
@@ -169,8 +171,11 @@ class Rules:
         """
         keeps_numbers = keeps_numbers or self.keep_numbers
         broken = {}
+        back = Rules((b, a) for a, b in self.pairs)
         for a, b in self.pairs:
-            expected = self.expected(a, names_of_b)
+            expected, origin = self.expected(a, names_of_b), back.expected(b, names_of_a)
+            if origin is not None and origin[0] != a and origin[1] > back.support(b, a):
+                broken[a] = ""
             if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
                 broken[a] = expected[0]
             elif are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
@@ -274,8 +279,11 @@ class Order(NamedTuple):
     parts: tuple[str, ...]
 
 
-def out_of_order(orders: Sequence[Order]) -> set[int]:
-    """Return the numbers of the joints whose parts are not in the order of their siblings."""
+def out_of_order(orders: Sequence[Order], names: Collection[str]) -> set[int]:
+    """Return the numbers of the joints whose parts are not in the order of their siblings.
+
+    `names` are the names of all tensors of the side of the wholes.
+    """
     irregular = set()
     rows = [[spelled(part) for part in order.parts] for order in orders]
     wholes = [spelled(order.whole) for order in orders]
@@ -288,7 +296,11 @@ def out_of_order(orders: Sequence[Order]) -> set[int]:
         # All parts are of the layer of the whole.
         layers = {part.numbers[0] for part in parts if part.numbers}
         is_elsewhere = whole.numbers and layers and layers != {whole.numbers[0] - shift}
-        is_other = any(are_other_roles(part, orders[n].whole) for part in orders[n].parts)
+        is_other = any(
+            are_other_roles(part, orders[n].whole)
+            or _owner(part, names) not in {"", orders[n].whole}
+            for part in orders[n].parts
+        )
         if is_elsewhere or is_other or not _is_regular(parts, roles[whole.template]):
             irregular.add(n)
     for n, first in enumerate(orders[:_MOST_EXCHANGED]):
@@ -297,6 +309,16 @@ def out_of_order(orders: Sequence[Order]) -> set[int]:
             if exchanged > _likeness(first, first) + _likeness(second, second):
                 irregular |= {n, m}
     return irregular
+
+
+def _owner(part: str, names: Collection[str]) -> str:
+    """Return the longest of some names that a name adds words to before its last word, or ""."""
+    stem, leaf = _split(part)
+    while "." in stem:
+        stem = stem.rpartition(".")[0]
+        if stem + leaf in names:
+            return stem + leaf
+    return ""
 
 
 def _likeness(first: Order, second: Order) -> float:

@@ -12,7 +12,7 @@ from xckpt.comparison.explaining.names import Rules, are_other_roles, convention
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.search import ALIKE, Arrangement, arrangements, partners
 from xckpt.comparison.explaining.wording import both, changed, related, unlike
-from xckpt.comparison.explaining.work import ALIGNED
+from xckpt.comparison.explaining.work import ALIGNED, ALONE
 from xckpt.comparison.pairs import pair_of
 
 if TYPE_CHECKING:
@@ -40,14 +40,18 @@ def renamed(work: Work) -> Explanations:
     rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b, *_ in verified.values())])
     shapes: dict[str, object] = {b.name: b.shape for _, b, *_ in verified.values()}
     # Also those that are explained: the name of another tensor stays what is expected.
-    names_of_b = {case.match.name for case in work.cases if case.status == "only_b"}
+    names_of_a, names_of_b = (
+        {case.match.name for case in work.cases if case.status == status} for status in ALONE
+    )
     keeps_numbers = any(
         spelled(case.match.name).numbers
         for case in work.cases
         if case.match.theirs is not None and case.match.ours is not None and not case.other_name
     )
     names = [[candidate.name for candidate in side] for side in sides]
-    broken = rules.broken(names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers)
+    broken = rules.broken(
+        names_of_a, names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers
+    )
     explanations: Explanations = {}
     for n, (a, b, *_) in verified.items():
         link, steps = results[n]
