@@ -1,4 +1,10 @@
-"""From paths, URLs, open files or bytes to a `Source` and an `Index`."""
+"""Opening: from paths, URLs, open files or bytes to a `Source` and an `Index`.
+
+The room decides which files belong to a checkpoint and which format they have; it also opens
+training runs and describes files for zarr. It may import `formats` (the registry), `storage`,
+`datasets` and everything below them. Read `open_index` below first, then `sharding` for checkpoints
+of several files.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +62,9 @@ __all__ = [
 ]
 
 _SHOWN_WARNINGS = 3
-# Files whose headers are read at a time.
+# Files whose headers are read in parallel.
 _CONCURRENCY = 16
-# Formats of what is on the Hub: xarray asks each engine by itself.
+# Formats of files on the Hub, since xarray asks one engine after another.
 _on_hub: Pool[str] = Pool(limit=256)
 
 show_indexes_with(text=index_text, html=index_html)
@@ -75,7 +81,7 @@ def open_index(
 ) -> tuple[Source, Index]:
     """Open a checkpoint, read its index, and warn of what its specification lets pass.
 
-    `whole` is whether quantised weights are listed as such, not as the tensors that store them.
+    With `whole`, quantised weights are listed instead of the tensors that store them.
     """
     source, index = open_silently(
         obj, format, storage_options=storage_options, mmap=mmap, whole=whole, **format_options
@@ -116,16 +122,16 @@ def open_silently(
 def _open_set(
     source: Source, index: Index, format_options: Mapping[str, Any]
 ) -> tuple[Source, Index]:
-    """Open the other files of a checkpoint that one of them knows."""
+    """Open the other files of a checkpoint, which its first file lists."""
     files = index.files
     if files is None:
         return source, index
     listed = list_set(source, files)
-    own = files.names[files.position]
-    others = listed._replace(files={n: f for n, f in listed.files.items() if n != own})
+    label = files.names[files.position]
+    others = listed._replace(files={n: f for n, f in listed.files.items() if n != label})
     try:
         _, opened = open_each(others, index.format, None, format_options)
-        opened.insert(files.position, Opened(own, source, index))
+        opened.insert(files.position, Opened(label, source, index))
         with paused_collector():
             merged, whole = merge(listed, opened)
     except CheckpointError as error:
@@ -138,19 +144,19 @@ def _open_set(
 
 
 def _with_weights(source: Source, index: Index) -> Index:
-    """List quantised weights, which a file next to the model describes."""
+    """List quantised weights, described by a file next to the model."""
     first = source
     while isinstance(first, ShardedSource):
         first = next(iter(first.files.values()))
 
     def look(name: str) -> dict[str, Any] | None:
-        known = index.attrs.get(name)
-        if isinstance(known, dict):
-            return known
+        attr = index.attrs.get(name)
+        if isinstance(attr, dict):
+            return attr
         content = read_sibling(first, f"{name}.json")
-        # Formats that have only text for attributes keep it as that.
-        if content is None and isinstance(known, str):
-            content = known.encode("utf-8", "surrogatepass")
+        # Some formats store all attributes as text.
+        if content is None and isinstance(attr, str):
+            content = attr.encode("utf-8", "surrogatepass")
         return None if content is None else parse_json(content)
 
     def read(tensors: Sequence[Tensor]) -> list[bytes]:
@@ -162,13 +168,13 @@ def _with_weights(source: Source, index: Index) -> Index:
             if part.inline is None and part.encoding is None:
                 by_source[sources[part.shard]].append(tensor)
                 continue
-            with suppress(CheckpointError):  # what it has to say stays unsaid
+            with suppress(CheckpointError):  # without it, the tensors stay as stored
                 data = PartReader(sources[part.shard], part).read(0, size, size)
                 contents[tensor.name] = bytes(data)
-        for file, some in by_source.items():
-            ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in some]
+        for file, batch in by_source.items():
+            ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in batch]
             with suppress(CheckpointError), file.reading_header() as header:
-                for tensor, data in zip(some, header.read_ranges(ranges), strict=True):
+                for tensor, data in zip(batch, header.read_ranges(ranges), strict=True):
                     contents[tensor.name] = bytes(data)
         return list(contents.values())
 
@@ -184,10 +190,10 @@ def open_each(
     *,
     mmap: bool = False,
 ) -> tuple[FileList, list[Opened]]:
-    """Open the files of a checkpoint, several at a time, and read their indexes.
+    """Open the files of a checkpoint in parallel, and read their indexes.
 
-    Damaged files are left out where an index of shards has the names of their tensors: they are
-    the `problems` of the list that is returned.
+    Damaged files are left out if an index of shards has the names of their tensors. They become the
+    `problems` of the returned list.
     """
 
     def opened(file: tuple[str, Any]) -> Opened | CheckpointError:
@@ -203,13 +209,13 @@ def open_each(
         except CheckpointError as error:
             return error.with_traceback(None)
 
-    there = [(label, obj) for label, obj in listed.files.items() if obj is not None]
-    if not there:
-        raise MissingShardError("none of its files is there", path=listed.name)
-    with paused_collector(), ThreadPoolExecutor(min(len(there), _CONCURRENCY)) as threads:
-        results = dict(zip(dict(there), threads.map(opened, there), strict=True))
-    readable = [each for each in results.values() if isinstance(each, Opened)]
-    problems = {n: each for n, each in results.items() if isinstance(each, CheckpointError)}
+    existing = [(label, obj) for label, obj in listed.files.items() if obj is not None]
+    if not existing:
+        raise MissingShardError("all of its files are missing", path=listed.name)
+    with paused_collector(), ThreadPoolExecutor(min(len(existing), _CONCURRENCY)) as threads:
+        results = dict(zip(dict(existing), threads.map(opened, existing), strict=True))
+    readable = [result for result in results.values() if isinstance(result, Opened)]
+    problems = {name: e for name, e in results.items() if isinstance(e, CheckpointError)}
     if problems and (listed.weight_map is None or not readable):
         raise next(iter(problems.values()))
     for problem in problems.values():
@@ -229,27 +235,27 @@ def _read(source: Source, format: str | None, format_options: Mapping[str, Any])
 
 
 def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None) -> Index:
-    """Read what a checkpoint holds: tensors, attributes, and where every byte is; no data.
+    """Read the index of a checkpoint: its tensors, attributes, and byte ranges, but no data.
 
     Parameters
     ----------
     path : str, os.PathLike, bytes, binary file object, or list of these
-        A path, an fsspec URL, or the bytes themselves; several of them, a glob or an index of
-        shards (``*.index.json``) are one checkpoint.
+        Path, URL, or content of the file. Several files, a glob or an index of shards
+        (``*.index.json``) are one checkpoint.
     storage_options : dict, optional
-        For fsspec.
+        Options for the storage of a URL.
 
     Returns
     -------
     Index
-        Of whatever format the content is.
+        The index, in the same form for all formats.
 
     Raises
     ------
     OSError
         If the file cannot be opened.
     CheckpointError
-        If it is malformed, or of no format that is known.
+        If the file is malformed or has an unknown format.
 
     Examples
     --------
@@ -261,13 +267,13 @@ def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None)
 
 
 def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
-    """Find the format of a checkpoint by its content."""
+    """Return the format of a checkpoint, detected from its content."""
     with advising(obj):
         listed = list_files(obj, storage_options)
         if listed is not None:
             obj = _readable_file(listed)
             if obj is None:
-                raise MissingShardError("none of its files is there", path=listed.name)
+                raise MissingShardError("all of its files are missing", path=listed.name)
         source = obj
         if not isinstance(obj, Source):
             source = open_source(obj, storage_options=storage_options)
@@ -276,24 +282,24 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
 
 
 def _readable_file(listed: FileList) -> Any:
-    """Return the first file that has a format; else the first file, or None if all are missing."""
-    there = [file for file in listed.files.values() if file is not None]
+    """Return the first file of a known format, else the first file, or None if all are missing."""
+    existing = [file for file in listed.files.values() if file is not None]
+    first = existing[0] if existing else None
     if listed.weight_map is None:
-        return there[0] if there else None
-    sources = (file for file in there if isinstance(file, Source))
-    readable = (source for source in sources if formats.recognized(source) is not None)
-    return next(readable, there[0] if there else None)
+        return first
+    sources = (file for file in existing if isinstance(file, Source))
+    return next((s for s in sources if formats.recognized(s) is not None), first)
 
 
 def is_format(obj: Any, format: str) -> bool:
-    """Return whether something is a checkpoint of a format, without an error if it is nothing."""
+    """Return whether an object is a checkpoint of a format; False for anything else."""
     if hub_url(obj) is not None:
         try:
             return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
         except FormatError:
             return False
         except (OSError, ImportError, CheckpointError, ValueError):
-            return True  # opening it says what is wrong, and xarray does not
+            return True  # so that the user gets the error of opening it, not one of xarray
     if is_remote(obj):
         return _is_called_like(str(obj).partition("?")[0], format)
     try:
@@ -301,22 +307,22 @@ def is_format(obj: Any, format: str) -> bool:
         if listed is not None:
             obj = _readable_file(listed)
         source = obj if isinstance(obj, Source) else open_source(obj)
-        found = formats.recognized(source)
+        recognized = formats.recognized(source)
     except PermissionError:
         raise
     except SeveralFilesError:
-        return True  # opening it lists them, and xarray does not
+        return True  # so that the user gets the error with the list of files
     except (OSError, TypeError, ValueError, StopIteration) as error:
-        # Opening what is not there says which file has a similar name, and xarray does not.
+        # The error of opening a missing file suggests a similar name, which xarray does not.
         return isinstance(error, FileNotFoundError) and _is_called_like(str(obj), format)
-    if found is not None:
-        return found.name == format
-    # What is wrong with a file that is called like ours: opening it says so, and xarray does not.
+    if recognized is not None:
+        return recognized.name == format
+    # The error of opening a damaged file explains the damage, which xarray does not.
     return _is_called_like(source.name, format) and formats.is_foreign(source)
 
 
 def _is_called_like(path: str, format: str) -> bool:
-    """Return whether a name ends as those of one format alone; the others are not loaded."""
+    """Return whether a name has a suffix of this format alone; other formats are not loaded."""
     name = path.lower()
     return name.endswith(formats.suffixes(format)) and name.endswith(
         formats.get(format).own_suffixes
@@ -324,7 +330,7 @@ def _is_called_like(path: str, format: str) -> bool:
 
 
 def warn_of(index: Index) -> None:
-    """Warn of what the specification of a file lets pass."""
+    """Issue the warnings of an index."""
     for text in index.warnings[:_SHOWN_WARNINGS]:
         warn(f"{index.source}: {text}")
     more = len(index.warnings) - _SHOWN_WARNINGS

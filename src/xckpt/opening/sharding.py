@@ -61,7 +61,7 @@ _RANKED = re.compile(r"shard-[0-9]{1,9}-model-[0-9]{1,9}-of-[0-9]{1,9}\.safetens
 
 
 class SeveralFilesError(IsADirectoryError):
-    """A folder has several checkpoints, of which one is to be chosen."""
+    """A folder has several checkpoints; the caller must choose one."""
 
 
 class FileList(NamedTuple):
@@ -70,15 +70,15 @@ class FileList(NamedTuple):
     Parameters
     ----------
     name : str
-        What they are called together, for messages and ``encoding["source"]``.
+        Name of the checkpoint, for messages and ``encoding["source"]``.
     files : dict of str to object
-        What is to be opened, by the name that messages use; None is a file that is not there.
+        Files to open, by their labels in messages; None for a missing file.
     weight_map : mapping of str to str, or None
-        By tensor, the file that it is in; None where all tensors of all files count.
+        Label of the file of each tensor; None to take all tensors of all files.
     attrs : mapping
-        What is said of all files together.
+        Attributes of the whole checkpoint.
     problems : mapping of str to CheckpointError
-        By name, why files that are there cannot be read, where the others can.
+        Errors of files that cannot be read, by label.
     """
 
     name: str
@@ -90,16 +90,16 @@ class FileList(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """One of the files.
+    """An open file of a checkpoint.
 
     Parameters
     ----------
     label : str
-        What it is called among the others.
+        Label of the file in messages.
     source : Source
-        Its bytes.
+        The file.
     index : Index
-        What it holds.
+        Its index.
     """
 
     label: str
@@ -110,7 +110,7 @@ class Opened:
 def list_files(
     obj: Any, storage_options: Mapping[str, Any] | None = None, format: str | None = None
 ) -> FileList | None:
-    """Find out whether something is several files; of those in a folder, `format` may choose."""
+    """List the files of an object, None for a single file; `format` may choose in a folder."""
     if isinstance(obj, list | tuple):
         return _listed(obj, storage_options)
     if isinstance(obj, os.PathLike):
@@ -120,9 +120,9 @@ def list_files(
     if not obj:
         raise ValueError("the path is empty")
     if _is_glob(obj):
-        found = _expanded(obj, storage_options)
+        paths = _expanded(obj, storage_options)
         name = pinned_url(_absolute(obj), storage_options)
-        return FileList(name, {path: path for path in found})
+        return FileList(name, {path: path for path in paths})
     folder = list_folder(obj, storage_options)
     if folder is not None:
         return _in_folder(*folder, format)
@@ -132,11 +132,11 @@ def list_files(
 
 
 def list_set(source: Source, files: FileSet) -> FileList:
-    """List the files that one of them says it belongs to."""
-    found: dict[str, Any] = {}
+    """Return the files of a checkpoint that one of them lists."""
+    siblings: dict[str, Any] = {}
     for position, name in enumerate(files.names):
         try:
-            found[name] = source if position == files.position else source.sibling(name)
+            siblings[name] = source if position == files.position else source.sibling(name)
         except FileNotFoundError:
             reason = f"{shown(name)}, one of the {len(files.names)} files of it, is missing"
             hint = "Put it next to the others, or open a list of the files that are there"
@@ -145,11 +145,11 @@ def list_set(source: Source, files: FileSet) -> FileList:
         except CheckpointError as error:
             error.hint = "Rename the files, or open a list of them"
             raise error.located(path=source.name, offset=files.offset) from error.__cause__
-    return FileList(source.name, found)
+    return FileList(source.name, siblings)
 
 
 def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | None) -> FileList:
-    """Find the checkpoint in a folder: an index of shards, one file, or all shards of one."""
+    """Return the files of the checkpoint in a folder: by an index, a single file, or all shards."""
 
     def listed_as(names: Sequence[str], attrs: Mapping[str, Any]) -> FileList:
         chosen = [files[name] for name in names]
@@ -162,35 +162,36 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     names = [name for name in sorted(files, key=natural_key) if not name.startswith(".")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     config = _config(files["config.json"]) if "config.json" in files else {}
-    # An index that is alone says all; nothing else is looked into then.
-    one = len(indexes) == 1
-    found = [] if one else [n for n in names if n not in indexes and _is_checkpoint(n, files[n])]
+    # A single index is complete: the other files are not opened.
+    has_index = len(indexes) == 1
+    others = [] if has_index else [name for name in names if name not in indexes]
+    checkpoints = [name for name in others if _is_checkpoint(name, files[name])]
     if format is not None:
-        endings = formats.suffixes(format)
-        found = [name for name in found if name.lower().endswith(endings)] or found
-    # Where a model says what it is, its weights are called that; others go with it.
-    models = [name for name in found if Path(name).stem == "model"]
+        suffixes = formats.suffixes(format)
+        checkpoints = [n for n in checkpoints if n.lower().endswith(suffixes)] or checkpoints
+    # Next to a config.json, the file "model" has the weights; other files belong to it.
+    models = [name for name in checkpoints if Path(name).stem == "model"]
     if len(models) == 1 and "config.json" in files:
-        found = models
+        checkpoints = models
     for name in indexes:
         listed = _indexed(_opened(files[name]))
-        if one or any(each in listed.files for each in found):
+        if has_index or any(checkpoint in listed.files for checkpoint in checkpoints):
             return listed._replace(name=folder, attrs={**listed.attrs, **config})
-    if len(found) == 1 or _are_all_shards(folder, found):
-        return listed_as(found, config)
-    there = found or names
-    names_there = some(there, "") or "no files"
-    reason = f"no checkpoint is in this folder; it has {names_there}"
-    if found:
-        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {names_there}"
+    if len(checkpoints) == 1 or _are_all_shards(folder, checkpoints):
+        return listed_as(checkpoints, config)
+    listing = some(checkpoints or names, "") or "no files"
+    reason = f"no checkpoint is in this folder; it has {listing}"
+    if checkpoints:
+        count = len(checkpoints)
+        reason = f"{count} checkpoints are in this folder, open one or a list: {listing}"
         raise SeveralFilesError(errno.EISDIR, reason, folder)
     raise IsADirectoryError(errno.EISDIR, reason, folder)
 
 
 def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
-    """Return whether files are the shards of one checkpoint, of which none may be missing."""
+    """Return whether files are the shards of one checkpoint; raise if one is missing."""
     if len(names) > 1 and all(map(_RANKED.fullmatch, names)):
-        return True  # a rank need not have all numbers; chunks that are missing are noticed
+        return True  # a rank need not have all numbers, and missing chunks are noticed later
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
     if not len(names) == len(shards) > 1 or len(families) > 1:
@@ -209,8 +210,8 @@ def _opened(file: Path | Source) -> Source:
 
 
 def _is_checkpoint(name: str, file: Path | Source) -> bool:
-    if isinstance(file, Source):  # on another machine: looking into each takes requests
-        return any(name.lower().endswith(formats.suffixes(each)) for each in formats.names())
+    if isinstance(file, Source):  # remote: reading the file would take a request
+        return any(name.lower().endswith(formats.suffixes(f)) for f in formats.names())
     source = open_source(file)
     try:
         return formats.recognized(source) is not None
@@ -221,7 +222,7 @@ def _is_checkpoint(name: str, file: Path | Source) -> bool:
 
 
 def read_sibling(source: Source, name: str) -> bytes | None:
-    """Read a small file next to another one; None if there is none, `ValueError` if it is large."""
+    """Read a small file next to another one, None if it is missing; raise if it is large."""
     try:
         sibling = source.sibling(name)
     except (OSError, CheckpointError):  # bytes have no folder
@@ -238,7 +239,7 @@ def _read_small(source: Source) -> bytes:
 
 
 def _config(file: Path | Source) -> dict[str, Any]:
-    """Return what a model says of itself next to its weights, as an attribute."""
+    """Return the ``config.json`` of a model as an attribute."""
     try:
         with closing(_opened(file)) as source:
             return {"config": parse_json(_read_small(source))}
@@ -257,19 +258,19 @@ def _listed(objects: Sequence[Any], storage_options: Mapping[str, Any] | None) -
     for obj in objects:
         text = os.fsdecode(obj) if isinstance(obj, os.PathLike) else obj
         is_glob = isinstance(text, str) and _is_glob(text)
-        for each in _expanded(text, storage_options) if is_glob else [text]:
-            label = _absolute(each) if isinstance(each, str) else f"<{type(each).__name__}>"
-            if label in files and isinstance(each, str):
-                raise ValueError(f"{label} is there twice")
-            files[label if label not in files else f"{label} {len(files)}"] = each
+        for file in _expanded(text, storage_options) if is_glob else [text]:
+            label = _absolute(file) if isinstance(file, str) else f"<{type(file).__name__}>"
+            if label in files and isinstance(file, str):
+                raise ValueError(f"{label} is in the list twice")
+            files[label if label not in files else f"{label} {len(files)}"] = file
     if not files:
-        raise ValueError("a list of no files")
+        raise ValueError("the list of files is empty")
     first, *others = files
     return FileList(first if not others else f"{first} and {len(others)} more", files)
 
 
 def _is_glob(path: str) -> bool:
-    """Return whether a path is a glob; of a URL, only a star counts: others have other meanings."""
+    """Return whether a path is a glob; in a URL only a star is special."""
     if is_remote(path):
         return "*" in path
     return any(mark in path for mark in "*?[") and not os.path.lexists(_absolute(path))
@@ -281,14 +282,14 @@ def _absolute(path: str) -> str:
 
 def _expanded(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
     remote = is_remote(pattern)
-    found = _glob_url(pattern, storage_options) if remote else glob(_absolute(pattern))  # noqa: PTH207
-    if not found:
+    paths = _glob_url(pattern, storage_options) if remote else glob(_absolute(pattern))  # noqa: PTH207
+    if not paths:
         raise FileNotFoundError(f"no file matches {pattern}")
-    return sorted(found, key=natural_key)
+    return sorted(paths, key=natural_key)
 
 
 def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
-    """Expand the glob in a URL, of a chained one in the link that has a path."""
+    """Expand the glob in a URL; in a chained URL, the link that has a path."""
     links = pattern.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
     links[at] = pinned_url(links[at], storage_options)
@@ -312,7 +313,7 @@ def _indexed(source: Source) -> FileList:
         with source.reading_header() as header:
             root = json.loads(bytes(header.read(0, source.size)))
     except (ValueError, RecursionError) as error:
-        reason = f"an index of shards is no JSON: {error}"
+        reason = f"an index of shards is not JSON: {error}"
         raise FormatError(reason, path=source.name, rule="ShardIndex") from error
     weight_map = root.get("weight_map") if isinstance(root, dict) else None
     if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
@@ -333,7 +334,7 @@ def _indexed(source: Source) -> FileList:
 
 
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
-    """Make one checkpoint of several files."""
+    """Merge several files into one checkpoint."""
     warnings: list[str] = []
     tensors = _unreadable(listed, warnings)
     files: dict[str, Source] = {}
@@ -341,24 +342,24 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
     left_out: list[str] = []
     chunked: dict[str, list[Tensor]] = {}
     arrangement = Arrangement()
-    for each in opened:
-        arrangement = arrangement.grown(each.index.arrangement, ())
-        files[each.label] = each.source
-        shards[each.label] = Shard(each.source.size, None, (each.label,))
-        for name, shard in each.index.shards.items():
-            files[_within(each.label, name)] = each.source.shard(name, shard)
-            shards[_within(each.label, name)] = shard
-        for name, tensor in each.index.tensors.items():
-            if listed.weight_map is not None and listed.weight_map.get(name) != each.label:
+    for file in opened:
+        arrangement = arrangement.grown(file.index.arrangement, ())
+        files[file.label] = file.source
+        shards[file.label] = Shard(file.source.size, None, (file.label,))
+        for name, shard in file.index.shards.items():
+            files[_within(file.label, name)] = file.source.shard(name, shard)
+            shards[_within(file.label, name)] = shard
+        for name, tensor in file.index.tensors.items():
+            if listed.weight_map is not None and listed.weight_map.get(name) != file.label:
                 left_out.append(name)
                 continue
             if name not in tensors:
-                tensors[name] = _relabelled(tensor, each.label)
+                tensors[name] = _relabelled(tensor, file.label)
             elif _is_chunk(tensor) and _is_chunk(tensors[name]):
-                chunked.setdefault(name, [tensors[name]]).append(_relabelled(tensor, each.label))
+                chunked.setdefault(name, [tensors[name]]).append(_relabelled(tensor, file.label))
             else:
-                raise _twice(name, tensors[name], each)
-        warnings += [f"{each.label}: {text}" for text in each.index.warnings]
+                raise _twice(name, tensors[name], file)
+        warnings += [f"{file.label}: {text}" for text in file.index.warnings]
     for name, label in (listed.weight_map or {}).items():
         if name not in tensors:
             reason = f"the index of shards says that {shown(label)} has this tensor, and it has not"
@@ -369,21 +370,21 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
     first = opened[0].index
     index = Index(
         first.format,
-        ", ".join(dict.fromkeys(each.index.version for each in opened)),
+        ", ".join(dict.fromkeys(file.index.version for file in opened)),
         tensors,
         _merged_attrs(listed, opened, warnings),
         listed.name,
-        sum(each.source.size for each in opened),
+        sum(file.source.size for file in opened),
         shards,
         tuple(warnings),
         arrangement.of(tensors),
-        {name: dtype for each in reversed(opened) for name, dtype in each.index.attr_types.items()},
+        {name: dtype for file in reversed(opened) for name, dtype in file.index.attr_types.items()},
     )
     return ShardedSource(listed.name, files), index
 
 
 def labelled_attrs(opened: Opened) -> dict[str, Any]:
-    """Return the attributes of a file as those of a checkpoint that has it among others."""
+    """Return the attributes of a file, with references to its label."""
     return {
         name: replace(
             value, part=replace(value.part, shard=_within(opened.label, value.part.shard))
@@ -395,13 +396,13 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
 
 
 def _relabelled(tensor: Tensor, label: str) -> Tensor:
-    """Return a tensor of a file as one of a checkpoint that has this file among others."""
+    """Return a tensor of a file, with references to the label of the file."""
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
     stored = tensor.stored
     if stored is not None:
-        stored = {role: _relabelled(each, label) for role, each in stored.items()}
+        stored = {role: _relabelled(part, label) for role, part in stored.items()}
     return replace(tensor, parts=parts, stored=stored)
 
 
@@ -411,7 +412,7 @@ def _is_chunk(tensor: Tensor) -> bool:
 
 
 def _joined(name: str, tensors: Sequence[Tensor], path: str) -> Tensor:
-    """Return the tensor that chunks in several files make."""
+    """Join chunks in several files to a tensor."""
     by_origin = {tensor.parts["data"].origin or (): tensor for tensor in tensors}
     places = [(origin, tensor.shape) for origin, tensor in by_origin.items()]
     hint = "A file may be missing, or of another checkpoint"
@@ -429,12 +430,12 @@ def _joined(name: str, tensors: Sequence[Tensor], path: str) -> Tensor:
 
 
 def _within(label: str, shard: str | None) -> str:
-    """Name a file that a file refers to."""
+    """Return the label of a shard that a file refers to."""
     return label if shard is None else f"{label}: {shard}"
 
 
 def _unreadable(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
-    """List the tensors of files that are missing or damaged: only their names are known."""
+    """Return placeholders for the tensors of missing or damaged files, and add warnings."""
     tensors: dict[str, Tensor] = {}
     lost: dict[str, list[str]] = defaultdict(list)
     for name, label in (listed.weight_map or {}).items():
@@ -477,15 +478,15 @@ def _twice(name: str, before: Tensor, again: Opened) -> FormatError:
 def _merged_attrs(
     listed: FileList, opened: Sequence[Opened], warnings: list[str]
 ) -> dict[str, Any]:
-    """Join attributes; where files disagree, the first that says something is right."""
+    """Merge the attributes of all files; the first file wins if they differ."""
     merged = dict(listed.attrs)
     differing: dict[str, None] = {}
-    for each in opened:
-        # Files that know each other say which of them they are.
-        is_alone = each.index.files is None
-        for key, value in labelled_attrs(each).items():
-            known = merged.get(key, value)
-            if is_alone and (type(known), known) != (type(value), value):
+    for file in opened:
+        # Files of a set have their own number as an attribute.
+        is_alone = file.index.files is None
+        for key, value in labelled_attrs(file).items():
+            first = merged.get(key, value)
+            if is_alone and (type(first), first) != (type(value), value):
                 differing[key] = None
             merged.setdefault(key, value)
     if differing:
