@@ -34,7 +34,7 @@ _INSTEAD = {
     "list list_tensors",
     "xckpt.stats(path)": "stat moments",
     "xckpt.compare(path, path)": "diff difference delta equal equals allclose",
-    "xckpt.findings(path)": "health health_check check_health lint problems",
+    "xckpt.findings(path)": "health_check check_health lint problems",
     "xckpt.verify(path)": "check validate test",
     "xckpt.manifest(path)": "hash digest checksum sha256 fingerprint",
     "xckpt.spectrum(path)": "svd rank singular_values",
