@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Read at a time where not all of it is kept; it stays in the second-level cache.
+# Size of blocks of which only some elements are used; they stay in the second-level cache.
 _BLOCK_NBYTES = 1 << 20
 
 
 class OnePartArray(LazyArray):
-    """An array of which one part has everything."""
+    """An array that is stored in one part."""
 
     __slots__ = ("reader",)
 
@@ -80,8 +80,8 @@ class OnePartArray(LazyArray):
 class DenseArray(OnePartArray):
     """A dense tensor, or one part of a composite one.
 
-    `decode` is whether to return types that numpy computes well with, or those that are stored;
-    `strict` whether values that the format forbids are errors.
+    `decode` is whether to return types that numpy computes well with, instead of the stored types;
+    `strict` is whether values that the format forbids are errors.
     """
 
     __slots__ = ("decode", "order", "strict")
@@ -162,12 +162,12 @@ class DenseArray(OnePartArray):
 
     @property
     def _is_wide(self) -> bool:
-        """Whether the file has the elements as they are, in bytes of their own."""
+        """Whether elements are stored raw, each in whole bytes."""
         return self.reader.is_raw and ELEMENT_TYPES[self.reader.part.dtype].bits >= 8
 
     @property
     def _is_copied(self) -> bool:
-        """Whether reading copies them into memory of this process, and costs little but that."""
+        """Whether raw elements are copied into memory of this process, at little other cost."""
         return self._is_wide and self.reader.source.worth_skipping is not None
 
     def _select_c_order(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Any:
@@ -183,7 +183,7 @@ class DenseArray(OnePartArray):
         return taken.copy() if wasteful and flat.flags.writeable else taken
 
     def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array:
-        """Read what is scattered, in little more memory than the result has."""
+        """Read scattered elements, in little more memory than the result takes."""
         part, source = self.reader.part, self.reader.source
         self.reader.check(nbytes_of(part.dtype, prod(shape)))
         itemsize = nbytes_of(part.dtype, 1)
@@ -252,7 +252,7 @@ class DenseArray(OnePartArray):
 
     @property
     def _is_native(self) -> bool:
-        """Whether the bytes of elements in memory are those in the file."""
+        """Whether elements have the same bytes in memory and in the file."""
         part = self.reader.part
         return (
             part.byteorder == "little"
@@ -261,7 +261,7 @@ class DenseArray(OnePartArray):
         )
 
     def decoded(self, data: memoryview, start: int) -> Array:
-        """Return the elements that whole bytes of the part hold, from the element `start` on."""
+        """Return the elements in whole bytes of the part, from the element `start` on."""
         part = self.reader.part
         bits = ELEMENT_TYPES[part.dtype].bits
         if bits < 8:
@@ -378,7 +378,7 @@ def unpack_codes(data: memoryview | Array, bits: int) -> Array:
 
 
 class _Share(NamedTuple):
-    """What an index selects of a block: of the result, and of the block."""
+    """The share of a block in a selection: its place in the result, and its key in the block."""
 
     role: str
     outer: tuple[Any, ...]
@@ -386,7 +386,7 @@ class _Share(NamedTuple):
 
 
 class ChunkedArray(LazyArray):
-    """The blocks of a tensor; a selection reads those that it needs, and of each what it needs."""
+    """A tensor in blocks; a selection reads its share of each block."""
 
     __slots__ = ("blocks", "origins")
 

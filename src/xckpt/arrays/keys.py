@@ -1,4 +1,4 @@
-"""What an index selects of an array, in which runs of elements, and how arrays are cut."""
+"""Keys: selections of arrays, the runs of elements that hold them, and chunks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ElementRun(NamedTuple):
 
     start: int  # of the first element in the flat array
     shape: tuple[int, ...]  # of the block that the run makes; it has the axes of the whole array
-    key: tuple[AxisKey, ...]  # what to take of that block, one entry for each axis
+    key: tuple[AxisKey, ...]  # the selection in that block, one entry for each axis
 
 
 def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
-    """Spell an index out: one in-range entry for each axis."""
+    """Spell out a key: one entry within bounds for each axis."""
     entries = list(key) if isinstance(key, tuple) else [key]
     where = [i for i, entry in enumerate(entries) if entry is Ellipsis]
     if where:
@@ -38,7 +38,7 @@ def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
 
 
 def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
-    """Return the index that selects all, as `normalize` spells it."""
+    """Return the key that selects everything, as `normalize` spells it."""
     return tuple([slice(0, length, 1) for length in shape])
 
 
@@ -76,7 +76,7 @@ def _normalize_array(entry: np.ndarray[Any, Any], length: int) -> AxisKey:
 
 
 def _bounds(entry: AxisKey, length: int) -> tuple[int, int]:
-    """Return the half-open hull of what an entry selects; ``(0, 0)`` for nothing."""
+    """Return the half-open hull of the selected positions; ``(0, 0)`` if there are none."""
     if isinstance(entry, int):
         return entry, entry + 1
     chosen = positions(entry, length)
@@ -125,7 +125,7 @@ def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...
 
 
 def is_all(run: ElementRun) -> bool:
-    """Whether what is taken of a run is all of it, in its order."""
+    """Return whether a run is taken as a whole, in order."""
     key = tuple([slice(0, 1, 1) if isinstance(entry, int) else entry for entry in run.key])
     return all(isinstance(entry, slice) for entry in key) and key == whole(run.shape)
 

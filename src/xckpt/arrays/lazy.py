@@ -1,4 +1,4 @@
-"""Arrays of which nothing is read yet, and slices of them."""
+"""Lazy arrays over tensors of files, and slices of them; nothing is read before indexing."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """What an array shows all of: a tensor as its file describes it, or one part of that."""
+    """The tensor that an array shows as a whole, or the part of it, as the file describes it."""
 
     tensor: Tensor
     role: str | None
 
 
 class LazyArray(ABC):
-    """An array in a file: indexing it reads what is asked for, and nothing else does.
+    """An array in a file, which is read by indexing it.
 
-    It has what `dask.array.from_array` wants, is safe to use from several threads, and pickles by
-    reference. `name` is that of the tensor, for messages; `dtype` that of what indexing returns.
+    It has the interface that `dask.array.from_array` needs, is safe to use from several threads,
+    and pickles by reference. `name` is the name of the tensor, for messages; `dtype` is the dtype
+    of selections.
     """
 
-    # What has no origin does not have the attribute either: tasks are smaller without it.
+    # Without an origin the attribute is missing as well: tasks are smaller without it.
     __slots__ = ("_origin", "dtype", "name", "shape", "source")
 
-    #: What to do where all of it does not fit in memory.
+    #: Advice for arrays that do not fit in memory.
     advice = "Select less of it at once"
 
     def __init__(
@@ -66,16 +67,16 @@ class LazyArray(ABC):
 
     @property
     def sources(self) -> Collection[Source]:
-        """All files that it is in."""
+        """All files that the array is read from."""
         return [self.source]
 
     @property
     def origin(self) -> Origin | None:
-        """Which tensor it is, where it is all of one, or all of a part of one."""
+        """The tensor, or part of a tensor, that the array shows as a whole."""
         return getattr(self, "_origin", None)
 
     def of(self, tensor: Tensor, role: str | None) -> Self:
-        """Say which tensor it is, and return it."""
+        """Set the tensor that the array shows as a whole, and return the array."""
         self._origin = Origin(tensor, role)
         return self
 
@@ -100,7 +101,7 @@ class LazyArray(ABC):
 
     @property
     def part_readers(self) -> Collection[PartReader]:
-        """Those that reading all of it reads all of."""
+        """Readers of the parts that are read as a whole to read the whole array."""
         return ()
 
     @property
@@ -126,9 +127,9 @@ class LazyArray(ABC):
                 require_expansion(nbytes, self.stored_nbytes or 0)
 
     def ranges(self, key: Any) -> Iterator[Range]:
-        """Return which bytes of which files a selection is read from, where that is known before.
+        """Return the byte ranges that a selection is read from, if they are known before.
 
-        All of it is read in this order.
+        The whole array is read in this order.
         """
         if normalize(key, self.shape) == whole(self.shape):
             for reader in self.part_readers:
@@ -141,7 +142,7 @@ class LazyArray(ABC):
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
-        """Return a selection as an array, from which nothing is read yet."""
+        """Return a selection as a lazy array."""
         return self if key == whole(self.shape) else SlicedArray(self, key)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
@@ -198,7 +199,7 @@ class UnreadableArray(LazyArray):
 
 
 class SlicedArray(LazyArray):
-    """What integers and slices with positive steps, a normalised key, select of an array."""
+    """A selection of a lazy array, by integers and slices with positive steps."""
 
     __slots__ = ("base", "key")
 
@@ -209,17 +210,17 @@ class SlicedArray(LazyArray):
 
     @property
     def sources(self) -> Collection[Source]:
-        """Those of the base; see `LazyArray.sources`."""
+        """Files of the base; see `LazyArray.sources`."""
         return self.base.sources
 
     @property
     def stored_nbytes(self) -> int | None:
-        """That of the base; see `LazyArray.stored_nbytes`."""
+        """Stored size of the base; see `LazyArray.stored_nbytes`."""
         return self.base.stored_nbytes
 
     @property
     def advice(self) -> str:  # type: ignore[override]  # that of the base
-        """What to do where all of it does not fit in memory."""
+        """Advice for arrays that do not fit in memory."""
         return self.base.advice
 
     def chunks(self, target: int) -> Chunks:
@@ -235,11 +236,11 @@ class SlicedArray(LazyArray):
         return self.base.sliced(compose(self.key, key))
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
-        """Leave it to the base; see `LazyArray.narrowed`."""
+        """Narrow the base; see `LazyArray.narrowed`."""
         return self.base.narrowed(compose(self.key, key))
 
     def ranges(self, key: Any) -> Iterator[Range]:
-        """Return those of the base; see `LazyArray.ranges`."""
+        """Return the byte ranges of the base; see `LazyArray.ranges`."""
         return self.base.ranges(compose(self.key, normalize(key, self.shape)))
 
     def select(self, key: tuple[AxisKey, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Bytes of a part: raw, decompressed, some frames of it, or brought together; digests checked."""
+"""The bytes of a part of a tensor: raw, decompressed or gathered, with digests checked."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Read at a time where what lies between elements is read, too, and not kept.
+# Largest span of bytes that is read at once with the unused bytes between elements.
 _STRIDED_NBYTES = 4 << 20
 
 
 class Strided(NamedTuple):
     """Elements of `itemsize` bytes that lie `strides` elements apart along each axis.
 
-    ``read(start, stop)`` gives bytes from the first of them on; `at_once` is whether it costs
-    nothing to read what lies between them.
+    ``read(start, stop)`` returns bytes, counted from the first element; `at_once` is whether the
+    bytes between elements cost nothing to read.
     """
 
     read: Callable[[int, int], memoryview]
@@ -75,16 +75,16 @@ class Strided(NamedTuple):
             block = as_strided(flat, extents, steps, writeable=False)
             out[...] = take(block, tuple([hull.key[0] for hull in hulls]))
             return
-        # Along the axis whose positions lie farthest apart, some at a time.
+        # Cut the axis whose positions lie farthest apart.
         axis = max(range(len(key)), key=along.__getitem__)
         count = len(positions(key[axis], self.shape[axis]))
         step = max(1, min(_STRIDED_NBYTES // (self.strides[axis] * itemsize), count // 2))
-        for where, part in cut_along(axis, step, self.shape, key):
-            self._select_into(part, out[where])
+        for place, part_key in cut_along(axis, step, self.shape, key):
+            self._select_into(part_key, out[place])
 
 
 def runs_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Return the blocks that a range of elements in C order is made of."""
+    """Return keys of the blocks that make up a range of elements in C order."""
     if len(shape) < 2:
         yield (slice(start, stop, 1),) * len(shape)
         return
@@ -115,16 +115,16 @@ def strided_chunks(
     return tuple([placed[axis] for axis in range(len(shape))])
 
 
-# A table is read once, not for each of the chunks that need it.
+# A seek table is read once for all chunks of a part.
 _tables: Pool[encodings.SeekTable] = Pool(limit=256)
 
 # Parts whose digests this process has checked; a part is hashed once however many tasks read it.
 _verified: set[Hashable] = set()
 _verifying = Locks(64)
 
-# Read of a compressed part to find the headers of its frames.
+# Bytes of a compressed part that are read for the headers of its frames.
 _HEAD_NBYTES = 4096
-# Of what is decoded only to be hashed, at a time.
+# Size of blocks that are decoded only to be hashed.
 _BLOCK_NBYTES = 8 << 20
 _ANY = 1 << 63  # more than any part decodes to
 
@@ -170,7 +170,7 @@ class PartReader:
             stored = None
             blocks: Iterable[memoryview]
             if self.is_raw:
-                # What has no elements needs no file.
+                # An empty part needs no file.
                 blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
             elif part.encoding in encodings.STREAMS and not self.is_arranged:
                 codec = encodings.STREAMS[part.encoding]
@@ -211,13 +211,13 @@ class PartReader:
         return digest is not None and self.verify is not False and digests.is_known(digest)
 
     def check(self, nbytes: int) -> None:
-        """Check what can be known before anything is decoded, and the digest if asked to."""
+        """Check the stated size, and the digest if `verify` is true, before anything is decoded."""
         part = self.part
         if part.strides is not None:
             require_expansion(nbytes, part.nbytes)
         if part.digest is not None and self.verify is not False:
             with self._placing():
-                digests.parse(part.digest)  # a malformed one is an error if not checked, too
+                digests.parse(part.digest)  # a malformed digest is always an error
                 if self.verify:
                     self._verify_once(part.digest, nbytes)
         if part.encoding is None and self._stated_nbytes() != nbytes:
@@ -229,16 +229,16 @@ class PartReader:
 
     @property
     def is_raw(self) -> bool:
-        """Whether its bytes are a range of the file, as they are."""
+        """Whether the decoded bytes are a range of the file."""
         return self.part.encoding is None and self.part.inline is None and not self.is_arranged
 
     @property
     def is_arranged(self) -> bool:
-        """Whether its elements have to be brought together, or changed, after decoding."""
+        """Whether elements have to be gathered, or inverted, after decoding."""
         return self.part.strides is not None or self.part.inverted is not None
 
     def select(self, key: Sequence[AxisKey]) -> np.ndarray[Any, Any]:
-        """Return a selection of what is arranged, as opaque elements."""
+        """Return a selection of a part with strides or inverted bits, as opaque elements."""
         part, shape = self.part, self.part.shape or ()
         nbytes = part.nbytes if part.encoding is None else part.decoded_nbytes or 0
         with self._placing():
@@ -255,14 +255,14 @@ class PartReader:
         return chosen
 
     def ranges(self) -> Iterator[Range]:
-        """Return where its stored bytes are, if they are in the file and are read in order."""
+        """Return the range of the stored bytes, if they are in the file and are read in order."""
         if self.part.inline is None and self.part.nbytes and not self.is_arranged:
             yield self.source, self.part.offset, self.part.nbytes
 
     def stored(self) -> memoryview:
         """Return all bytes as they are stored."""
         if self.part.inline is not None or not self.part.nbytes:
-            return memoryview(self.part.inline or b"")  # for no bytes no file is needed
+            return memoryview(self.part.inline or b"")  # an empty part needs no file
         return self.source.view(self.part.offset, self.part.nbytes)
 
     def stored_blocks(self) -> memoryview | StoredRange:
@@ -272,7 +272,7 @@ class PartReader:
         return StoredRange(self.source, self.part.offset, self.part.nbytes)
 
     def _stated_nbytes(self) -> int | None:
-        """Return the decoded size as the file or the headers of zstd frames state it, if so."""
+        """Return the decoded size that the file or the headers of zstd frames state, or None."""
         part = self.part
         if self.is_arranged and part.shape is not None:
             return nbytes_of(part.dtype, prod(part.shape))
@@ -285,7 +285,7 @@ class PartReader:
             return encodings.stated_nbytes(head, part.nbytes)
 
     def decoded_nbytes(self, limit: int = _ANY) -> int:
-        """Return the decoded size; one that is not stated is counted in memory of constant size."""
+        """Return the decoded size; count it in memory of constant size if it is not stated."""
         stated = self._stated_nbytes()
         if stated is not None:
             return stated
@@ -301,7 +301,7 @@ class PartReader:
 
     @contextmanager
     def _placing(self) -> Iterator[None]:
-        """Say in errors where the part is."""
+        """Add the offset of the part to errors."""
         try:
             yield
         except (FormatError, IntegrityError, UnsupportedError) as error:

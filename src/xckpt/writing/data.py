@@ -1,9 +1,9 @@
-"""What is to be written: tensors, and where the bytes of their parts come from.
+"""New tensors, and the sources of the bytes of their parts.
 
-All give their bytes in order, and mostly in any order (`PartData`), but dask arrays: these are
-computed into their places, each chunk once. Chunks come in any order and may be cut along any axis;
-the tasks open the file by its path, so that any scheduler and any machine that sees it can run
-them. Digests that a file states are compared while its bytes pass.
+A `PartData` yields its bytes in order, and mostly in any order. Dask arrays are computed into their
+places, each chunk once. Chunks come in any order and may be cut along any axis; their tasks open
+the file by its path, so that any scheduler and any machine that sees the file can run them. The
+digests of a file are compared while its bytes pass.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ __all__ = [
     "stored_payload",
 ]
 
-# Read, converted and written at a time: large enough for disks, small enough for caches and
-# for several threads to have a few each.
+# Size of pieces that are read, converted and written: large enough for disks, small enough for
+# caches and for several threads to have a few each.
 PIECE_NBYTES = 8 << 20
 # Shorter runs are not worth a system call each: they are written through a memory map.
 _SHORTEST_RUN = 1 << 12
-# Up to here a part whose axes have to be turned is read in pieces of it; larger ones by chunks.
+# Largest part that is transposed in pieces; larger ones are transposed by chunks.
 _TURNED_NBYTES = 64 << 20
 
 
@@ -200,7 +200,7 @@ class PartData(ABC):
         return None
 
     def ranges(self) -> Iterator[Range]:
-        """Return what they are read from, where that is known before."""
+        """Return the byte ranges that are read, if they are known before."""
         return iter(())
 
 
@@ -230,7 +230,7 @@ def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str)
 class ArrayData(PartData):
     """An array that is written as an element type in a memory order: numpy's, lazy, or dask's.
 
-    It may be a block that begins at `origin` of the `tensor`, which is of interest for messages.
+    It may be a block that begins at `origin` of the `tensor`, for messages.
     """
 
     array: Any
@@ -242,7 +242,7 @@ class ArrayData(PartData):
 
     @property
     def is_dask(self) -> bool:
-        """Whether its chunks are computed, in whatever order is cheapest, before they are read."""
+        """Whether chunks are computed into place, in the cheapest order, before other parts."""
         return hasattr(self.array, "dask")
 
     @property
@@ -251,7 +251,7 @@ class ArrayData(PartData):
         return nbytes_of(self.dtype, prod(self.array.shape))
 
     def ranges(self) -> Iterator[Range]:
-        """Return what a lazy array is read from; see `PartData.ranges`."""
+        """Return the byte ranges of a lazy array; see `PartData.ranges`."""
         if isinstance(self.array, LazyArray):
             yield from self.array.ranges(...)
 
@@ -393,7 +393,7 @@ class StoredData(PartData):
         return self.reader.is_raw and self.swapped is None and self.nbytes > 0
 
     def ranges(self) -> Iterator[Range]:
-        """Return where they are stored; see `PartData.ranges`."""
+        """Return the stored byte range; see `PartData.ranges`."""
         return self.reader.ranges()
 
     def blocks(self) -> Iterator[memoryview]:
@@ -449,7 +449,7 @@ def lazy_dask_array(lazy: LazyArray) -> Any:
 
 
 class _ArrayTarget(NamedTuple):
-    """Where a dask array goes in a file, and as what: all that its tasks are told."""
+    """The place, type and order of a dask array in a file, for its tasks."""
 
     offset: int
     shape: tuple[int, ...]
@@ -458,7 +458,7 @@ class _ArrayTarget(NamedTuple):
     tensor: str  # for messages
     order: str
     starts: tuple[tuple[int, ...], ...]  # of chunks, along each axis
-    observer: str  # is told of the progress
+    observer: str  # name of the progress bar
 
     @classmethod
     def of(cls, data: ArrayData, offset: int, observer: str = "") -> _ArrayTarget:

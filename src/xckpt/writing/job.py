@@ -1,12 +1,11 @@
-"""From a plan to files, which are there complete, or not at all.
+"""From a plan to files; each appears complete under its name, or not at all.
 
-Dask arrays are computed first, each chunk once and straight into its place (`xckpt.writing.data`):
-in one graph, so that what several of them need is computed once. What they cannot be written to
-directly (parts that are compressed) they are computed into a temporary file for. Then everything
-else is streamed in file order, raw parts in parallel, compressed ones one after another. Neighbours
-that are small are written by one call, and what follows each other in the old file as in the new
-one is copied by one: by the operating system, holes as holes. Last the files get their names
-(`xckpt.storage.sink.publish`).
+Dask arrays are computed first, each chunk once and straight into its place (`xckpt.writing.data`),
+in one graph, so that shared tasks run once. Arrays for compressed parts are computed into a
+temporary file. Then all other parts are streamed in file order, raw parts in parallel, compressed
+ones one after another. Small neighbours are written by one call. Parts that are neighbours in the
+old and in the new file are copied by one call of the operating system, holes as holes. Finally the
+files are renamed (`xckpt.storage.sink.publish`).
 """
 
 from __future__ import annotations
@@ -64,17 +63,17 @@ Key = tuple[str, str]
 # The key of bytes that belong to no tensor.
 _NO_TENSOR = ("", "")
 
-# Below this, parts are gathered and written several at a time.
+# Smaller parts are gathered and written by one call.
 _SMALL_NBYTES = 1 << 20
 _GATHERED_NBYTES = 8 << 20
-# Compressed by one thread each, several at a time, in memory; larger ones by several threads.
+# Largest part that one thread compresses in memory, several at a time.
 _COMPRESSED_WHOLE_NBYTES = 32 << 20
-# Copied by one thread without a look at the bytes: the kernel does it, and skips holes.
+# Size of ranges that one thread copies; the kernel copies them, and skips holes.
 _COPIED_NBYTES = 64 << 20
-# By one call, so that Ctrl-C and errors of other threads need not wait for long.
+# Size of a copy by one call: Ctrl-C and errors of other threads wait for it.
 _STEP_NBYTES = 16 << 20
 _THREADS = min(16, max(4, os.cpu_count() or 1))
-# Where the kernel cannot copy, or cannot say which of the two files is at fault.
+# The kernel cannot copy, or the error does not show which file is at fault.
 _CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 _CANNOT |= {errno.EIO, errno.ESTALE}
 
@@ -124,7 +123,7 @@ def _literal(data: bytes) -> ArrayData:
 
 
 class Target(NamedTuple):
-    """Where a file is written, from whatever process."""
+    """The path of a new file, for any process."""
 
     path: str
     overwrite: bool
@@ -162,12 +161,12 @@ class _FileToWrite(NamedTuple):
 
 
 class WriteJob:
-    """All that is known of a save before a byte is written.
+    """A save that is planned, before a byte is written.
 
-    `label` is shown with the progress, `grown` is the file that it begins with, and `replaced` are
-    files that are read and replaced: nobody else may have changed them in the meantime.
-    `superseded` is the name of a file in the same folder that the new ones stand for, and that is
-    removed when they are there.
+    `label` is shown with the progress. `grown` is the file whose bytes the new file begins with.
+    `replaced` has files that are read and replaced; nobody else may have changed them in the
+    meantime. `superseded` is the name of a file in the same folder that is removed once the new
+    files are complete.
     """
 
     def __init__(
@@ -280,7 +279,7 @@ class WriteJob:
         return sinks
 
     def _begin(self, sinks: list[Sink]) -> None:
-        """Make the temporary files with all that is known beforehand; the last is the spool."""
+        """Make the temporary files in their known sizes; the last one is the spool."""
         *companions, main = self._files
         # The first of them guards the others.
         sinks.append(self.target.open(main.name))
@@ -306,7 +305,7 @@ class WriteJob:
         self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
 
     def _finish(self, sinks: list[Sink], bar: Progress) -> int:
-        """Stream what is not written yet, and give the files their names."""
+        """Stream all remaining parts, and rename the files."""
         written: dict[tuple[str, str], Written] = {}
         ends = []
         for file, sink in zip(self._files, sinks, strict=False):
@@ -357,7 +356,7 @@ def _place_of(sinks: list[Sink], number: int) -> Place:
 
 
 def _put(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:
-    """Write literals, and return where the last of all that is written ends."""
+    """Write literals, and return the end of the file so far."""
     for literal in literals:
         offset = end if literal.offset is None else literal.offset
         sink.write(literal.data, offset)
@@ -366,7 +365,7 @@ def _put(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:
 
 
 def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> int:
-    """Write what depends on where the parts went; return the size of the file."""
+    """Write bytes that depend on the places of parts; return the size of the file."""
     end = _put(plan.finish(written), sink, end)
     nbytes = end if plan.nbytes is None else plan.nbytes
     sink.resize(nbytes)
@@ -379,7 +378,7 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
 def stream(
     parts: Sequence[PlannedPart], sink: Sink, alignment: int, progress: Progress
 ) -> tuple[dict[Key, Written], int]:
-    """Write parts to a file; return where they went, and where the last of them ends."""
+    """Write parts to a file; return their places, and the end of the last one."""
     with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
         streaming = _Streaming(sink, threads, progress)
         wanted = (planned.data.ranges() for planned in parts if planned.data is not None)
@@ -396,7 +395,7 @@ def stream(
 
 
 def _groups(parts: Sequence[PlannedPart]) -> Iterator[tuple[list[PlannedPart], bool]]:
-    """Join neighbours that are written by one call, with whether that is a copy."""
+    """Group neighbours that are written by one call, and whether that call is a copy."""
     gathered: list[PlannedPart] = []
     for run in _runs(parts):
         nbytes = sum([_nbytes(planned) for planned in run]) if len(run) > 1 else _nbytes(run[0])
@@ -417,7 +416,7 @@ def _groups(parts: Sequence[PlannedPart]) -> Iterator[tuple[list[PlannedPart], b
 
 
 def _runs(parts: Sequence[PlannedPart]) -> Iterator[list[PlannedPart]]:
-    """Join stored parts that follow each other, in the old file as in the new one."""
+    """Group stored parts that are neighbours in the old and in the new file."""
     run: list[PlannedPart] = []
     for planned in parts:
         if run and not _follows(run[-1], planned):
@@ -499,7 +498,7 @@ class _Streaming:
         return end
 
     def _put(self, spans: list[tuple[PlannedPart, int]], *, is_run: bool) -> None:
-        """Begin to write what is not compressed, a group or one."""
+        """Begin to write uncompressed parts."""
         planned, offset = spans[0]
         if is_run or (len(spans) == 1 and _copied(planned) is not None):
             self._put_copy(spans)
@@ -562,7 +561,7 @@ class _Streaming:
     # --- copies ---
 
     def _put_copy(self, spans: list[tuple[PlannedPart, int]]) -> None:
-        """Copy stored parts that lie next to each other, in the old file as in the new one."""
+        """Copy stored parts that are neighbours in the old and in the new file."""
         reader, first = _copied(spans[0][0]), spans[0][1]
         if reader is None:
             raise TypeError(spans[0][0])
@@ -575,7 +574,7 @@ class _Streaming:
             self._wrote(planned, offset)
 
     def _copy(self, source: Source, start: int, offset: int, nbytes: int) -> None:
-        """Copy a range of a file to where nothing has been written yet."""
+        """Copy a range of a file; its target is still zero."""
         self._check_stopped()
         descriptor = source.descriptor() if isinstance(source, LocalSource) else None
         done = 0
@@ -593,7 +592,7 @@ class _Streaming:
     def _copied_by_kernel(
         self, descriptor: OpenFile | None, start: int, offset: int, nbytes: int
     ) -> int:
-        """Copy within the kernel, and return how much was; 0 where it cannot."""
+        """Copy within the kernel; return the number of bytes, 0 if the kernel cannot copy."""
         if descriptor is None or not self._kernel_copies:
             return 0
         try:
@@ -610,7 +609,7 @@ class _Streaming:
     # --- encoding ---
 
     def _compress_ahead(self, parts: list[PlannedPart]) -> Iterator[tuple[list[bytes], str | None]]:
-        """Compress parts in memory, some of them before they are asked for."""
+        """Compress parts in memory, a few of them in advance."""
         ahead: deque[Future[tuple[list[bytes], str | None]]] = deque()
         for planned in parts:
             ahead.append(self._threads.submit(self._compress_whole, planned))
@@ -632,7 +631,7 @@ class _Streaming:
         *,
         threads: int = 1,
     ) -> str | None:
-        """Emit the bytes of a part as they are to be stored; return the digest it asks for."""
+        """Emit the stored bytes of a part; return the requested digest."""
         part, data = planned.part, planned.data
         blocks = self._read_back(offset, _nbytes(planned)) if data is None else data.blocks()
         encoder = None
@@ -681,7 +680,7 @@ class _Streaming:
 
 @contextmanager
 def _naming(planned: PlannedPart) -> Iterator[None]:
-    """Name the tensor in errors, and say what to do about damage."""
+    """Add the tensor to errors, and a hint to errors of damage."""
     try:
         with locating(tensor=planned.tensor):
             yield
@@ -691,7 +690,7 @@ def _naming(planned: PlannedPart) -> Iterator[None]:
 
 
 def _next_data(descriptor: OpenFile | None, start: int, nbytes: int) -> tuple[int, int]:
-    """Return how many bytes from here on are in a hole, and how many after it are to be copied."""
+    """Return the size of the hole that begins here, and of the data after it to copy."""
     if descriptor is None or not hasattr(os, "SEEK_DATA"):
         return 0, min(_STEP_NBYTES, nbytes)
     try:
