@@ -16,7 +16,7 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.scan import scanning
+from xckpt.scan import cuts, scanning
 from xckpt.scan.cluster import placed
 from xckpt.storage import prefetch, remote
 from xckpt.storage.requests import IN_FLIGHT
@@ -114,9 +114,9 @@ class TestTwoWorkers:
             tensors = {f"layers.{shard}.{n}": np.full(4096, n, "<f4") for n in range(8)}
             (tmp_path / f"m-{shard}.zt").write_bytes(zt(tensors))
         read: list[tuple[str, str]] = []
-        scan_cuts = scanning.scan_cuts
+        scan_cuts = cuts.scan_cuts
 
-        def looking(task: list[scanning.Cut], *rest: Any) -> list[Any]:
+        def looking(task: list[cuts.Cut], *rest: Any) -> list[Any]:
             worker = distributed.get_worker().address
             read.extend((worker, cut.reader.place[0]) for cut in task)
             return scan_cuts(task, *rest)

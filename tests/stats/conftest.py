@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xckpt.scan import scanning
+from xckpt.scan import cuts, scanning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def kill_one(client: Any) -> Iterator[Callable[..., None]]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect how many elements are scanned."""
     counted: list[int] = []
-    original = scanning.scan_cuts
+    original = cuts.scan_cuts
 
     def counting(task: Any, *others: Any) -> list[Any]:
         counted.extend(cut.stop - cut.start for cut in task)

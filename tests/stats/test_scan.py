@@ -17,7 +17,7 @@ import xarray as xr
 
 from tests.stats.checkpoints import memory_of, sparse_file, write
 from xckpt.errors import CheckpointError
-from xckpt.scan import scanning
+from xckpt.scan import cuts, scanning
 from xckpt.scan.kinds import kind_named
 from xckpt.statistics import stats
 from xckpt.statistics.counts import Sketch
@@ -94,7 +94,7 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     found = stats(ds, cache=False)
     assert len(reads) < 10
     assert sum(reads) == sum(array.nbytes for array in tensors.values())
-    monkeypatch.setattr(scanning, "_TOGETHER_NBYTES", 0)
+    monkeypatch.setattr(cuts, "_TOGETHER_NBYTES", 0)
     xr.testing.assert_identical(stats(ds, cache=False), found)
     assert len(reads) > len(tensors)
     monkeypatch.undo()

@@ -1,7 +1,8 @@
 """One pass over many tensors, on the threads of this machine or on a cluster.
 
-A task reads its bytes once, and gives back small values that are merged by their position in the
-tensor, never by the time of their arrival. What is kept of an earlier pass is not read again.
+A task returns an accumulator for each of its cuts. Accumulators are merged by their position in
+the tensor, never by the time of their arrival. Values that an earlier pass cached are not read
+again.
 """
 
 from __future__ import annotations
@@ -13,54 +14,42 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import numpy as np
-
 from xckpt.arrays.sparse import dense_values
-from xckpt.errors import CheckpointError, locating
+from xckpt.errors import CheckpointError
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
-from xckpt.scan.accumulators import BLOCK_NBYTES
 from xckpt.scan.cluster import on_cluster, waiting_client
+from xckpt.scan.cuts import Cut, ranges_of, scan_cuts, tasks_of
 from xckpt.scan.kinds import magnitudes
 from xckpt.scan.readers import ChunkedTensor
 from xckpt.scan.statistics_cache import key_of, open_records
-from xckpt.scan.trees import LEAF
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES
-from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from xckpt.scan.accumulators import Accumulator
     from xckpt.scan.readers import Reader
     from xckpt.scan.statistics_cache import Records
     from xckpt.storage import Source
-    from xckpt.storage.prefetch import Range
 
-# What is kept of an interrupted scan of one tensor: 1 GiB of float32 at a time; whole leaves.
+# Elements of a stretch of a long tensor, which is cached alone: 1 GiB of float32; whole leaves.
 _STRETCH = 1 << 28
 # Whole leaves of every type, and a power of two of them: one node of the tree of moments.
 _TASK_NBYTES = 16 << 20
 _CLUSTER_TASK_NBYTES = 64 << 20
-# Of an object store: what as many requests as are under way at a time bring in four turns.
+# For object stores: four rounds of the requests that are in flight at a time.
 _FAR_TASK_NBYTES = 4 * IN_FLIGHT * REQUEST_NBYTES
-# Tensors that share a task, so that progress is seen; and how many make a task of small ones.
+# Cuts of a task are limited so that progress is visible. Tasks with more than `_MANY` cuts run one
+# at a time.
 _MOST_CUTS = 256
 _MOST_FAR_CUTS = 4096
 _MANY = 64
-# Small tensors of a local file that are read at once: what is between them, and all of them.
-_LARGEST_GAP = 4096
-_TOGETHER_NBYTES = 1 << 20
-_ALIGNMENT = 64
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-_thread = threading.local()
 
 
 def gather(
@@ -74,40 +63,58 @@ def gather(
     stretched: bool = False,
     shortcut: Callable[[list[int]], Iterable[tuple[int, Any]]] | None = None,
 ) -> list[Any]:
-    """Return what `finish` makes of what is found in each tensor.
+    """Scan tensors, and return a result for each.
 
-    Each is known by its number; `arguments` are for the operation. A `stretched` scan keeps long
-    tensors in stretches. A `shortcut` may find some of those that are not kept without a pass.
+    Parameters
+    ----------
+    readers : sequence of Reader
+        The tensors.
+    operation : type of Accumulator
+        What is gathered of each tensor.
+    finish : callable
+        Returns the result of a tensor, by its number and its accumulator.
+    progress : Progress, optional
+        Counts bytes.
+    arguments : sequence, optional
+        Arguments of the operation, one for each tensor.
+    cache : bool
+        Whether to use the cache of statistics.
+    stretched : bool
+        Whether to cache stretches of long tensors, so that an interrupted scan resumes in them.
+    shortcut : callable, optional
+        Takes the numbers of the tensors that are not cached, and returns numbers and accumulators
+        of those that need no pass.
     """
     with open_records(readers, operation.record, enabled=cache) as records:
-        found = _Outcome(readers, operation, records, finish)
+        outcome = _Outcome(readers, operation, records, finish)
         with paused_collector():
-            found.take_what_is_kept(stretched=stretched)
+            outcome.load_cached(stretched=stretched)
         if shortcut is not None:
-            for number, whole in shortcut([n for n, some in enumerate(found.wanted) if some]):
-                found.receive(number, 0, whole)
-                found.wanted[number].clear()
+            missing = [n for n, stretches in enumerate(outcome.uncached) if stretches]
+            for number, accumulator in shortcut(missing):
+                outcome.receive(number, 0, accumulator)
+                outcome.uncached[number].clear()
         cuts = [
-            Cut(number, at, readers[number], arguments and arguments[number], *stretch)
-            for number, some in enumerate(found.wanted)
-            for at, stretch in enumerate(some)
+            Cut(number, position, readers[number], arguments and arguments[number], *stretch)
+            for number, stretches in enumerate(outcome.uncached)
+            for position, stretch in enumerate(stretches)
         ]
-        progress = progress or Progress(False, "")  # noqa: FBT003  nobody is told
+        progress = progress or Progress(False, "")  # noqa: FBT003  it shows nothing
         progress.expect(sum(cut.nbytes for cut in cuts))
-        _scan(cuts, operation, found.receive, progress.advance)
-    return found.results
+        _scan(cuts, operation, outcome.receive, progress.advance)
+    return outcome.results
 
 
-def kept(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
-    """Return what is kept of a stretched scan of each tensor, None if that is not all of it."""
+def load_cached(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
+    """Return the accumulator that a stretched scan cached for each tensor, or None."""
     with open_records(readers, operation.record, enabled=True) as records:
-        found = _Outcome(readers, operation, records, lambda _, whole: whole)
-        found.take_what_is_kept(stretched=True)
-    return found.results
+        outcome = _Outcome(readers, operation, records, lambda _, accumulator: accumulator)
+        outcome.load_cached(stretched=True)
+    return outcome.results
 
 
 class _Outcome:
-    """What is found of tensors by and by, and what still has to be read."""
+    """Results of tensors as their accumulators arrive, and the stretches that must be read."""
 
     def __init__(
         self,
@@ -121,32 +128,34 @@ class _Outcome:
         self.records = records
         self.finish = finish
         self.results: list[Any] = [None] * len(readers)
-        #: Of each tensor: how many stretches are missing, and those to be read.
+        #: Per tensor: the number of stretches that have not arrived, and the uncached stretches.
         self.missing: list[int] = []
-        self.wanted: list[list[tuple[int, int]]] = []
+        self.uncached: list[list[tuple[int, int]]] = []
+        #: Accumulators of incomplete tensors, by number; of incomplete stretches, by number and
+        #: position among the uncached ones.
         self.wholes: dict[int, Accumulator] = {}
         self.parts: dict[tuple[int, int], Accumulator | None] = {}
 
-    def take_what_is_kept(self, *, stretched: bool) -> None:
-        """Find out what has to be read."""
+    def load_cached(self, *, stretched: bool) -> None:
+        """Take cached accumulators, and list the stretches without one."""
         for number, reader in enumerate(self.readers):
             stretches = _stretches(reader) if stretched else [(0, reader.size)]
             self.missing.append(len(stretches))
-            self.wanted.append([])
+            self.uncached.append([])
             for stretch in stretches:
-                kept = self._cached(number, stretch)
-                if kept is not None:
-                    self._add(number, kept)
+                accumulator = self._cached(number, stretch)
+                if accumulator is not None:
+                    self._add(number, accumulator)
                     continue
-                self.parts[number, len(self.wanted[-1])] = None
-                self.wanted[-1].append(stretch)
+                self.parts[number, len(self.uncached[-1])] = None
+                self.uncached[-1].append(stretch)
 
     def receive(self, number: int, stretch: int, part: Accumulator) -> None:
-        """Take what was found in a part of a stretch of a tensor."""
+        """Take the accumulator of a part of a stretch."""
         if (number, stretch) not in self.parts:
-            return  # another chunk without elements, of a tensor that has none
+            return  # another empty chunk of an empty tensor
         total = _merged(self.parts[number, stretch], part)
-        start, stop = self.wanted[number][stretch]
+        start, stop = self.uncached[number][stretch]
         if total.count < stop - start:
             self.parts[number, stretch] = total
             return
@@ -166,9 +175,9 @@ class _Outcome:
         except LookupError:  # a sketch without channels
             return None
 
-    def _add(self, number: int, found: Accumulator) -> None:
+    def _add(self, number: int, stretch: Accumulator) -> None:
         self.missing[number] -= 1
-        whole = _merged(self.wholes.pop(number, None), found)
+        whole = _merged(self.wholes.pop(number, None), stretch)
         if self.missing[number]:
             self.wholes[number] = whole
         else:
@@ -187,23 +196,6 @@ def _stretches(reader: Reader) -> list[tuple[int, int]]:
     if isinstance(reader, ChunkedTensor) or reader.whole or size <= _STRETCH:
         return [(0, size)]
     return [(start, min(start + _STRETCH, size)) for start in range(0, size, _STRETCH)]
-
-
-class Cut(NamedTuple):
-    """Elements of a tensor, by its number and that of the stretch, that one task reads."""
-
-    number: int
-    stretch: int
-    reader: Any
-    argument: Any
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """Share of what there is to read."""
-        nbytes: int = self.reader.share(self.start, self.stop)
-        return nbytes
 
 
 def _scan(
@@ -226,118 +218,10 @@ def _scan(
     if there:
         _run_on_cluster(client, there, operation, deliver_all)
     if here:
-        tasks = list(_tasks(here, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
+        tasks = list(tasks_of(here, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
         _run_on_threads(tasks, operation, deliver_all)
     if chunked:
         _run_chunks(client, chunked, operation, receive, report)
-
-
-def _tasks(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[list[Cut]]:
-    """Cut tensors in the order of the file, and put small pieces together."""
-    task: list[Cut] = []
-    nbytes = 0
-    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.stretch)):
-        reader, stop = cut.reader, cut.stop
-        # Many small files share a task; what begins a large one waits for the rest of that.
-        if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:
-            yield task
-            task, nbytes = [], 0
-        step = max(LEAF, piece // reader.kind.itemsize)
-        if reader.whole:
-            step = max(1, stop - cut.start)
-        for at in range(cut.start, max(stop, cut.start + 1), step):
-            end = min(at + step, stop)
-            task.append(cut._replace(start=at, stop=end) if step < stop - cut.start else cut)
-            nbytes += task[-1].nbytes
-            if nbytes >= target or len(task) >= most:
-                yield task
-                task, nbytes = [], 0
-    if task:
-        yield task
-
-
-def _ranges(cuts: Iterable[Cut]) -> Iterator[Range]:
-    return chain.from_iterable(cut.reader.ranges(cut.start, cut.stop) for cut in cuts)
-
-
-def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[Any]:
-    """Do one task."""
-    if not hasattr(_thread, "buffer"):
-        _thread.buffer = empty_array(BLOCK_NBYTES)
-    found: list[Any] = []
-    for some in _neighbours(task):
-        memory = _read_together(some) if len(some) > 1 else None
-        first = some[0].reader.place[1]
-        for cut in some:
-            blocks = None
-            if memory is not None:
-                start = cut.reader.place[1] - first
-                values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
-                blocks = [(0, values)] if cut.stop else []
-            found.append(_scan_cut(cut, blocks, operation, stop))
-    return found
-
-
-def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
-    """Cut a task so that whole small tensors that are next to each other in a file are together."""
-    some: list[Cut] = []
-    source, start, end = None, 0, 0
-    for cut in task:
-        own, at = cut.reader.shared_source, cut.reader.place[1]
-        is_whole = own is not None and cut.stop - cut.start == cut.reader.size
-        is_next = is_whole and own is source and 0 <= at - end <= _LARGEST_GAP
-        if some and not (is_next and at + cut.reader.nbytes - start <= _TOGETHER_NBYTES):
-            yield some
-            some = []
-        if not some:
-            start = at
-        source, end = own if is_whole else None, at + cut.reader.nbytes
-        some.append(cut)
-    if some:
-        yield some
-
-
-def _read_together(some: list[Cut]) -> Array | None:
-    """Read small tensors at once; None if that fails: read one by one, an error names its own."""
-    reader = some[-1].reader
-    first = some[0].reader.place[1]
-    # As far from an aligned place as in the file, of which elements are multiples.
-    start = first % _ALIGNMENT
-    memory: Array = _thread.buffer[start : start + reader.place[1] + reader.nbytes - first]
-    with suppress(OSError, CheckpointError):
-        reader.shared_source.read_into(first, memory.data)
-        return memory
-    return None
-
-
-def _scan_cut(
-    cut: Cut,
-    blocks: Iterable[tuple[int, Any]] | None,
-    operation: type[Accumulator],
-    stop: Any,
-) -> Accumulator:
-    """Describe a cut; its blocks are read unless they are there."""
-    reader = cut.reader
-    found = operation.begin(reader, cut.argument)
-    with locating(path=reader.place[0] or None, tensor=reader.name):
-        if not reader.sparse:
-            if blocks is None:
-                blocks = reader.blocks(cut.start, cut.stop, _thread.buffer)
-            for at, values in blocks:
-                found.update(at, values)
-                if stop.is_set():
-                    break
-            return found.close()
-        dead = 0
-        for at, values, dead_rows in reader.rows():
-            if len(values):
-                found.update(at, values)
-            dead += dead_rows
-            if stop.is_set():
-                break
-        found.close()
-        found.imply(reader.size - found.count, reader.row, dead)
-        return found
 
 
 def _run_on_threads(
@@ -349,24 +233,24 @@ def _run_on_threads(
     one_at_a_time = threading.Lock()
 
     def work(task: list[Cut]) -> list[Any]:
-        # Of small tensors most time is spent in the interpreter, where threads that take turns
-        # are slower than one alone.
+        # Small tensors keep the interpreter busy, where threads that take turns are slower than
+        # one alone.
         with one_at_a_time if len(task) > _MANY else nullcontext():
             return scan_cuts(task, operation, stop)
 
     threads = cpu_count()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="xckpt-stats")
     try:
-        # Ended before the threads are: nobody waits for what is no longer wanted.
-        with reading_ahead(_ranges(chain.from_iterable(tasks))):
-            left = iter(tasks)
-            # Few more than can run: results are merged as they come.
-            running = {pool.submit(work, task): task for task in islice(left, 2 * threads)}
+        # Reading ahead ends before the threads do, so that none waits for a read that is cancelled.
+        with reading_ahead(ranges_of(chain.from_iterable(tasks))):
+            remaining = iter(tasks)
+            # Few more tasks than threads: results are merged as they come.
+            running = {pool.submit(work, task): task for task in islice(remaining, 2 * threads)}
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     deliver(running.pop(future), future.result())
-                for task in islice(left, len(done)):
+                for task in islice(remaining, len(done)):
                     running[pool.submit(work, task)] = task
     finally:
         stop.set()
@@ -383,14 +267,14 @@ def _run_on_cluster(
     deliver: Callable[[list[Cut], list[Any]], None],
 ) -> None:
     target, most = _CLUSTER_TASK_NBYTES, _MOST_CUTS
-    sources = {id(source): source for source, _, _ in _ranges(cuts)}
+    sources = {id(source): source for source, _, _ in ranges_of(cuts)}
     if any(map(_is_far, sources.values())):
         # A worker reads ahead within a task, and at the end of each it waits for a request.
         threads = sum(client.nthreads().values())
         share = sum(cut.nbytes for cut in cuts) // max(1, threads)
         target = max(REQUEST_NBYTES, min(share, _FAR_TASK_NBYTES))
         most = _MOST_FAR_CUTS
-    tasks = list(_tasks(cuts, _CLUSTER_TASK_NBYTES, target, most))
+    tasks = list(tasks_of(cuts, _CLUSTER_TASK_NBYTES, target, most))
 
     def place(task: list[Cut]) -> tuple[str, int]:
         return task[0].reader.place[0], sum(cut.nbytes for cut in task)
@@ -399,19 +283,19 @@ def _run_on_cluster(
 
 
 def _is_far(source: Source) -> bool:
-    with suppress(OSError, CheckpointError):  # reading it tells
+    with suppress(OSError, CheckpointError):  # the first read raises the error
         return source.far is not None
     return False
 
 
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
-    """Do one task on a worker, which reads ahead for itself."""
-    with reading_ahead(_ranges(task)):
+    """Run a task on a worker, which reads ahead for itself."""
+    with reading_ahead(ranges_of(task)):
         return scan_cuts(task, operation, _Never())
 
 
 class _Never:
-    """Stands for an event that nobody sets: the cluster cancels tasks itself."""
+    """An event that is never set: the cluster cancels tasks itself."""
 
     def is_set(self) -> bool:
         return False
@@ -422,7 +306,7 @@ class _Never:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTask:
-    """What is done with a chunk; pickles."""
+    """The work on a chunk; pickles."""
 
     operation: type[Accumulator]
     reader: Reader
@@ -433,10 +317,10 @@ class _ChunkTask:
         values = dense_values(block).reshape(-1)
         if values.dtype.kind == "c":
             values = magnitudes(values)
-        found = self.operation.begin(self.reader, self.argument)
+        accumulator = self.operation.begin(self.reader, self.argument)
         if values.size:
-            found.update(self.start, values)
-        return found.close()
+            accumulator.update(self.start, values)
+        return accumulator.close()
 
 
 def _run_chunks(
@@ -446,7 +330,7 @@ def _run_chunks(
     receive: Callable[[int, int, Any], None],
     report: Callable[[int], None],
 ) -> None:
-    """Do something with all chunks of some arrays."""
+    """Run the work on all chunks of some arrays."""
     import dask
     from dask._task_spec import Task, TaskRef
 
@@ -457,11 +341,11 @@ def _run_chunks(
     token = f"xckpt-stats-{uuid4().hex}"
     sizes = {}
     for number, (cut, array) in enumerate(zip(cuts, arrays, strict=True)):
-        about = copy(cut.reader)
-        about.array = None  # which is the graph
+        reader = copy(cut.reader)
+        reader.array = None  # it has the whole graph
         for position, start, stop in cut.reader.chunks():
             key = (token, number, *position)
-            work = _ChunkTask(operation, about, cut.argument, start)
+            work = _ChunkTask(operation, reader, cut.argument, start)
             graph[key] = Task(key, work, TaskRef((array.name, *position)))
             sizes[key] = cut.reader.share(start, stop)
 

@@ -12,7 +12,7 @@ import numpy as np
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.scan.entries import contents_of, deferred, entries_of, laid, laid_out
-from xckpt.scan.scanning import gather, kept
+from xckpt.scan.scanning import gather, load_cached
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.channel_sketches import (
     OF_CHANNELS,
@@ -180,7 +180,7 @@ def _stored_as(entry: Described) -> dict[str, Any]:
 def known_stats(obj: Any) -> xr.Dataset | None:
     """Return the statistics of an object if an earlier scan kept them; no data are read."""
     readers = [reader for entry in entries_of(contents_of(obj)) for reader in entry.readers]
-    return stats(obj) if all(kept(readers, Sketch)) else None
+    return stats(obj) if all(load_cached(readers, Sketch)) else None
 
 
 def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
