@@ -301,11 +301,11 @@ def test_an_optimizer_of_a_larger_model() -> None:
     ],
 )
 def test_what_may_belong_to_two_is_joined_to_none(shapes: Any, optimizer: Any) -> None:
-    refused(shapes, state(optimizer), r"may belong to '.*' or to '.*': give parameters=\[")
+    refused(shapes, state(optimizer), r"may belong to '.*' or to '.*': pass parameters=\[")
 
 
 def test_groups_that_share_a_shape_need_names() -> None:
-    match = r"another group of parameters have the shape \(4,\), .* give parameters="
+    match = r"another group of parameters have the shape \(4,\), .* pass parameters="
     refused({"a.weight": (4,), "a.bias": (4,)}, state([(4,), (4,)], [[0], [1]]), match)
 
 

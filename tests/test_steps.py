@@ -110,7 +110,7 @@ def test_steps_can_be_given(tmp_path: Path) -> None:
     for wrong in ([1, 2], [1, 1, 2], [-1, 0, 1]):
         with pytest.raises(ValueError, match="step"):
             open_steps(paths, step=wrong)
-    with pytest.raises(ValueError, match="no step is in the name"):
+    with pytest.raises(ValueError, match="has no step; pass step="):
         open_steps([paths[0].rename(tmp_path / "last.zt")])
 
 

@@ -1,7 +1,7 @@
 """Tensor files of machine-learning frameworks as lazy, dask-backed xarray Datasets.
 
-Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztensor")``. What is
-here is loaded on first use, so that ``import xckpt`` costs next to nothing.
+Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztensor")``. Functions
+are loaded on first use, so that ``import xckpt`` takes almost no time.
 """
 
 from importlib import import_module
@@ -107,7 +107,7 @@ _load, _, _lazy = lazy_loader.attach(
 
 register_accessor()
 
-if not TYPE_CHECKING:  # a type checker would take any name
+if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _lazy or name.startswith("_"):

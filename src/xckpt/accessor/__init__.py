@@ -106,7 +106,7 @@ class CheckpointAccessor(Generic[Obj]):
         self._findings: tuple[TensorFinding, ...] | None = None
         self._described: list[Any] = []  # the arrays with these statistics
 
-    if not TYPE_CHECKING:  # a type checker would take any name
+    if not TYPE_CHECKING:  # or a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):

@@ -1,8 +1,8 @@
-"""Which parameter has which number in the state of torch.optim.
+"""Numbers of parameters in the state of torch.optim, and the parameters that they stand for.
 
-A ``state_dict()`` counts parameters in the order in which the optimizer was given them, group after
-group: ``state.3.exp_avg`` is of the fourth. Of the model it says nothing, so that the order of its
-tensors has to tell, and every shape has to agree. Where several assignments would do, none is made.
+A ``state_dict()`` numbers parameters in the order in which the optimizer got them, group by group:
+``state.3.exp_avg`` belongs to the fourth. It does not name them, so that they follow from the order
+of the tensors in the model, and every shape has to agree. An ambiguous assignment is an error.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
 _ENTRY = re.compile(
     r"((?:.+\.)?param_groups\.[0-9]{1,9}\.param(?:s|_names))\.([0-9]{1,9})", re.DOTALL
 )
-# What has the shape of its parameter.
+# Fields with the shape of their parameter.
 _WHOLE = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
         *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
     }
 )
-# Roles of tensors that are no parameters, of those that names tell for certain.
+# Roles that follow from names for certain, of tensors other than parameters.
 _NOT_TRAINED = frozenset({Role.STATISTIC, Role.COUNTER, Role.AVERAGE, Role.MOMENT, Role.MASTER})
-_REMEDY = "give parameters=[...], the names in the order in which the optimizer was given them"
+_REMEDY = "pass parameters=[...], the names in the order in which the optimizer got them"
 
 
 class NumberedState(NamedTuple):
@@ -47,13 +47,13 @@ class NumberedState(NamedTuple):
     Parameters
     ----------
     prefix : str
-        What stands in front of ``state.0.exp_avg``.
+        Text before ``state.0.exp_avg``.
     groups : list of list of int
         The numbers of the parameters in each group.
     names : list of str or None
-        The names of all of these, where the optimizer was given them.
+        The names of all parameters, if the optimizer has them.
     states : dict of int to dict of str to Variable
-        What is kept for each, by field.
+        The state of each parameter, by field.
     """
 
     prefix: str
@@ -101,7 +101,7 @@ def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> l
 
 
 def _joined_lists(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return attributes with one list of what groups list, of which mappings have each entry."""
+    """Return attributes with the lists of groups, whose entries a flat mapping has one by one."""
     joined: dict[str, Any] = {}
     entries: dict[str, dict[int, Any]] = {}
     for key, value in attrs.items():
@@ -146,27 +146,27 @@ def owners_of(
 
 
 def _shape(numbers: NumberedState, number: int) -> Shape | None:
-    """Return the shape that the state of a parameter says it has; None if it does not say."""
+    """Return the shape of a parameter that follows from its state, None if it is unknown."""
     fields = {field: v.shape for field, v in numbers.states[number].items()}
-    told = {field: shape for field, shape in fields.items() if field in _WHOLE}
-    if not told:  # as of Adafactor, which keeps means of rows and of columns
+    stated = {field: shape for field, shape in fields.items() if field in _WHOLE}
+    if not stated:  # such as Adafactor, which has means of rows and of columns
         for field, row in fields.items():
             column = fields.get(f"{field.removesuffix('_row')}_col")
             if field.endswith("_row") and column and len(column) == len(row):
-                told[field] = (*row, column[-1])
-    if not told:
-        told = {field: shape for field, shape in fields.items() if shape and field != "step"}
-        told = told if len(set(told.values())) == 1 else {}
-    if len(set(told.values())) > 1:
+                stated[field] = (*row, column[-1])
+    if not stated:
+        stated = {field: shape for field, shape in fields.items() if shape and field != "step"}
+        stated = stated if len(set(stated.values())) == 1 else {}
+    if len(set(stated.values())) > 1:
         raise ValueError(
-            f"{shown(numbers.called(number, next(iter(told))))} and others of parameter {number} "
-            f"have several shapes: {', '.join(map(str, sorted(set(told.values()))))}"
+            f"{shown(numbers.called(number, next(iter(stated))))} and others of parameter {number} "
+            f"have several shapes: {', '.join(map(str, sorted(set(stated.values()))))}"
         )
-    return next(iter(told.values()), None)
+    return next(iter(stated.values()), None)
 
 
 def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
-    """Return what can be a parameter: floats, each once, whose names tell nothing else."""
+    """Return the shapes of possible parameters: floats that are not tied and have no other role."""
     roles = roles_of((name, str(v.dtype), v.shape) for name, v in model.items())
     return {
         name: variable.shape
@@ -194,7 +194,7 @@ def _by_group(
             if owner.setdefault(shapes[number], at) != at or shapes[number] is None:
                 raise ValueError(
                     f"{_some(numbers, number)} and state of another group of parameters have the "
-                    f"shape {shapes[number]}, and nothing says which is whose: {_REMEDY}"
+                    f"shape {shapes[number]}, which is ambiguous: {_REMEDY}"
                 )
     for at, group in enumerate(groups):
         yield group, {n: shape for n, shape in candidates.items() if owner.get(shape) == at}

@@ -32,7 +32,7 @@ __all__ = ["references"]
 
 # Kinds of numpy's types that zarr has: booleans, integers, floats, complex numbers.
 _KINDS = frozenset("biufc")
-# Shown in a message.
+# Names in a message.
 _MOST_NAMES = 5
 
 
@@ -50,36 +50,36 @@ def references(
     Parameters
     ----------
     path : str, os.PathLike, or list of these
-        A file, an fsspec URL, a glob, or an index of shards.
+        A file, URL, glob, or index of shards.
     engine : str, optional
-        Name of the engine; by default the content tells.
+        Name of the engine; detected from the content by default.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Which tensors; see `xckpt.datasets.options.OpenOptions`.
+        Tensors to describe; see `xckpt.datasets.options.OpenOptions`.
     dims : mapping of str to sequence of (str or None), optional
         Names of axes, as for ``xarray.open_dataset``.
     storage_options : dict, optional
-        For fsspec. They are not part of the result.
+        Options for the storage of a URL. They are not part of the result.
     **format_options
-        Options of the engine's own.
+        Options of a single engine.
 
     Returns
     -------
     dict
-        References of version 1, to be written as JSON. Chunks are cut along the slowest axis, and
-        are as large as ``array.chunk-size`` of dask's configuration, where rows allow it.
+        References of version 1, to write as JSON. Chunks are cut along the slowest axis, to the
+        ``array.chunk-size`` of dask's configuration if rows are smaller than that.
 
     Raises
     ------
     OSError
         If the file cannot be opened.
     CheckpointError
-        If it is malformed.
+        If the file is malformed.
 
     Warns
     -----
     CheckpointWarning
-        Of tensors that are left out: those of types that zarr has not (bfloat16, float8, 4-bit),
-        compressed, sparse and quantised ones, and those whose names no zarr array can have.
+        If tensors are left out: types that zarr lacks (bfloat16, float8, 4-bit), compressed, sparse
+        and quantised tensors, and names that zarr does not allow.
 
     Examples
     --------

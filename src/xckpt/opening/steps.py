@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = ["open_steps"]
 
-# Files whose headers are read at a time.
+# Files whose headers are read in parallel.
 _CONCURRENCY = 16
-# Shown in a message.
+# Names in a message.
 _MOST_NAMES = 5
-# An index in a name has no more digits.
+# An index in a name has at most 18 digits.
 _LARGEST_STEP = 10**18
 _SUFFIXES = re.compile(r"(\.[A-Za-z][^./]*)+$")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
@@ -56,40 +56,41 @@ def open_steps(
 ) -> Dataset:
     """Open the checkpoints of a training run as one lazy Dataset.
 
-    It is what ``xarray.open_mfdataset(paths, combine="nested", concat_dim=dim)`` gives, without a
-    Dataset for each file: their indexes are merged, and tensors of one name are stacked.
+    The result equals ``xarray.open_mfdataset(paths, combine="nested", concat_dim=dim)``, but no
+    Dataset is made for each file: their indexes are merged, and tensors with one name are stacked.
 
     Parameters
     ----------
     paths : str, os.PathLike, or list of these
-        A glob such as ``"run/step-*.zt"``, the folder of a run, or files; each may be a folder or
-        an index of shards.
+        A glob such as ``"run/step-*.zt"``, the folder of a run, or a list of files, folders or
+        indexes of shards.
     engine : str, optional
-        Name of the engine; by default the content of the first file tells.
+        Name of the engine; detected from the content of the first file by default.
     step : sequence of int, optional
-        The step of each file, in the order of `paths` (of a glob: natural order). By default the
-        number in their paths in which they differ.
+        The step of each file, in the order of `paths` (natural order for a glob). By default the
+        number in which the paths differ.
     dim : str, default "step"
         Name of the new dimension.
     join : {"exact", "inner"}, default "exact"
-        What becomes of tensors that some steps lack, or have with another shape or type: an
-        error, or they are left out with a warning.
+        How to treat tensors that some steps lack, or have with another shape or type: raise an
+        error, or leave them out with a warning.
     **options
-        As for ``xarray.open_dataset`` with this engine; see `xckpt.datasets.options.OpenOptions`.
+        Options of ``xarray.open_dataset`` for this engine; see
+        `xckpt.datasets.options.OpenOptions`.
         With ``stack=True``, layers are dimensions after `dim`.
 
     Returns
     -------
     xarray.Dataset
-        Steps ascend. Attributes of the files that differ are coordinates along `dim` where they
+        Steps ascend. Attributes that differ between files become coordinates along `dim` if they
         are numbers or short texts.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file.
+        If a file does not exist.
     ValueError
-        If steps cannot be told from the paths, or tensors differ and `join` is ``"exact"``.
+        If the paths have no distinct numbers, or tensors differ and `join` is ``"exact"``.
     FormatError
         If a file is malformed.
 
@@ -99,7 +100,7 @@ def open_steps(
     >>> ds["lm_head"].sel(step=1000)  # doctest: +SKIP
     """
     if not dim or "." in dim or is_index(dim):
-        raise ValueError(f"dim={dim!r}: a dimension is named by a text without dots")
+        raise ValueError(f"dim={dim!r}: the name of a dimension is a text without dots")
     if join not in {"exact", "inner"}:
         raise ValueError(f"join={join!r}: expected 'exact' or 'inner'")
     paths = step_paths(paths) or paths
@@ -109,11 +110,11 @@ def open_steps(
         raise ValueError(f"{paths} is one checkpoint; give a glob, or a list of several")
     numbers = _steps(list(listed.files), step)
     engine = engine or format_of(listed.files[min(listed.files)], options.get("storage_options"))
-    own = tuple(formats.get(engine).open_options)
-    parsed = OpenOptions.parse(options, engine=engine, own=own)
-    in_order = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda each: each[0])
-    opened = _open_all([file for _, file in in_order], engine, parsed)
-    steps = [number for number, _ in in_order]
+    format_options = tuple(formats.get(engine).open_options)
+    parsed = OpenOptions.parse(options, engine=engine, own=format_options)
+    pairs = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda pair: pair[0])
+    opened = _open_all([file for _, file in pairs], engine, parsed)
+    steps = [number for number, _ in pairs]
     with paused_collector():
         return cast("Dataset", _combined(listed, opened, (dim, steps), join, parsed))
 
@@ -121,19 +122,21 @@ def open_steps(
 def _steps(paths: list[str], given: Sequence[int] | None) -> list[int]:
     """Return the step of each file."""
     if given is not None:
-        steps = [as_integer(each) for each in given]
+        steps = [as_integer(number) for number in given]
         if len(steps) != len(paths):
             raise ValueError(f"step= has {len(steps)} numbers for {len(paths)} files")
     else:
         steps = _numbers_in(paths)
-    if len(set(steps)) < len(steps) or any(not 0 <= each < _LARGEST_STEP for each in steps):
-        how = "step=" if given is not None else "the file names: say step=[...]"
-        raise ValueError(f"steps must be different numbers from 0 on, not {steps[:8]} from {how}")
+    if len(set(steps)) < len(steps) or any(not 0 <= number < _LARGEST_STEP for number in steps):
+        origin = "step=" if given is not None else "the file names: pass step=[...]"
+        raise ValueError(
+            f"steps must be different numbers from 0 on, not {steps[:8]} from {origin}"
+        )
     return steps
 
 
 def _numbers_in(paths: list[str]) -> list[int]:
-    """Find the number in which paths differ, the last one where there are several."""
+    """Return the number in which paths differ, the last one if there are several."""
     split = [re.split(r"([0-9]+)", path) for path in paths]
     if len({len(parts) for parts in split}) == 1:
         for column in range(len(split[0]) - 2, 0, -2):
@@ -142,11 +145,11 @@ def _numbers_in(paths: list[str]) -> list[int]:
                 return values
     # One file, or names that are built differently: the last number before the suffix.
     names = [re.split(r"[/\\]", path.partition("?")[0])[-1] for path in paths]
-    found = [_LAST_NUMBER.search(_SUFFIXES.sub("", name)) for name in names]
-    for path, each in zip(paths, found, strict=True):
-        if each is None:
-            raise ValueError(f"no step is in the name of {path}; say step=[...]")
-    return [int(each[1]) for each in found if each is not None]
+    matches = [_LAST_NUMBER.search(_SUFFIXES.sub("", name)) for name in names]
+    for path, match in zip(paths, matches, strict=True):
+        if match is None:
+            raise ValueError(f"the name of {path} has no step; pass step=[...]")
+    return [int(match[1]) for match in matches if match is not None]
 
 
 def _open_all(files: list[tuple[str, Any]], engine: str, options: OpenOptions) -> list[Opened]:
@@ -217,7 +220,7 @@ def _combined(
 def _common(
     chosen: list[dict[str, Tensor]], labels: list[str], join: str, options: OpenOptions
 ) -> set[str]:
-    """Find the tensors that all steps have, of one kind."""
+    """Return the names of tensors that all steps have with the same shape and type."""
     names = AxisNamer(options.dims)
     problems: dict[str, str] = {}
     first = {name: kind_of(tensor, names, options) for name, tensor in chosen[0].items()}
@@ -230,10 +233,11 @@ def _common(
         for name in tensors.keys() - first.keys():
             problems.setdefault(name, f"is in {label}, and not in {labels[0]}")
     if problems:
-        listed = [f"{shown(name)} {how}" for name, how in problems.items()]
-        some = "; ".join(listed[:_MOST_NAMES])
-        more = len(listed) - _MOST_NAMES
-        text = f"steps have different tensors: {some}" + (f"; {more} more" if more > 0 else "")
+        reasons = [f"{shown(name)} {problem}" for name, problem in problems.items()]
+        first_reasons = "; ".join(reasons[:_MOST_NAMES])
+        more = len(reasons) - _MOST_NAMES
+        text = f"steps have different tensors: {first_reasons}"
+        text += f"; {more} more" if more > 0 else ""
         if join == "exact":
             raise ValueError(f"{text}. join='inner' leaves them out")
         warn(f"{text}: left out")
@@ -241,7 +245,7 @@ def _common(
 
 
 def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix: str) -> Index:
-    """Put tensors below the module of the step: ``step.100.embed``."""
+    """Move tensors into the module of the step: ``step.100.embed``."""
     new = {
         prefix + name: replace(tensor.named(prefix + name), path=None)
         for name, tensor in tensors.items()
@@ -269,11 +273,11 @@ def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
 
 
 def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
-    """Call variables as their tensors are called in each file."""
+    """Rename variables to the names of their tensors in each file."""
     taken = {str(name) for name in ds.dims} | {str(name) for name in ds.coords}
     plain = {name: str(name).removeprefix(f"{dim}.") for name in ds.variables}
     plain = {old: new for old, new in plain.items() if new != old and new not in taken}
-    # All coordinates of stacks refer to one mapping of what is stacked, by name.
+    # All coordinates of stacks share one mapping of records, by name.
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
