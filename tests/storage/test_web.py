@@ -525,6 +525,19 @@ def read_some(source: Source) -> bytes:
     return bytes(source.read(1000, 50))
 
 
+class Rows:
+    """Rows of a tensor, as PyTorch's loader takes them."""
+
+    def __init__(self, ds: xr.Dataset) -> None:
+        self.ds = ds
+
+    def __len__(self) -> int:
+        return len(self.ds["w"])
+
+    def __getitem__(self, row: int) -> Any:
+        return self.ds["w"][row].values
+
+
 class TestProcesses:
     @pytest.mark.parametrize("method", ["spawn", "forkserver"])
     def test_another_process(self, source: Source, method: Any) -> None:
@@ -591,6 +604,22 @@ class TestProcesses:
         ds = xr.open_dataset(f"{web.url}/w.zt", engine="ztensor")
         total = ds["w"].sum().compute(scheduler="processes", num_workers=1)
         assert float(total) == 499_500
+
+    @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+    def test_workers_of_torch(self, web: WebServer, method: str) -> None:
+        pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+        from torch.utils.data import DataLoader
+
+        rows = np.arange(20.0).reshape(4, 5)
+        web.behaviour.files["/w.zt"] = zt({"w": rows})
+        ds = xr.open_dataset(f"{web.url}/w.zt", engine="ztensor")
+        loader = DataLoader(Rows(ds), num_workers=2, multiprocessing_context=method)
+        if method == "fork":
+            with pytest.raises(UnsupportedError, match="'spawn' or 'forkserver'"):
+                next(iter(loader))
+        else:
+            assert np.array_equal(np.concatenate([batch.numpy() for batch in loader]), rows)
 
     def test_requests_in_flight_are_few(self, web: WebServer, source: Source) -> None:
         web.behaviour.latency = 0.2
