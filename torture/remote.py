@@ -1,8 +1,8 @@
 """A server that lies, fails and stalls, and names of files that lead elsewhere.
 
 A checkpoint with digests is opened over HTTP and all its values are read, with two seconds as the
-time within which a request must get ahead. Either the values are right, or an error that is
-documented names the URL; within fifteen seconds, and without a request to any other address.
+time limit of a request. Either the values are right, or an error that is documented names the URL;
+within fifteen seconds, and without a request to any other address.
 """
 
 from __future__ import annotations
