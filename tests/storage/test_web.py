@@ -608,13 +608,11 @@ class TestProcesses:
     @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_workers_of_torch(self, web: WebServer, method: str) -> None:
-        pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-        from torch.utils.data import DataLoader
-
+        torch: Any = pytest.importorskip("torch.utils.data", reason="needs PyTorch")
         rows = np.arange(20.0).reshape(4, 5)
         web.behaviour.files["/w.zt"] = zt({"w": rows})
         ds = xr.open_dataset(f"{web.url}/w.zt", engine="ztensor")
-        loader = DataLoader(Rows(ds), num_workers=2, multiprocessing_context=method)
+        loader = torch.DataLoader(Rows(ds), num_workers=2, multiprocessing_context=method)
         if method == "fork":
             with pytest.raises(UnsupportedError, match="'spawn' or 'forkserver'"):
                 next(iter(loader))

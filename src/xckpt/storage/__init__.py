@@ -22,7 +22,7 @@ from xckpt.storage.stores import kind_of
 
 # Two letters at least: "C:" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
-# What browsers show of repositories of the Hub, of their folders and files.
+# Pages of the Hub for a repository, a folder or a file, as a browser shows them.
 _HUB_PAGE = re.compile(
     r"https://(?:huggingface\.co|hf\.co)/(?P<repo>(?:(?:datasets|spaces)/)?[^/?#]+/[^/?#]+)"
     r"(?:/(?:tree|blob)/(?P<revision>[^/?#]+)(?P<path>/[^?#]*)?)?/?(?:[?#].*)?"
@@ -54,7 +54,7 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
     mmap: bool = False,
 ) -> Source:
-    """Open whatever holds the bytes of a file."""
+    """Open a path, a URL, bytes or an open binary file as a source."""
     if isinstance(obj, bytes | bytearray | memoryview):
         return BytesSource(obj)
     if isinstance(obj, os.PathLike):
@@ -103,9 +103,9 @@ def new_file(
 def list_folder(
     path: str, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, Path | Source]] | None:
-    """Return the name of a folder and its files by name; None where it is not one, or not listed.
+    """Return the name of a folder and its files by name; None if it cannot be listed.
 
-    Folders are those of this machine, and of the Hub, where a repository is one.
+    Folders of this machine and of the Hub are listed; a repository of the Hub is a folder, too.
     """
     on_hub = hub_url(path)
     if on_hub is not None:
@@ -134,7 +134,7 @@ def expand_url(
 
 
 def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return a URL that means the same from now on, where there is such a one: of the Hub."""
+    """Return a URL of the same content for good: on the Hub with its commit, else unchanged."""
     on_hub = hub_url(url)
     if on_hub is None:
         return url
@@ -144,7 +144,7 @@ def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> st
 
 
 def hub_url(obj: object) -> str | None:
-    """Return the place on the Hugging Face Hub that is meant, also by a web page; None if none."""
+    """Return the hf:// URL of a file, folder or page of the Hub; None for anything else."""
     if not isinstance(obj, str):
         return None
     if obj.startswith("hf://"):
@@ -156,5 +156,5 @@ def hub_url(obj: object) -> str | None:
 
 
 def is_remote(obj: object) -> bool:
-    """Return whether something is a URL that is opened through fsspec."""
+    """Return whether an object is a URL of another machine or file system."""
     return isinstance(obj, str) and _URL.match(obj) is not None and not is_file_url(obj)

@@ -173,7 +173,7 @@ class _Answer(NamedTuple):
 
 
 class _Hub:
-    """The Hub as its users may see it: answers what is where."""
+    """The interface of the Hub, with the token of the user: commits, listings and addresses."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self._url = url
@@ -384,8 +384,8 @@ class _Hub:
             return OSError(errno.ETIMEDOUT, text, self._url)
         return TransientError(text, is_busy=status in {429, 503}, seconds=seconds)
 
-    def _broken(self, what: str) -> OSError:
-        return OSError(errno.EINVAL, f"the Hub {what}", self._url)
+    def _broken(self, failure: str) -> OSError:
+        return OSError(errno.EINVAL, f"the Hub {failure}", self._url)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Files on web servers and in object stores, through obstore: one range is one request.
+"""Files on web servers and in object stores, through obstore; a range of bytes is one request.
 
-Every answer contains the version of the file, which is compared with the version that was opened.
+The version of the file in every answer is compared with the version that was opened.
 obstore's synchronous calls run on threads (`requests`). Its retries are switched off for reading:
 those of `requests` are logged, and also cover bodies that break off.
 """

@@ -1,8 +1,8 @@
-"""Ranges that are requested before they are read: in parallel, each byte once, in bounded memory.
+"""Requests for ranges that are read soon: in parallel, each byte once, in bounded memory.
 
-Code that knows what it reads next announces it (`reading_ahead`). Ranges near each other share a
+Code that knows its next reads announces them (`reading_ahead`). Ranges near each other share a
 request, long ones take several. Bytes that have arrived or are in flight, and are not read yet,
-take at most 256 MiB in this process, or what ``xckpt.read-ahead`` of dask's configuration says.
+take at most 256 MiB in this process, or as much as ``xckpt.read-ahead`` in dask's configuration.
 
 Local files are not held here: as they are read, the operating system is asked to load what comes
 next, so that the disk is never idle.
@@ -107,12 +107,12 @@ def is_active(source: Source) -> bool:
 
 def view(source: Source, offset: int, nbytes: int) -> memoryview | None:
     """Return a range that was announced, if it came by one request."""
-    return _first(source, lambda each: each.view(source, offset, offset + nbytes))
+    return _first(source, lambda prefetcher: prefetcher.view(source, offset, offset + nbytes))
 
 
 def copy(source: Source, offset: int, memory: memoryview) -> bool:
     """Fill memory with a range that was announced; return whether it was."""
-    return _first(source, lambda each: each.copy(source, offset, memory)) is not None
+    return _first(source, lambda prefetcher: prefetcher.copy(source, offset, memory)) is not None
 
 
 def _first(source: Source, read: Callable[[_Prefetcher], T | None]) -> T | None:
@@ -132,7 +132,7 @@ def _first(source: Source, read: Callable[[_Prefetcher], T | None]) -> T | None:
 
 
 def is_being_read(path: str, nbytes: int) -> None:
-    """Ask the disk for what follows the bytes that are read now."""
+    """Ask the disk for the bytes that follow those that are read now."""
     for disk in _shared.on_disk.get(path, ()):
         disk.advance(nbytes)
 
@@ -165,7 +165,7 @@ class _Prefetcher:
         """Release all spans."""
         with _shared.lock:
             for source in self._of_file:
-                others = [each for each in _shared.by_file.get(source, ()) if each is not self]
+                others = [p for p in _shared.by_file.get(source, ()) if p is not self]
                 if others:
                     _shared.by_file[source] = others
                 else:
@@ -262,7 +262,9 @@ class _Prefetcher:
 
 
 def _advance_all() -> None:
-    for prefetcher in {id(p): p for each in _shared.by_file.values() for p in each}.values():
+    for prefetcher in {
+        id(p): p for prefetchers in _shared.by_file.values() for p in prefetchers
+    }.values():
         prefetcher.advance()
 
 
@@ -338,8 +340,8 @@ def _plan(ranges: Counter[tuple[Source, int, int]]) -> list[_Span]:
     position = 0
     for window in _windows(ranges):
         ordered: list[tuple[int, _Span]] = []
-        for source, wanted in window.items():
-            for run, stop in _runs(sorted(wanted), starts[source]):
+        for source, announced in window.items():
+            for run, stop in _runs(sorted(announced), starts[source]):
                 ordered += _cut(source, run, stop, position)
                 position += stop - run[0].start
         spans += [span for _, span in sorted(ordered, key=lambda pair: pair[0])]
@@ -365,21 +367,21 @@ def _windows(
     yield window
 
 
-def _runs(wanted: list[_Announced], starts: list[int]) -> Iterator[tuple[list[_Announced], int]]:
+def _runs(announced: list[_Announced], starts: list[int]) -> Iterator[tuple[list[_Announced], int]]:
     """Merge ranges near each other, and return where they end; each has one long range at most."""
     run: list[_Announced] = []
     stop = nbytes = 0
     has_long = False
-    for each in wanted:
-        is_long = each.stop - each.start >= REQUEST_NBYTES // 2
+    for part in announced:
+        is_long = part.stop - part.start >= REQUEST_NBYTES // 2
         # Not more than half of the bytes of a request are superfluous.
-        is_far = each.start - stop > min(_GAP, nbytes)
-        is_far = is_far or bisect_left(starts, stop) < bisect_left(starts, each.start)
-        if run and (is_far or (is_long and has_long and each.start >= stop)):
+        is_far = part.start - stop > min(_GAP, nbytes)
+        is_far = is_far or bisect_left(starts, stop) < bisect_left(starts, part.start)
+        if run and (is_far or (is_long and has_long and part.start >= stop)):
             yield run, stop
             run, stop, nbytes, has_long = [], 0, 0, False
-        run.append(each)
-        stop, nbytes = max(stop, each.stop), nbytes + each.stop - each.start
+        run.append(part)
+        stop, nbytes = max(stop, part.stop), nbytes + part.stop - part.start
         has_long |= is_long
     if run:
         yield run, stop
@@ -398,9 +400,9 @@ def _cut(
         most = min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + position // IN_FLIGHT)
         end = start + (stop - start) // max(1, round((stop - start) / most))
         parts = [
-            (each.order, (min(end, each.stop) - max(start, each.start)) * each.times)
-            for each in run
-            if each.start < end and start < each.stop
+            (part.order, (min(end, part.stop) - max(start, part.start)) * part.times)
+            for part in run
+            if part.start < end and start < part.stop
         ]
         if parts:
             yield min(parts)[0], _Span(source, start, end, sum(nbytes for _, nbytes in parts))
@@ -427,7 +429,7 @@ class _Disk:
     def close(self) -> None:
         with _shared.lock:
             for path in self._paths:
-                others = tuple(each for each in _shared.on_disk.get(path, ()) if each is not self)
+                others = tuple(d for d in _shared.on_disk.get(path, ()) if d is not self)
                 _shared.on_disk[path] = others
                 if not others:
                     del _shared.on_disk[path]

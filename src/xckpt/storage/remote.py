@@ -42,7 +42,7 @@ _NOTHING = memoryview(b"")
 # Of a file without a version the beginning is read again now and then.
 _OPENING, _BEGINNING = "opening", "beginning"
 
-# Times at which this process last found files unchanged, by name and identity.
+# Times of the last check that files are unchanged, in this process, by name and identity.
 _checks: Pool[SimpleNamespace] = Pool(limit=1024)
 
 

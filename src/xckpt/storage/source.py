@@ -1,6 +1,6 @@
-"""What a file is to the rest of the package: a name, a size, an identity, and random reads.
+"""A readable file: its name, size, identity, and random access to its bytes.
 
-Files that other files refer to, and several files as one, are sources too.
+Shards that another file refers to, and several files as one checkpoint, are sources too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ if TYPE_CHECKING:
 
     from xckpt.index import Shard
 
-# Joined are ranges that are so near, and no more of them than this, so that several requests can
-# be under way at a time.
+# Ranges closer than this are merged, up to this total size: larger ones are worth several requests.
 _GAP = 1 << 20
 _LARGEST_MERGED = 64 << 20
 
-# Besides the separators: what Windows takes for a drive, a stream or a pattern, controls, and lone
-# surrogates that stand for no byte.
+# Drives, streams and patterns of Windows, control characters, and lone surrogates that are not a
+# byte. Separators are handled by `components`.
 _UNSAFE = re.compile(r'[\x00-\x1f\\:*?"<>|\ud800-\udc7f\udd00-\udfff]')
 
 
 def components(name: str) -> list[str]:
-    """Split the relative path of a file, as another file gives it: no way out of the folder.
+    """Split a relative path from a file; raise `FormatError` if it leads out of the folder.
 
-    This is about names. Symbolic links in the folder are its user's and are followed: the caches of
-    Hugging Face, git-annex and DVC consist of links that lead out of it.
+    Only the name is checked. Symbolic links belong to the user and are followed: the caches of
+    Hugging Face, git-annex and DVC consist of links that lead out of the folder.
     """
     parts = name.split("/")
     if _UNSAFE.search(name) or any(part in {"", ".", ".."} for part in parts):
@@ -45,12 +44,12 @@ def components(name: str) -> list[str]:
     return parts
 
 
-# Of memory that is used for nothing else, not even by this process, until it is touched.
+# Size of a huge page, in bytes.
 _HUGE = 2 << 20
 
 
 def empty(nbytes: int) -> memoryview:
-    """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first."""
+    """Allocate memory to read into, without zeroing it first as `bytearray` does."""
     return empty_array(nbytes).data
 
 
@@ -70,9 +69,8 @@ class Source(ABC):
     """The bytes of one file, local or remote.
 
     A source is a light reference: it pickles by path or URL and identity, never by content
-    (bytes in memory excepted). What is open for it, a descriptor or a memory map, belongs to the
-    process and is shared by all equal sources in it: those with equal names and identities, which
-    hold equal bytes.
+    (bytes in memory excepted). Open descriptors and memory maps belong to the process; all sources
+    with equal names and identities, and therefore equal bytes, share them.
     """
 
     __slots__ = ("identity", "name", "size")
@@ -82,7 +80,7 @@ class Source(ABC):
 
     name: str  # absolute path or URL, for messages and for ``encoding["source"]``
     size: int  # in bytes, when it was opened
-    identity: Hashable  # what tells this version from others: size, time, inode, or ETag
+    identity: Hashable  # of this version of the file: size, time, inode, or ETag
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> memoryview:
@@ -90,7 +88,7 @@ class Source(ABC):
 
     @property
     def worth_skipping(self) -> int | None:
-        """How many unwanted bytes cost as much as a read; None where reads are not to be split."""
+        """Number of bytes that cost as much as one more read; None if reads are never split."""
         return None
 
     @property
@@ -100,7 +98,7 @@ class Source(ABC):
 
     @property
     def far(self) -> Source | None:
-        """The file itself where each read is a request to another machine; else None."""
+        """The file itself if each read is a request to another machine, else None."""
         return None
 
     def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
@@ -109,18 +107,18 @@ class Source(ABC):
 
     @property
     def near(self) -> Source | None:
-        """The file itself where it is on a disk that `expect` tells something; else None."""
+        """The file itself if it is on a disk that `expect` can prepare, else None."""
         return None
 
     def expect(self, offset: int, nbytes: int) -> None:  # noqa: B027  a hint
-        """Have the disk begin with bytes that are read soon; what is wrong is told by the read."""
+        """Ask the disk to load bytes that are read soon; errors are left to the read."""
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes without a copy where the file is mapped, else read it."""
         return self.read(offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into memory that is there already."""
+        """Fill memory of the caller with a range of bytes."""
         memory[:] = self.view(offset, len(memory))
 
     def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
@@ -129,7 +127,7 @@ class Source(ABC):
             self.read_into(offset, memory[number * nbytes : (number + 1) * nbytes])
 
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Return a range of bytes block by block; each is valid until the next one is asked for."""
+        """Return a range of bytes block by block; a block is valid until the next one."""
         data = self.view(offset, nbytes)
         for start in range(0, nbytes, block_nbytes):
             yield data[start : start + block_nbytes]
@@ -156,10 +154,10 @@ class Source(ABC):
         """Raise `FileChangedError` if the file is no longer the one that was opened."""
 
     def close(self) -> None:  # noqa: B027  nothing is open for bytes in memory
-        """Let go of what this process has open for the file; the next read opens it again."""
+        """Close the file in this process. The next read reopens it."""
 
     def reading_header(self) -> AbstractContextManager[Source]:
-        """Return a source to read the header of the file from, for as long as that takes."""
+        """Return a context with the source to read the header of the file from."""
         return nullcontext(self)
 
     @abstractmethod
@@ -167,7 +165,7 @@ class Source(ABC):
         """Open another file by its path relative to the folder of this one."""
 
     def shard(self, label: str, shard: Shard) -> Source:
-        """Return a file that this one refers to."""
+        """Return a shard that this file refers to, under the label that it has there."""
         return ShardSource(self, shard, label)
 
     def __eq__(self, other: object) -> bool:
@@ -191,8 +189,8 @@ class Source(ABC):
 
 
 def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int, list[int]]]:
-    """Join ranges that are near each other: start, stop, and which of the ranges lie in it."""
-    # `fsspec.utils.merge_offset_ranges` does not say what lies where.
+    """Merge ranges near each other; return start, stop, and the numbers of the ranges inside."""
+    # `fsspec.utils.merge_offset_ranges` does not return these numbers.
     spans: list[tuple[int, int, list[int]]] = []
     for member in sorted(range(len(ranges)), key=ranges.__getitem__):
         start, stop = ranges[member][0], sum(ranges[member])
@@ -222,15 +220,15 @@ class StoredRange:
         return self.source.blocks(self.offset, self.nbytes)
 
 
-# Files that this process found for shards that came to it by pickle, without the file.
+# Files of shards that were unpickled in this process: a pickle does not contain the file.
 _files: Pool[Source] = Pool(limit=1024)
 
 
 class ShardSource(Source):
-    """The bytes of a shard; absent shards are noticed when they are read, not when listed.
+    """The bytes of a shard. A missing shard is an error when it is read, not when it is listed.
 
-    A shard without a digest is looked for at once: what is computed from it must have another
-    name when it is another file. `label` is what the referring file calls it.
+    A shard without a digest is opened at once, because its identity has to change with the file.
+    `label` is its name in the referring file.
     """
 
     __slots__ = ("_found", "label", "root", "shard_entry")
@@ -305,7 +303,7 @@ class ShardSource(Source):
         return self.root.sibling(name)
 
     def close(self) -> None:
-        """Let go of the file; see `Source.close`."""
+        """Close the file; see `Source.close`."""
         if self._found is not None:
             self._found.close()
 
@@ -333,7 +331,7 @@ class ShardSource(Source):
                 continue
             if found.size != shard.size:
                 raise FormatError(
-                    f"shard {self.label!r} has {found.size} bytes, but {self.root.name} says "
+                    f"shard {self.label!r} has {found.size} bytes, but {self.root.name} states "
                     f"{shard.size}",
                     path=found.name,
                     rule="ShardIdentity",
@@ -359,14 +357,14 @@ class ShardedSource(Source):
         self.identity = tuple([(label, f.name, f.identity) for label, f in files.items()])
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """There are no bytes but those of the shards."""
+        """Raise `FormatError`: only the shards have bytes."""
         raise FormatError(
             f"no {nbytes} bytes at {offset}: these are several files, and data are in each",
             path=self.name,
         )
 
     def check(self) -> None:
-        """Look at all files; see `Source.check`."""
+        """Check all files; see `Source.check`."""
         for file in self.files.values():
             file.check()
 
@@ -382,24 +380,24 @@ class ShardedSource(Source):
         return self.files[label] if label in self.files else super().shard(label, shard)
 
     def close(self) -> None:
-        """Let go of all files; see `Source.close`."""
+        """Close all files; see `Source.close`."""
         for file in self.files.values():
             file.close()
 
 
 def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, Source]:
-    """Return the files that parts are in: the shards by the names that `Part.shard` uses."""
+    """Return the files that contain parts, by `Part.shard`; None is the source itself."""
     found: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}
     if found and source.is_free_to_check:
-        # Who replaces shards replaces the file that refers to them first: what is found now is
-        # not newer than this file.
+        # Writers replace the referring file before its shards. If it is unchanged, the shards that
+        # were just opened are not newer.
         source.check()
     found[None] = source
     return found
 
 
 def files_of(source: Source) -> list[Source]:
-    """Return the files that a source reads, but for shards: those that refer to these."""
+    """Return the files that a source reads, with the referring file in place of a shard."""
     if isinstance(source, ShardSource):
         return files_of(source.root)
     if isinstance(source, ShardedSource):

@@ -97,7 +97,7 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def address_of(url: str, options: Mapping[str, Any] = {}) -> str:
-    """Return what a web server is asked for: a URL with parameters, and without a user."""
+    """Return the address of a request: a URL with parameters, and without a user."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError("it names no host")
