@@ -136,6 +136,6 @@ def test_tensors_that_are_shown_as_parts(golden: Path) -> None:
     assert ds.ckpt.param_key(part) != ds.ckpt.param_key(part.removesuffix(":values"))
 
 
-def test_what_was_not_opened() -> None:
+def test_objects_that_were_not_opened_from_a_file() -> None:
     with pytest.raises(ValueError, match="was not opened from a checkpoint"):
         xr.Dataset({"w": ("x", [1.0])}).ckpt.param_key("w")

@@ -282,7 +282,7 @@ class TestSizes:
         return tmp_path / "m.zt"
 
     @pytest.mark.parametrize("stack", [False, True])
-    def test_of_a_selection(self, path: Path, stack: bool) -> None:
+    def test_summary_of_a_selection(self, path: Path, stack: bool) -> None:
         ds = xr.open_dataset(path, stack=stack)
         assert "6 tensors · 272 params · 1.1 KiB" in in_header(ds.ckpt)
         part = ds.isel(r8=slice(0, 2))
@@ -296,12 +296,12 @@ class TestSizes:
             rows = layers.ckpt.unstack().isel(r8=0)
             assert "4 tensors · 22 params · 88 B" in in_header(rows.ckpt)
 
-    def test_of_several_in_one(self, path: Path) -> None:
+    def test_summary_of_several_checkpoints_in_one(self, path: Path) -> None:
         ds = xr.open_dataset(path)
         both = xr.concat([ds, ds], "run")
         assert "6 tensors · 544 params · 2.1 KiB" in in_header(both.ckpt)
 
-    def test_of_compressed_tensors_in_proportion(self, tmp_path: Path) -> None:
+    def test_selections_of_compressed_tensors_count_in_proportion(self, tmp_path: Path) -> None:
         values = np.random.default_rng(0).random((64, 64)).astype("f4")
         ds = xr.Dataset({"w": (("a", "b"), values)})
         xckpt.save(ds, tmp_path / "m.zt", encoding={"*": {"compression": "zstd"}}, version="2")
@@ -310,7 +310,7 @@ class TestSizes:
         half = ds.isel(a=slice(0, 32)).ckpt.summary("dtype")["nbytes"].item()
         assert half == -(-full // 2) < 64 * 64 * 2
 
-    def test_of_shards_that_xarray_joins(self, path: Path, tmp_path: Path) -> None:
+    def test_summary_of_shards_that_xarray_joins(self, path: Path, tmp_path: Path) -> None:
         ds = xr.open_dataset(path)
         paths = [tmp_path / "s-1.zt", tmp_path / "s-2.zt"]
         xckpt.save(ds[["a", "b"]], paths[0])

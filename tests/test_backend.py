@@ -250,7 +250,7 @@ def test_sources(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_values(xr.open_dataset(path, engine="ztensor", decode_cf=False))
 
 
-def test_what_cannot_be_opened(path: Path, tmp_path: Path) -> None:
+def test_unreadable_files_raise_errors(path: Path, tmp_path: Path) -> None:
     def opening(obj: Any) -> xr.Dataset:
         return xr.open_dataset(obj, engine="ztensor")
 

@@ -110,7 +110,7 @@ def test_several_numbers_and_slices(path: Path, opened: Any) -> None:
 
 
 @every_kind
-def test_what_is_not_there_is_an_error(path: Path, opened: Any) -> None:
+def test_missing_names_are_errors(path: Path, opened: Any) -> None:
     obj = opened(path)
     with pytest.raises(KeyError, match="layers=4; there are 0 to 3"):
         obj.ckpt.sel(layers=4)

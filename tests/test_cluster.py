@@ -84,7 +84,7 @@ class TestPlaces:
         workers = placed([("one", 10)] * 90, {"a": 1, "b": 2})
         assert workers.count("a") == 30
 
-    def test_what_has_no_size_and_no_worker(self) -> None:
+    def test_arrays_of_unknown_size_without_a_worker(self) -> None:
         assert placed([("x", 0)] * 3, {}) == [None] * 3
         assert set(placed([("x", 0)] * 3, {"a": 1})) == {"a"}
         assert placed([], {"a": 1}) == []

@@ -151,7 +151,7 @@ def test_all_else_names_it_too(
 
 
 @pytest.mark.parametrize("verify", [None, True])
-def test_what_is_empty_has_a_digest_too(tmp_path: Path, verify: bool | None) -> None:
+def test_empty_parts_have_a_digest(tmp_path: Path, verify: bool | None) -> None:
     """A damaged header of a stream can say that it has no bytes."""
     path = tmp_path / "m.zt"
     digest = f"crc32c:0x{google_crc32c.value(VALUES.tobytes()):08x}"
@@ -191,7 +191,7 @@ def test_a_size_that_is_not_a_whole_number_of_elements(tmp_path: Path) -> None:
         ds["s:coords"].load()
 
 
-def test_what_decodes_to_more_than_is_counted_is_listed(
+def test_parts_that_decode_to_too_many_bytes_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "_COUNTED_NBYTES", 100)

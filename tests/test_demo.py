@@ -45,7 +45,7 @@ def test_spread_is_shown_for_the_first_and_the_last_layer(output: str) -> None:
     assert last == pytest.approx(0.02 * 1.75, rel=0.05)
 
 
-def test_what_is_wrong_with_the_sample_is_found(output: str) -> None:
+def test_findings_list_the_faults_of_the_sample(output: str) -> None:
     lines = [line.strip() for line in output.splitlines()]
     assert "model.layers.2.mlp.up_proj.weight has 7 NaN" in lines
     assert "model.layers.1.self_attn.q_proj.bias is zero everywhere" in lines

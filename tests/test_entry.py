@@ -304,7 +304,7 @@ def test_other_names_of_attributes(owner: str, synonyms: dict[str, str]) -> None
                 getattr(obj, word)
 
 
-def test_what_is_not_there_is_not_there_for_python() -> None:
+def test_missing_attributes_raise_attribute_errors() -> None:
     ds = xckpt.open("m.npz")
     for obj in (ds.ckpt, ds.ckpt.plot):
         assert not hasattr(obj, "_repr_png_")

@@ -105,7 +105,7 @@ def test_findings_are_those_of_the_file(obj: Any) -> None:
     assert results
 
 
-def test_what_is_computed_already_is_known(path: Path) -> None:
+def test_computed_results_are_reused(path: Path) -> None:
     pytest.importorskip("anywidget")
     ds = xr.open_dataset(path, engine="ztensor", stack=True)
     assert not ds.ckpt.explore()._known

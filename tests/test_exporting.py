@@ -116,7 +116,7 @@ def test_quantised_values_are_not_rounded(tmp_path: Path, writer: str) -> None:
         ("F8_E5M2", "float8_e5m2", 8),
     ],
 )
-def test_what_was_decoded_is_written_as_it_is_shown(
+def test_decoded_values_are_written_as_shown(
     spelled: str, dtype: str, bits: int, tmp_path: Path, writer: str
 ) -> None:
     codes = np.arange(2**bits, dtype=f"<u{bits // 8}").tobytes()

@@ -62,7 +62,7 @@ def test_by_size(opened: Any) -> None:
     assert names(opened.ckpt.find("layers.*", min_bytes=64)) == ["layers.0.attn.k_proj.weight"]
 
 
-def test_what_is_not_there(opened: Any) -> None:
+def test_missing_names_cause_a_warning(opened: Any) -> None:
     with pytest.warns(xckpt.CheckpointWarning, match=r"similar names: 'layers\.0\.attn\.q_proj"):
         assert not names(opened.ckpt.find("layers.0.attn.q_prj.weight"))
     with pytest.raises(TypeError, match="glob"):

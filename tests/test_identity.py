@@ -38,7 +38,7 @@ def test_ids_are_those_of_gpt_rs(name: str) -> None:
     assert stable_id(1, name) == param_key(1, number)
 
 
-def test_what_has_no_id() -> None:
+def test_names_without_an_id() -> None:
     with pytest.raises(ValueError, match="ASCII"):
         base_id("poids.été")
     for namespace, number in ((-1, 0), (0, -1), (2**128, 0), (0, 2**128)):

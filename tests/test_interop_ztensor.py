@@ -32,7 +32,7 @@ def arrays() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("digests", [None, True])
-def test_what_it_saves(tmp_path: Path, digests: bool | None) -> None:
+def test_files_saved_by_the_package(tmp_path: Path, digests: bool | None) -> None:
     path = str(tmp_path / "m.zt")
     written = arrays()
     numpy_io.save_file(written, path)

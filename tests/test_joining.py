@@ -38,7 +38,7 @@ def joined(arrays: dict[str, np.ndarray] = ARRAYS, **options: Any) -> Any:
 
 
 class TestOneDimension:
-    def test_of_each_module(self) -> None:
+    def test_numbers_of_each_module(self) -> None:
         ds = joined()
         assert set(ds.dims) == {"layers", "experts", "d4", "d5", "d6", "d7"}
         assert ds["layers.norm"].dims == ("layers", "d4")
@@ -91,7 +91,7 @@ class TestOneDimension:
             absent = np.isnan(variable.values.astype("f4")).all((1, 2))
             assert absent.tolist() == [True, False, False]
 
-    def test_of_what_is_no_checkpoint(self) -> None:
+    def test_numbers_of_other_datasets(self) -> None:
         arrays = {f"h.{i}.w": ("x", np.arange(3.0) + i) for i in (1, 2)}
         arrays |= {f"h.{i}.n": ("x", np.arange(3.0) + i) for i in range(3)}
         expected = [[np.nan] * 3, [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
@@ -188,7 +188,7 @@ class TestStatistics:
         np.testing.assert_array_equal(counts[name].sum(("bin", "experts")), counted)
         assert stats[name].sel(statistic="count").isnull().sum() == DENSE * EXPERTS
 
-    def test_of_rows_that_absent_members_are_in(self) -> None:
+    def test_numbers_of_rows_with_absent_members(self) -> None:
         ds = joined()
         stats = ds[["layers.mlp.w"]].ckpt.stats(dim=["layers", "d4"])["layers.mlp.w"]
         values = np.stack([ARRAYS[f"layers.{i}.mlp.w"] for i in range(DENSE)])
@@ -203,7 +203,7 @@ class TestStatistics:
         assert by_layer.sel(layers=3).isnull().all()
         assert by_layer.sel(layers=0, statistic="nan") == 0
 
-    def test_what_is_kept_is_found_again(self, tmp_path: Path) -> None:
+    def test_cached_results_are_reused(self, tmp_path: Path) -> None:
         joined().ckpt.save(path := tmp_path / "m.zt")
         flat = xr.open_dataset(path, engine="ztensor")
         stacked: Any = xr.open_dataset(path, engine="ztensor", stack=True, join="outer")
@@ -351,7 +351,7 @@ class TestWhichNumbersThereAre:
         assert table["numbers"].tolist() == ["{0..3}", "{0,1}", "{2,3}", "{0..2}"]
         assert table["dim"].tolist() == [each.dim or "" for each in found]
 
-    def test_of_a_part_and_of_a_tree(self) -> None:
+    def test_numbers_of_a_part_and_of_a_tree(self) -> None:
         ds = xr.open_dataset(zt(ARRAYS), engine="ztensor", stack="experts")
         selected = number_sets(ds.ckpt.sel(layers=[1, 2]))
         assert {(each.module, each.numbers) for each in selected} == {

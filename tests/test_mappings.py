@@ -147,7 +147,7 @@ def test_the_state_of_an_optimizer(tmp_path: Path) -> None:
     assert attrs["optimizer.param_groups.0.lr"] == 0.1
 
 
-def test_what_is_no_array_is_left_out_with_a_warning() -> None:
+def test_values_that_are_not_arrays_are_left_out_with_a_warning() -> None:
     with pytest.warns(xckpt.CheckpointWarning, match="'hook' of the mapping left out: neither"):
         assert len(xckpt.stats({**ARRAYS, "hook": print}).data_vars) == 3
 

@@ -300,7 +300,7 @@ def test_an_optimizer_of_a_larger_model() -> None:
         ({"q.weight": (4, 4), "k.weight": (4, 4), "k.bias": (4,)}, [(4, 4), (4,)]),
     ],
 )
-def test_what_may_belong_to_two_is_joined_to_none(shapes: Any, optimizer: Any) -> None:
+def test_ambiguous_state_is_joined_to_no_parameter(shapes: Any, optimizer: Any) -> None:
     refused(shapes, state(optimizer), r"may belong to '.*' or to '.*': pass parameters=\[")
 
 

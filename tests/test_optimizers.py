@@ -84,9 +84,7 @@ def test_the_summary_shows_the_names_of_parameters(
     assert str(LARGE) not in summary
 
 
-def test_what_is_kept_for_one_join_is_not_found_for_another(
-    model: xr.Dataset, optimizer: xr.Dataset
-) -> None:
+def test_cached_results_belong_to_one_join(model: xr.Dataset, optimizer: xr.Dataset) -> None:
     name = "fc.weight:factor"
     keys = {xckpt.join_optimizer(model, optimizer).ckpt.param_key(name) for _ in range(2)}
     assert len(keys) == 2
@@ -127,7 +125,7 @@ def test_state_of_unknown_parameters_keeps_its_name(
     assert "7.__rank" in joined.variables
 
 
-def test_what_names_no_parameter_is_kept(tmp_path: Path, model: xr.Dataset) -> None:
+def test_state_without_a_parameter_keeps_its_name(tmp_path: Path, model: xr.Dataset) -> None:
     scalars = {"step": {"UInt": 3}, "frozen": {"Bool": True}, "7.time": {"UInt": 1}}
     optimizer = opened(tmp_path, "optim", {}, scalars=scalars)
     joined = xckpt.join_optimizer(model, optimizer)
@@ -244,7 +242,7 @@ def test_parameters_that_share_a_name_without_wrappers() -> None:
     assert list(joined.data_vars) == ["model.w", "module.w", "model.w:exp_avg", "w.exp_avg"]
 
 
-def test_what_matches_no_name_is_said_once() -> None:
+def test_unmatched_state_causes_one_warning() -> None:
     names = ["state.fc.weight.exp_avg", "state.gone.exp_avg", "state.0.exp_avg", "groups.lr"]
     with pytest.warns(xckpt.CheckpointWarning) as shown:
         joined = of_names(*names)

@@ -51,7 +51,7 @@ class TestPausedCollector:
             lists: list[list[int]] = [[] for _ in range(1000)]
         assert not any(each is lists for each in gc.get_objects(generation=2))
 
-    def test_what_others_froze_stays_frozen(self) -> None:
+    def test_frozen_objects_stay_frozen(self) -> None:
         kept: list[int] = []
         gc.freeze()
         with paused_collector():

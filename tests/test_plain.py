@@ -221,7 +221,7 @@ def test_units_that_are_no_times_stay() -> None:
     assert warning == ""
 
 
-def test_what_json_does_not_have_is_said() -> None:
+def test_values_that_json_lacks_cause_a_warning() -> None:
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
@@ -331,7 +331,7 @@ def test_nothing_is_computed() -> None:
     pickle.loads(pickle.dumps(plain))
 
 
-def test_what_is_held_stays_as_it_is() -> None:
+def test_supported_values_are_unchanged() -> None:
     attrs = {"note": "x", "n": 3, "range": [0.0, 1.0]}
     ds = xr.Dataset({"w": ("x", np.arange(3.0), attrs)}, {"x": [3, 4, 5]}, {"title": "t"})
     ds["w"].encoding = {"zlib": True, "complevel": 4, "_FillValue": -1.0}

@@ -111,7 +111,7 @@ def test_rows_that_no_chunk_size_divides_are_not_padded_from_beyond(tmp_path: Pa
     np.testing.assert_array_equal(opened(refs, tmp_path)["w"], values)
 
 
-def test_what_zarr_has_not_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_types_that_zarr_lacks_are_left_out_with_a_warning(tmp_path: Path) -> None:
     data = v1_file(
         {"a": dense_v1(bytes(8), (4,), "bfloat16"), "b": dense_v1(bytes(8), (2,), "float32")}
     )

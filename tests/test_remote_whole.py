@@ -48,7 +48,7 @@ def test_converting_and_verifying(path: Path, url: str, tmp_path: Path) -> None:
     )
 
 
-def test_what_it_holds(path: Path, url: str) -> None:
+def test_manifests_of_remote_files(path: Path, url: str) -> None:
     manifest = xckpt.manifest(url, progress=False)
     assert manifest == xckpt.manifest(path, progress=False)
     assert xckpt.verify(url, manifest=manifest, progress=False).ok

@@ -161,7 +161,7 @@ class TestOfOneCheckpoint:
     def test_is_the_same_each_time(self, model: xr.Dataset, report: Callable[..., str]) -> None:
         assert report(model) == report(model)
 
-    def test_of_nothing_wrong(self, report: Callable[..., str]) -> None:
+    def test_report_without_findings(self, report: Callable[..., str]) -> None:
         text = report(xr.Dataset({"w": ("x", np.arange(9, dtype="f4"))}), suffix=".md")
         assert "Nothing looks wrong." in text
         assert "Along the layers" not in text
@@ -192,15 +192,21 @@ class TestOfTwo:
         row = f"| `{norm}` | changed | {'changed | offset | b is a + 1 | ' if explain else ''}"
         assert row in re.sub(r"` \| `.*?` \| ", "` | ", text)
 
-    def test_of_equal_ones(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_report_on_equal_checkpoints(
+        self, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
         assert "Nothing: all elements are equal." in report(model, model, suffix=".md")
 
-    def test_that_share_nothing(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_report_on_unrelated_checkpoints(
+        self, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
         other = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
         text = report(model, other, suffix=".md")
         assert "1 only in the second." in text
 
-    def test_of_a_path(self, model: xr.Dataset, report: Callable[..., str], tmp_path: Path) -> None:
+    def test_report_on_a_path(
+        self, model: xr.Dataset, report: Callable[..., str], tmp_path: Path
+    ) -> None:
         assert "all elements are equal" in report(model, tmp_path / "m.zt")
         assert "all elements are equal" in report(model, xckpt.read_index(tmp_path / "m.zt"))
 
@@ -256,7 +262,7 @@ class TestTheFile:
         assert path.read_text() == "mine"
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.zt", "r.html"]
 
-    def test_of_very_many_tensors_is_small(
+    def test_report_on_many_tensors_is_small(
         self, tmp_path: Path, report: Callable[..., str]
     ) -> None:
         names = [f"a.{n}.{'x' * 300}.w{kind}" for n in range(10) for kind in range(50)]

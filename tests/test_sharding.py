@@ -110,7 +110,7 @@ def test_files_that_disagree_on_attributes(tmp_path: Path) -> None:
     assert ds.attrs == {"rank": 0, "license": "MIT", "more": "b"}
 
 
-def test_what_is_no_list_of_files(tmp_path: Path) -> None:
+def test_objects_other_than_lists_of_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="list of files is empty"):
         opened([])
     with pytest.raises(FileNotFoundError, match=r"none-\*\.zt"):

@@ -353,7 +353,7 @@ def test_selections_unstack_to_what_they_have() -> None:
         assert some[name].encoding["tensor"] == name
 
 
-def test_what_was_done_in_between_is_kept() -> None:
+def test_changes_survive_unstacking() -> None:
     arrays = moe()
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)
     ds["layers.norm"].attrs["note"] = "mine"
@@ -366,7 +366,7 @@ def test_what_was_done_in_between_is_kept() -> None:
     assert set(back.coords) == {"layers_2", "experts"}
 
 
-def test_what_cannot_be_unstacked() -> None:
+def test_variables_that_cannot_be_unstacked() -> None:
     ds = xr.open_dataset(zt(moe()), engine="ztensor", stack=True)
     for lost in (ds.rename(layers="depth"), ds.drop_vars("layers"), ds.isel(layers=[1, 1])):
         with pytest.raises(ValueError, match=r"'layers'.*(dropped|twice)"):
@@ -523,7 +523,7 @@ def test_layers_of_flax_are_a_dimension(flax: Path) -> None:
     assert modules[1:4] == ("params/encoder/layers", "{0..11}", 12)
 
 
-def test_what_is_written_has_its_slashes_again(flax: Path, tmp_path: Path) -> None:
+def test_written_names_have_their_slashes(flax: Path, tmp_path: Path) -> None:
     with np.load(flax) as archive:
         names = list(archive)
     for stack in (False, True):

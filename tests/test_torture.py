@@ -115,7 +115,7 @@ def test_files_are_changed_item_by_item(data: bytes) -> None:
     assert refused > 0
 
 
-def test_what_a_failure_is_makes_the_part_fail(tmp_path: Path) -> None:
+def test_a_failure_fails_the_part(tmp_path: Path) -> None:
     """A reader that gives a silent wrong value under a digest is found."""
     trial = Trial(1, 5.0, tmp_path, tmp_path / "kept", "torture.reading")
     with pytest.raises(Disagreement, match="no file is named"):

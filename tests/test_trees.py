@@ -79,7 +79,7 @@ def test_a_tree_can_be_changed_and_copied_like_any_other(tmp_path: Path) -> None
         tree.close()
 
 
-def test_what_a_module_has_an_index_of_hides_no_variable_below_it(tmp_path: Path) -> None:
+def test_an_index_of_a_module_hides_no_variable_below_it(tmp_path: Path) -> None:
     xckpt.save(
         xr.Dataset(
             {"a.w": ("x", [1.0, 2.0]), "a.b.c.x": ("y", [3.0, 4.0, 5.0])},

@@ -127,7 +127,7 @@ def test_digests_of_raw_data(verify: bool | None, digest: str) -> None:
         assert lazy[:1].tolist() == [0]
 
 
-def test_what_has_no_elements_is_verified_too() -> None:
+def test_tensors_without_elements_are_verified() -> None:
     assert dense(b"", "uint8", (0, 3), digest="crc32c:0x40")[:].shape == (0, 3)
     with pytest.raises(IntegrityError):
         dense(b"", "uint8", (0, 3), digest="crc32c:0x40", verify=True)[:]

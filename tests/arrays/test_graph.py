@@ -141,7 +141,7 @@ def test_assigning_replaces_the_graph() -> None:
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("target", [2400, 10**9])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_what_is_computed_is_memory_of_its_own(
+def test_computed_arrays_own_their_memory(
     tmp_path: Path, target: int, order: Any, mmap: bool
 ) -> None:
     path = tmp_path / "values"
@@ -224,9 +224,7 @@ class TestComputedTogether:
     @pytest.mark.parametrize(
         "config", [{"array_optimize": None}, {"optimization.fuse.active": False}]
     )
-    def test_what_is_configured_for_dask(
-        self, arrays: list[da.Array], config: dict[str, Any]
-    ) -> None:
+    def test_settings_of_dask_apply(self, arrays: list[da.Array], config: dict[str, Any]) -> None:
         with dask.config.set(config):
             results = dask.compute(*arrays[:3])
         assert all(np.array_equal(result, VALUES) for result in results)

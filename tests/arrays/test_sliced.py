@@ -173,7 +173,7 @@ def test_an_index_that_does_not_fit_is_an_error() -> None:
             variable[key]
 
 
-def test_what_is_computed_from_it_is_memory_of_its_own() -> None:
+def test_computed_slices_own_their_memory() -> None:
     part = variable_of(target=10**6)[0, 0, :, 0].data.compute(scheduler="sync")
     assert part.base is None
     assert part.flags.writeable

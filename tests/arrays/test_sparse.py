@@ -294,7 +294,7 @@ def test_columns_are_chosen_before_anything_of_the_size_of_a_row_is_made(compres
             assert lazy[1, -1] == 0
 
 
-def test_what_does_not_fit_in_memory_is_refused_with_what_to_do() -> None:
+def test_tensors_larger_than_memory_are_refused_with_a_remedy() -> None:
     for lazy in huge():
         with pytest.raises(TooLargeError, match=r"^memory: tensor 't': \d+ bytes \(.*B\) of"):
             lazy[...]
@@ -337,7 +337,7 @@ def test_rows_compressed_together_are_decoded_once_for_all_chunks() -> None:
     assert lazy.source.nbytes_read <= 3 * lazy.source.size
 
 
-def test_what_is_kept_does_not_change_with_a_selection() -> None:
+def test_a_selection_does_not_change_the_cache() -> None:
     lazy = coo(random_matrix(5, (6, 6)), sparse=True)
     before = lazy[...].todense()
     lazy[...].data[:] = 99

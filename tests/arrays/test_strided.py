@@ -65,7 +65,7 @@ def test_selections_of_views(
             np.testing.assert_array_equal(ds[label][key].values, expected[key])
 
 
-def test_what_lies_between_is_not_kept(tmp_path: Path) -> None:
+def test_bytes_between_elements_are_released(tmp_path: Path) -> None:
     """A column takes the memory of a column, and chunks are cut where it is cheapest."""
     stored, length = files.storage("0", 1_000_000), 1000
     value = {

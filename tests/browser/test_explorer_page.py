@@ -147,7 +147,7 @@ def test_a_word_is_searched_for_anywhere(page: Page) -> None:
         ("\u202e", r"No name has “\u202e” in it."),
     ],
 )
-def test_what_finds_nothing_is_told_why(page: Page, query: str, message: str) -> None:
+def test_an_empty_search_gives_the_reason(page: Page, query: str, message: str) -> None:
     page.get_by_role("searchbox").fill(query)
     assert shown_rows(page) == []
     assert page.locator(".xckpt-empty").inner_text() == message
@@ -369,7 +369,7 @@ def test_names_lose_words_and_never_numbers(page: Page) -> None:
     assert len(long) == 20
 
 
-def test_what_all_names_begin_with_ends_before_a_number(page: Page) -> None:
+def test_the_common_prefix_ends_before_a_number(page: Page) -> None:
     for names, text in (
         (["m.layers.1.a", "m.layers.1.b"], "m.layers."),
         (["m.a.x", "m.b.x"], "m."),
@@ -435,7 +435,7 @@ def badges(page: Page) -> dict[str, str]:
     return dict(zip(names, rows.locator(".xckpt-badge").all_inner_texts(), strict=True))
 
 
-def test_what_is_wrong_is_marked_and_can_be_filtered(page: Page) -> None:
+def test_findings_are_marked_and_can_be_filtered(page: Page) -> None:
     assert page.locator(".xckpt-wrong-only").is_hidden()
     tell_findings(page, (3, "nan", "error", "2"), (3, "inf", "error", "inf"))
     tell_findings(page, (9, "dead_rows", "warning", "4"), (40, "<b>new</b>", "info", "1"))
@@ -511,7 +511,7 @@ def test_all_that_is_found_and_not_known_is_asked_for(page: Page) -> None:
     assert page.get_by_role("button", name="Statistics are complete").is_disabled()
 
 
-def test_what_was_shown_lets_go(page: Page) -> None:
+def test_a_closed_view_removes_its_listeners(page: Page) -> None:
     page.evaluate("close_()")
     assert page.evaluate("Object.values(model.listeners).flat().length") == 0
 
@@ -519,7 +519,7 @@ def test_what_was_shown_lets_go(page: Page) -> None:
 # --- hostile and huge ----------------------------------------------------------------------------
 
 
-def test_what_is_in_names_does_nothing(browser: Browser) -> None:
+def test_markup_in_names_is_inert(browser: Browser) -> None:
     rows = [row(name, "float32", 8) for name in HOSTILE]
     rows.append(Row("n" * 500, "<img src=x onerror=alert(2)>", (1,), 1))
     with explorer_page(browser, rows) as (page, complaints):

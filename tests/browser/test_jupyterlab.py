@@ -258,7 +258,7 @@ def test_a_saved_notebook_is_small_and_has_the_summary(ran: list[Locator], lab: 
     "other = ds.ckpt.explore()\nother.selected = list(ds.variables)[0]\nother",
     "import xckpt\nxckpt.read_index('hostile.safetensors')",
 )
-def test_what_is_in_names_does_nothing(ran: list[Locator]) -> None:
+def test_markup_in_names_is_inert(ran: list[Locator]) -> None:
     box = ran[1].locator(".xckpt-explorer")
     rows = box.locator(".xckpt-list .xckpt-row .xckpt-name")
     shown = r"evil\u202egnp.weight\x1b[31m"

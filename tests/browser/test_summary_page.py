@@ -116,7 +116,7 @@ def test_it_fits_into_any_width(browser: Browser, tmp_path: Path, width: int) ->
         assert max(heights) < 80
 
 
-def test_what_is_in_names_does_nothing(browser: Browser, tmp_path: Path) -> None:
+def test_markup_in_names_is_inert(browser: Browser, tmp_path: Path) -> None:
     summary = new_summary(
         [row(name, "float32", 4) for name in HOSTILE],
         title=HOSTILE[0],

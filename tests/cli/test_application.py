@@ -76,7 +76,7 @@ def test_an_error_says_where_and_what_to_do(fails: Any, capsys: pytest.CaptureFi
         (ConnectionResetError(), 2, "ConnectionResetError"),
     ],
 )
-def test_what_gives_no_answer_has_status_2(
+def test_calls_without_a_result_have_status_2(
     error: Exception, status: int, line: str, fails: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fails(error)

@@ -26,7 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "a.zt"), str(folder / "b.safetensors")
 
 
-def test_what_differs_most_comes_first(
+def test_the_largest_difference_comes_first(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *pair]) == 1

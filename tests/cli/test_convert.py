@@ -71,7 +71,7 @@ def test_the_document_says_what_was_written(
     assert err == ""
 
 
-def test_what_changes_its_form_is_told(
+def test_changes_of_form_are_printed(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(checkpoint), str(tmp_path / "m.safetensors")]) == 0
@@ -124,7 +124,7 @@ def test_wrong_options_write_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_would_lose_something_is_refused(
+def test_lossy_conversions_are_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "new.zt"

@@ -145,7 +145,7 @@ def test_a_terminal_shows_progress(checkpoint: Path, terminal: Any) -> None:
     assert "iB" in out
 
 
-def test_what_rows_are_sorted_by_is_shown(
+def test_the_column_of_the_order_is_printed(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["stats", str(checkpoint), "--sort", "kurtosis", "--columns", "std"]) == 0

@@ -162,7 +162,9 @@ def meaning(tensor: Tensor, data: bytes) -> Any:
     ],
 )
 @given(data=st.data())
-def test_whatever_a_file_says(declared: Declared, kind: str, data: st.DataObject) -> None:
+def test_changed_bytes_raise_errors_or_return_values(
+    declared: Declared, kind: str, data: st.DataObject
+) -> None:
     for file in data.draw(declared.hostile()[kind]):
         outcome(declared, file)
 
@@ -177,7 +179,7 @@ def test_bytes_after_what_a_file_begins_with(declared: Declared, data: st.DataOb
 
 @every_format
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(600), b"[]", b"\xff" * 600])
-def test_what_is_not_a_checkpoint(declared: Declared, data: bytes) -> None:
+def test_other_content_is_refused(declared: Declared, data: bytes) -> None:
     assert isinstance(outcome(declared, data), CheckpointError)
     found = formats.get(declared.name)
     for other in (data, b"{}", b"\x89HDF" + bytes(600)):

@@ -148,7 +148,7 @@ NEIGHBOURS = [
 ]
 
 
-def test_what_lies_next_to_checkpoints_is_left_to_others() -> None:
+def test_neighbouring_files_are_left_to_other_engines() -> None:
     engines = [xr.backends.list_engines()[name] for name in formats.names()]
     for path in NEIGHBOURS:
         if not path.name.endswith(".metadata.json"):

@@ -53,7 +53,7 @@ def copied(declared: Declared, draft: Draft, data: Any) -> tuple[Index, bytes]:
 
 @every_format
 @given(data=st.data())
-def test_what_is_planned_is_read(declared: Declared, data: st.DataObject) -> None:
+def test_planned_files_are_read_back(declared: Declared, data: st.DataObject) -> None:
     draft = data.draw(drafts(declared))
     contents = filled(draft)
     again, file = copied(declared, draft, contents)
@@ -86,7 +86,7 @@ def test_a_plan_pickles_and_knows_its_extents(declared: Declared) -> None:
 
 
 @every_format
-def test_what_a_format_does_not_have_is_refused(declared: Declared) -> None:
+def test_unsupported_contents_are_refused(declared: Declared) -> None:
     found = formats.get(declared.name)
     missing = [dtype for dtype in ELEMENT_TYPES if dtype not in found.can.types]
     wrong = [dense("w", dtype) for dtype in missing]

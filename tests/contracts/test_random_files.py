@@ -16,9 +16,7 @@ from xckpt import formats
 
 @pytest.mark.parametrize("engine", sorted(FILES))
 @given(data=st.data())
-def test_whatever_a_format_reads_it_knows_and_no_other_does(
-    engine: str, data: st.DataObject
-) -> None:
+def test_only_one_format_recognises_a_file(engine: str, data: st.DataObject) -> None:
     name, content = next(iter(data.draw(FILES[engine]).items()))
     damaged = bytearray(content)
     for _ in range(data.draw(st.integers(0, 3))):

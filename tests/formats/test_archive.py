@@ -65,7 +65,7 @@ def test_contents(method: int, note: bytes) -> None:
         assert rest.digest == (f"crc32:{zlib.crc32(data[10:]):08x}" if data else None)
 
 
-def test_what_is_left_is_where_it_is_said_to_be() -> None:
+def test_remaining_members_are_at_their_offsets() -> None:
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         data = zipped(("w", TEXT), method=method)
         [(_, rest)] = heads(data).values()

@@ -99,7 +99,7 @@ MISTYPED: dict[str, list[Any]] = {
     ],
     ids=lambda text: (text if isinstance(text, str) else json.dumps(text))[:30],
 )  # fmt: skip
-def test_what_is_malformed_is_ignored_with_one_warning(text: Any) -> None:
+def test_malformed_entries_are_ignored_with_one_warning(text: Any) -> None:
     ds, messages = opened(file(text, n="{"))
     assert len(messages) == 1
     assert "'xckpt.arrangement' is malformed" in messages[0]
@@ -117,7 +117,7 @@ def test_what_is_malformed_is_ignored_with_one_warning(text: Any) -> None:
     ],
     ids=["names", "paths", "fields"],
 )  # fmt: skip
-def test_what_means_nothing_here_is_ignored(text: Any) -> None:
+def test_unknown_keys_are_ignored(text: Any) -> None:
     opened(file(text))
 
 

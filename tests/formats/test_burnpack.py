@@ -165,7 +165,7 @@ def test_an_aligned_file_cut_short_is_not_taken_for_a_legacy_one() -> None:
         assert error_of(data[:size]).rule == "Truncated"
 
 
-def test_what_follows_metadata_and_data_is_ignored() -> None:
+def test_bytes_after_metadata_and_data_are_ignored() -> None:
     metadata = cbor2.dumps({"tensors": {"w": descriptor()}}) + b"\xff\xff"
     index = read(container(metadata, bytes(64) + b"more"))
     assert index.tensors["w"].parts["data"].offset == 256

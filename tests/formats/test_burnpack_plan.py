@@ -550,7 +550,7 @@ def test_a_malformed_scheme_is_not_believed(stated: Any) -> None:
         (draft_of(dense("w", "complex64")), "Dtype"),
     ],
 )
-def test_what_burnpack_lacks_is_an_error(index: Draft, rule: str) -> None:
+def test_unsupported_types_are_errors(index: Draft, rule: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         burnpack.plan(index)
     assert caught.value.rule == rule

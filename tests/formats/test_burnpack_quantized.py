@@ -251,7 +251,7 @@ def test_tensors_without_elements(shape: tuple[int, ...]) -> None:
         ),
     ],
 )
-def test_what_burn_does_not_split_is_shown_as_parts(
+def test_undefined_schemes_are_shown_as_parts(
     shape: tuple[int, ...], nbytes: int, scheme: Any, parts: dict[str, int]
 ) -> None:
     tensor = tensor_of(shape, nbytes, scheme)

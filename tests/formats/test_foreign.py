@@ -44,7 +44,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_it_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
+def test_errors_name_the_content_and_a_remedy(kind: str, tmp_path: Path) -> None:
     content, advice = FILES[kind]
     path = tmp_path / "model"
     path.write_bytes(content)

@@ -115,7 +115,7 @@ class TestBlocks:
         lazy.read_into(out, key)
         assert_same_bits(out, np.array(expected))
 
-    def test_what_is_scattered_is_decoded_a_few_rows_at_a_time(self) -> None:
+    def test_scattered_rows_are_decoded_a_few_at_a_time(self) -> None:
         shape = (600, 1024)
         index, sources = indexed(block_file({"w": ("q8_0", shape)}))
         lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
@@ -126,7 +126,7 @@ class TestBlocks:
         lazy[::299, 40:60]
         assert sum(nbytes for _, nbytes in sources[None].reads) == 3 * 34  # one block of each row
 
-    def test_what_will_be_read_is_known_before(self) -> None:
+    def test_ranges_to_read_are_known_in_advance(self) -> None:
         index, sources = indexed(block_file({"w": ("q8_0", (4, 64))}))
         lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
         [(source, offset, nbytes)] = lazy.ranges((2, slice(30, 40)))

@@ -134,7 +134,7 @@ JSON = st.recursive(
     config=JSON,
     ids=st.sampled_from([None, "stored"]),
 )
-def test_what_is_planned_is_read(
+def test_planned_files_are_read_back(
     tensors: Mapping[str, tuple[Any, str, bool]], kind: str | None, config: Any, ids: str | None
 ) -> None:
     attrs = {} if kind is None else {"kind": kind, "config": config}
@@ -234,7 +234,7 @@ def test_names_of_axes() -> None:
     assert read(written(index)).tensors["x"].dims is None
 
 
-def test_what_the_format_declares() -> None:
+def test_capabilities_of_the_format() -> None:
     writer = formats.writable("gptrs")
     can = writer.can
     assert can.types == ("float32", "int32")

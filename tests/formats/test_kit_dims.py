@@ -61,7 +61,7 @@ def test_the_text_does_not_depend_on_the_order_of_tensors() -> None:
         '{"w": ["a", ' + "9" * 5000 + "]}",
     ],
 )
-def test_what_is_malformed_is_ignored(text: Any) -> None:
+def test_malformed_names_are_ignored(text: Any) -> None:
     tensors = {"w": dense("w"), "v": dense("v")}
     assert with_dims(tensors, text) == tensors
     if type(text) is str and text.endswith("}"):

@@ -133,7 +133,7 @@ def test_one_shard() -> None:
         assert value(data, index, "a.b") == BIAS.data
 
 
-def test_what_has_no_elements_needs_no_data() -> None:
+def test_tensors_without_elements_need_no_data() -> None:
     data = checkpoint([[EMPTY], [BIAS]])
     index = read(data)
     assert index.attrs["payload"] == "none"
@@ -763,7 +763,7 @@ LATE = b'{"customFields": {"notes": "' + b"x" * 600 + b'"}, "worldSize": 1}'
         (b"{}", False),
     ],
 )
-def test_what_is_named_like_metadata_is_judged_once(content: bytes, taken: bool) -> None:
+def test_files_named_like_metadata_are_detected_once(content: bytes, taken: bool) -> None:
     source = CountingSource(content, "run/m.metadata.json")
     head = content[: formats.HEAD_BYTES]
     assert mlcp.detect(head, len(content), source.name) or not taken

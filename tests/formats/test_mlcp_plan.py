@@ -195,7 +195,7 @@ def test_floats(number: float, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", [{1: 2}, (1,), b"x", float("nan"), "\ud800", object()])
-def test_what_is_not_json(value: Any) -> None:
+def test_attributes_that_are_not_json(value: Any) -> None:
     refused(draft_of(more=[value]), "Metadata")
 
 
@@ -250,7 +250,7 @@ FIELDS = st.fixed_dictionaries(
     attrs=FIELDS,
     several=st.booleans(),
 )
-def test_what_is_planned_is_read(
+def test_planned_files_are_read_back(
     shards: Mapping[int, Mapping[str, tuple[Any, str]]], attrs: dict[str, Any], several: bool
 ) -> None:
     names = [name for shard in shards.values() for name in shard]
@@ -361,7 +361,7 @@ def test_lists_of_tensors_are_made_anew() -> None:
     assert read(written(draft_of(tensorInfos=[]))).attrs["tensorInfos"] == []
 
 
-def test_of_two_names_of_sharding_the_last_counts() -> None:
+def test_the_last_name_of_sharding_is_used() -> None:
     said = {"strategy": "ddp", "more": [1]}
     attrs = read(written(draft_of(sharding=None, shardingStrategy=said))).attrs
     expected = {"strategy": "ddp", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}
@@ -402,7 +402,7 @@ def test_no_tensors() -> None:
     assert read(data).attrs["payload"] == "tail"
 
 
-def test_what_the_format_declares() -> None:
+def test_capabilities_of_the_format() -> None:
     writer = formats.writable("mlcp")
     can = writer.can
     assert len(can.types) == len(set(can.types)) == 13
@@ -495,7 +495,7 @@ def test_times(text: str) -> None:
         "2024-01-08T12:00+15:00",
     ],
 )
-def test_what_is_no_time(text: str) -> None:
+def test_malformed_timestamps(text: str) -> None:
     refused(draft_of(timestamp=text), "Timestamp")
 
 

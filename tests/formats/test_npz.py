@@ -67,14 +67,14 @@ def test_a_single_array_has_no_room(ds: xr.Dataset, tmp_path: Path) -> None:
     [b"", b"{", b"[" * 100_000, b'{"a": 1}', b"[]", b"\xff", b'{"xckpt.arrangement": "["}'],
 )
 @pytest.mark.filterwarnings("ignore:.*is malformed:xckpt.CheckpointWarning")
-def test_what_others_put_there_is_left_alone(path: Path, extra: bytes) -> None:
+def test_foreign_records_are_ignored(path: Path, extra: bytes) -> None:
     ds = xr.open_dataset(replaced(path.read_bytes(), EXTRA + struct.pack("<I", len(extra)) + extra))
     assert set(ds.variables) == {"w", "x"}
     assert ds.attrs == {}
 
 
 @pytest.mark.parametrize("record", [EXTRA, EXTRA + b"\xff\xff\xff\xff{}", b"PK\7\x08" + bytes(12)])
-def test_what_is_no_record_is_left_alone(path: Path, record: bytes) -> None:
+def test_malformed_records_are_ignored(path: Path, record: bytes) -> None:
     ds = xr.open_dataset(replaced(path.read_bytes(), record))
     assert set(ds.variables) == {"w", "x"}
     assert ds.attrs == {}
@@ -102,7 +102,7 @@ def test_long_names_of_first_members(nbytes: int, suffix: str, tmp_path: Path) -
     assert ds[name].values.tolist() == [0, 1, 2]
 
 
-def test_what_is_left_out_has_its_name_too(tmp_path: Path) -> None:
+def test_omitted_members_are_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "m.npz", x=np.ones(3), y=np.zeros(2))
     with zipfile.ZipFile(tmp_path / "m.npz", "a") as archive:
         archive.writestr("x", b"no array")
@@ -112,7 +112,7 @@ def test_what_is_left_out_has_its_name_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["attribute", "name", "axis"])
-def test_what_is_no_text_is_refused(place: str, tmp_path: Path) -> None:
+def test_values_that_are_not_text_are_refused(place: str, tmp_path: Path) -> None:
     text = {"attribute": "a", "name": "w", "axis": "x"} | {place: "\ud800"}
     ds = xr.Dataset({text["name"]: (text["axis"], np.ones(2))}, attrs={"a": text["attribute"]})
     with pytest.raises(xckpt.UnsupportedError, match="lone surrogates"):

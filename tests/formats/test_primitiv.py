@@ -375,7 +375,7 @@ class TestErrors:
             (array(uint32(2), b"\xcd\0\3") + uint32(1), 21, "Type"),
         ],
     )
-    def test_of_tensors(self, content: bytes, offset: int, rule: str) -> None:
+    def test_tensor_files(self, content: bytes, offset: int, rule: str) -> None:
         error = failure(TENSOR, content)
         assert (error.offset, error.rule, error.tensor) == (offset, rule, "value")
 
@@ -397,7 +397,7 @@ class TestErrors:
             (OPTIMIZER, mapping((text("a"), float32(1))) + mapping(), 18),
         ],
     )
-    def test_of_types_name_the_byte_found(
+    def test_errors_of_types_contain_the_byte(
         self, data_type: int, content: bytes, offset: int
     ) -> None:
         error = failure(data_type, content)
@@ -405,7 +405,7 @@ class TestErrors:
         assert (error.rule, error.offset) == ("Type", offset)
         assert f"type byte 0x{actual:02x}, expected" in str(error)
 
-    def test_of_a_header(self) -> None:
+    def test_errors_of_a_header(self) -> None:
         assert failure(0x500, b"").rule == "DataType"
         assert "the file is empty" in str(raised(b""))
         assert "0x93" in str(raised(b"\x93NUMPY" + bytes(100)))

@@ -154,7 +154,7 @@ def without_modules(keys: Any) -> bool:
         KEYS, st.tuples(DIMS, st.dictionaries(ELEMENTS, SHAPES, max_size=2)), max_size=4
     ).filter(without_modules)
 )
-def test_what_is_planned_is_read(parameters: Mapping[tuple[str, ...], Any]) -> None:
+def test_planned_files_are_read_back(parameters: Mapping[tuple[str, ...], Any]) -> None:
     tensors = []
     expected: dict[str, Any] = {}
     for key, (dims, stats) in parameters.items():
@@ -229,7 +229,7 @@ def test_parameters_are_sorted_and_statistics_are_not() -> None:
     assert list(read(written(index)).tensors) == ["B", "a.b", "a%2Eb", "b", "b:z", "b:a"]
 
 
-def test_what_trailing_ones_come_back_as() -> None:
+def test_trailing_axes_of_length_1_are_dropped() -> None:
     index = draft_of(
         tensor("a", (3, 1, 1)),
         tensor("b", (1, 3)),
@@ -283,7 +283,7 @@ def test_shapes(dims: tuple[int, ...], batch: int) -> None:
     assert attrs == {"data_type": "Shape", "dims": list(as_read((dims, 1))[0]), "batch": batch}
 
 
-def test_what_the_format_declares() -> None:
+def test_capabilities_of_the_format() -> None:
     writer = formats.writable("primitiv")
     can = writer.can
     assert (can.types, can.orders, can.layouts) == (("float32",), ("F",), ("dense",))

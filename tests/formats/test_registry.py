@@ -120,7 +120,7 @@ LAYOUTS = {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structur
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_a_format_says_of_its_files_is_known_elsewhere(name: str) -> None:
+def test_declarations_of_a_format_reach_the_registry(name: str) -> None:
     can = formats.writable(name).can
     assert len(set(can.types)) == len(can.types) > 0
     assert set(can.types) <= set(ELEMENT_TYPES)
@@ -145,7 +145,7 @@ def test_a_format_that_is_only_read_is_not_written(monkeypatch: pytest.MonkeyPat
         formats.writable("onnx")
 
 
-def test_what_no_format_knows_is_an_error_that_lists_them() -> None:
+def test_unknown_content_is_an_error_that_lists_the_formats() -> None:
     with pytest.raises(FormatError, match=", ".join(FORMATS)):
         formats.detect(CountingSource(b"no checkpoint"))
 

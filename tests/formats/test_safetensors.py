@@ -140,7 +140,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     # Of neither tensors nor texts the package makes a header that it refuses itself.
     st.none() | st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=3),
 )
-def test_what_the_package_writes(
+def test_files_of_the_package_are_read(
     written: dict[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
     data = safetensors.numpy.save(written, metadata)

@@ -74,7 +74,7 @@ def test_names_of_axes_are_kept() -> None:
         (tensor("w", "int8", (2, 2), order="F"), "Order"),
     ],
 )
-def test_what_has_no_place(bad: WantedTensor, rule: str) -> None:
+def test_unsupported_contents_are_errors(bad: WantedTensor, rule: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         plan(index(bad))
     assert (caught.value.tensor, caught.value.rule) == (bad.name, rule)

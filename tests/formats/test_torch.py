@@ -131,7 +131,7 @@ print(json.dumps(seen))
 
 
 class TestNothingRuns:
-    def test_what_files_name_is_neither_imported_nor_called(self, tmp_path: Path) -> None:
+    def test_named_functions_are_neither_imported_nor_called(self, tmp_path: Path) -> None:
         (tmp_path / "evil_module.py").write_text(
             "open('PWNED', 'w')\ndef run(): open('PWNED', 'w')"
         )
@@ -187,7 +187,7 @@ class TestRecordsAreOpcodes:
 
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize("got", range(3, 11))
-    def test_what_they_put_in_the_memo_is_there(
+    def test_entries_of_the_memo_are_restored(
         self, got: int, wide: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also where a record gets what it has put itself."""
@@ -632,7 +632,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_what_is_there_many_times_takes_no_longer(kind: str) -> None:
+def test_repeated_objects_take_no_longer(kind: str) -> None:
     """A reference costs what it is in the file, however much it refers to."""
     once, again = SHARED[kind]
     data = files.archive(b"](" + once + again * 5_000 + b"e")
@@ -730,7 +730,7 @@ def test_modules_have_the_names_of_their_state_dict(names: bytes) -> None:
 
 
 @pytest.mark.parametrize("opcodes", [b"](", b"(", b"cm\nf\n", b"}K\0"])
-def test_what_is_nested_very_deep_breaks_nothing(opcodes: bytes) -> None:
+def test_deep_nesting_is_harmless(opcodes: bytes) -> None:
     ends = {b"](": b"e", b"(": b"t", b"cm\nf\n": b")R", b"}K\0": b"s"}
     value = opcodes * 20_000 + b"N" * (opcodes != b"cm\nf\n") + ends[opcodes] * 20_000
     if opcodes == b"cm\nf\n":

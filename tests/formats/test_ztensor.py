@@ -76,7 +76,7 @@ def test_only_head_footer_and_manifest_are_read(version: str) -> None:
     assert len(source.reads) == 3
 
 
-def test_what_is_not_detected() -> None:
+def test_other_files_are_not_detected() -> None:
     assert not ztensor.detect(b"", 0, "m.zt")
     assert not ztensor.detect(b"ZTEN100", 7, "m.zt")
     assert not ztensor.detect(b"zten1000" + bytes(56), 64, "m.zt")

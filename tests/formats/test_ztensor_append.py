@@ -96,7 +96,7 @@ def test_a_name_that_is_taken_is_replaced_only_when_asked(version: str) -> None:
     assert raw_bytes(read(new).tensors["b"].parts["data"], new) == filled(more)["b", "data"]
 
 
-def test_what_is_unknown_in_the_old_manifest_stays() -> None:
+def test_unknown_fields_of_the_old_manifest_stay() -> None:
     entry = {**dense_v1(bytes(4), (1,), "float32"), "new": {"field": [1, None]}}
     odd = {"dtype": "float12", "shape": [2], "format": "acme", "components": {}}
     old = v1_file({"w": entry, "odd": odd}, generator="some", newer=1.5)

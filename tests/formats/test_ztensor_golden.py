@@ -78,7 +78,7 @@ def test_conformance(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", golden_files("ztensor/bad/*.zt"), ids=lambda path: path.stem)
-def test_of_what_reading_shows_sizes_that_disagree_show_at_opening(path: Path) -> None:
+def test_contradicting_sizes_are_errors_on_opening(path: Path) -> None:
     described = path.with_suffix(".txt").read_text()
     if not described.startswith(("[open]", "[open|read")):
         with contextlib.suppress(xckpt.FormatError):

@@ -77,7 +77,7 @@ def test_versions_0_and_1_take_any_cbor_and_no_tag(encoded: str, value: Any) -> 
         ("d81d00", None),  # without its tag, a reference is a number
     ],
 )
-def test_what_is_no_cbor(encoded: str, rule: str | None) -> None:
+def test_manifests_that_are_not_cbor(encoded: str, rule: str | None) -> None:
     if rule is None:
         assert manifest.decode(bytes.fromhex(encoded)) == 0
     else:
@@ -113,7 +113,7 @@ def test_what_is_no_cbor(encoded: str, rule: str | None) -> None:
         ("81f9fe00", "CborDeterminism"),
     ],
 )
-def test_what_version_2_refuses(encoded: str, rule: str) -> None:
+def test_manifests_that_version_2_refuses(encoded: str, rule: str) -> None:
     assert rule_of(bytes.fromhex(encoded), manifest.decode_deterministic) == rule
 
 
@@ -131,7 +131,7 @@ def test_what_version_2_refuses(encoded: str, rule: str) -> None:
         ("3bffffffffffffffff", -(1 << 64)),
     ],
 )
-def test_what_version_2_takes(encoded: str, value: Any) -> None:
+def test_manifests_that_version_2_accepts(encoded: str, value: Any) -> None:
     data = bytes.fromhex(encoded)
     if value is None:
         data = data[:-1] + b"\x80"
@@ -170,7 +170,7 @@ def test_attributes_can_be_pickled() -> None:
 
 
 @pytest.mark.parametrize("encoded", ["01", "80", "a10101", "a16161f0", "a16161a1800100"[:-2]])
-def test_what_are_no_attributes(encoded: str) -> None:
+def test_fields_that_are_not_attributes(encoded: str) -> None:
     value = manifest.decode(bytes.fromhex(encoded))
     assert rule_of(value, manifest.attributes) in {"Schema", "CborSyntax"}
 

@@ -291,7 +291,7 @@ def test_names_of_axes_are_a_text_in_the_attributes_of_the_file() -> None:
     ],
     ids=lambda tensor: tensor.dtype,
 )
-def test_what_version_1_lacks_is_an_error_that_names_version_2(tensor: WantedTensor) -> None:
+def test_errors_of_version_1_name_version_2(tensor: WantedTensor) -> None:
     with pytest.raises(UnsupportedError, match=r"tensor 'w': version 1\.0 has no") as caught:
         ztensor.plan(draft_of(tensor))
     assert caught.value.hint == "Write version='2', which has it"
@@ -456,7 +456,7 @@ def test_parts_must_be_of_the_layout_they_name() -> None:
         (draft_of(dense("w", algorithm="md5")), "Digest"),
     ],
 )
-def test_what_no_version_has_is_an_error(index: Draft, rule: str, version: str) -> None:
+def test_features_of_no_version_are_errors(index: Draft, rule: str, version: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         ztensor.plan(index, version=version)
     assert caught.value.rule == rule

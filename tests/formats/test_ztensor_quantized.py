@@ -200,7 +200,7 @@ def test_group_size_0_is_what_the_number_of_scales_says(
         gguf(),
     ],
 )
-def test_what_is_not_pinned_is_shown_as_parts(entry: dict[str, Any]) -> None:
+def test_ambiguous_schemes_are_shown_as_parts(entry: dict[str, Any]) -> None:
     tensor = tensor_of(entry)
     assert (tensor.layout, tensor.problem, tensor.quantization) == ("structural", None, None)
     assert all(part.shape is not None and len(part.shape) == 1 for part in tensor.parts.values())

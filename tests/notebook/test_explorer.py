@@ -181,7 +181,7 @@ def test_only_tensors_can_be_selected(opened: Opened) -> None:
     assert opened.explorer.selected is None
 
 
-def test_what_is_known_is_not_computed_again(opened: Opened) -> None:
+def test_cached_results_are_not_computed_again(opened: Opened) -> None:
     for name in ("b", "a.0.w", "b"):
         opened.explorer.selected = name
         opened.done()
@@ -207,7 +207,7 @@ def test_a_failure_is_told_without_the_path(opened: Opened) -> None:
     assert opened.told == [({"tell": "failed", "row": 2, "reason": "digest differs"}, [])]
 
 
-def test_what_is_wrong_is_told(opened: Opened) -> None:
+def test_errors_are_shown(opened: Opened) -> None:
     opened.ask({"ask": "compute"}, 0, 2)
     opened.done()
     results = [(2, "inf", "error", "inf", "")]
@@ -227,7 +227,7 @@ def test_how_far_a_large_tensor_is_is_told(opened: Opened, monkeypatch: pytest.M
     assert shares == [0, 1]
 
 
-def test_what_is_known_before_is_not_computed() -> None:
+def test_earlier_results_are_not_computed() -> None:
     known = KnownResults(
         {"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error", "1 is NaN")]
     )
@@ -245,7 +245,7 @@ def test_codes_are_marked() -> None:
     assert Opened(rows).explorer._table._codes == b"\1\0"
 
 
-def test_what_is_only_wrong_with_weights_is_not_said_of_codes() -> None:
+def test_findings_of_weights_do_not_apply_to_codes() -> None:
     rows = [row("a", "int8", 1, storage="codes"), row("b", "int8", 1)]
     rules = ("constant", "exploding", "all_zero")
     results = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
@@ -281,7 +281,7 @@ def test_large_tensors_are_batches_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert [len(call) for call in opened.source.calls] == [3, 1]
 
 
-def test_what_fails_does_not_stop_the_others(opened: Opened) -> None:
+def test_a_failure_does_not_stop_other_tensors(opened: Opened) -> None:
     opened.source.broken = {"a.1.w", NAMES[4]}
     opened.ask({"ask": "compute"}, *range(6))
     opened.done()

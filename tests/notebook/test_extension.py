@@ -94,7 +94,7 @@ def test_large_checkpoints_are_shown_as_their_summary(session: Any, path: Path) 
     assert is_summary(session, xr.open_datatree(path, engine="npz"))
 
 
-def test_what_is_made_of_them_is_too(session: Any, ds: xr.Dataset, path: Path) -> None:
+def test_computed_datasets_are_shown_as_summaries(session: Any, ds: xr.Dataset, path: Path) -> None:
     load_ipython_extension(session)
     for made in (ds * 2, ds.map(np.abs), ds.astype("f8"), ds.isel(d2=0), ds.compute(), ds.copy()):
         assert is_summary(session, made)
@@ -163,7 +163,7 @@ def test_unloading_leaves_nothing_behind(session: Any, ds: xr.Dataset) -> None:
     unload_ipython_extension(session)
 
 
-def test_what_is_registered_for_a_type_of_content_comes_first(session: Any, ds: xr.Dataset) -> None:
+def test_formatters_for_a_mimetype_come_first(session: Any, ds: xr.Dataset) -> None:
     for kind in ("text/html", "image/png"):
         formatter = session.display_formatter.formatters[kind]
         formatter.for_type(xr.Dataset, lambda _: "registered")
@@ -174,7 +174,7 @@ def test_what_is_registered_for_a_type_of_content_comes_first(session: Any, ds: 
     assert session.display_formatter.format(ds)[0]["image/png"] == "registered"
 
 
-def test_what_was_registered_by_name_stays_in_use(session: Any, ds: xr.Dataset) -> None:
+def test_formatters_registered_by_name_stay(session: Any, ds: xr.Dataset) -> None:
     bundles = session.display_formatter.mimebundle_formatter
     bundles.for_type_by_name(xr.Dataset.__module__, "Dataset", lambda _: {"text/html": "by name"})
     load_ipython_extension(session)
@@ -184,7 +184,7 @@ def test_what_was_registered_by_name_stays_in_use(session: Any, ds: xr.Dataset) 
     assert html(session, ds) == "by name"
 
 
-def test_what_was_registered_for_a_base_class_stays_there(session: Any, ds: xr.Dataset) -> None:
+def test_formatters_of_a_base_class_stay(session: Any, ds: xr.Dataset) -> None:
     markdown = session.display_formatter.formatters["text/markdown"]
     markdown.for_type(object, lambda _: "any object")
     load_ipython_extension(session)
@@ -199,7 +199,7 @@ def test_other_types_of_content_are_not_asked_for(session: Any, ds: xr.Dataset) 
     assert set(session.display_formatter.format(ds)[0]) == {"text/plain", "text/html"}
 
 
-def test_what_was_registered_later_is_not_undone(session: Any, ds: xr.Dataset) -> None:
+def test_later_formatters_stay(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
     bundles = session.display_formatter.mimebundle_formatter
     bundles.for_type(xr.Dataset, lambda _: {"text/html": "later"})

@@ -89,7 +89,7 @@ def test_a_decoder_of_the_gpt_family() -> None:
     ]
 
 
-def test_what_differs_in_shape_stays_apart() -> None:
+def test_tensors_of_other_shapes_have_another_line() -> None:
     rows = [row(f"h.{i}.w", "float32", 4 if i % 6 else 8) for i in range(12)]
     rows += [row(f"{name}.weight", "float32", 9, 4) for name in ("a", "b")]
     rows.append(row("c.weight", "float32", 7, 4))

@@ -89,7 +89,7 @@ def test_all_patterns_are_there(model: Any) -> None:
         assert pattern.text in text
 
 
-def test_what_is_left_out_is_counted() -> None:
+def test_omitted_lines_are_counted() -> None:
     summary = summary_of(resnet())
     text = Parsed(render(summary)).text
     assert all(pattern.text in text for pattern in summary.patterns[:20])
@@ -123,7 +123,7 @@ def test_a_model_of_many_patterns_takes_10_kb_too() -> None:
     assert len(render(summary_of(resnet())).encode()) < 10_000
 
 
-def test_whatever_is_in_a_file_the_size_is_bounded() -> None:
+def test_the_size_is_bounded_for_any_file() -> None:
     names = [f"{'<' * 60}{chr(97 + n // 26)}{chr(97 + n % 26)}.{chr(97 + n)}" for n in range(400)]
     rows = [row(name, "float32", n, 2**40, 7) for n, name in enumerate(names)]
     hostile = dict.fromkeys(names, "&" * 5000)

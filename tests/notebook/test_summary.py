@@ -87,7 +87,7 @@ def test_numbers_ascend_where_sizes_are_equal() -> None:
     ]
 
 
-def test_what_is_left_out_is_counted() -> None:
+def test_omitted_lines_are_counted() -> None:
     lines = text_of(resnet()).splitlines()
     assert lines[2:4] == [
         "  parameters  161 tensors  25.6 M elements   97.6 MiB  99.8 %",

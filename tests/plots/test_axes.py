@@ -139,7 +139,7 @@ def test_headings_stay_in_the_picture(columns: int) -> None:
     assert title.y1 <= figure.bbox.y1
 
 
-def test_what_is_drawn_into_is_checked_first(flat: xr.Dataset, monkeypatch: Any) -> None:
+def test_axes_are_checked_before_reading(flat: xr.Dataset, monkeypatch: Any) -> None:
     monkeypatch.setattr("xckpt.plots.layers.OpenTensors", None, raising=False)
     monkeypatch.setattr("xckpt.scan.scanning.open_records", None)
     monkeypatch.setattr("xckpt.arrays.lazy.LazyArray.__getitem__", None)

@@ -136,7 +136,7 @@ def test_codes_do_not_share_an_axis_with_weights() -> None:
     assert notes(ax) == "codes, whose scales are in weight_scale"
 
 
-def test_what_is_not_finite_is_said() -> None:
+def test_nonfinite_elements_are_mentioned() -> None:
     values = np.array([1.0, np.nan, 2.0, np.inf])
     ds = xr.Dataset({"w": ("x", values), "nothing": ("x", values * np.nan)})
     assert notes(Plots(ds).histogram("w")) == "without 2 NaN or infinite in w"

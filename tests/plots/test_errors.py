@@ -72,7 +72,7 @@ def test_a_comparison_draws_itself(base: xr.Dataset, rounded: xr.Dataset) -> Non
     )
 
 
-def test_of_many_the_worst_is_seen() -> None:
+def test_the_worst_of_many_channels_is_visible() -> None:
     x = np.ones((700, 1200), np.float32)
     y = x * np.float32(1.01)
     y[123] = x[123]
@@ -115,7 +115,7 @@ def test_a_whole_model_has_names_and_no_empty_columns() -> None:
     assert ax.get_title() == "61 tensors"
 
 
-def test_what_was_zero(base: xr.Dataset) -> None:
+def test_channels_of_zeros(base: xr.Dataset) -> None:
     zero = base[["layers.0.q.weight"]].copy(deep=True)
     zero["layers.0.q.weight"][1] = 0
     ax = Plots(zero).error(base)
@@ -130,7 +130,7 @@ def test_names_of_a_file_are_only_shown() -> None:
     ax.figure.canvas.draw()
 
 
-def test_what_cannot_be_drawn(base: xr.Dataset, rounded: xr.Dataset) -> None:
+def test_comparisons_that_cannot_be_drawn_are_errors(base: xr.Dataset, rounded: xr.Dataset) -> None:
     with pytest.raises(TypeError, match="takes a checkpoint to compare with"):
         Plots(base).error()
     with pytest.raises(ValueError, match="compare with dim=-1 for channels"):

@@ -167,7 +167,7 @@ def test_rows_that_are_not_shown_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd-seekable"])
-def test_what_can_be_decoded_whole_only_is_decoded_once(compression: str, tmp_path: Path) -> None:
+def test_tensors_without_random_access_are_decoded_once(compression: str, tmp_path: Path) -> None:
     from xckpt.writing import save
 
     array = np.random.default_rng(0).normal(size=(2000, 100)).astype(np.float32)
@@ -183,7 +183,7 @@ def test_what_can_be_decoded_whole_only_is_decoded_once(compression: str, tmp_pa
     assert source.nbytes_read <= 1.1 * source.size
 
 
-def test_of_long_rows_only_a_part_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heatmap, "_MOST_ELEMENTS", 1000)
     nelements = 0
 
@@ -220,7 +220,7 @@ def test_any_element_type(dtype: str) -> None:
     assert drawn(ax).tolist() == [[0, 1], [1, 0]]
 
 
-def test_what_is_not_finite_is_seen() -> None:
+def test_nonfinite_elements_are_visible() -> None:
     values = np.array([[np.nan, 1.0], [np.inf, -2.0]])
     ax = Plots(xr.Dataset({"w": (("a", "b"), values)})).heatmap("w")
     assert drawn(ax).mask.tolist() == [[True, False], [True, False]]
@@ -239,7 +239,7 @@ def test_robust_colours_and_own_ones(flat: xr.Dataset) -> None:
     assert (image.get_cmap().name, image.get_clim()) == ("magma", (-1, 3))
 
 
-def test_what_cannot_be_drawn_is_said(flat: xr.Dataset) -> None:
+def test_tensors_that_cannot_be_drawn_are_errors(flat: xr.Dataset) -> None:
     with pytest.raises(KeyError, match=r"no tensor 'm\.layers\.0\.atn\.w' among 25; similar names"):
         Plots(flat).heatmap("m.layers.0.atn.w")
     with pytest.raises(ValueError, match="'w' has no elements"):

@@ -121,7 +121,7 @@ def test_the_scale_follows_the_values(factors: tuple[float, ...], scale: str) ->
         assert low <= line.min() <= line.max() <= high
 
 
-def test_what_cannot_be_drawn_is_said(flat: xr.Dataset) -> None:
+def test_statistics_that_cannot_be_drawn_are_errors(flat: xr.Dataset) -> None:
     with pytest.raises(ValueError, match="no statistic 'sdt', only count, nan"):
         Plots(flat).layers("sdt")
     with pytest.raises(ValueError, match="none of 1 tensors is numbered"):
@@ -201,7 +201,7 @@ def panels(ax: Axes) -> dict[str, list[str]]:
 class TestPanels:
     """Tensors of one kind and module share a scale, and others have one of their own."""
 
-    def test_of_a_whole_model(self) -> None:
+    def test_layers_of_a_whole_model(self) -> None:
         ax = Plots(of_architecture(llama(6, 16, np.float32))).layers("std")
         base = "model.layers.{0..5}"
         assert panels(ax) == {
@@ -232,7 +232,7 @@ class TestPanels:
         assert len(given.get_figure(root=True).axes) == 1  # type: ignore[union-attr]
         assert end_labels(given)
 
-    def test_of_buffers_and_optimizers_are_left_out_unless_they_are_named(self) -> None:
+    def test_buffers_and_optimizer_state_are_drawn_only_by_name(self) -> None:
         tensors = resnet((3, 3), 4)
         for number in range(9):
             tensors[f"optimizer.state.{number}.exp_avg"] = np.ones((3, 3), np.float32)
@@ -262,7 +262,7 @@ class TestStages:
         lowest = ax.get_figure(root=True).axes[-1]  # type: ignore[union-attr]
         return [text.get_text() for text in lowest.get_xticklabels()]
 
-    def test_of_a_resnet(self) -> None:
+    def test_layers_of_a_resnet(self) -> None:
         ax = Plots(of_architecture(resnet())).layers("std", "*.conv?.weight")
         assert self.ticks(ax) == [
             f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)
@@ -274,7 +274,7 @@ class TestStages:
         ]
         assert ax.get_title() == "layer1.0 … layer4.1.*"
 
-    def test_of_a_unet(self) -> None:
+    def test_layers_of_a_unet(self) -> None:
         ds = of_architecture(unet())
         ax = Plots(ds).layers("std", "*resnets*.conv1.weight")
         assert self.ticks(ax) == [

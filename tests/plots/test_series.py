@@ -56,7 +56,7 @@ def test_gains_are_not_united_with_weights() -> None:
 
 
 @pytest.mark.parametrize("most", [2, 3, 5])
-def test_what_cannot_be_united_is_together_at_last(most: int) -> None:
+def test_remaining_series_share_the_last_panel(most: int) -> None:
     names = [f"a{n}.b{n}.c{n}.{m}" for n in range(9) for m in range(n + 1)]
     _, roles = series_of(names, most)
     assert len(roles) == most

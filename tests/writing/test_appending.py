@@ -130,7 +130,7 @@ def test_tensors_of_the_file_itself_under_new_names(model: Path) -> None:
         ds["w"].compute()
 
 
-def test_what_is_dropped_is_told_and_what_is_wrong_is_refused(model: Path) -> None:
+def test_losses_are_warnings_and_faults_are_errors(model: Path) -> None:
     before = model.read_bytes()
     ds = xr.Dataset({"v": ("n", np.zeros(2))}, coords={"name": ("n", ["a", "b"])})
     with pytest.warns(CheckpointWarning, match="without numbers.*'name'") as caught:
@@ -213,7 +213,7 @@ def test_an_error_leaves_the_old_file(model: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
-def test_of_two_writers_at_once_one_is_refused(model: Path) -> None:
+def test_one_of_two_concurrent_writers_is_refused(model: Path) -> None:
     refused: list[Any] = []
 
     def meanwhile(done: int, _: int) -> None:
@@ -229,7 +229,7 @@ def test_of_two_writers_at_once_one_is_refused(model: Path) -> None:
     assert {"c", "d", "w"} <= set(read_index(model).tensors)
 
 
-def test_what_another_process_wrote_meanwhile_is_not_lost(model: Path) -> None:
+def test_concurrent_changes_of_another_process_survive(model: Path) -> None:
 
     def replacing(block: np.ndarray) -> np.ndarray:
         if block.size:
@@ -243,7 +243,7 @@ def test_what_another_process_wrote_meanwhile_is_not_lost(model: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["append", "convert", "save", "computed", "stacked", "delayed"])
-def test_what_is_made_of_the_old_file_undoes_nothing(
+def test_results_of_the_old_file_undo_nothing(
     kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another writer is there first when all is read and written, but for the name."""

@@ -144,7 +144,7 @@ class TestWhatAFileStatesItself:
         assert told(save, ds, tmp_path / "new", engine, **OPTIONS.get(engine, {})) == ""
 
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_what_was_changed_since_is_told(self, engine: str, tmp_path: Path) -> None:
+    def test_changed_attributes_cause_a_warning(self, engine: str, tmp_path: Path) -> None:
         ds, can = self.saved(engine, tmp_path), formats.get(engine).can
         of_file = can.file_attrs if isinstance(can.file_attrs, tuple) else ()
         known = {*can.stated_attrs, *of_file, *(can.tensor_attrs or ())}

@@ -19,7 +19,7 @@ OTHERS = {"boundary_legacy_0", "cbor_reordered", "legacy_0.19", "trailing_bytes"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_is_written_again_equals_it(path: Path, tmp_path: Path) -> None:
+def test_rewritten_files_are_identical(path: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dialect": "0.20"} if "0.20" in path.stem else {}
     xckpt.convert(path, tmp_path / "converted.bpk", **options)
     xckpt.save(xr.open_dataset(path), tmp_path / "saved.bpk", **options)

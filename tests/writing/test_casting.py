@@ -102,7 +102,7 @@ def test_a_type_that_is_chosen_holds_every_value_and_gives_it_back(name: str, wi
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if ELEMENT_TYPES[n].bits == 8])
-def test_what_is_decoded_is_encoded_to_the_same_bits(name: str) -> None:
+def test_decoded_values_are_encoded_to_the_same_bits(name: str) -> None:
     values = all_values(name)
     decoded = elements(values.view(np.uint8).data, name, decode=True)
     assert np.array_equal(codes(convert(decoded, name, "exact")), codes(values))
@@ -174,7 +174,7 @@ def test_a_sign_of_zero_and_a_part_of_a_complex_number_are_not_lost() -> None:
     assert convert(np.array([1 + 1j]), "complex64", "exact").dtype == "<c8"
 
 
-def test_what_is_right_is_not_copied() -> None:
+def test_arrays_of_the_right_type_are_not_copied() -> None:
     values = np.arange(3.0)
     assert convert(values, "float64", "exact") is values
     swapped = convert(values.astype(">f8"), "float64", "never")

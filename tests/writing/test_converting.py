@@ -149,7 +149,7 @@ def test_damage_gets_no_fresh_digest(target: str, model: Path, tmp_path: Path) -
     convert(model, tmp_path / "new.zt", verify=False, **options)
 
 
-def test_what_is_lost_is_told_once(model: Path, tmp_path: Path) -> None:
+def test_one_warning_lists_the_losses(model: Path, tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning) as caught:
         convert(model, tmp_path / "m.primitiv")
     assert len(caught) == 1
@@ -346,7 +346,7 @@ class TestNewNames:
             ("auto", TypeError, "a mapping, a function of a name, or a pair"),
         ],
     )
-    def test_what_cannot_be_followed_is_said(
+    def test_names_that_cannot_be_mapped_are_errors(
         self, new: Any, error: type[Exception], said: str, model: Path, tmp_path: Path
     ) -> None:
         with pytest.raises(error, match=re.escape(said)):

@@ -227,7 +227,7 @@ def test_nothing_is_said_without_need(engine: str, options: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("engine", [e for e in ENGINES if not formats.get(e).can.arrangement])
-def test_what_has_no_room_is_told(engine: str, tmp_path: Path) -> None:
+def test_losses_cause_a_warning(engine: str, tmp_path: Path) -> None:
     ds = xr.Dataset({"w": ("x", np.ones(2, "f4"))}, {"x": np.ones(2, "f4")})
     with pytest.warns(CheckpointWarning, match="coordinates that open as data variables: 'x'"):
         xckpt.save(ds, tmp_path / "m", engine)

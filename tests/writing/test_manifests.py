@@ -68,13 +68,15 @@ class TestWhatHoldsTheSame:
         assert verify(path, manifest=made).ok
 
     @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "bfloat16", "float64"])
-    def test_of_every_type(self, dtype: str, tmp_path: Path) -> None:
+    def test_manifest_of_every_type(self, dtype: str, tmp_path: Path) -> None:
         stored = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
         array = (RNG.random((3, 7)) * 5).astype(stored)
         xckpt.save(dataset({"x": array}), tmp_path / "m.zt")
         assert manifest(tmp_path / "m.zt")["x"] == (dtype, (3, 7), "elements", sha256(array))
 
-    def test_of_any_order_compression_and_byte_order(self, tmp_path: Path) -> None:
+    def test_manifest_is_independent_of_order_compression_and_byte_order(
+        self, tmp_path: Path
+    ) -> None:
         array = RNG.random((300, 70))
         np.savez(tmp_path / "a.npz", x=np.asfortranarray(array))
         np.savez_compressed(tmp_path / "b.npz", x=array.astype(">f8"))
@@ -82,7 +84,9 @@ class TestWhatHoldsTheSame:
         assert manifest(tmp_path / "a.npz") == manifest(tmp_path / "b.npz") == made
         assert made["x"].sha256 == sha256(array)
 
-    def test_of_files_in_another_order_and_of_several(self, model: Path, tmp_path: Path) -> None:
+    def test_manifest_of_files_in_another_order_and_of_several(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         turned = dict(reversed(WEIGHTS.items()))
         (tmp_path / "shards").mkdir()
         several = tmp_path / "shards/m.safetensors"
@@ -93,7 +97,7 @@ class TestWhatHoldsTheSame:
 
     @pytest.mark.parametrize("path", golden_files("ztensor/*", with_suffix=".expected.npz"))
     @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
-    def test_of_an_object_is_that_of_its_file(self, path: Path) -> None:
+    def test_manifest_of_an_object_equals_its_file(self, path: Path) -> None:
         try:
             made = manifest(path)
         except xckpt.CheckpointError:
@@ -103,7 +107,7 @@ class TestWhatHoldsTheSame:
         assert ds.ckpt.manifest() == made
         assert xr.open_dataset(path, engine="ztensor", decode=False).ckpt.manifest() == made
 
-    def test_of_objects_that_are_loaded_stacked_or_trees(self, model: Path) -> None:
+    def test_manifest_of_loaded_and_stacked_objects_and_trees(self, model: Path) -> None:
         made = manifest(model)
         ds = xr.open_dataset(model, engine="safetensors")
         tree = xr.open_datatree(model, engine="safetensors")
@@ -113,7 +117,7 @@ class TestWhatHoldsTheSame:
         assert manifest(xckpt.read_index(model)) == made
         assert ds["layers.1.w"].ckpt.manifest()["layers.1.w"] == made["layers.1.w"]
 
-    def test_of_sparse_tensors_is_that_of_what_is_not_zero(self, tmp_path: Path) -> None:
+    def test_manifest_of_sparse_tensors_covers_nonzero_elements(self, tmp_path: Path) -> None:
         array = np.where(RNG.random((40, 30)) < 0.1, RNG.random((40, 30)), 0).astype("f4")
         array[3, 4] = -0.0
         coords = np.argwhere(array.view("u4")).astype("<i8")
@@ -136,7 +140,7 @@ class TestWhatHoldsTheSame:
         assert verify(tmp_path / "s.zt", manifest=manifest(tmp_path / "d.safetensors")).ok
 
     @pytest.mark.parametrize("compression", [None, "zstd"])
-    def test_of_what_takes_several_blocks(self, compression: str | None, tmp_path: Path) -> None:
+    def test_manifest_of_several_blocks(self, compression: str | None, tmp_path: Path) -> None:
         wide = np.zeros((1, 3, 1 << 20), "f4")
         wide[:, 1, ::7] = RNG.random((1, 149797), "f4")
         arrays = {"wide": wide, "mask": wide != 0, "turned": np.asfortranarray(wide[0])}
@@ -151,7 +155,7 @@ class TestWhatHoldsTheSame:
             assert verify(path, manifest=like, tensors="wide").ok
 
     @pytest.mark.parametrize("path", golden_files("gguf/*quantized.gguf"))
-    def test_of_quantised_tensors_is_that_of_their_numbers(self, path: Path) -> None:
+    def test_manifest_of_quantised_tensors_covers_decoded_values(self, path: Path) -> None:
         made = manifest(path)
         with np.load(path.with_suffix(".expected.npz")) as expected:
             for name, entry in made.items():
@@ -264,7 +268,7 @@ class TestWhatDiffers:
         assert rules == ["Missing"] + ["Extra"] * 4
 
     @pytest.mark.parametrize("path", golden_files("ztensor/v2_forward_compat.zt"))
-    def test_what_cannot_be_read_is_not_the_same(self, path: Path) -> None:
+    def test_unreadable_tensors_do_not_match(self, path: Path) -> None:
         unread = {f.tensor for f in verify(path).findings}
         made = manifest(path, tensors=lambda name: name not in unread)
         assert verify(path).ok
@@ -327,7 +331,7 @@ class TestTheFile:
             ("}}", "}", "not a manifest"),
         ],
     )
-    def test_what_is_wrong_is_told(self, old: str, new: str, told: str) -> None:
+    def test_differences_are_findings(self, old: str, new: str, told: str) -> None:
         text = manifest(dataset({"a": np.ones(3, "i4"), "b": np.ones((2, 3), "f4")})).to_json()
         assert old in text
         with pytest.raises(FormatError) as error:
@@ -337,7 +341,7 @@ class TestTheFile:
         assert len(str(error.value)) < 600
 
     @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"null", b'{"format": 1}'])
-    def test_what_is_none(self, data: bytes, model: Path) -> None:
+    def test_files_that_are_not_manifests(self, data: bytes, model: Path) -> None:
         with pytest.raises(FormatError, match="not a manifest"):
             Manifest.read(data)
         (model.parent / "m.json").write_bytes(data)

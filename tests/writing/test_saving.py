@@ -105,7 +105,7 @@ def test_bytes_equal_those_of_the_package(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_what_has_no_place_in_safetensors(tmp_path: Path) -> None:
+def test_contents_that_safetensors_lacks(tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     for ds, message in [
         (dataset(__metadata__=np.zeros(2)), r"'__metadata__'.*\[Name\]"),
@@ -211,7 +211,7 @@ def test_wrong_requests(encoding: Any, message: str, tmp_path: Path) -> None:
         save(dataset(w=np.zeros(3)), tmp_path / "m.zt", encoding=encoding)
 
 
-def test_what_a_format_has_not_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_contents_are_errors_before_writing(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros(3))
     for expected in ({"compression": "zstd"}, {"digest": "sha256"}):
         with pytest.raises(UnsupportedError, match=r"'w'.*has none"):
@@ -247,7 +247,7 @@ def test_chunks_of_any_shape_before_compressed_parts(tmp_path: Path) -> None:
     assert np.array_equal(opened["z"].values, values)
 
 
-def test_what_arrays_have_in_common_is_computed_once(tmp_path: Path) -> None:
+def test_shared_intermediate_results_are_computed_once(tmp_path: Path) -> None:
     calls = []
 
     def slow() -> np.ndarray:
@@ -349,7 +349,7 @@ def test_the_ending_names_the_format(tmp_path: Path) -> None:
         save(ds, tmp_path / "m.pt")
 
 
-def test_what_is_asked_of_tensors_is_no_option_of_a_format(tmp_path: Path) -> None:
+def test_encodings_of_tensors_are_not_options_of_a_format(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros((2, 3), "f4"))
     with pytest.raises(TypeError, match=r"tensors have it: encoding=\{'\*': \{'compression': "):
         save(ds, tmp_path / "m.zt", compression="zstd")  # type: ignore[call-arg]
@@ -376,7 +376,7 @@ def test_coordinates_with_numbers_are_tensors_and_others_are_told(tmp_path: Path
 
 
 @pytest.mark.parametrize("values", [["a", "b"], np.array([0, 1], "M8[s]"), [None, {}]])
-def test_what_is_no_number_is_an_error(values: Any, tmp_path: Path) -> None:
+def test_variables_without_numbers_are_errors(values: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'w':.*holds numbers \[Dtype\]"):
         save(xr.Dataset({"w": ("n", values)}), tmp_path / "m.safetensors")
 

@@ -154,7 +154,7 @@ ONES, NAMES = "axes of length 1 at the end", "names that are read as others"
         ("gguf", {}, {}),
     ],
 )
-def test_what_a_file_does_not_return_is_in_one_warning(
+def test_one_warning_lists_the_losses(
     engine: str, options: dict[str, Any], losses: dict[str, list[str]], tmp_path: Path
 ) -> None:
     ds = xr.Dataset()

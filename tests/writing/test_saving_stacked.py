@@ -167,7 +167,7 @@ def _each(obj: Any, function: Callable[[Any], Any]) -> Any:
     return obj.map_over_datasets(function) if isinstance(obj, xr.DataTree) else function(obj)
 
 
-def test_what_is_reduced_along_the_modules_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+def test_reductions_along_modules_are_new_tensors(tmp_path: Path) -> None:
     path = model("safetensors", tmp_path)
     stacked = xr.open_dataset(path, engine="safetensors", stack=True)
     saved(stacked.mean("layers"), tmp_path / "again", "safetensors")
@@ -178,7 +178,7 @@ def test_what_is_reduced_along_the_modules_is_a_tensor_of_its_own(tmp_path: Path
 
 
 @pytest.mark.parametrize("select", [None, "slice", "one", "label", "step", "both"], ids=str)
-def test_what_nobody_touched_is_copied_as_it_is_stored(
+def test_unmodified_tensors_are_copied_as_stored(
     select: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even values that would not survive, and none is decoded."""

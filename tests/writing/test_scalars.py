@@ -73,7 +73,7 @@ def record(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", OPENERS)
-def test_what_was_opened_is_saved(way: str, record: Path, tmp_path: Path) -> None:
+def test_opened_scalars_are_saved(way: str, record: Path, tmp_path: Path) -> None:
     save(OPENERS[way](record), tmp_path / "saved.bpk")
     assert scalars_of(tmp_path / "saved.bpk") == scalars_of(record)
     convert(record, tmp_path / "converted.bpk")
@@ -103,7 +103,7 @@ def test_by_way_of_another_format(engine: str, record: Path, tmp_path: Path) -> 
     assert scalars_of(tmp_path / "back.bpk") == scalars_of(record)
 
 
-def test_what_was_changed(record: Path, tmp_path: Path) -> None:
+def test_changed_scalars(record: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(record)
     with xr.set_options(keep_attrs=True):  # as is the default of later releases
         ds["lr"] = ds["lr"] * 0.5
@@ -124,7 +124,7 @@ def test_what_was_changed(record: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("compute", [False, True])
-def test_what_was_made(lazily: bool, compute: bool, tmp_path: Path) -> None:
+def test_new_scalars(lazily: bool, compute: bool, tmp_path: Path) -> None:
     arrays = {
         "int": (7, "Int"),
         "count": (7, "UInt"),
@@ -174,7 +174,7 @@ def test_lazy_scalars_are_computed_at_once(tmp_path: Path) -> None:
     ("value", "kind"),
     [(-1, "UInt"), (1.5, "Int"), (1, "Bool"), ((1 << 53) + 1, "Float"), (1, "Text"), (1, [1])],
 )
-def test_what_is_not_of_its_kind_is_refused(value: Any, kind: Any, tmp_path: Path) -> None:
+def test_values_of_another_kind_are_refused(value: Any, kind: Any, tmp_path: Path) -> None:
     ds = xr.Dataset({"s": ((), value, {"scalar": kind}), "w": ("n", [1.0])})
     with pytest.raises(UnsupportedError, match=r"new\.bpk: tensor 's': a scalar of the kind"):
         save(ds, tmp_path / "new.bpk")

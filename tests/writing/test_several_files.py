@@ -241,7 +241,7 @@ def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     assert "old" in seen or before == "nothing"
 
 
-def test_what_is_left_over_is_removed_and_nothing_else(target: Path, tmp_path: Path) -> None:
+def test_only_leftover_files_are_removed(target: Path, tmp_path: Path) -> None:
     mine = new_aliases(str(target), [*FILES[1:], "m_shard_9.shard"])
     others = new_aliases(str(tmp_path / "n.metadata.json"), FILES[1:])
     alike = {"m_shard_0.xckpt-notes.shard", "m_shard_0.xckpt-0123456789abcdef.shard.txt.bak"}
@@ -341,7 +341,7 @@ def test_an_error_before_the_switch_leaves_the_old_files_alone(
     assert names(tmp_path) == FILES
 
 
-def test_who_reads_meanwhile_gets_no_mixture(target: Path) -> None:
+def test_concurrent_readers_get_one_version(target: Path) -> None:
     source, index = open_index(target)
     save(dataset(2), target, "mlcp", overwrite=True)
     with pytest.raises(FileChangedError):

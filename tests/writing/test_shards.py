@@ -120,7 +120,7 @@ def test_a_file_becomes_several_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(len(FILES)))
-def test_who_opens_them_while_they_are_replaced_gets_no_mixture(
+def test_concurrent_readers_get_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     save_it(tmp_path)
@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_removed_is_told(
     check(tmp_path, 2.0)
 
 
-def test_what_fits_is_one_file(tmp_path: Path) -> None:
+def test_a_small_model_is_one_file(tmp_path: Path) -> None:
     xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size="5GB")
     assert names(tmp_path) == ["model.safetensors"]
     plain = xckpt.read_index(tmp_path / "model.safetensors")
@@ -282,7 +282,7 @@ def test_a_file_is_kept_while_what_stands_for_it_may_vanish(
 
 
 @pytest.mark.parametrize("size", ["many", "", "5XB", 0, -1, 1.5, True, "0"])
-def test_what_is_not_a_size(tmp_path: Path, size: Any) -> None:
+def test_invalid_sizes_are_errors(tmp_path: Path, size: Any) -> None:
     with pytest.raises(ValueError, match=r"max_shard_size must be a number of bytes"):
         xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size=size)
     assert names(tmp_path) == []

@@ -66,7 +66,7 @@ def test_any_number_of_axes(shape: tuple[int, ...], lazy: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("sparsely", [True, False])
 @pytest.mark.parametrize("load", [True, False])
-def test_what_was_sparse_stays_sparse(sparsely: bool, load: bool, tmp_path: Path) -> None:
+def test_sparse_tensors_stay_sparse(sparsely: bool, load: bool, tmp_path: Path) -> None:
     ds = xr.Dataset({"w": (("r", "c"), forms(matrix())["coo"])})
     save(ds, tmp_path / "m.zt", version="2")
     opened = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", sparse=sparsely)
@@ -87,7 +87,7 @@ def test_dense_where_a_format_has_no_other_layout_and_where_it_is_asked_for(tmp_
         save(ds, tmp_path / "n.safetensors", cast="never")
 
 
-def test_what_is_not_stored_is_zero(tmp_path: Path) -> None:
+def test_unstored_elements_are_zero(tmp_path: Path) -> None:
     ones = sparse.COO(np.zeros((2, 0), int), np.zeros(0), shape=(3, 3), fill_value=1.0)
     with pytest.raises(UnsupportedError, match=r"'w': what the array does not store is 1\.0"):
         save(xr.Dataset({"w": (("r", "c"), ones)}), tmp_path / "m.zt")

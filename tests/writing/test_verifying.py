@@ -140,7 +140,7 @@ def test_several_findings(model: Path) -> None:
     assert {finding.tensor for finding in verify(model).findings} == {"raw", "sparse"}
 
 
-def test_what_cannot_be_opened_is_a_finding(model: Path) -> None:
+def test_an_unreadable_file_is_a_finding(model: Path) -> None:
     model.write_bytes(model.read_bytes()[:-1])
     report = verify(model)
     assert not report.ok
