@@ -284,3 +284,24 @@ def test_biases_are_joined_as_siblings_of_another_size_are() -> None:
     turned = [rope(ours["h.0.q.weight"], 1), ours["h.0.k.weight"], ours["h.0.v.weight"]]
     theirs = {"h.0.qkv.weight": np.concatenate(turned), "h.1.qkv.weight": np.zeros((105, 8), F32)}
     assert set(explained(ours, theirs).values()) == {"explained"}
+
+
+def test_the_command_line_lists_exceptions_first_and_each_pair_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = llama(6)
+    theirs = in_gguf(ours)
+    theirs["blk.3.ffn_up.weight"] = theirs["blk.3.ffn_up.weight"][::-1]
+    theirs["blk.5.attn_v.weight"] = theirs["blk.5.attn_v.weight"] * F32(2)
+    paths = [write(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((ours, theirs))]
+    assert main(["compare", *map(str, paths), "--explain", "--no-cache"]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("2 of 50 tensors differ: 'model.layers.3.mlp.up_proj.weight' ('blk.")
+    assert [line.split()[0] for line in lines[2:4]] == [
+        "model.layers.3.mlp.up_proj.weight",
+        "model.layers.5.self_attn.v_proj.weight",
+    ]
+    assert len(lines) == 15
+    assert "model.layers.{0..2,4,5}.mlp.up_proj.weight -> blk.{0..2,4,5}.ffn_up.weight" in out
+    assert err == "xckpt: 50 tensors: 2 changed, 48 explained\n"
