@@ -284,7 +284,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["report", path, "-o", str(new)]) == 0
     assert new.read_text("utf-8").startswith("# m.zt\n")
     assert main(["report", path, str(tmp_path / "n.npz"), "-o", str(new)]) == 2
-    assert "already exists; --overwrite replaces it" in capsys.readouterr().err
+    assert "already exists; replace it with --overwrite" in capsys.readouterr().err
     arguments = [str(tmp_path / "n.npz"), "-o", str(new), "--overwrite", "--tensors", "*norm*"]
     assert main(["report", path, *arguments]) == 0
     assert new.read_text("utf-8").startswith("# m.zt compared with n.npz\n")

@@ -87,7 +87,7 @@ def test_an_existing_file_is_replaced_only_when_asked(
     new = tmp_path / "new.zt"
     new.write_bytes(b"precious")
     assert main(["convert", str(checkpoint), str(new)]) == 2
-    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert "replace it with --overwrite" in capsys.readouterr().err
     assert new.read_bytes() == b"precious"
     assert main(["convert", str(checkpoint), str(new), "--overwrite"]) == 0
     assert xckpt.read_index(new).format == "ztensor"

@@ -1,4 +1,8 @@
-"""The command ``xckpt``: its subcommands, what is printed on errors, and exit statuses."""
+"""The command ``xckpt``: its subcommands, its error messages, and its exit statuses.
+
+It may import everything else. Read `xckpt.cli.common` first: the options, the input files and the
+output that all subcommands share.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["commands", "main"]
 
 _INTERRUPTED = 130
-_UNREAD = 141  # as shells say of what SIGPIPE ended
+_UNREAD = 141  # the status of a process that SIGPIPE ended
 
 # Words that people try, by the command that does the work.
 _INSTEAD = {
@@ -44,7 +48,7 @@ Exit status:
   1    findings, differences or damage, including malformed files
   2    no result: wrong usage, or a file that cannot be opened or written
   130  interrupted
-  141  nobody reads the output any more, as with | head
+  141  the reader of the output has ended, as with | head
 """
 
 
@@ -54,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        Arguments; by default those of the process.
+        Arguments; the arguments of the process by default.
 
     Returns
     -------
     int
         The exit status.
     """
-    # What the terminal's encoding lacks is printed as escapes, surrogates included.
+    # Characters that the terminal's encoding lacks are printed as escapes, also surrogates.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -78,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except click.Abort:
         return _INTERRUPTED
-    except SystemExit:  # which click raises for a pipe that is closed, and for nothing else here
+    except SystemExit:  # click raises it for a closed pipe only
         return _UNREAD
     except (FormatError, IntegrityError, PayloadMissingError) as error:
         complain(str(error))
@@ -93,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Commands(click.Group):
-    """Subcommands, of which `info` may be left out before a file."""
+    """A group of subcommands in which `info` is the default."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -107,11 +111,11 @@ class _Commands(click.Group):
 
 
 def _instead_of(word: str) -> str:
-    """Return the end of a message: a command for one that does not exist, if any resembles it."""
+    """Return the end of a message, with a similar command if there is one."""
     from xckpt.labels.filters import suggest_word
 
-    meant = suggest_word(word, _INSTEAD, commands.commands)
-    return f"; did you mean 'xckpt {meant}'?" if meant else ""
+    suggestion = suggest_word(word, _INSTEAD, commands.commands)
+    return f"; did you mean 'xckpt {suggestion}'?" if suggestion else ""
 
 
 @click.group(
@@ -135,14 +139,14 @@ for _command in (info, stats, spectrum, compare, report, convert, manifest, veri
 
 @commands.result_callback()
 def _flushed(status: int | None, /, **_: Any) -> int:
-    # Here click still notices that nobody reads any more.
+    # Flush while click still handles a closed pipe.
     sys.stdout.flush()
     return status or 0
 
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Print warnings for users as lines, without a place in a source file."""
+    """Print warnings for users as single lines, without a position in a source file."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
         show = warnings.showwarning

@@ -1,4 +1,4 @@
-"""What the commands share: options, the files that they open, and how they print."""
+"""Common parts of the commands: options, input files, tables, messages and JSON."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ DAMAGED, FAILED = 1, 2
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
 _NARROWEST_NAME = 24
-# One long name would make every row as wide.
+# Without a limit, one long name would widen every row.
 _WIDEST_CELL = 120
 _GAP = "  "
-#: By severity.
+#: Colours of severities.
 COLOURS = {"error": "red", "warning": "yellow", "info": "blue"}
 
 engine_type = click.Choice(names())
@@ -74,7 +74,7 @@ ignore_option = click.option(
     "--ignore",
     multiple=True,
     metavar="RULE[:GLOB]",
-    help="With --findings, leave out a rule, perhaps for tensors that match only. May be repeated.",
+    help="With --findings, ignore a rule, optionally only for matching tensors. May be repeated.",
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -84,7 +84,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 @dataclass(frozen=True, slots=True)
 class FileInput:
-    """What of a file is read, and how."""
+    """The options for reading a file: its format, a selection of tensors, storage options."""
 
     engine: str | None  # the format; None detects it from the content
     tensors: tuple[str, ...]  # globs of names; none for all
@@ -92,11 +92,11 @@ class FileInput:
 
     @property
     def wanted(self) -> list[str] | None:
-        """The globs, None for all tensors."""
+        """The globs; None for all tensors."""
         return list(self.tensors) or None
 
     def index(self, file: str) -> Index:
-        """Return the index of a file, with the chosen tensors only."""
+        """Return the index of a file with the selected tensors."""
         from xckpt.labels.filters import select, suggest_filters
         from xckpt.opening import open_index
 
@@ -104,20 +104,20 @@ class FileInput:
         source.close()
         if not self.tensors:
             return index
-        chosen = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
-        if not chosen:
+        selected = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
+        if not selected:
             hint = suggest_filters(index.tensors, list(self.tensors))
             globs = " ".join(map(shown, self.tensors))
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
-        return replace(index, tensors=chosen)
+        return replace(index, tensors=selected)
 
     def dataset(self, file: str) -> xr.Dataset:
-        """Open the chosen tensors of a file."""
+        """Open the selected tensors of a file."""
         import xarray as xr
 
         index = self.index(file)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)  # they were shown just now
+            warnings.simplefilter("ignore", CheckpointWarning)  # `index` has shown them
             return xr.open_dataset(
                 file,
                 engine=index.format,
@@ -127,8 +127,8 @@ class FileInput:
 
 
 def reading_options(command: Callable[..., Any]) -> Any:
-    """Add the options that make a `FileInput`, which the command gets as ``reading``."""
-    # Hidden, until -o is --output in all commands.
+    """Add the options for reading; the command gets them as the `FileInput` ``reading``."""
+    # A hidden alias until -o means --output in all commands.
     old_spelling = click.option(
         "-o", "old_storage_options", multiple=True, hidden=True, callback=_storage_options
     )
@@ -136,18 +136,18 @@ def reading_options(command: Callable[..., Any]) -> Any:
 
 
 def reading_options_beside_output(command: Callable[..., Any]) -> Any:
-    """Add the same options to a command with the option ``-o, --output``."""
+    """Add the options for reading to a command that has ``-o, --output``."""
 
     @click.option(
         "--engine",
         type=engine_type,
-        help="Format of the file; by default it is detected from the content.",
+        help="Format of the file; detected from the content by default.",
     )
     @click.option(
         "--tensors",
         multiple=True,
         metavar="GLOB",
-        help="Only tensors whose names match. May be repeated.",
+        help="Select tensors by name. May be repeated.",
     )
     @click.option(
         "--storage-option",
@@ -155,8 +155,8 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
         multiple=True,
         metavar="KEY=VALUE",
         callback=_storage_options,
-        help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
-        "parsed. May be repeated.",
+        help="Option for fsspec if FILE is a URL, such as anon=true; VALUE is JSON or text. May be "
+        "repeated.",
     )
     @wraps(command)
     def with_reading(
@@ -164,10 +164,10 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
         tensors: tuple[str, ...],
         storage_options: dict[str, Any],
         old_storage_options: dict[str, Any] | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> Any:
         options = {**(old_storage_options or {}), **storage_options}
-        return command(reading=FileInput(engine, tensors, options or None), **others)
+        return command(reading=FileInput(engine, tensors, options or None), **arguments)
 
     return with_reading
 
@@ -175,7 +175,7 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
 def _storage_options(
     _context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Read ``KEY=VALUE``; values that are JSON are parsed, and others stay as they are."""
+    """Parse ``KEY=VALUE``; values that are not JSON are texts."""
     if texts and parameter.name == "old_storage_options":
         deprecated_name("-o KEY=VALUE", "--storage-option KEY=VALUE", since="0.2")
     values: dict[str, Any] = {}
@@ -188,14 +188,14 @@ def _storage_options(
 
 
 def pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Split texts at their first equals sign."""
-    found = {}
+    """Parse ``KEY=VALUE`` texts."""
+    values = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key and equals):
             raise click.BadParameter(f"{text!r} is not KEY=VALUE")
-        found[key.strip()] = value
-    return found
+        values[key.strip()] = value
+    return values
 
 
 # --- tables and messages -------------------------------------------------------------------------
@@ -210,31 +210,31 @@ class Column(NamedTuple):
 
 
 def complain(message: str) -> None:
-    """Print a message on standard error, with unprintable characters escaped."""
+    """Print a message to standard error, with unprintable characters escaped."""
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
     click.echo(f"xckpt: {printable(message)}", err=True)
 
 
-# What messages advise, as somebody writes it in Python.
+# Python code in the advice of messages, to be replaced by options of the command line.
 _OPEN_IN_PYTHON = re.compile(r"\bxckpt\.open\('([^']*)'\)")
 _IN_PYTHON = re.compile(
     rf"\b(cast|names|engine|version)='(exact|allow|never|auto|[0-9.]+|{'|'.join(names())})'"
 )
 
 
-def _as_option(found: re.Match[str]) -> str:
-    keyword, value = found.groups()
+def _as_option(match: re.Match[str]) -> str:
+    keyword, value = match.groups()
     return f"--option version={value}" if keyword == "version" else f"--{keyword} {value}"
 
 
 def is_terminal() -> bool:
-    """Return whether somebody sees standard error, where progress bars are."""
+    """Return whether standard error, where progress bars appear, is a terminal."""
     return bool(sys.stderr and sys.stderr.isatty())
 
 
 @contextmanager
 def usage_errors(file: str = "", *, output: str = "") -> Iterator[None]:
-    """Report what an argument cannot be, and an `output` that exists, as mistakes of the caller."""
+    """Report invalid arguments, and an `output` that exists, as errors in usage."""
     try:
         yield
     except CheckpointError:
@@ -242,48 +242,49 @@ def usage_errors(file: str = "", *, output: str = "") -> Iterator[None]:
     except FileExistsError as error:
         if not output:
             raise
-        raise click.UsageError(f"{output} already exists; --overwrite replaces it") from error
+        raise click.UsageError(f"{output} already exists; replace it with --overwrite") from error
     except ValueError as error:
         raise click.UsageError(f"{file}: {error}" if file else str(error)) from error
 
 
 def one_line(error: BaseException) -> str:
-    """Say what went wrong, as shells do."""
+    """Return the message of an error in the style of shells."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def print_text(text: str) -> None:
-    """Print lines on standard output, in the encoding that it has."""
-    # click would take ASCII for a mistake, and print UTF-8 all the same.
+    """Print lines to standard output, in its own encoding."""
+    # click replaces ASCII by UTF-8 unless the file is given.
     click.echo(text, file=sys.stdout)
 
 
 def read_names(file: str) -> dict[str, str]:
-    """Read new names of tensors by their old ones: a JSON object."""
+    """Read a JSON object that maps old names of tensors to new ones."""
     try:
-        with open(file, encoding="utf-8") as opened:  # noqa: PTH123  of what a user typed
+        with open(file, encoding="utf-8") as opened:  # noqa: PTH123  a path that a user typed
             names = json.load(opened)
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--names {file}: not a JSON file: {error}") from error
     if not isinstance(names, dict) or not all(isinstance(new, str) for new in names.values()):
-        message = 'must be an object of old names with their new ones, such as {"old": "new"}'
+        message = 'must be an object that maps old names to new ones, such as {"old": "new"}'
         raise click.UsageError(f"--names {file}: {message}")
     return names
 
 
-def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse columns that do not exist."""
-    for column in wanted:
-        if column not in known:
-            alike = get_close_matches(column, known, n=1)
-            hint = f"; did you mean {alike[0]!r}?" if alike else ""
-            raise click.UsageError(f"there is no column {column!r}, only {', '.join(known)}{hint}")
+def require_columns(columns: Iterable[str], existing: Sequence[str]) -> None:
+    """Raise an error in usage for a column that does not exist."""
+    for column in columns:
+        if column not in existing:
+            similar = get_close_matches(column, existing, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            reason = f"there is no column {column!r}, only {', '.join(existing)}"
+            raise click.UsageError(reason + hint)
 
 
 def require_rules(ignore: Sequence[str]) -> None:
-    """Refuse rules of findings that do not exist."""
+    """Raise an error in usage for a rule of findings that does not exist."""
     from xckpt.health.examining import ignored_rules
 
     try:
@@ -292,14 +293,14 @@ def require_rules(ignore: Sequence[str]) -> None:
         raise click.UsageError(f"--{error}") from error
 
 
-def calls_for_action(found: pd.DataFrame) -> bool:
-    """Return whether anything was found that is more than information."""
-    return bool((found["severity"] != "info").any())
+def calls_for_action(findings: pd.DataFrame) -> bool:
+    """Return whether any finding is an error or a warning."""
+    return bool((findings["severity"] != "info").any())
 
 
-def print_findings(found: pd.DataFrame) -> None:
+def print_findings(findings: pd.DataFrame) -> None:
     """Print a line for each finding."""
-    for tensor, rule, _, severity, explanation in found.itertuples(index=False):
+    for tensor, rule, _, severity, explanation in findings.itertuples(index=False):
         kind = click.style(severity, COLOURS[severity], bold=True)
         name = shown(shortened(tensor, _WIDEST_CELL))
         text = shortened(printable(f"tensor {name}: {explanation}"), 2 * _WIDEST_CELL)
@@ -307,10 +308,10 @@ def print_findings(found: pd.DataFrame) -> None:
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn for a terminal, else as plain text with all rows and columns."""
+    """Print a table: drawn in a terminal, otherwise as plain text with all rows and columns."""
     cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
     titles = [column.title for column in head]
-    widths = [max(map(columns, each)) for each in zip(titles, *cells, strict=True)]
+    widths = [max(map(columns, texts)) for texts in zip(titles, *cells, strict=True)]
     if sys.stdout.isatty():
         _draw(head, cells, widths)
         return
@@ -329,7 +330,7 @@ def _draw(head: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequen
     from rich.text import Text
 
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    # Columns that do not fit are left out; names get what is left.
+    # Columns that do not fit are left out; names get the remaining width.
     least = min(widths[0], _NARROWEST_NAME)
     count = len(widths)
     while count > 1 and least + sum(widths[1:count]) + len(_GAP) * (count - 1) > console.width:
@@ -344,7 +345,7 @@ def _draw(head: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequen
             Text(text, column.styles.get(text, ""))
             for column, text in zip(head[1:count], row[1:count], strict=True)
         ]
-        # Rich would cut the end of a name, which tells most.
+        # Rich would cut the end of a name, which is its most specific part.
         table.add_row(Text(shortened(row[0], room)), *styled)
     console.print(table)
     if count < len(head):
@@ -356,14 +357,14 @@ def _draw(head: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequen
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print one JSON document that any parser accepts, in ASCII."""
+    """Print one strict JSON document in ASCII."""
     print_text(json.dumps(_plain(document), allow_nan=False))
 
 
 def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table as objects of JSON, which has null for what is not a number."""
+    """Return the rows of a table as JSON objects, with null for NaN."""
     rows = zip(frame.index, frame.to_dict("records"), strict=True)
-    # A number is not itself if it is NaN.
+    # NaN is not equal to itself.
     return [
         {"name": name, **{k: v if v == v else None for k, v in row.items()}}  # noqa: PLR0124
         for name, row in rows

@@ -1,4 +1,4 @@
-"""``xckpt info``, ``convert``, ``manifest``, ``verify``: what files hold, whether it is sound."""
+"""The commands for whole files: ``xckpt info``, ``convert``, ``manifest`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ __all__ = ["convert", "info", "manifest", "verify"]
 
 @click.command
 @click.argument("file")
-@click.option("--all", "everything", is_flag=True, help="List all patterns of names, however many.")
+@click.option("--all", "everything", is_flag=True, help="List all patterns of names.")
 @reading_options
 @json_option
 def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> int:
-    """Print what FILE holds: its size, element types, and patterns of names with their shapes.
+    """Print a summary of FILE: size, element types, and patterns of names with shapes.
 
-    The largest patterns are listed; --all lists all of them, and --json every tensor.
+    It lists the largest patterns, with --all all of them, and with --json every tensor.
     """
     from xckpt.notebook.summary import index_summary
     from xckpt.notebook.text import render
 
     with warnings.catch_warnings():
-        # Both outputs state them.
+        # Both kinds of output include the warnings.
         warnings.simplefilter("ignore", CheckpointWarning)
         index = reading.index(file)
     if as_json:
         print_document(_index_document(index))
         return 0
-    # That some tensors do not fill the file is not worth a note.
+    # A selection of tensors needs no note that they do not fill the file.
     index = replace(index, nbytes=0) if reading.tensors else index
     print_text(render(index_summary(index), most=None) if everything else repr(index))
     return 0
@@ -118,7 +118,7 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 def _unusual(**values: Any) -> dict[str, Any]:
-    """Leave out what is None, as it nearly always is."""
+    """Return the values that are not None, since most are."""
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -128,7 +128,7 @@ def _unusual(**values: Any) -> dict[str, Any]:
 @click.command
 @click.argument("file")
 @click.argument("new")
-@click.option("--to", type=engine_type, help="Format of NEW; by default taken from its suffix.")
+@click.option("--to", type=engine_type, help="Format of NEW; inferred from its suffix by default.")
 @click.option("--compression", metavar="NAME", help="zstd, zstd-seekable, deflate, ... or none.")
 @click.option("--level", metavar="N", help="Level of the compression, 1 to 22.")
 @click.option("--digest", metavar="NAME", help="crc32c, sha256, ... or none.")
@@ -139,15 +139,15 @@ def _unusual(**values: Any) -> dict[str, Any]:
     nargs=2,
     multiple=True,
     metavar="GLOB KEY=VALUE,...",
-    help="The same for some tensors: '*.bias' dtype=float32,compression=none. May be repeated.",
+    help="Encoding of matching tensors: '*.bias' dtype=float32,compression=none. May be repeated.",
 )
 @click.option(
     "--cast",
     type=click.Choice(["exact", "allow", "never"]),
     default="exact",
     show_default=True,
-    help="How much a change of element type may lose: nothing (exact), precision (allow), or no "
-    "change at all (never).",
+    help="Permitted changes of element type: exact ones, also ones that lose precision (allow), or "
+    "none (never).",
 )
 @click.option(
     "--option",
@@ -164,7 +164,7 @@ def _unusual(**values: Any) -> dict[str, Any]:
 @click.option(
     "--names",
     metavar="FILE",
-    help="JSON object of old names with their new ones, as xckpt compare --write-names writes it.",
+    help="JSON file that maps old names to new ones, as written by xckpt compare --write-names.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
 @reading_options
@@ -184,11 +184,11 @@ def convert(
     as_json: bool,
     **requests: str | None,
 ) -> int:
-    """Write FILE in another format, or again in its own.
+    """Write FILE as NEW in another format, or in the same one.
 
-    Values, names, attributes, compression and digests are kept as far as the new format can hold
-    them; one warning lists what it cannot. Element types that change are listed, with what that
-    means for the size. NEW appears once it is complete. FILE may be larger than memory.
+    Values, names, attributes, compression and digests are preserved if the new format supports
+    them; one warning lists the losses. Changes of element type are listed with their effect on the
+    size. NEW appears once it is complete. FILE may be larger than memory.
     """
     from xckpt.writing import convert as write
 
@@ -237,12 +237,12 @@ def _conversion_document(source: str, done: Conversion, reading: FileInput) -> d
 def _encoding(
     requests: Mapping[str, str | None], encodings: tuple[tuple[str, str], ...]
 ) -> dict[str, dict[str, Any]]:
-    """Join what is asked for all tensors, and for some."""
+    """Return the encodings by glob: those for all tensors, and those of --encode."""
     for_all = {key: text for key, text in requests.items() if text is not None}
-    asked = [("*", for_all)] if for_all else []
-    asked += [(glob, pairs(text.split(","))) for glob, text in encodings]
+    texts_by_glob = [("*", for_all)] if for_all else []
+    texts_by_glob += [(glob, pairs(text.split(","))) for glob, text in encodings]
     encoding: dict[str, dict[str, Any]] = {}
-    for glob, texts in asked:
+    for glob, texts in texts_by_glob:
         for key, text in texts.items():
             value = _whole_number(key, text) if key == "level" else text
             encoding.setdefault(glob, {})[key] = None if value == "none" else value
@@ -261,12 +261,13 @@ def _writer(new: str, engine: str | None) -> Format:
 
 
 def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:
-    """Parse values as the format takes them: whole numbers, JSON, or else text."""
+    """Parse values by the annotations of the format's options: whole numbers, JSON, or text."""
     options: dict[str, Any] = {}
     for key, text in texts.items():
         if key not in writer.write_options:
-            known = ", ".join(writer.write_options) or "none"
-            raise click.UsageError(f"{writer.name} has no option {key!r} for writing, only {known}")
+            options_text = ", ".join(writer.write_options) or "none"
+            reason = f"{writer.name} has no option {key!r} for writing, only {options_text}"
+            raise click.UsageError(reason)
         kind = str(writer.write_options[key].annotation)
         if "int" in kind and "str" not in kind:
             options[key] = _whole_number(key, text)
@@ -295,22 +296,22 @@ def _whole_number(key: str, text: str) -> int:
 @click.argument("file")
 @reading_options
 def manifest(file: str, reading: FileInput) -> int:
-    """Print digests of what every tensor in FILE holds, as JSON.
+    """Print digests of the contents of every tensor in FILE, as JSON.
 
-    They do not depend on format, order, shards, compression or byte order: two files that hold the
-    same print the same. xckpt verify --manifest compares a file with what was printed.
+    They do not depend on format, order, shards, compression or byte order: files with equal tensors
+    have equal manifests. xckpt verify --manifest compares a file with a printed manifest.
     """
     from xckpt.writing import manifest as digests
 
     with usage_errors(file):
-        found = digests(
+        digest_lines = digests(
             file,
             reading.engine,
             tensors=reading.wanted,
             storage_options=reading.storage_options,
             progress=is_terminal(),
         )
-    print_text(found.to_json().rstrip("\n"))
+    print_text(digest_lines.to_json().rstrip("\n"))
     return 0
 
 
@@ -319,12 +320,12 @@ def manifest(file: str, reading: FileInput) -> int:
 
 @click.command
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--findings", "with_findings", is_flag=True, help="Also judge the numbers.")
+@click.option("--findings", "with_findings", is_flag=True, help="Also check the values.")
 @ignore_option
 @click.option(
     "--manifest",
     metavar="JSON",
-    help="Also compare what every tensor holds with what xckpt manifest printed.",
+    help="Also compare the contents of every tensor with the output of xckpt manifest.",
 )
 @reading_options
 @json_option
@@ -340,13 +341,13 @@ def verify(
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
-    status is 1 if one is damaged. Contents without digests are not checked, unless --manifest gives
-    some: the file is then called "structure intact" in place of "ok". Warnings do not count as
-    damage: they are about what is questionable but allowed by the specification, or unknown to this
+    status is 1 if a file is damaged. A file without digests is called "structure intact" instead of
+    "ok", since its contents cannot be checked, unless --manifest has digests. Warnings are not
+    damage: they concern irregularities that the specification allows, or features unknown to this
     version.
 
-    With --findings, the numbers of files that are intact are judged as well, as by "xckpt stats
-    --findings": the exit status is also 1 if anything is found that is more than information.
+    With --findings, the values of intact files are checked as by "xckpt stats --findings": the exit
+    status is also 1 if any finding is an error or a warning.
     """
     from xckpt.health import findings
     from xckpt.writing import verify as check
@@ -366,7 +367,7 @@ def verify(
                     progress=is_terminal(),
                 )
         except OSError as error:
-            # The others are still checked.
+            # Continue with the other files.
             complain(one_line(error))
             status = FAILED
             continue
@@ -376,11 +377,11 @@ def verify(
         if not as_json:
             _print_report(file, report)
         if with_findings and report.ok:
-            found = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
-            document["numbers"] = found.to_dict("records")
-            status = max(status, DAMAGED * calls_for_action(found))
+            frame = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
+            document["numbers"] = frame.to_dict("records")
+            status = max(status, DAMAGED * calls_for_action(frame))
             if not as_json:
-                print_findings(found)
+                print_findings(frame)
     if as_json:
         print_document({"files": reports})
     return status
@@ -391,7 +392,7 @@ def _manifest(path: str, reading: FileInput) -> Manifest:
 
     try:
         return Manifest.read(path, storage_options=reading.storage_options)
-    except (CheckpointError, OSError) as error:  # says nothing of the files
+    except (CheckpointError, OSError) as error:  # not an error of the files to verify
         raise click.UsageError(f"--manifest: {one_line(error)}") from error
 
 
@@ -405,13 +406,13 @@ def _print_report(file: str, report: Report) -> None:
     print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
     for finding in report.findings:
         severity = click.style(finding.severity, COLOURS[finding.severity], bold=True)
-        place = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
+        tensor = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
         if finding.file is not None:
-            place = f"{place} in {finding.file.rpartition('/')[2]}".strip()
-        where = [place] if place else []
-        where += [] if finding.offset is None else [f"byte {finding.offset}"]
+            tensor = f"{tensor} in {finding.file.rpartition('/')[2]}".strip()
+        location = [tensor] if tensor else []
+        location += [] if finding.offset is None else [f"byte {finding.offset}"]
         rule = "" if finding.rule is None else f" [{finding.rule}]"
-        text = ": ".join([*where, finding.message]) + rule
+        text = ": ".join([*location, finding.message]) + rule
         print_text(f"  {severity}: {printable(text)}")
 
 

@@ -1,4 +1,4 @@
-"""``xckpt stats``, ``spectrum``, ``compare``, ``report``: what values are, and how they differ."""
+"""The commands for values: ``xckpt stats``, ``spectrum``, ``compare`` and ``report``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _order_options(command: Any) -> Any:
     command = click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")(
         _limit_option(command)
     )
-    text = "Largest first, names from A to Z; by default in file order."
+    text = "Sort by a column, largest first, or by name from A to Z; in file order by default."
     return click.option("--sort", metavar="COLUMN", help=text)(command)
 
 
@@ -79,7 +79,7 @@ def _order_options(command: Any) -> Any:
 
 @click.command
 @click.argument("file")
-@click.option("--findings", "only_findings", is_flag=True, help="Print only what looks wrong.")
+@click.option("--findings", "only_findings", is_flag=True, help="Print only suspicious values.")
 @ignore_option
 @click.option(
     "--columns",
@@ -121,16 +121,16 @@ def stats(
 ) -> int:
     """Print statistics of every tensor in FILE, computed in one pass.
 
-    With --findings, print what looks wrong with tensors instead: NaN, dead rows and heads, copied
-    layers, saturated codes, ...; the exit status is 1 if any of that is more than information. With
-    --json, print both, with all columns.
+    With --findings, print suspicious values instead: NaN, dead rows and heads, copied layers,
+    saturated codes, ...; the exit status is 1 if any finding is an error or a warning. With --json,
+    print both, with all columns.
     """
     from xckpt.health import examine, findings
     from xckpt.statistics import QUANTILES, statistic_names, table
     from xckpt.statistics import stats as compute
 
-    known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
-    chosen = _chosen(columns, known, None if sort in _NAMES else sort)
+    existing = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
+    chosen = _chosen(columns, existing, None if sort in _NAMES else sort)
     require_rules(ignore)
     index = reading.index(file)
     options: dict[str, Any] = {
@@ -140,35 +140,35 @@ def stats(
         "quantiles": quantiles or QUANTILES,
     }
     if only_findings:
-        result, found = examine(reading.dataset(file), ignore=ignore, **options)
+        result, findings_frame = examine(reading.dataset(file), ignore=ignore, **options)
     else:
         result = compute(reading.dataset(file), **options)
-        found = findings(result, ignore=ignore)
+        findings_frame = findings(result, ignore=ignore)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:
-        print_document(_stats_document(index, frame, found))
-    elif only_findings and found.empty:
+        print_document(_stats_document(index, frame, findings_frame))
+    elif only_findings and findings_frame.empty:
         complain("no findings")
     elif only_findings:
-        print_findings(found.head(limit))
+        print_findings(findings_frame.head(limit))
     else:
         _print_statistics(frame, chosen)
-    return int(only_findings and calls_for_action(found))
+    return int(only_findings and calls_for_action(findings_frame))
 
 
-def _chosen(columns: str, known: Sequence[str], *also: str | None) -> list[str]:
-    """Return the columns to print; what rows are sorted by is seen."""
-    chosen = list(known) if columns == "all" else [each.strip() for each in columns.split(",")]
-    chosen += [each for each in also if each is not None and each not in chosen]
-    require_columns(chosen, known)  # before the pass, which may take an hour
+def _chosen(columns: str, existing: Sequence[str], *extra: str | None) -> list[str]:
+    """Return the columns to print, including the `extra` ones, such as the column to sort by."""
+    chosen = list(existing) if columns == "all" else [name.strip() for name in columns.split(",")]
+    chosen += [name for name in extra if name is not None and name not in chosen]
+    require_columns(chosen, existing)  # before the pass, which may take an hour
     return chosen
 
 
 def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
-    """Put what the file says of tensors before their statistics."""
+    """Insert the types, shapes and sizes of tensors before their statistics."""
     import pandas as pd
 
-    # Parts of tensors that have no values of their own are called name:part.
+    # The variables of a tensor without values have names like name:part.
     tensors = [
         index.tensors.get(name) or index.tensors.get(name.rpartition(":")[0])
         for name in frame.index
@@ -208,12 +208,12 @@ def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
     print_table(head, list(zip(*texts, strict=True)))
 
 
-def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> dict[str, Any]:
+def _stats_document(index: Index, frame: pd.DataFrame, findings: pd.DataFrame) -> dict[str, Any]:
     return {
         "source": index.source,
         "format": index.format,
         "tensors": json_rows(frame),
-        "findings": found.to_dict("records"),
+        "findings": findings.to_dict("records"),
     }
 
 
@@ -222,10 +222,8 @@ def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> d
 
 @click.command
 @click.argument("file")
-@click.option("--minus", metavar="FILE", help="Describe the differences to this checkpoint.")
-@click.option(
-    "--columns", default="all", metavar="A,B,...", help="Columns to print; by default all."
-)
+@click.option("--minus", metavar="FILE", help="Analyse the differences from this checkpoint.")
+@click.option("--columns", default="all", metavar="A,B,...", help="Columns to print; default all.")
 @_order_options
 @_cache_option
 @reading_options
@@ -242,10 +240,10 @@ def spectrum(
     no_cache: bool,
     as_json: bool,
 ) -> int:
-    """Print what the singular values of every matrix in FILE say: ranks, norms, condition, alpha.
+    """Print ranks, norms, condition and alpha, from the singular values of every matrix in FILE.
 
-    A convolution counts as a matrix of out rows and in * kernel columns. Matrices of more than
-    2**27 elements, embeddings mostly, are left out unless --tensors names them.
+    A convolution counts as a matrix of out rows and in * kernel columns. Matrices with more than
+    2**27 elements, usually embeddings, are left out unless --tensors selects them.
     """
     from xckpt.statistics import OF_MATRICES, table
     from xckpt.statistics import spectrum as compute
@@ -275,8 +273,8 @@ def spectrum(
 @click.command
 @click.argument("a")
 @click.argument("b")
-@click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
-@click.option("--explain", is_flag=True, help="Also find out why tensors differ.")
+@click.option("--all", "everything", is_flag=True, help="Also list equal tensors.")
+@click.option("--explain", is_flag=True, help="Also explain why tensors differ.")
 @click.option(
     "--columns",
     default=",".join(_MEASURES),
@@ -290,7 +288,7 @@ def spectrum(
     "--rename",
     nargs=2,
     metavar="REGEX NEW",
-    help="How names in A become names in B, such as '^model\\.' ''.",
+    help="Replacement that turns names in A into names in B, such as '^model\\.' ''.",
 )
 @click.option(
     "--names",
@@ -303,16 +301,16 @@ def spectrum(
     "dims",
     multiple=True,
     metavar="DIM[:N]",
-    help="Reduce this dimension only, a name or a position such as -1 for the last one, or N "
-    "neighbours at a time: one row for each channel or block. May be repeated.",
+    help="Compare by channel or block: reduce only this dimension (a name, or a position such as "
+    "-1), or N neighbours at a time. May be repeated.",
 )
 @click.option(
     "--codes",
     is_flag=True,
-    help="Count the codes of quantised tensors of B: columns saturated and unused.",
+    help="Count saturated and unused codes of the quantised tensors of B.",
 )
 @click.option(
-    "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
+    "--write-names", metavar="FILE", help="Write the matched names of A and B to a JSON file."
 )
 @_cache_option
 @reading_options
@@ -337,11 +335,10 @@ def compare(
 ) -> int:
     """Print how much the tensors of A and B differ.
 
-    Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
-    a larger type. The exit status is 1 if there is any difference. With --explain, first comes a
-    sentence about all tensors, then those that are not explained, then patterns of those that
-    are: rounded, transposed, renamed, ... The exit status is 0 if every tensor is explained. With
-    --json, all tensors are listed.
+    Formats and element types may differ, since values are compared: a tensor equals a copy of it in
+    a larger type. The exit status is 1 if there is any difference. With --explain, print a summary,
+    the unexplained tensors, and patterns of the explained ones: rounded, transposed, renamed, ...
+    The exit status is then 0 if every tensor is explained. With --json, list all tensors.
     """
     from xckpt.comparison import compare as compute
     from xckpt.statistics import matched_names, table
@@ -351,7 +348,7 @@ def compare(
         option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
     chosen = _compared(columns, sort, codes=codes, explain=explain)
-    if write_names is not None and os.path.lexists(write_names):  # said before the pass
+    if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
@@ -376,14 +373,14 @@ def compare(
         frame = frame.sort_values(sort, ascending=False, kind="stable")
     different = frame[frame["status"] != "same"]
     is_good = bool(different.empty)
-    about: dict[str, Any] = {"same": is_good}
+    conclusion: dict[str, Any] = {"same": is_good}
     if explain:
         is_good = bool((frame["outcome"] == "explained").all())
-        about |= {"explained": is_good, "explanation": result.attrs["explanation"]}
+        conclusion |= {"explained": is_good, "explanation": result.attrs["explanation"]}
     if as_json:
-        print_document({"a": a, "b": b, **about, "tensors": json_rows(frame)})
+        print_document({"a": a, "b": b, **conclusion, "tensors": json_rows(frame)})
     elif explain:
-        print_text(printable(str(about["explanation"])))
+        print_text(printable(str(conclusion["explanation"])))
         _print_explanations(frame, chosen, limit, everything=everything)
     else:
         listed = (frame if everything else different).head(limit)
@@ -413,7 +410,7 @@ def _write_names(path: str, names: dict[str, str]) -> None:
 
 
 def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
-    """Return how names in A become names in B."""
+    """Return the option `names` of `xckpt.compare` from --rename and --names."""
     if names is not None:
         if rename is not None:
             raise click.UsageError("--rename and --names exclude each other")
@@ -428,64 +425,64 @@ def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
 
 
 def _lengths(dims: tuple[str, ...]) -> Any:
-    """Return what --dim says: dimensions, or neighbours along each."""
-    found: dict[str | int, int | None] = {}
+    """Parse --dim: dimensions by name or position, each with a number of neighbours or None."""
+    lengths: dict[str | int, int | None] = {}
     for text in dims:
         name, colon, length = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
         key = int(name) if re.fullmatch(r"-?\d+", name) else name
-        found[key] = int(length) if colon else None
-    return found
+        lengths[key] = int(length) if colon else None
+    return lengths
 
 
 def _print_explanations(
     frame: pd.DataFrame, chosen: list[str], limit: int | None, *, everything: bool
 ) -> None:
-    """Print tensors that are not explained, then patterns of the names of those that are."""
+    """Print the unexplained tensors, then patterns of the names of the explained ones."""
     from xckpt.notebook.folding import fold
     from xckpt.tensor_rows import Row
 
     is_good = frame["outcome"] == "explained"
     exceptions, explained = frame[~is_good], frame[is_good]
-    # A pair has a row of each of its names: that of A stands for both.
+    # A matched pair has two rows, one for each name. The row of A represents both.
     partners = {
-        other
-        for others in frame["other_names"][frame["status"] != "only_b"]
-        for other in others.split(", ")
+        name
+        for names in frame["other_names"][frame["status"] != "only_b"]
+        for name in names.split(", ")
     }
-    is_told = (frame["status"] == "only_b") & frame.index.isin(partners)
-    exceptions = exceptions[~is_told[~is_good]]
+    is_represented = (frame["status"] == "only_b") & frame.index.isin(partners)
+    exceptions = exceptions[~is_represented[~is_good]]
     if not exceptions.empty:
         _print_rows(exceptions.head(limit), chosen)
     rows = [
-        Row(f"{name} -> {other}" if other else name, cause, (), 0)
-        for name, cause, other, is_partner in zip(
+        Row(f"{name} -> {partner}" if partner else name, cause, (), 0)
+        for name, cause, partner, is_partner in zip(
             explained.index,
             explained["cause"],
             explained["other_names"],
-            is_told[is_good],
+            is_represented[is_good],
             strict=True,
         )
         if not is_partner and (everything or cause != "equal")
     ]
     if rows:
         patterns = fold(rows)[:limit]
-        cells = [(each.text, f"{each.count:,}", each.dtype) for each in patterns]
+        cells = [(pattern.text, f"{pattern.count:,}", pattern.dtype) for pattern in patterns]
         print_table([Column("explained"), Column("tensors", right=True), Column("cause")], cells)
-    counts = Counter(frame["outcome"][~is_told])
+    counts = Counter(frame["outcome"][~is_represented])
     facts = [f"{counts[kind]:,} {kind}" for kind in ("changed", "unmatched", "explained")
              if counts[kind]]  # fmt: skip
     complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
 
 
 def _print_comparison(
-    frame: pd.DataFrame, listed: pd.DataFrame, chosen: list[str], what: str
+    frame: pd.DataFrame, listed: pd.DataFrame, chosen: list[str], unit: str
 ) -> None:
-    """Print the rows that are listed, and how many there are in all."""
+    """Print the listed rows, and the number of all rows by status."""
     if not listed.empty:
         _print_rows(listed, chosen)
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-    complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
+    complain(f"{len(frame):,} {unit}: {', '.join(facts) or 'all are the same'}")
 
 
 def _print_rows(listed: pd.DataFrame, chosen: list[str]) -> None:
@@ -515,7 +512,7 @@ def _print_rows(listed: pd.DataFrame, chosen: list[str]) -> None:
     help="Match tensors by content and known names, or by a JSON object of names in FILE with "
     "names in OTHER.",
 )
-@click.option("--no-explain", is_flag=True, help="Do not find out why tensors differ.")
+@click.option("--no-explain", is_flag=True, help="Do not explain why tensors differ.")
 @click.option("--overwrite", is_flag=True, help="Replace the new file if it exists.")
 @_cache_option
 @reading_options_beside_output
@@ -530,10 +527,11 @@ def report(
     overwrite: bool,
     no_cache: bool,
 ) -> int:
-    """Write a report on FILE, or on what is between FILE and OTHER.
+    """Write a report on FILE, or on the differences between FILE and OTHER.
 
-    It holds all that it shows and runs nothing: a summary, what looks wrong, and how statistics go
-    along the layers; of two files, what changed, why, how much, and what changed most.
+    The report is a self-contained document without scripts. For one file it has a summary, the
+    findings, and statistics along the layers; for two files the changes, their causes and sizes,
+    and the most changed tensors.
     """
     from xckpt.accessor.reporting import document_for
 
