@@ -1,21 +1,21 @@
-"""Folds the tensor names of a checkpoint into few patterns.
+"""Folding of tensor names into a few patterns.
 
-A deep model repeats its modules, so the names of 25,000 tensors say little more than ten lines::
+A deep model repeats its modules, so ten lines describe the names of 25,000 tensors::
 
     model.layers.{0..63}.mlp.experts.{0..255}.{gate,up,down}_proj.weight   x 49,152
 
 Two steps make a pattern:
 
-1. The numbers of modules become sets of indices, ``{0..63}`` or ``{0..2,5}``. Rows that differ in
-   these numbers only are one family.
+1. The numbers of modules become sets of indices, ``{0..63}`` or ``{0..2,5}``. Rows that differ only
+   in these numbers are a family.
 2. Families that differ in one word and have the same index sets and number of tensors are united:
    ``{q,k,v,o}_proj``.
 
-Shape, element type and way of storing are the same throughout a pattern, so that a row never hides
-a vocabulary next to a width, or weights among biases.
+All tensors of a pattern have the same shape, element type and way of storing, so that a pattern
+never mixes a vocabulary with a width, or weights with biases.
 
-In a pattern a backslash stands before braces, and before commas inside them, that are part of a
-real name, and ``…`` in braces for members left out.
+In a pattern, braces that are part of a name, and commas inside them, have a backslash; ``…`` in
+braces stands for omitted members.
 """
 
 from __future__ import annotations
@@ -370,16 +370,16 @@ def _bits(family: Family) -> int:
 
 # --- codes of quantised weights ------------------------------------------------------------------
 
-# Where a format says how its codes are decoded, tensors have the numbers of the weights. Others
-# only have a second tensor with a name that says it: ``w.weight`` of 8 bits, ``w.weight_scale``.
-# The numbers of such codes say nothing of the weights: nobody should take them for these.
+# If a format defines how codes are decoded, its tensors have the values of the weights. Otherwise
+# only the name of a second tensor identifies codes: ``w.weight`` of 8 bits, ``w.weight_scale``.
+# The summary marks such codes, because statistics of them do not describe the weights.
 
-#: What `Row.storage` and patterns call them.
+#: The word for codes in `Row.storage` and in patterns.
 CODES = "codes"
 
 
 def marked(rows: Sequence[Row]) -> list[Row]:
-    """Say of tensors that are codes how they are stored."""
+    """Return rows in which the storage of codes names them as such."""
     codes = scales_of_codes({row.name: row.dtype for row in rows})
     if not codes:
         return list(rows)
@@ -389,18 +389,19 @@ def marked(rows: Sequence[Row]) -> list[Row]:
 
 
 def mark_codes(families: Iterable[Family]) -> None:
-    """Say the same of families, in no time: there are few of them."""
+    """Set the storage of families of codes, which is faster than marking all rows."""
     templates: dict[str, list[Family]] = {}
     for family in families:
         templates.setdefault(_name_with_zeros(family), []).append(family)
-    # Of some names there are several types, as where the first layers are not quantised.
+    # A name may have several types, for example if the first layers are not quantised.
     smallest = {name: min(members, key=_bits).dtype for name, members in templates.items()}
     for name, scale in scales_of_codes(smallest).items():
-        scales = [each.indices for each in templates[scale]]
-        there = [frozenset().union(*found) for found in zip(*scales, strict=False)]
+        scale_indices = [family.indices for family in templates[scale]]
+        with_scale = [frozenset().union(*sets) for sets in zip(*scale_indices, strict=False)]
         for family in templates[name]:
-            covered = all(here <= all_ for here, all_ in zip(family.indices, there, strict=False))
-            if covered and scales_of_codes({name: family.dtype, scale: smallest[scale]}):
+            pairs = zip(family.indices, with_scale, strict=False)
+            is_covered = all(indices <= scaled for indices, scaled in pairs)
+            if is_covered and scales_of_codes({name: family.dtype, scale: smallest[scale]}):
                 family.storage = _storage(family.storage)
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, from metadata alone: a `Summary`, a tree of modules, a table of sizes.
+"""Overviews of a checkpoint from its metadata: a `Summary`, a tree of modules, a table of sizes.
 
-`xckpt.notebook.text` and `xckpt.notebook.html` show a `Summary`.
+`xckpt.notebook.text` and `xckpt.notebook.html` render a `Summary`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-# So few tensors are listed one by one: folding would hide names and save nothing.
+# Up to this number, tensors are listed one by one: folding would hide names and save nothing.
 _FEW = 12
-# Headers, padding and manifests take less than this of any file that is not a toy.
+# Headers, padding and manifests take less than this share of any file of realistic size.
 _UNUSED_SHARE = 0.1
 _UNUSED_BYTES = 1 << 20
 _SEVERITIES = ("error", "warning", "info")
@@ -70,7 +70,7 @@ _Words = tuple[str | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """How many tensors are of one element type, or stored in one way, and their stored bytes."""
+    """Number and stored size of the tensors with one element type, or one way of storing."""
 
     kind: str
     count: int
@@ -88,7 +88,7 @@ class GroupTotal:
 
 
 class TensorFinding(NamedTuple):
-    """Something in the statistics of a tensor that calls for attention."""
+    """A suspicious value in the statistics of a tensor."""
 
     tensor: str
     rule: str  # "nan", "all_zero", ...
@@ -98,7 +98,7 @@ class TensorFinding(NamedTuple):
 
 
 class KnownResults(NamedTuple):
-    """What is known of tensors that have statistics."""
+    """Statistics and findings that are already computed, by tensor."""
 
     statistics: Mapping[str, Mapping[str, float]]  # by name
     findings: Collection[TensorFinding]
@@ -115,24 +115,24 @@ class FoldedFinding(NamedTuple):
 
 
 class ModuleSet(NamedTuple):
-    """Numbered modules that have something in common which others of their kind do not have."""
+    """Numbered modules of one structure, if others of their name have another structure."""
 
-    module: str  # what the numbers number: "layers"
+    module: str  # name of the numbered module: "layers"
     indices: str  # "{3..60}"
-    dim: str  # the dimension of what is in them; empty where that is not stacked
-    parts: tuple[str, ...]  # what is in these modules only: "mlp.experts", ...
+    dim: str  # dimension of the stacked modules; empty if they are not stacked
+    parts: tuple[str, ...]  # submodules that only these modules have: "mlp.experts", ...
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint holds at a glance.
+    """An overview of a checkpoint.
 
-    Text in it is as the file has it, except for `title` and the text of patterns: a renderer
-    must escape the rest.
+    Texts come unchanged from the file, except for `title` and the texts of patterns, so a renderer
+    must escape them.
     """
 
     title: str  # the name of the file without its folder
-    format: str  # empty where not known, like `version`
+    format: str  # empty if unknown, like `version`
     version: str
     shards: int  # number of other files that hold parts
     count: int  # of tensors
@@ -140,14 +140,14 @@ class Summary:
     size: int  # trainable elements, implied zeros included, tied ones once
     groups: tuple[GroupTotal, ...]  # by role, parameters first
     dtypes: tuple[Total, ...]  # by stored element type, largest first
-    storage: tuple[Total, ...]  # by way of storing, where that is not plainly dense
+    storage: tuple[Total, ...]  # by way of storing, without plainly dense tensors
     patterns: tuple[Pattern, ...]  # largest first
-    modules: tuple[ModuleSet, ...]  # numbered modules, where they are not all alike
-    choose: str  # the call that chooses some of these; empty where there is none
+    modules: tuple[ModuleSet, ...]  # sets of numbered modules with different structures
+    choose: str  # a call that selects modules by number; empty without numbered modules
     dims: Mapping[str, int]  # named dimensions and their sizes
     attrs: Mapping[Any, Any]
-    errors: tuple[str, ...]  # what cannot be read
-    notes: tuple[str, ...]  # what a user should know before relying on the file
+    errors: tuple[str, ...]  # tensors that cannot be read
+    notes: tuple[str, ...]  # irregularities of the file
     findings: tuple[FoldedFinding, ...] | None  # worst first; None without statistics
 
 
@@ -166,7 +166,7 @@ def new_summary(
     stacked: Iterable[StackedNames] = (),
     obj: str = "",
 ) -> Summary:
-    """Sum up tensors in one pass; `obj` is what an open object is called in code."""
+    """Summarise tensors in one pass; `obj` is the name of the open object in examples of code."""
     rows = list(rows)
     families = families_of(rows)
     mark_codes(families)
@@ -202,23 +202,23 @@ def new_summary(
 
 
 def _folded(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
-    """Fold what one rule found in tensors with similar names."""
+    """Fold the findings of each rule in tensors with similar names."""
     by_rule: dict[tuple[int, str, str], list[TensorFinding]] = {}
     for finding in findings:
-        known = finding.severity in _SEVERITIES
-        rank = _SEVERITIES.index(finding.severity) if known else len(_SEVERITIES)
+        is_known = finding.severity in _SEVERITIES
+        rank = _SEVERITIES.index(finding.severity) if is_known else len(_SEVERITIES)
         by_rule.setdefault((rank, finding.severity, finding.rule), []).append(finding)
-    for (_, severity, rule), some in sorted(by_rule.items(), key=lambda item: item[0][0]):
-        # The largest first, as it is the one that a pattern names; NaN is not larger than another.
-        some.sort(key=lambda finding: -abs(finding.value))
-        values = {finding.tensor: (finding.value, finding.explanation) for finding in some}
+    for (_, severity, rule), group in sorted(by_rule.items(), key=lambda item: item[0][0]):
+        # The largest comes first, because a pattern names its first member. NaN sorts anywhere.
+        group.sort(key=lambda finding: -abs(finding.value))
+        values = {finding.tensor: (finding.value, finding.explanation) for finding in group}
         for pattern in fold(Row(name, rule, (), 0) for name in values):
             value, explanation = values[pattern.first]
             yield FoldedFinding(severity, rule, value, pattern, explanation)
 
 
 def _groups(families: Sequence[Family], roles: Sequence[Role]) -> tuple[GroupTotal, ...]:
-    """Sum families up by the headings of their roles, in the order of `Role`."""
+    """Return the totals of families by the headings of their roles, in the order of `Role`."""
     totals: dict[str, list[int]] = {role.group: [0, 0, 0] for role in Role}
     for family, role in zip(families, roles, strict=True):
         total = totals[role.group]
@@ -238,8 +238,8 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
 
 
 def index_summary(index: Any) -> Summary:
-    """Sum up an `xckpt.Index`."""
-    # The reason only: the whole message would show the path.
+    """Summarise an `xckpt.Index`."""
+    # Only the reason, since the whole message has the path.
     problems = [
         f"{shown(tensor.name)}: {tensor.problem.reason}"
         for tensor in index.tensors.values()
@@ -275,26 +275,26 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:
-    """Say how many messages there are, and the first of them."""
+    """Return the number of messages and the first one as a text; no text without messages."""
     first = ", first" if len(messages) > 1 else ""
     return [f"{fact}{first}: {messages[0]}"] if messages else []
 
 
 def unread_errors(rows: Iterable[Row]) -> list[str]:
-    """Say which tensors cannot be read, nor is their type known: of files that are missing."""
+    """Report tensors of unknown type, whose files are missing."""
     names = [shown(row.name) for row in rows if row.dtype == UNKNOWN]
     return _first_of(names, f"{counted(len(names), 'tensor')} cannot be read")
 
 
 def shared_notes(shared: Mapping[str, str]) -> list[str]:
-    """Say which tensors have the bytes of others."""
-    some = [f"{shown(name)} is {shown(owner)}" for name, owner in shared.items()]
-    share = "shares its" if len(some) == 1 else "share their"
-    return _first_of(some, f"{counted(len(some), 'tensor')} {share} bytes with another")
+    """Report tensors that share the bytes of another tensor."""
+    pairs = [f"{shown(name)} is {shown(owner)}" for name, owner in shared.items()]
+    share = "shares its" if len(pairs) == 1 else "share their"
+    return _first_of(pairs, f"{counted(len(pairs), 'tensor')} {share} bytes with another")
 
 
 def _unexplained(index: Any, stored: int) -> list[str]:
-    """Point at a file much larger or smaller than its tensors in total."""
+    """Report a file that is much larger or smaller than its tensors in total."""
     if index.shards or not index.nbytes:
         return []
     size = binary_size(index.nbytes)
@@ -310,13 +310,13 @@ def _unexplained(index: Any, stored: int) -> list[str]:
 
 # --- numbered modules ----------------------------------------------------------------------------
 
-# The layers of a model are often not alike: the first few are dense and the others mixtures of
-# experts, or every sixth attends to everything. Each such set of numbers is a line of the summary,
-# and a dimension of its own where modules are stacked, because a dimension has one length.
+# The layers of a model often differ: the first few are dense and the others mixtures of experts, or
+# every sixth layer has global attention. Each such set of layers is a line of the summary. Stacked
+# modules have a dimension for each set, because a dimension has one length.
 
 
 class _Numbers(NamedTuple):
-    """What sets apart the tensors of a numbered module."""
+    """The indices of a set of modules, and their dimension if they are stacked."""
 
     indices: frozenset[str]
     dim: str
@@ -325,44 +325,47 @@ class _Numbers(NamedTuple):
 def module_sets(
     families: Iterable[Family], stacked: Iterable[StackedNames] = ()
 ) -> list[ModuleSet]:
-    """List the sets of modules, where modules of one name are not all alike."""
-    # By the path of the numbered module: its sets, and what is in the modules of each.
-    found: dict[_Words, dict[_Numbers, dict[_Words, None]]] = {}
+    """Return the sets of numbered modules, if modules of one name have different structures."""
+    # By the path of the numbered module: its sets, and the parts of the modules in each.
+    sets_by_path: dict[_Words, dict[_Numbers, dict[_Words, None]]] = {}
     stacked = list(stacked)
     for template, numbers in [*_of_families(families, stacked), *_of(stacked)]:
-        at = [place for place, part in enumerate(template) if part is None]
-        for place, after, each in zip(at, [*at[1:], len(template)], numbers, strict=True):
-            parts = found.setdefault(template[:place], {}).setdefault(each, {})
-            parts[template[place + 1 : after]] = None
-    named: dict[str, list[_Words]] = {}
-    for path in found:
-        named.setdefault(numbered_modules((*path, None))[-1], []).append(path)
-    sets: list[ModuleSet] = []
-    for base, paths in named.items():
-        different = {each for path in paths for each in found[path]}
-        # Of two or three it is a sequence of steps, say a convolution and a norm.
+        positions = [position for position, part in enumerate(template) if part is None]
+        ends = [*positions[1:], len(template)]
+        for position, end, module_set in zip(positions, ends, numbers, strict=True):
+            parts = sets_by_path.setdefault(template[:position], {}).setdefault(module_set, {})
+            parts[template[position + 1 : end]] = None
+    paths_by_name: dict[str, list[_Words]] = {}
+    for path in sets_by_path:
+        paths_by_name.setdefault(numbered_modules((*path, None))[-1], []).append(path)
+    result: list[ModuleSet] = []
+    for base, paths in paths_by_name.items():
+        different = {module_set for path in paths for module_set in sets_by_path[path]}
+        # Two or three different modules are a sequence of steps, such as a convolution and a norm.
         if len(different) > 1 and len(frozenset().union(*[s.indices for s in different])) > (
             _LONGEST_SEQUENCE
         ):
             for path in paths:
                 name = base if len(paths) == 1 else _text(path)
-                owners = _owners(found[path])
-                order = {s: (min(map(int, s.indices)), -len(s.indices), s.dim) for s in found[path]}
-                for each in sorted(order, key=order.__getitem__):
-                    few = len(sets) < _MOST_DESCRIBED
-                    only = _parts(found[path][each], owners) if few else ()
-                    sets.append(ModuleSet(name, indices_text(each.indices), each.dim, only))
-    return sets
+                sets = sets_by_path[path]
+                owners = _owners(sets)
+                order = {s: (min(map(int, s.indices)), -len(s.indices), s.dim) for s in sets}
+                for module_set in sorted(order, key=order.__getitem__):
+                    is_described = len(result) < _MOST_DESCRIBED
+                    only = _parts(sets[module_set], owners) if is_described else ()
+                    indices = indices_text(module_set.indices)
+                    result.append(ModuleSet(name, indices, module_set.dim, only))
+    return result
 
 
 def _of_families(
     families: Iterable[Family], stacked: Iterable[StackedNames]
 ) -> list[tuple[_Words, list[_Numbers]]]:
-    """Return the templates of what is not stacked, whatever its shapes, and the numbers in it."""
-    known = {_words(each.template) for each in stacked}
+    """Return the templates of unstacked tensors, and the sets of their indices."""
+    stacked_templates = {_words(names.template) for names in stacked}
     indices: dict[_Words, list[set[str]]] = {}
     for family in families:
-        if family.indices and family.template not in known:
+        if family.indices and family.template not in stacked_templates:
             sets = indices.setdefault(family.template, [set() for _ in family.indices])
             for numbers, more in zip(sets, family.indices, strict=True):
                 numbers.update(more)
@@ -370,22 +373,25 @@ def _of_families(
 
 
 def _of(stacked: Iterable[StackedNames]) -> list[tuple[_Words, list[_Numbers]]]:
-    # Numbers that are in the names of stacks say together which modules are not stacked.
-    apart: dict[tuple[_Words, int], set[str]] = {}
-    placed = [(_words(each.template), each, module_indices(each.template)) for each in stacked]
-    for words, _, places in placed:
-        for at, (_, part) in enumerate(places):
-            if isinstance(part, str):
-                apart.setdefault((words, at), set()).add(part)
-    found = []
-    for words, each, places in placed:
-        along = iter(zip(each.indices, each.dims, strict=True))
+    # Indices in the names of stacks belong to modules that are not stacked.
+    unstacked: dict[tuple[_Words, int], set[str]] = {}
+    parsed = [(_words(names.template), names, module_indices(names.template)) for names in stacked]
+    for words, _, modules in parsed:
+        for position, (_, index) in enumerate(modules):
+            if isinstance(index, str):
+                unstacked.setdefault((words, position), set()).add(index)
+    result = []
+    for words, names, modules in parsed:
+        along = iter(zip(names.indices, names.dims, strict=True))
         numbers = []
-        for at, (_, part) in enumerate(places):
-            indices, dim = (apart[words, at], "") if isinstance(part, str) else next(along)
+        for position, (_, index) in enumerate(modules):
+            if isinstance(index, str):
+                indices, dim = unstacked[words, position], ""
+            else:
+                indices, dim = next(along)
             numbers.append(_Numbers(frozenset(map(str, indices)), dim))
-        found.append((words, numbers))
-    return found
+        result.append((words, numbers))
+    return result
 
 
 def _words(template: Iterable[str | int | None]) -> _Words:
@@ -393,26 +399,27 @@ def _words(template: Iterable[str | int | None]) -> _Words:
 
 
 def _text(pieces: Iterable[str | None]) -> str:
-    """Write pieces from inside of names, with a star for each index."""
-    found = tokens((*pieces, None))[:-1]
-    return strip_separator("".join([f"{front}{part or '*'}" for front, part in found]))
+    """Join pieces of names, with a star for each index."""
+    words = tokens((*pieces, None))[:-1]
+    return strip_separator("".join([f"{separator}{word or '*'}" for separator, word in words]))
 
 
 def _owners(sets: Mapping[_Numbers, Iterable[_Words]]) -> dict[_Words, _Numbers | None]:
-    """Return which set of modules has parts that begin with some words; None if several do."""
+    """Return the set of modules by the first words of its parts; None if several sets have them."""
     owners: dict[_Words, _Numbers | None] = {}
-    for each, parts in sets.items():
+    for module_set, parts in sets.items():
         for words in parts:
             for length in range(1, min(len(words), _DEEPEST) + 1):
                 start = words[:length]
-                owners[start] = each if owners.get(start, each) == each else None
+                is_unique = owners.get(start, module_set) == module_set
+                owners[start] = module_set if is_unique else None
     return owners
 
 
-def _parts(here: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) -> tuple[str, ...]:
-    """Name the parts of modules in so few words that no others have parts of that name."""
+def _parts(parts: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) -> tuple[str, ...]:
+    """Name the parts of modules by as few words as distinguish them from those of others."""
     names: dict[str, None] = {}
-    for words in here:
+    for words in parts:
         deepest = min(len(words), _DEEPEST)
         length = next((n for n in range(1, deepest) if owners[words[:n]] is not None), len(words))
         names[_text(words[:length])] = None
@@ -422,7 +429,7 @@ def _parts(here: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) -> 
 
 
 def selection(families: Sequence[Family]) -> dict[str, int]:
-    """Return numbers of modules to choose by, as an example, of the family of most tensors."""
+    """Return an example of indices to select modules by, from the family of most tensors."""
     families = [family for family in families if family.indices]
     if not families:
         return {}
@@ -440,7 +447,7 @@ def selection(families: Sequence[Family]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Modules:
-    """A module, or several that only differ in their number."""
+    """A module, or several that differ only in their index."""
 
     count: int = 0
     nbytes: int = 0
@@ -449,7 +456,7 @@ class _Modules:
 
 
 class ModuleTree:
-    """The modules of a checkpoint, numbered ones folded, with what is in them.
+    """The tree of modules of a checkpoint, with numbered modules folded, and their sizes.
 
     Examples
     --------
@@ -462,15 +469,16 @@ class ModuleTree:
 
     def __init__(self, rows: Iterable[Row], depth: int) -> None:
         self._root = _Modules()
-        known: dict[tuple[str | None, ...], list[str | None]] = {}
+        words_by_template: dict[tuple[str | None, ...], list[str | None]] = {}
         for row in rows:
             node = self._root
-            found = parse_name(row.name)
-            indices = iter(found.indices)
-            if found.template not in known:
-                parts = [part for _, part in tokens(found.template)]
-                known[found.template] = [p if isinstance(p, str) else None for p in parts]
-            for word in known[found.template][:depth]:
+            parsed = parse_name(row.name)
+            indices = iter(parsed.indices)
+            if parsed.template not in words_by_template:
+                parts = [part for _, part in tokens(parsed.template)]
+                words = [part if isinstance(part, str) else None for part in parts]
+                words_by_template[parsed.template] = words
+            for word in words_by_template[parsed.template][:depth]:
                 node = node.children.setdefault(word, _Modules())
                 node.count += 1
                 node.nbytes += row.nbytes
@@ -516,18 +524,18 @@ def sizes_table(
         families = families_of(rows)
         count_parameters(families)
         mark_codes(families)
-        found = [family.pattern() for family in united(families)]
-        names = [pattern.first for pattern in found]
+        patterns = [family.pattern() for family in united(families)]
+        names = [pattern.first for pattern in patterns]
         frame = pd.DataFrame(
             {
-                "tensors": [pattern.count for pattern in found],
-                "shape": [shape_text(pattern.shape, pattern.dtype) for pattern in found],
-                "dtype": [pattern.dtype for pattern in found],
-                "storage": [pattern.storage for pattern in found],
-                "parameters": [pattern.parameters for pattern in found],
-                "nbytes": [pattern.nbytes for pattern in found],
+                "tensors": [pattern.count for pattern in patterns],
+                "shape": [shape_text(pattern.shape, pattern.dtype) for pattern in patterns],
+                "dtype": [pattern.dtype for pattern in patterns],
+                "storage": [pattern.storage for pattern in patterns],
+                "parameters": [pattern.parameters for pattern in patterns],
+                "nbytes": [pattern.nbytes for pattern in patterns],
             },
-            index=pd.Index([pattern.text for pattern in found], name=by, dtype=object),
+            index=pd.Index([pattern.text for pattern in patterns], name=by, dtype=object),
         )
     elif by in {"dtype", "layer", "role"}:
         totals: dict[str, list[int]] = {}
@@ -548,7 +556,7 @@ def sizes_table(
         )
     else:
         raise ValueError(f"by must be 'pattern', 'dtype', 'layer' or 'role', not {by!r}")
-    whole: Any = max(1, frame["nbytes"].sum())
-    frame["share"] = frame["nbytes"] / whole
+    total_nbytes: Any = max(1, frame["nbytes"].sum())
+    frame["share"] = frame["nbytes"] / total_nbytes
     frame = frame.iloc[ascending(names)]
     return frame.sort_values("nbytes", ascending=False, kind="stable")

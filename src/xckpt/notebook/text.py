@@ -93,7 +93,7 @@ def _header(summary: Summary) -> str:
 def _listed(
     label: str, items: Iterable[str], count: int, *, most_lines: int, separator: str = _DOT
 ) -> Iterator[str]:
-    """Pack `count` items into lines, as many as fit, and say how many did not."""
+    """Pack `count` items into lines, as many as fit, and count the others."""
     room = _WIDTH - len(_INDENT) - len(label)
     lines: list[str] = []
     for placed, item in enumerate(items):
@@ -116,8 +116,8 @@ def _listed(
 
 def _table(summary: Summary, most: int) -> Iterator[str]:
     patterns = summary.patterns
-    # A line that says "1 more" takes the room of the one.
-    kept = len(patterns) if len(patterns) <= most + 1 else most
+    # The line "1 more" would take as much room as the last pattern.
+    listed = len(patterns) if len(patterns) <= most + 1 else most
     rows = [
         [
             pattern.text,
@@ -127,28 +127,28 @@ def _table(summary: Summary, most: int) -> Iterator[str]:
             binary_size(pattern.nbytes),
             share(pattern.nbytes, summary.nbytes),
         ]
-        for pattern in patterns[:kept]
+        for pattern in patterns[:listed]
     ]
     yield from _aligned(rows, _ALIGNMENT)
-    if rest := patterns[kept:]:
-        yield f"{_INDENT}… {rest_text(rest)}"
+    if remaining := patterns[listed:]:
+        yield f"{_INDENT}… {rest_text(remaining)}"
 
 
 def _aligned(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
-    """Pad cells to columns; where there is no room, drop the shares first, then wrap names."""
+    """Pad cells to columns; if they are too wide, drop the shares first, then wrap names."""
     widths = [max(map(columns, cells)) for cells in zip(*rows, strict=True)]
     if widths and _table_width(widths) > _WIDTH:
         widths[-1] = 0
         widths[0] -= max(0, _table_width(widths) - _WIDTH)
     for name, *figures in rows:
-        first, *others = _wrapped(name, widths[0])
+        first, *continuation = _wrapped(name, widths[0])
         line = []
         for text, width, side in zip([first, *figures], widths, alignment, strict=True):
             padding = " " * (width - columns(text))
             if width:
                 line.append(text + padding if side == "<" else padding + text)
         yield (_INDENT + _GAP.join(line)).rstrip()
-        yield from [_INDENT + other for other in others]
+        yield from [_INDENT + text for text in continuation]
 
 
 def _table_width(widths: Sequence[int]) -> int:
@@ -156,7 +156,7 @@ def _table_width(widths: Sequence[int]) -> int:
 
 
 def _wrapped(name: str, width: int) -> list[str]:
-    """Break a name after dots and indent what follows."""
+    """Break a name after dots, and indent the further lines."""
     if columns(name) <= width:
         return [name]
     lines = [""]
@@ -171,14 +171,14 @@ def _wrapped(name: str, width: int) -> list[str]:
 
 
 def format_text(summary: Summary) -> str:
-    """Name the format and its version, so that it does not look like that of a framework."""
+    """Return the format and its version, which must not look like the version of a framework."""
     version = word(summary.version, _WIDEST_VERSION)
     version = f"file version {version}" if version.isdigit() else version
     return f"{word(summary.format)} {version}".strip()
 
 
 def groups_text(summary: Summary) -> list[tuple[str, ...]]:
-    """Name the groups of tensors with their counts and sizes, if not all are parameters."""
+    """Return the groups of tensors with counts and sizes; none if all are parameters."""
     if [total.group for total in summary.groups] in ([], ["parameters"]):
         return []
     return [
@@ -194,7 +194,7 @@ def groups_text(summary: Summary) -> list[tuple[str, ...]]:
 
 
 def count_text(pattern: Pattern) -> str:
-    """Say how many tensors a pattern has, and of how many places if some are empty."""
+    """Return the number of tensors in a pattern, and of index combinations if some are missing."""
     if pattern.grid > pattern.count:
         places = f"{pattern.grid:,}" if pattern.grid < 10**6 else short_count(pattern.grid)
         return f"{pattern.count:,} of {places}"
@@ -202,12 +202,12 @@ def count_text(pattern: Pattern) -> str:
 
 
 def kind_text(pattern: Pattern) -> str:
-    """Name the element type and the way of storing."""
+    """Return the element type and the way of storing."""
     return word(f"{pattern.dtype} {pattern.storage}".rstrip(), _WIDEST_KIND)
 
 
 def rest_text(patterns: Sequence[Pattern]) -> str:
-    """Say what the patterns that are not shown have in total."""
+    """Return the totals of patterns that are not listed."""
     count = sum([pattern.count for pattern in patterns])
     size = binary_size(sum([pattern.nbytes for pattern in patterns]))
     if count == len(patterns):
@@ -216,28 +216,29 @@ def rest_text(patterns: Sequence[Pattern]) -> str:
 
 
 def remarks(summary: Summary, width: int = _WIDTH) -> Iterator[tuple[str, str]]:
-    """List errors, findings and notes, each as a kind and a sentence that fits into a width."""
+    """Yield errors, findings and notes, as a kind and a sentence of at most `width` columns."""
     yield from [("error", error) for error in summary.errors[:_MOST_NOTES]]
     if (findings := summary.findings) is not None:
         yield "", findings_text(findings)
         for severity, rule, value, pattern, explanation in findings[:_MOST_FINDINGS]:
-            what = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"
-            of = f" of {pattern.grid:,}" if pattern.grid > pattern.count else ""
-            largest = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
+            subject = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"
+            out_of = f" of {pattern.grid:,}" if pattern.grid > pattern.count else ""
+            detail = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
             if explanation and pattern.count == 1:
-                # The end of a sentence says less than that of a name.
-                room = width - columns(f"{severity}: {what}: {pattern.text} ()") - len(_INDENT)
-                largest = printable(explanation)
-                if columns(largest) > room:
-                    largest = f"{largest[: max(_LEAST_EXPLANATION, room) - 1]}…"
-            yield word(severity), f"{what}{of}: {pattern.text} ({largest})"
-        if rest := findings[_MOST_FINDINGS:]:
-            yield "", f"… {sum([each.pattern.count for each in rest]):,} more findings"
+                # Cut the explanation rather than the name, whose end is specific.
+                room = width - columns(f"{severity}: {subject}: {pattern.text} ()") - len(_INDENT)
+                detail = printable(explanation)
+                if columns(detail) > room:
+                    detail = f"{detail[: max(_LEAST_EXPLANATION, room) - 1]}…"
+            yield word(severity), f"{subject}{out_of}: {pattern.text} ({detail})"
+        if remaining := findings[_MOST_FINDINGS:]:
+            count = sum([finding.pattern.count for finding in remaining])
+            yield "", f"… {count:,} more findings"
     yield from [("note", note) for note in summary.notes[:_MOST_NOTES]]
 
 
 def findings_text(findings: Sequence[FoldedFinding]) -> str:
-    """Write how many findings there are, and of what severity."""
+    """Return the number of findings by severity, as a text."""
     severities: Counter[str] = Counter()
     for finding in findings:
         severities[finding.severity] += finding.pattern.count
@@ -251,12 +252,12 @@ def findings_text(findings: Sequence[FoldedFinding]) -> str:
 
 
 def modules_text(summary: Summary) -> Iterator[tuple[str, ...]]:
-    """Name sets of modules and what is in these only, and say how to choose by their numbers."""
-    for each in summary.modules[:_MOST_MODULES]:
-        dim = f" (dimension {word(each.dim)})" if each.dim else ""
-        yield f"{word(each.module)} {each.indices}{dim}", ", ".join(each.parts)
-    if (rest := len(summary.modules) - _MOST_MODULES) > 0:
-        yield (f"… {rest:,} more sets of modules",)
+    """Yield the sets of modules with the parts that only they have, and a call to select some."""
+    for module_set in summary.modules[:_MOST_MODULES]:
+        dim = f" (dimension {word(module_set.dim)})" if module_set.dim else ""
+        yield f"{word(module_set.module)} {module_set.indices}{dim}", ", ".join(module_set.parts)
+    if (count := len(summary.modules) - _MOST_MODULES) > 0:
+        yield (f"… {count:,} more sets of modules",)
     if summary.choose and summary.modules:
         dims = ", whatever the dimensions are called" if any(m.dim for m in summary.modules) else ""
         yield (f"choose with {summary.choose}{dims}",)

@@ -32,13 +32,13 @@ _CHARACTER_WIDTH = 0.6
 _INCHES_OF_LABELS = 0.5
 # Between ticks, for their labels.
 _INCHES_OF_TICK = 0.6
-# Of those that matplotlib's styles have not, seen on white and on black.
+# Colours beyond those of matplotlib's styles, visible on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def require_matplotlib() -> None:
-    """Say what is missing before anything is computed for a picture."""
+    """Raise `ImportError` if matplotlib is missing, before a picture is computed."""
     try:
         with uninterrupted():
             import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
@@ -47,7 +47,7 @@ def require_matplotlib() -> None:
 
 
 def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> None:
-    """Refuse axes that are none, and options of matplotlib's, before anything is computed."""
+    """Raise an error for invalid axes or matplotlib options, before a picture is computed."""
     require_matplotlib()
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -59,9 +59,9 @@ def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> N
 
 
 def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5, *, labels: int = 0) -> Axes:
-    """Return the axes to draw into: those of the caller, or those of a new figure (in inches).
+    """Return the axes to draw into: `ax`, or those of a new figure, with its size in inches.
 
-    There is room for a legend of so many labels at their side.
+    A new figure has room for a legend of `labels` labels at its side.
     """
     from matplotlib import pyplot as plt
 
