@@ -1,11 +1,11 @@
 """`Explorer`: a widget to search 100,000 tensors and look at the statistics of one or all.
 
-The rows are in the browser as columns of bytes, and searched, filtered and sorted there
-(``explorer.js``). Statistics come from what is handed in, in a thread: the kernel stays free.
+The browser has the rows as columns of bytes, and searches, filters and sorts them
+(``explorer.js``). The functions that compute statistics run in a thread, so the kernel stays free.
 
-The two sides talk in messages with arrays as buffers::
+The two sides exchange messages with arrays as buffers::
 
-    browser -> kernel   {ask: "known"}              a view is new and wants all that is known
+    browser -> kernel   {ask: "known"}              a new view requests all results so far
                         {ask: "compute"}            uint32 rows
     kernel -> browser   {tell: "statistics"}        uint32 rows, float64 (rows, statistics)
                         {tell: "findings", found}   lists of row, rule, severity, value and sentence
@@ -14,7 +14,7 @@ The two sides talk in messages with arrays as buffers::
                         {tell: "failed", row, reason}
                         {tell: "stopped", reason}   a job ended early
 
-The row that is selected is the trait `_row` of both, -1 for none.
+Both sides have the selected row as the trait `_row`, -1 for none.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
 
 _HERE = Path(__file__).parent
-# Statistics show up, and can be cancelled, after so many tensors or bytes.
+# Statistics appear, and can be cancelled, after this number of tensors or bytes.
 _BATCH_ROWS = 512
 _BATCH_NBYTES = 64 << 20
 _SECONDS_BETWEEN_REPORTS = 0.1
 _LONGEST_REASON = 300
-# Findings that say nothing where the numbers are codes.
+# Findings that have no meaning for codes.
 _OF_WEIGHTS = {"constant", "exploding"}
 
 
 class _Table(anywidget.AnyWidget):
-    """What ``explorer.js`` shows."""
+    """The data of ``explorer.js``."""
 
     _esm = _HERE / "explorer.js"
     _css = _HERE / "explorer.css"
@@ -79,7 +79,7 @@ class _Table(anywidget.AnyWidget):
 
     def __init__(self, rows: Sequence[Row], statistics: Sequence[str]) -> None:
         names = [row.name for row in rows]
-        # In units of UTF-16, in which JavaScript cuts.
+        # JavaScript counts in units of UTF-16.
         units = [
             len(n) if n.isascii() else len(n.encode("utf-16-le", "surrogatepass")) // 2
             for n in names
@@ -88,7 +88,7 @@ class _Table(anywidget.AnyWidget):
         kinds, kind = _numbered([(row.dtype, row.storage) for row in rows])
         shapes, shape = _numbered([(r.shape, UNKNOWN if r.dtype == UNKNOWN else "") for r in rows])
         nbytes = np.array([float(row.nbytes) for row in rows], "<f8")
-        # The same colours as in the summary: by element type, those of most bytes first.
+        # The colours of the summary: by element type, most bytes first.
         dtypes, dtype = _numbered([row.dtype for row in rows])
         sums = np.bincount(dtype, nbytes, len(dtypes))
         colors = html.colors_of(dtypes[at] for at in np.argsort(-sums, kind="stable"))
@@ -107,7 +107,7 @@ class _Table(anywidget.AnyWidget):
 
 
 def _numbered(values: Sequence[Any]) -> tuple[list[Any], NDArray[np.uint32]]:
-    """Return the different values, and for each value its number among these."""
+    """Return the distinct values, and the position of each value among them."""
     numbers: dict[Any, int] = {}
     at = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), np.array(at, "<u4")
@@ -344,10 +344,10 @@ class Explorer(ipywidgets.VBox):
             yield batch
 
     def _describe_rows(self, rows: Sequence[int], report: Callable[[int, int], object]) -> None:
-        """Compute statistics; what fails is halved until it is clear which tensor it is."""
+        """Compute statistics; after an error, bisect the rows to find the tensor that caused it."""
         report(0, sum([self._nbytes[row] for row in rows]))
         try:
-            found = self._compute([self._names[row] for row in rows], report)
+            results = self._compute([self._names[row] for row in rows], report)
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  shown next to the tensor
@@ -358,7 +358,7 @@ class Explorer(ipywidgets.VBox):
             self._describe_rows(rows[:middle], report)
             self._describe_rows(rows[middle:], report)
             return
-        self._tell_known(*self._keep(found))
+        self._tell_known(*self._keep(results))
         for row in rows:
             if row not in self._known:
                 self._fail(row, "It has no statistics: its elements are not numbers.")

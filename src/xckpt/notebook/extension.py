@@ -42,7 +42,7 @@ class _Shown:
     """
 
     def __init__(self, formatter: Any, shown: type) -> None:
-        # What is registered by the name of a class moves to the class when that is looked up.
+        # A lookup moves a formatter that is registered by the name of a class to the class.
         self.otherwise = formatter.for_type(shown)
         self.before = formatter.type_printers.get(shown)
         self.method = str(formatter.print_method)
@@ -58,7 +58,7 @@ class _Bundle(_Shown):
 
 
 class _Nothing(_Shown):
-    """Says for other types of content that there is none.
+    """Returns no content of other types for large checkpoints.
 
     IPython would ask the object for `_repr_png_` and others, and xarray would look for similar
     names among all variables, which takes longer than the summary.
@@ -112,7 +112,7 @@ def unload_ipython_extension(ipython: Any) -> None:
     for formatter, _ in _formatters(ipython):
         for shown in _classes():
             ours = formatter.type_printers.get(shown)
-            # Whoever registered something else since then wants that.
+            # Keep formatters that were registered later.
             if not isinstance(ours, _Shown):
                 continue
             if ours.before is None:
@@ -136,8 +136,9 @@ def _completed_classes() -> set[tuple[str, ...]]:
 
 def _formatters(ipython: Any) -> list[tuple[Any, type[_Shown]]]:
     display = ipython.display_formatter
-    others = [one for kind, one in display.formatters.items() if kind not in _BUNDLED]
-    return [(display.mimebundle_formatter, _Bundle), *[(one, _Nothing) for one in others]]
+    unused = [formatter for kind, formatter in display.formatters.items() if kind not in _BUNDLED]
+    bundle = (display.mimebundle_formatter, _Bundle)
+    return [bundle, *[(formatter, _Nothing) for formatter in unused]]
 
 
 def _classes() -> tuple[type, ...]:

@@ -386,10 +386,10 @@ def _of(stacked: Iterable[StackedNames]) -> list[tuple[_Words, list[_Numbers]]]:
         numbers = []
         for position, (_, index) in enumerate(modules):
             if isinstance(index, str):
-                indices, dim = unstacked[words, position], ""
+                numbers.append(_Numbers(frozenset(unstacked[words, position]), ""))
             else:
                 indices, dim = next(along)
-            numbers.append(_Numbers(frozenset(map(str, indices)), dim))
+                numbers.append(_Numbers(frozenset(map(str, indices)), dim))
         result.append((words, numbers))
     return result
 

@@ -160,12 +160,12 @@ class Plots:
         ax: Axes | None = None,
         **kwargs: Any,
     ) -> Axes:
-        """Draw how the elements of tensors are distributed: their densities.
+        """Draw the distributions of the elements of tensors, as densities.
 
-        Up to twelve tensors have a line each, with colours by number where they only differ in
-        that. More become bands of quantiles, one for each role as in `layers`; the tensor that is
-        spread most, and of few roles also the one that is spread least, has a line of its own and
-        a name. Bins are as wide as the numbers of the stored element type are apart, or wider.
+        Up to twelve tensors have a line each; if they differ only by number, it determines the
+        colour. More tensors become bands of quantiles, one for each role as in `layers`. The tensor
+        with the largest spread has a labelled line as well, and with few roles also the one with
+        the smallest. Bins are at least as wide as the spacing of the stored element type.
 
         Parameters
         ----------
@@ -248,7 +248,7 @@ class Plots:
         ax: Axes | None = None,
         **kwargs: Any,
     ) -> Axes:
-        """Draw the singular values of a matrix, and next to them how dense they are.
+        """Draw the singular values of a matrix, and their density next to them.
 
         The line in the density is the power law that is fitted to the tail of their squares; the
         dotted line is where the tail begins.
@@ -306,9 +306,9 @@ class Plots:
         coordinates, are decoded whole, once. With ``rows="all"`` everything is read, chunk by
         chunk, and a block shows the element of largest magnitude in all of its rows.
 
-        The heading says what was read, and what statistics that were computed before know of NaN,
-        infinities and rows of zeros in the whole tensor. Rows that have any are marked at the
-        right edge.
+        The heading states which rows and elements were read. If statistics were computed before, it
+        also has the numbers of NaN, infinities and rows of zeros in the whole tensor. Such rows are
+        marked at the right edge.
 
         Parameters
         ----------

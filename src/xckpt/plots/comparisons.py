@@ -91,7 +91,7 @@ def draw_differences(
 
 
 def _say(ax: Axes, same: int, count: int) -> None:
-    """Say in the middle of a picture without bars what there is to say."""
+    """Explain in the middle of the picture why it has no bars."""
     text = "No tensor that is in both has changed."
     if not same:
         text = "No tensor is in both with the same shape."

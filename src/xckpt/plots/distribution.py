@@ -115,7 +115,7 @@ def draw_histogram(
 
 
 def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
-    """Find the distributions of tensors, and what is to be said of those that have none."""
+    """Return the distributions of tensors, and notes about elements without one."""
     from xckpt.scan.entries import contents_of, entries_of
     from xckpt.statistics.histograms import distributions
 
@@ -176,13 +176,13 @@ class _Axis:
 
         bins = self.bins
         if bins is None:
-            # By Rice's rule; few elements in many bins would be no more than noise.
+            # Rice's rule: few elements in many bins would be noise.
             usual = float(np.median([each.count for each in found]))
             bins = int(np.clip(2 * usual ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
         return bin_edges(require_bins(bins), self.scale, [each.span for each in found])
 
     def _along(self, edges: Values) -> Values:
-        """Return where numbers are on the axis, in decades if that is logarithmic."""
+        """Return positions on the axis, in decades if it is logarithmic."""
         if self.linthresh is None:
             return edges
         from matplotlib.scale import SymmetricalLogTransform
@@ -202,7 +202,7 @@ def _draw_lines(
     axis: _Axis,
     style: dict[str, Any],
 ) -> str:
-    """Draw tensors one by one; return their title, if it is not that of their roles."""
+    """Draw a line for each tensor; return the title if it differs from that of their roles."""
     densities = [each for one in found for each in axis.densities([one])]
     styles = line_styles(len(found))
     numbers = [numbers_of(each.name) for each in found]

@@ -55,7 +55,7 @@ class Sample(NamedTuple):
     dead: Array
 
     def describe(self) -> str:
-        """Say what was read and is shown; nothing if that is all."""
+        """Return the rows and elements that were read, as a text; empty if all were."""
         nrows, ncolumns = self.shape
         if self.values.shape == self.shape:
             return ""
