@@ -256,7 +256,7 @@ def code_values(name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """Codes of a block in bytes of their own, two to a byte if they have 4 bits."""
+    """Position and type of the codes in a block; codes of 4 bits share bytes."""
 
     start: int  # first byte in the block
     stop: int

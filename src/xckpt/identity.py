@@ -1,16 +1,16 @@
-"""Ids of tensors that stay the same: what a value that is derived from a tensor is kept under.
+"""Stable ids of tensors, as keys for values that are derived from them.
 
-They are those of gpt.rs, made of names only, so tensors of every format have them:
+The ids are compatible with gpt.rs. They depend only on names, so tensors of every format have them:
 
 base id
-    of a name: the same in every file and every process.
+    Id of a name, the same in every file and every process.
 namespace
-    of an opened checkpoint: a number that no other one opened in this process has.
+    Number of an opened checkpoint, unique in this process.
 param key
-    of a tensor of an opened checkpoint, derived from both. Two checkpoints with the same names
-    never share one.
+    Id of a tensor of an opened checkpoint, derived from both. Checkpoints with the same names have
+    different param keys.
 
-All are unsigned numbers of up to 128 bits. Reference: ``params.rs`` of
+All are unsigned numbers of up to 128 bits. Specification: ``params.rs`` of
 github.com/Lallapallooza/gpt.rs.
 """
 
@@ -32,14 +32,14 @@ _lock = Lock()
 
 
 def base_id(name: str) -> int:
-    """Compute the id of a parameter's name: the first 128 bits of its BLAKE3 hash."""
+    """Return the id of a parameter's name: the first 128 bits of its BLAKE3 hash."""
     if not name.isascii():
         raise ValueError(f"only names in ASCII have a base id, not {name!r}")
     return _digest(name.encode("ascii"))
 
 
 def base_id_text(base_id: int | bytes | str) -> str:
-    """Return the 32 digits of an id."""
+    """Return an id as 32 hexadecimal digits."""
     if isinstance(base_id, str):
         if _HEX_ID.fullmatch(base_id) is None:
             raise ValueError(f"a base id has 32 hexadecimal digits, unlike {base_id!r}")
@@ -55,19 +55,19 @@ def base_id_text(base_id: int | bytes | str) -> str:
 
 
 def param_key(namespace: int, base_id: int) -> int:
-    """Derive the id of a parameter of one opened checkpoint."""
-    told = (number.to_bytes(_NBYTES, "little") for number in (namespace, base_id))
-    return _digest(b"".join([_PARAM_KEY, *told]))
+    """Return the id of a parameter of an opened checkpoint."""
+    numbers = [number.to_bytes(_NBYTES, "little") for number in (namespace, base_id)]
+    return _digest(b"".join([_PARAM_KEY, *numbers]))
 
 
 def stable_id(namespace: int, name: str) -> int:
-    """Derive the id of a tensor of one opened checkpoint of whatever format."""
-    # JSON can spell lone surrogates, so names of some formats may have them.
+    """Return the id of a tensor of an opened checkpoint of any format."""
+    # Names from JSON may have lone surrogates.
     return param_key(namespace, _digest(name.encode("utf-8", "surrogatepass")))
 
 
 def next_namespace() -> int:
-    """Return a namespace that no opened checkpoint of this process has."""
+    """Return a namespace that is unique in this process."""
     with _lock:
         return next(_namespaces)
 

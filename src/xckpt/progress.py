@@ -1,7 +1,7 @@
-"""Progress in bytes: a bar, a function, or nothing. Whatever takes long reports it here.
+"""Progress of long operations in bytes: shown by a bar, passed to a function, or ignored.
 
-A function is called as ``f(done, total)``: bytes that are done, which never become fewer, and all
-bytes. `total` grows where it turns out on the way that more has to be read, as for exact quantiles.
+A function is called as ``f(done, total)``, in bytes. `done` never decreases; `total` grows if an
+operation turns out to need more reads, as for exact quantiles.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "report"]
 
-# What takes less needs no bar, unless one is asked for.
+# Shorter operations need no bar, unless the user requests one.
 _DELAY_SECONDS = 0.5
 
-# Tasks of a dask graph are told a name, and find who listens if they run in this process.
+# Tasks of a dask graph have the name of an observer, which exists only in this process.
 _observers: dict[str, Progress] = {}
 
 
 class Progress:
-    """Counts bytes that are done, from any thread, and shows it.
+    """A thread-safe counter of processed bytes, with a bar or a function.
 
     Parameters
     ----------
@@ -39,12 +39,12 @@ class Progress:
     what : str
         Label of the bar.
     total : int
-        Bytes that are known to be there; `expect` adds more.
+        Number of bytes to process, as far as it is known; `expect` adds more.
 
     Attributes
     ----------
     name : str
-        What `report` knows it by.
+        Name of this observer for `report`.
     """
 
     def __init__(self, wanted: ProgressOption, what: str, total: int = 0) -> None:
@@ -71,16 +71,16 @@ class Progress:
         _observers.pop(self.name, None)
         if self._bar is not None:
             if not self._delay:
-                self._bar.refresh()  # what is done in no time is to be seen as well
+                self._bar.refresh()  # shows the bar even if the operation was very fast
             self._bar.close()
 
     @property
     def done(self) -> int:
-        """Bytes that are done."""
+        """Number of processed bytes."""
         return self._done
 
     def expect(self, nbytes: int) -> None:
-        """Add bytes that are to be done."""
+        """Add to the number of bytes to process."""
         with self._lock:
             self._total += nbytes
             if not self._is_shown:
@@ -91,7 +91,7 @@ class Progress:
                 self._bar.total = self._total
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes that are done."""
+        """Add to the number of processed bytes."""
         with self._lock:
             self._done += nbytes
             if self._bar is not None:
@@ -101,7 +101,7 @@ class Progress:
 
 
 def report(observer: str, nbytes: int) -> None:
-    """Count bytes that a task has done; in another process nothing happens."""
+    """Add the bytes that a task has processed; has no effect in another process."""
     progress = _observers.get(observer)
     if progress is not None:
         progress.advance(nbytes)
@@ -109,7 +109,7 @@ def report(observer: str, nbytes: int) -> None:
 
 def _bar(total: int, what: str, delay: float) -> Any:
     with warnings.catch_warnings():
-        # That ipywidgets are missing or too old; the bar is text then.
+        # tqdm warns if ipywidgets are missing or too old, and shows the bar as text.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
 
@@ -126,10 +126,10 @@ def _bar(total: int, what: str, delay: float) -> Any:
 
 
 def _size() -> dict[str, int]:
-    """Return a size for terminals that do not tell theirs, where tqdm would show nothing."""
+    """Return a size for terminals without one, where tqdm would show nothing."""
     try:
-        known = os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (AttributeError, OSError, ValueError):
         return {}
     assumed = shutil.get_terminal_size()
-    return {} if known else {"ncols": assumed.columns, "nrows": assumed.lines}
+    return {} if columns else {"ncols": assumed.columns, "nrows": assumed.lines}

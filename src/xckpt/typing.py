@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
         @property
         def ckpt(self) -> CheckpointAccessor[Dataset]:
-            """What xckpt adds."""
+            """Methods that xckpt adds."""
 
         @overload
         def __getitem__(self, key: Hashable) -> DataArray: ...
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
         @property
         def ckpt(self) -> CheckpointAccessor[Dataset]:
-            """What xckpt adds."""
+            """Methods that xckpt adds."""
 
     class DataTree(xr.DataTree):
         """A DataTree with a typed accessor."""
 
         @property
         def ckpt(self) -> CheckpointAccessor[DataTree]:
-            """What xckpt adds."""
+            """Methods that xckpt adds."""
 
 else:
     Dataset, DataArray, DataTree = xr.Dataset, xr.DataArray, xr.DataTree
