@@ -81,7 +81,7 @@ class _OfParts(LazyArray):
 
     @property
     def part_readers(self) -> Collection[PartReader]:
-        """Those of parts that have to do with values; see `LazyArray.part_readers`."""
+        """Readers of the parts that values depend on; see `LazyArray.part_readers`."""
         unused = {"shape", "state"}
         if isinstance(self.quantization, Quantization) and self.quantization.zero is not None:
             unused.add("zeros")
@@ -104,13 +104,13 @@ class QuantizedArray(_OfParts):
 
     @property
     def is_turned(self) -> bool:
-        """Whether a row is not a run of the codes: they are stored in another order of axes."""
+        """Whether codes are stored in another order of axes, so that a row is not a run of them."""
         axes = self.quantization.axes
         return axes != tuple(sorted(axes))
 
     @property
     def code_values(self) -> Array:
-        """What codes of at most 8 bits stand for, less the zero point if that is one number."""
+        """Values of all codes of at most 8 bits, less the zero point if that is one number."""
         scheme, dtype = self.quantization, self.readers["data"].part.dtype
         is_apart = scheme.word_bits == scheme.bits
         bits = ELEMENT_TYPES[dtype].bits if is_apart else scheme.bits
@@ -263,7 +263,7 @@ class QuantizedArray(_OfParts):
 
     @property
     def _stored_grid(self) -> Shape:
-        """How many entries stored grids have along each axis."""
+        """Shape of stored grids, with the axes of the tensor."""
         scheme = self.quantization
         blocks = zip(self.shape, scheme.block, strict=True)
         return scheme.stored_grid or tuple([-(-size // block) for size, block in blocks])
@@ -290,7 +290,7 @@ class CodebookArray(_OfParts):
 
     @property
     def code_values(self) -> Array:
-        """What codes stand for."""
+        """Values of all codes."""
         table: Array = self._flat("table", 16)[:]
         return table
 

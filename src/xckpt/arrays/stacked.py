@@ -148,14 +148,14 @@ class StackedArray(LazyArray):
 
     @property
     def sources(self) -> Collection[Source]:
-        """Those of all members; see `LazyArray.sources`."""
+        """Files of all members; see `LazyArray.sources`."""
         if isinstance(self.members, TensorArrays):
             return self.members.sources.values()
         return {source for member in self.members for source in member.sources}
 
     @property
     def advice(self) -> str:  # type: ignore[override]  # that of the members
-        """What to do where all of it does not fit in memory."""
+        """Advice for arrays that do not fit in memory."""
         return self.first.advice
 
     def ranges(self, key: Any) -> Iterator[Range]:

@@ -6,13 +6,15 @@
     append   an object, a file ├> payloads -> fitting -> the format's plan -> job -> files
     convert  an index          ┘
 
-``gathering`` lists what is to be written of an xarray object, as tensors with their bytes
-(``data``). ``fitting`` brings them into a form that the format has, and asks what a reader would
-say of it; ``casting`` converts values. ``job`` computes dask arrays straight into their places and
-streams everything else.
-``contents`` hashes what is in tensors, whatever their files, and
-``manifests`` keeps that as JSON. ``plain`` makes an object of what xarray itself can write to
-netCDF and zarr.
+``gathering`` lists the tensors of an xarray object, with the sources of their bytes (``data``).
+``fitting`` brings them into a form that the format has, and finds attributes that a reader would
+not return; ``casting`` converts values. ``job`` computes dask arrays straight into their places and
+streams all other parts. ``contents`` hashes tensors, whatever their files, and ``manifests`` stores
+the digests as JSON. ``plain`` makes a Dataset that xarray itself can write to netCDF and zarr.
+
+On its way into a new file, a `Tensor` of an index becomes a `Payload` (a `WantedTensor` with the
+arrays of its parts), the format places each part (`PlannedPart`), the job adds its bytes
+(`PartData`), and writing returns its place (`Written`).
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
 
 
 def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
-    """Return which elements are not what they must still be."""
+    """Return a mask of the elements that a conversion loses."""
     lost = np.zeros(values.shape, bool)
     limits = ELEMENT_TYPES[name].range
     if limits is not None:  # wrapped integers come back as they were
@@ -223,7 +223,7 @@ def sparse_parts(
 
 
 def _wanted(arrays: dict[str, Any], stored: str) -> tuple[dict[str, WantedPart], dict[str, Any]]:
-    """Say what is wanted of each part."""
+    """Return the wanted parts, with the arrays of their values."""
     parts = {}
     for role, part in arrays.items():
         dtype = stored if role == "values" else _INDEX

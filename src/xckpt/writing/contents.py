@@ -1,8 +1,8 @@
-"""What tensors hold, as bytes that do not depend on their file, and digests of these.
+"""The contents of tensors as bytes that do not depend on their file, and digests of these.
 
 The digest of a tensor is the SHA-256, in hexadecimal digits, of its elements as a numpy array of
 its element type has them: in C order, little-endian, booleans as 0 and 1, elements of fewer than
-eight bits in a byte each. Which elements these are, its `kind` says:
+eight bits in a byte each. Its `kind` is the selection of elements:
 
 ===========  ===================================================================================
 `elements`   of a dense tensor: all, as the element type that is stored
@@ -60,20 +60,20 @@ __all__ = [
 
 KINDS = ("elements", "decoded", "nonzero")
 
-# Hashed at a time: it stays in the second-level cache.
+# Size of blocks that are hashed; they stay in the second-level cache.
 _BLOCK_NBYTES = 1 << 20
-# Up to here a tensor in Fortran order is read at once, larger ones some rows at a time.
+# Largest tensor in Fortran order that is read at once; larger ones are read by rows.
 _TURNED_NBYTES = 64 << 20
-# More a file can only claim to hold in one tensor.
+# Larger dense tensors are only claimed, by a few bytes.
 _LARGEST_NBYTES = 1 << 42
-# Tensors that are hashed by one task, as long as they are small.
+# Number and size of small tensors that are hashed by one task.
 _MANY, _SMALL_NBYTES = 64, 1 << 16
 # At least: some wait for a disk or a server.
 _THREADS = 4
 
 
 class TensorDigest(NamedTuple):
-    """What a tensor holds, in short.
+    """The digest of the contents of a tensor.
 
     Parameters
     ----------
@@ -82,8 +82,8 @@ class TensorDigest(NamedTuple):
     shape : tuple of int
         Logical shape.
     kind : {"elements", "decoded", "nonzero"}
-        What was hashed: the elements of a dense tensor, the numbers that a quantised tensor stands
-        for, or the elements of a sparse tensor that are not zero.
+        The hashed values: the elements of a dense tensor, the numbers of a quantised tensor, or
+        the elements of a sparse tensor that are not zero.
     sha256 : str
         In hexadecimal digits.
     """
@@ -103,7 +103,7 @@ class TensorContent:
     kind: str
     array: Any
     nbytes: int  # stored, for the progress
-    file: str = ""  # that has it, the first of several
+    file: str = ""  # the first file that has it
 
     @property
     def is_plain(self) -> bool:
@@ -120,7 +120,7 @@ class TensorContent:
         )
 
     def ranges(self) -> Iterator[Range]:
-        """Return what is read, as far as is known before."""
+        """Return the byte ranges that are read, if they are known before."""
         if isinstance(self.array, LazyArray):
             yield from self.array.ranges(...)
 
@@ -170,9 +170,10 @@ def digest(
     advance: Callable[[int], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
 ) -> TensorDigest:
-    """Hash a tensor as it is, or as one of that shape was hashed if its elements allow it.
+    """Hash a tensor, as the type and kind of `like` if its shape and elements allow it.
 
-    Where they do not, the digest is empty. `advance` is told of bytes, `check` may raise to stop.
+    The digest is empty if they do not. `advance` is called with numbers of bytes; `check` may raise
+    to stop.
     """
     array = content.array
     shape = tuple(map(int, array.shape))
@@ -223,7 +224,7 @@ def _compared(array: DenseArray) -> DenseArray:
 
 
 def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
-    """Return the values that are not zero, and their coordinates as what is numbered 1."""
+    """Yield the values that are not zero (number 0), and their coordinates (number 1)."""
     shape = content.array.shape
     for coords, stored in _stored_elements(content) if 0 not in shape else ():
         bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), stored.itemsize)
@@ -234,7 +235,7 @@ def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryvi
 
 
 def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], Any]]:
-    """Return elements in C order, and where they are; some may be zero."""
+    """Return coordinates and elements in C order; some elements may be zero."""
     array = content.array
     if isinstance(array, SparseArray):
         for each in array.blocks():
@@ -249,7 +250,7 @@ def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], An
 
 
 def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
-    """Read an array in C order: where each block begins, and the block."""
+    """Read an array in C order: the origin of each block, and the block."""
     array = content.array
     size = prod(array.shape)
     nbytes = nbytes_of(content.dtype, size)
@@ -296,9 +297,9 @@ def side_by_side(
     ranges: Iterator[Range],
     size: Callable[[Any], int],
 ) -> Iterator[Iterator[Any]]:
-    """Do something with many tensors on threads, reading ahead; results come in their order.
+    """Call a function for many tensors on threads, reading ahead; results come in order.
 
-    `work` gets an item and a function that raises when nobody waits for it any more.
+    `work` takes an item and a function that raises once nobody waits for the result.
     """
     stop = threading.Event()
 
@@ -318,7 +319,7 @@ def side_by_side(
 
 
 def _batches(items: Sequence[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
-    """Put small ones that follow each other together: a task of its own costs more than they do."""
+    """Group small neighbours: a task costs more than reading them."""
     batch: list[Any] = []
     for item in items:
         is_small = size(item) <= _SMALL_NBYTES

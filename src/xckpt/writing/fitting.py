@@ -1,8 +1,8 @@
-"""From what is to be written to what a format can hold: types, layouts, orders, attributes.
+"""New tensors in the types, layouts, orders and attributes that a format has.
 
-What a file was merely opened with (its compression, its digests, its memory order) comes back
-where the format has it. What is asked for and cannot be had is an error, before anything is
-written; what changes its form or has no place is told in one warning.
+The compression, digests and memory order of the old file are kept if the format has them. A request
+that the format cannot meet is an error before anything is written. One warning lists everything
+that changes its form or has no place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ TENSOR_OPTIONS = ("compression", "level", "digest", "dtype", "layout")
 
 
 class Changes:
-    """What is not written, or in another form, collected for one warning."""
+    """Everything that is left out or changes its form, collected for one warning."""
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, None]] = defaultdict(dict)
@@ -72,11 +72,11 @@ class Changes:
         self.recast: Counter[tuple[str, str]] = Counter()
 
     def add(self, what: str, name: str) -> None:
-        """Note something."""
+        """Add a name to a kind of change."""
         self._names[what][name] = None
 
     def warn(self, path: str) -> None:
-        """Warn of all that was noted, if anything was."""
+        """Warn of all changes, if there are any."""
         if self._names:
             listed = [
                 f"{what}: {some(list(names), '', _SHOWN_NAMES)}"
@@ -99,16 +99,16 @@ class Requests:
         ]
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return what is asked for a tensor; where several globs match, later ones win."""
+        """Return the request for a tensor; of several globs that match, later ones win."""
         wanted: dict[str, Any] = {}
         for glob, matches, request in self._requests:
-            # A name with brackets in it means itself first of all.
+            # A glob with brackets matches the name that is spelled like it, too.
             if glob == name or matches(name):
                 wanted |= request
         return wanted
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Refuse what asks for no tensor, which is a slip of the pen."""
+        """Raise if a glob matches no tensor; this is usually a typo."""
         names = list(names)
         for glob, matches, _ in self._requests:
             if glob != "*" and not any(glob == name or matches(name) for name in names):
@@ -149,7 +149,7 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Fitting:
-    """Brings tensors into a form that a format has, and notes what that changes."""
+    """Brings tensors into a form that a format has, and collects the changes."""
 
     def __init__(self, writer: Format, requests: Requests, cast: Cast) -> None:
         if cast not in get_args(Cast):
@@ -158,7 +158,7 @@ class Fitting:
         self.changes = Changes()
 
     def draft(self, gathered: Gathered, path: str) -> tuple[Draft, dict[str, Payload]]:
-        """Return what the plan of a new file is made of, and its tensors with their data."""
+        """Return the draft of a new file, and its tensors with their data."""
         can = self.writer.can_in(path)
         fitted: dict[str, Payload] = {}
         more: dict[str, dict[str, Any]] = {}
@@ -194,7 +194,7 @@ class Fitting:
         return Draft(fitted, kept, path, arrangement, more, gathered.attr_types), fitted
 
     def _asked_for(self, payloads: Iterable[Payload]) -> Iterator[tuple[Payload, dict[str, Any]]]:
-        """Return what is written, and how: of a quantised weight, what is stored in its place."""
+        """Return tensors with their requests; for a quantised weight, the tensors in its place."""
         for payload in payloads:
             wanted = self.requests.of(payload.name)
             if not payload.stored or wanted.get("layout") == "dense":
@@ -329,11 +329,12 @@ class Fitting:
         before: Callable[[], Index | None],
         grown: Readable | None,
     ) -> None:
-        """Note attributes that do not come back because the file states something in their place.
+        """Add attributes that do not come back because the file states something in their place.
 
-        What it states, its own reader tells. `given` are options that take the place of attributes.
-        `before` returns the index of what is written anew, if that has the same format: what it
-        states of itself is not an attribute of the user's. `grown` is a file that the plan adds to.
+        The reader of the format reads the planned file to find them. `given` are options that take
+        the place of attributes. `before` returns the index of the old file if it has the same
+        format: attributes that it states itself are not lost. `grown` is a file that the plan adds
+        to.
         """
         can = self.writer.can_in(draft.path)
         names = {
@@ -351,7 +352,7 @@ class Fitting:
         if not wanted:
             return
         files = _planned_files(draft.path, plan, grown)
-        # An index of shards is of no format.
+        # An index of shards belongs to no format.
         read = [
             self.writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])
         ]
@@ -378,7 +379,7 @@ class Fitting:
 def _alike(
     wanted: Mapping[str, Any], what: str, before: str | None, known: Sequence[str]
 ) -> str | None:
-    """Return what is asked for, what a part was stored with, or the format's own of that kind."""
+    """Return the requested choice, the choice of the old file, or the format's own."""
     if what in wanted:
         found: str | None = wanted[what]
         return found
@@ -386,7 +387,7 @@ def _alike(
 
 
 def _place(payload: Payload) -> Hashable:
-    """Return which bytes of which file a tensor is, None if there are none."""
+    """Return the file and range of the bytes of a tensor; None if there are none."""
     array = payload.data.get("data")
     if not isinstance(array, OnePartArray) or not array.part_nbytes:
         return None
@@ -397,7 +398,7 @@ def _place(payload: Payload) -> Hashable:
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
-    """Choose what element type a tensor is written as."""
+    """Return the element type that a tensor is written as."""
     if name in writes:
         return name
     kind = ELEMENT_TYPES[name].kind
@@ -423,7 +424,7 @@ def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) ->
 def _kept_attrs(
     attrs: Mapping[str, Any], known: tuple[str, ...] | re.Pattern[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return attributes for which there is a place, and others."""
+    """Return the attributes that have a place, and the others."""
     kept: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in attrs.items():
@@ -437,7 +438,7 @@ def _kept_attrs(
 
 
 def _without_numpy(value: Any) -> Any:
-    """Return what numpy wraps as what Python has."""
+    """Return values of numpy as plain Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
@@ -448,13 +449,13 @@ def _without_numpy(value: Any) -> Any:
     return value
 
 
-# --- what the file will state itself -------------------------------------------------------------
+# --- attributes that the file will state itself --------------------------------------------------
 
 
 def _stated(
     read: Sequence[Index], offsets: Mapping[str, int | None]
 ) -> Callable[[str | None], Mapping[str, Any]]:
-    """Return what finds the attributes of a tensor, and for None those of the file."""
+    """Return a function from the name of a tensor to its attributes; None is the file."""
     of_file: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     places: dict[int | None, Tensor] = {}
@@ -475,7 +476,7 @@ def _stated(
 
 
 def _is_same(value: Any, stated: Any) -> bool:
-    """Whether a value is stated, perhaps as text, as a number of 32 bits, or with more in it."""
+    """Return whether a stated value equals another, as text, in 32 bits, or as a part of it."""
     if isinstance(value, dict) and isinstance(stated, dict):
         return all(key in stated and _is_same(value[key], stated[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(stated, list | tuple):
@@ -486,7 +487,7 @@ def _is_same(value: Any, stated: Any) -> bool:
 
 
 class _PlannedFile:
-    """A file as it is planned, for a reader of headers: in the place of data it has zeros."""
+    """A planned file for a reader of headers, with zeros in place of data."""
 
     def __init__(self, name: str, files: Mapping[str, _PlannedFile], old: Readable | None) -> None:
         self.name, self._files, self._old = name, files, old
@@ -494,7 +495,7 @@ class _PlannedFile:
         self._literals: list[tuple[int, bytes]] = []
 
     def put(self, literals: Iterable[LiteralBytes]) -> None:
-        """Add what is known."""
+        """Add literal bytes."""
         for literal in literals:
             offset = self.size if literal.offset is None else literal.offset
             self._literals.append((offset, literal.data))
@@ -502,7 +503,7 @@ class _PlannedFile:
         self._literals.sort(key=itemgetter(0))
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return exactly so many bytes."""
+        """Return exactly `nbytes` bytes."""
         end = offset + nbytes
         if not 0 <= offset <= end <= self.size:
             raise FormatError("what is read is not planned", path=self.name, offset=offset)
@@ -527,7 +528,7 @@ class _PlannedFile:
 
 
 def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _PlannedFile]:
-    """Return the files of a plan as if they were written, the one to be opened by the name ""."""
+    """Return the planned files by name; the one that is opened has the name ""."""
     plans = {**plan.companions, "": plan}
     files: dict[str, _PlannedFile] = {}
     written: dict[tuple[str, str], Written] = {}
@@ -543,7 +544,7 @@ def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _Pl
             digest = None
             if part.algorithm is not None:
                 digest = f"{part.algorithm}:{Hasher(part.algorithm).value().hex()}"
-            # How small compression makes it is not known, and no matter.
+            # The compressed size is unknown, and does not matter here.
             written[planned.tensor, planned.role] = Written(offset, part.nbytes, digest)
             position = offset + part.nbytes
             file.size = max(file.size, position)

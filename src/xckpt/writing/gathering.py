@@ -1,10 +1,10 @@
-"""What is to be written of an xarray object: its tensors, with stored bytes where nothing changed.
+"""The tensors of an xarray object, with stored bytes for unchanged variables.
 
-Data variables become tensors, and so do coordinates with numbers: the `Arrangement` says which they
-are. Those that stacking made are in the names of the tensors. A variable that was opened by us and
-not touched is the tensor that its file describes, copied as it is stored; of one that was computed
-or changed, the encoding says how it was stored. What was computed from a stack is taken apart too,
-as long as the coordinates tell which modules it is of.
+Data variables become tensors, and so do coordinates with numbers; the `Arrangement` lists them.
+Coordinates of stacks are part of the names of tensors. An unchanged variable is the tensor that its
+file describes, and is copied as it is stored. For a computed or changed variable, the encoding
+has the old type, layout and order. Variables computed from a stack are unstacked as well if their
+coordinates name the modules.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Stored(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A tensor that is in no file, and what it is to be stored as."""
+    """A tensor that is in no file, with the type and layout it is stored in."""
 
     name: str
     array: Any
@@ -82,7 +82,7 @@ class Computed(NamedTuple):
     about: dict[str, Any]
 
     def payload(self) -> Payload:
-        """Return the tensor as what it is to be stored as."""
+        """Return the tensor in the type and layout that it is stored in."""
         name, array, stored, is_stored_sparse, encoding, about = self
         if is_stored_sparse:
             is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
@@ -101,7 +101,7 @@ class Computed(NamedTuple):
 
 
 def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
-    """List all that an xarray object is to be written as."""
+    """List the tensors and attributes of an xarray object."""
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, changes, format)
     payloads = [each.payload() for each in tensors]
@@ -150,7 +150,7 @@ def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
 
 
 def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
-    """Find the files that values are read from, also those that something is computed from."""
+    """Return the files that values are read, or computed, from."""
     found: dict[Source, None] = {}
     for payload in payloads:
         for array in payload.data.values():
@@ -171,7 +171,7 @@ def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
 def _named_variables(
     obj: xr.Dataset | xr.DataTree, changes: Changes
 ) -> tuple[dict[str, xr.Variable], list[str]]:
-    """List what becomes a tensor, and which of it are coordinates."""
+    """List the variables that become tensors, and the names of coordinates among them."""
     tensors = OpenTensors(obj)
     variables = tensors.unstacked()
     for name in variables:
@@ -188,11 +188,11 @@ def _named_variables(
     return variables, coords
 
 
-# --- what nothing was done to --------------------------------------------------------------------
+# --- unchanged variables --------------------------------------------------------------------
 
 
 def untouched(variable: xr.Variable) -> LazyArray | None:
-    """Return the stored array that a variable shows, if nothing was done to it."""
+    """Return the stored array of an unchanged variable; None for others."""
     data: Any = variable._data  # noqa: SLF001  `data` would load what is not dask's
     return data.dask.lazy if is_stored(data) else None
 
@@ -200,7 +200,7 @@ def untouched(variable: xr.Variable) -> LazyArray | None:
 def _listed(
     variables: Mapping[str, xr.Variable], changes: Changes, *, again: bool
 ) -> Iterator[Stored | Computed]:
-    """List all variables; parts that make a whole tensor become that again."""
+    """List the tensors of all variables; parts that make a whole tensor become that again."""
     wholes = _wholes(variables)
     whole_of = {part: whole for whole, parts in wholes.items() for part in parts.values()}
     for name, variable in variables.items():
@@ -221,7 +221,7 @@ def _listed(
 
 
 def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
-    """Find the tensors all parts of which are there untouched: the variables by their roles."""
+    """Return tensors of which all parts are unchanged: their variables by role."""
     found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     roles: dict[tuple[str, str, str], list[str]] = {}
     for name, variable in variables.items():
@@ -273,14 +273,14 @@ def _tensor(
 
 
 def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | None:
-    """Name the axes: as the file did where that could not be shown, else as they are shown."""
+    """Return the names of axes, as the file stated them if they were shown otherwise."""
     stated = variable.encoding.get("axes", {})
     dims = []
     for dim in variable.dims:
         # None is not a name of the file: the role of the tensor in its module gave the one shown.
         is_stated = dim in stated and (again or stated[dim] is not None)
         dims.append(stated[dim] if is_stated else explicit_name(dim))
-    # Of what was not opened by us every name is the user's, also one that looks like ours.
+    # In other Datasets every name is the user's, also one that looks like ours.
     if "layout" not in variable.encoding and None in dims:
         shown = _shown_dims(variable.shape, tuple(dims))
         if shown != variable.dims or not {name, name.rpartition(".")[2]}.isdisjoint(shown):
@@ -290,11 +290,11 @@ def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None,
 
 @lru_cache
 def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple[str, ...]:
-    """Return what axes are called when a file is opened that has names for some of them."""
+    """Return the names of axes after opening a file that has names for some of them."""
     return AxisNamer().name_axes("", shape, stated)
 
 
-# --- what was computed ---------------------------------------------------------------------------
+# --- computed variables ---------------------------------------------------------------------------
 
 
 def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Computed:
@@ -322,12 +322,12 @@ def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Comput
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:
-    """Return the layout that the values of a variable were stored in; a part is dense by itself."""
+    """Return the layout in which a variable was stored; a single part is dense."""
     return "dense" if "part" in encoding else encoding.get("layout")
 
 
 def array_of(variable: xr.Variable) -> Any:
-    """Return the array of a variable without loading what another engine left lazy."""
+    """Return the array of a variable; lazy arrays of other engines become dask arrays."""
     # `_in_memory` is false of sparse arrays too, and adapters may have what is in memory.
     is_adapter = isinstance(variable._data, ExplicitlyIndexed)  # noqa: SLF001  .data would load it
     if is_adapter and not variable._in_memory:  # noqa: SLF001

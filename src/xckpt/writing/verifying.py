@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
-# Files that are looked at a last time together.
+# Number of files that are checked for changes at the same time.
 _CONCURRENCY = 16
 # Size of the blocks in which parts are decoded to be checked.
 _BLOCK_NBYTES = 8 << 20
-# What was hashed, as a word for how a tensor is stored.
+# Kinds of contents, as words for the layout of a tensor.
 _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
@@ -258,7 +258,7 @@ def verify(
 
 
 def _change(file: Source) -> Finding | None:
-    """Look whether a file is still the one that was opened."""
+    """Return a finding if a file is no longer the one that was opened."""
     try:
         file.check()
     except MissingShardError:  # whose tensors tell
@@ -283,7 +283,7 @@ class _Checked(NamedTuple):
 
 
 class _Compared:
-    """What is found of tensors, to be compared with a manifest."""
+    """Contents of tensors, to be compared with a manifest."""
 
     def __init__(self, manifest: Manifest, wanted: Collection[str]) -> None:
         self.expected = {n: each for n, each in manifest.items() if _is_of(n, wanted)}
@@ -299,7 +299,7 @@ class _Compared:
         advance: Callable[[int], None],
         stop: Callable[[], None],
     ) -> None:
-        """Note what a tensor, or each of its parts, holds; called by several threads."""
+        """Hash a tensor, or each of its parts; called by several threads."""
         for content in contents:
             like = self.expected.get(content.name)
             found = digest(content, like, advance, stop)
@@ -309,7 +309,7 @@ class _Compared:
             self.found[content.name] = found
 
     def findings(self) -> Iterator[Finding]:
-        """Say what differs, files first of which no tensor is what it was."""
+        """Return differences; files in which every tensor differs come first."""
         expected = {n: each for n, each in self.expected.items() if not _is_of(n, self.failed)}
         differing = {each.tensor: each for each in differences(expected, self.found)}
         by_file: dict[str, list[str]] = defaultdict(list)
@@ -341,14 +341,14 @@ def _type(of: TensorContent | TensorDigest) -> tuple[str, str]:
 
 
 def _is_of(name: str, tensors: Collection[str]) -> bool:
-    """Whether it is the name of a tensor, or of a part of one that has no values of its own."""
+    """Return whether a name belongs to a tensor, or to a part of one without own values."""
     return name in tensors or (":" in name and name.rpartition(":")[0] in tensors)
 
 
 def _ranges(
     tensor: Tensor, sources: Mapping[str | None, Source], *, everything: bool
 ) -> Iterator[Range]:
-    """Return what is read of a tensor: parts with a digest, or that have to be decoded, or all."""
+    """Return the byte ranges that are read: parts with a digest, parts to decode, or all."""
     if tensor.problem is None:
         for part in tensor.parts.values():
             reader = PartReader(sources[part.shard], part)
@@ -427,7 +427,7 @@ def _check_part(reader: PartReader, nbytes: int) -> bool:
 
 
 def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
-    """Read what has rules beyond its bytes: indices, booleans, padding bits."""
+    """Read values with rules of their own: indices, booleans, padding bits."""
     if not _has_rules(tensor):
         return
     options = ReadOptions(decode=_is_sparse(tensor), verify=False)
