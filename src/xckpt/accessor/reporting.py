@@ -1,4 +1,4 @@
-"""``ds.ckpt.report(path)``: a checkpoint, or what is between two, as a document to keep or send."""
+"""``ds.ckpt.report(path)``: a checkpoint, or the differences between two, as a document."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _MOST_CHANGES = 100
 _FEWEST_LAYERS = 3
 _LARGEST_DRAWING = 200 << 10
 _TRENDS = ("std", "absmax")
-# A page of HTML knows them.
+# HTML needs no declarations of these.
 _NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"')
 _MEASURES = ("rel_l2", "max_abs", "cosine", "equal_fraction")
-# What a comparison may say of a tensor.
-_SAID = (
+# Columns of a comparison that are text.
+_TEXT_FIELDS = (
     *(Field("name_b", "name"), Field("status"), Field("outcome"), Field("cause")),
     Field("explanation"),
 )
@@ -62,7 +62,7 @@ _WORDS = {
 
 
 def document_for(path: str | os.PathLike[str]) -> Document:
-    """Begin a document of the kind that a file name ends like."""
+    """Return an empty document of the kind that the suffix of a file name selects."""
     suffix = os.path.splitext(os.fsdecode(path).partition("?")[0])[1].lower()  # noqa: PTH122  URL
     if suffix not in _DOCUMENTS:
         expected = ", ".join(_DOCUMENTS)
@@ -71,7 +71,7 @@ def document_for(path: str | os.PathLike[str]) -> Document:
 
 
 def finish(document: Document) -> bytes:
-    """Return a document as it is written."""
+    """Return the bytes of a complete document."""
     from importlib.metadata import version
 
     document.paragraph(f"Made by xckpt {version('xckpt')}.")
@@ -84,7 +84,7 @@ def finish(document: Document) -> bytes:
 def describe(
     document: Document, summary: Summary, stats: xr.Dataset, draw: Callable[..., Axes]
 ) -> None:
-    """Write what a checkpoint holds, what looks wrong, and how layers differ."""
+    """Write the summary of a checkpoint, its findings, and trends along the layers."""
     from xckpt.statistics import table
 
     document.title = summary.title or "Checkpoint"
@@ -105,45 +105,46 @@ def _add_findings(document: Document, summary: Summary) -> None:
     ]
     rows = [
         (
-            *(each.severity, each.rule, f"{each.pattern.count:,}", each.pattern.text),
-            *(_short(each.value), getattr(each, "explanation", "")),
+            *(finding.severity, finding.rule),
+            *(f"{finding.pattern.count:,}", finding.pattern.text),
+            *(_short(finding.value), getattr(finding, "explanation", "")),
         )
-        for each in findings[:_MOST_FINDINGS]
+        for finding in findings[:_MOST_FINDINGS]
     ]
     _add_table(document, fields, rows)
     _add_rest(document, len(findings) - len(rows), "finding")
 
 
-# --- two of them ---------------------------------------------------------------------------------
+# --- comparisons ---------------------------------------------------------------------------------
 
 
 def relate(
     document: Document,
     summaries: Sequence[Summary],
-    found: xr.Dataset,
+    comparison: xr.Dataset,
     draw: Callable[..., Axes],
 ) -> None:
-    """Write what two checkpoints hold, what changed, and what changed most."""
+    """Write the differences between two checkpoints, the largest ones, and both summaries."""
     from xckpt.statistics import table
 
-    frame = table(found)
+    frame = table(comparison)
     names = {"a": summaries[0].title or "the first", "b": summaries[1].title or "the second"}
     document.title = f"{names['a']} compared with {names['b']}"
     counts = Counter(frame["status"])
-    facts = [
+    parts = [
         f"{counts[key]:,} {word.format(**names)}" for key, word in _WORDS.items() if counts[key]
     ]
-    document.paragraph(f"{counted(len(frame), 'tensor')}: {', '.join(facts) or 'none in common'}.")
-    if sentence := found.attrs.get("explanation"):
+    document.paragraph(f"{counted(len(frame), 'tensor')}: {', '.join(parts) or 'none in common'}.")
+    if sentence := comparison.attrs.get("explanation"):
         document.paragraph(str(sentence))
     if "cause" in frame:
         document.heading("Causes")
         pairs = zip(frame["outcome"], frame["cause"], strict=True)
         causes = Counter((str(outcome), str(cause)) for outcome, cause in pairs)
-        rows = [(*each, f"{count:,}") for each, count in causes.most_common(_MOST_CHANGES)]
+        rows = [(*pair, f"{count:,}") for pair, count in causes.most_common(_MOST_CHANGES)]
         fields = [Field("outcome"), Field("cause"), Field("tensors", "number")]
         document.table(fields, rows)
-    # An explanation says what is in order.
+    # Explained differences are not listed.
     is_explained = "outcome" in frame
     different = frame[
         frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
@@ -155,22 +156,22 @@ def relate(
         document.paragraph(f"Nothing: {text}.")
     else:
         _add_changes(document, different)
-        _add_trends(document, different, ("rel_l2",), partial(draw, stats=found))
+        _add_trends(document, different, ("rel_l2",), partial(draw, stats=comparison))
     for summary, name in zip(summaries, names.values(), strict=True):
         document.heading(name)
         document.summary(summary)
 
 
 def _add_changes(document: Document, frame: pd.DataFrame) -> None:
-    some = frame.head(_MOST_CHANGES)
+    largest = frame.head(_MOST_CHANGES)
     fields = [Field("tensor", "name")]
-    fields += [each for each in _SAID if each.title in frame]
-    columns = [some[field.title].astype(str) for field in fields[1:]]
+    fields += [field for field in _TEXT_FIELDS if field.title in frame]
+    columns = [largest[field.title].astype(str) for field in fields[1:]]
     fields += [Field(column, "number") for column in _MEASURES]
-    columns += [some[column].map(_short) for column in _MEASURES]
-    rows = list(zip(some.index, *columns, strict=True))
+    columns += [largest[column].map(_short) for column in _MEASURES]
+    rows = list(zip(largest.index, *columns, strict=True))
     _add_table(document, fields, rows)
-    _add_rest(document, len(frame) - len(some), "tensor")
+    _add_rest(document, len(frame) - len(largest), "tensor")
 
 
 # --- along layers --------------------------------------------------------------------------------
@@ -181,11 +182,11 @@ class _Trend(NamedTuple):
 
     pattern: str
     layers: int
-    several: str  # what is numbered besides: "experts"
+    several: str  # modules numbered inside a layer: "experts"
     first: float  # the medians of the first, of a middle and of the last layer
     median: float
     last: float
-    lowest: tuple[float, str]  # of single tensors, and which these are
+    lowest: tuple[float, str]  # of single tensors, with their places
     highest: tuple[float, str]
 
 
