@@ -1,4 +1,4 @@
-"""What is known of some elements: taken up block by block, merged with its like, kept as bytes.
+"""Accumulators: values of elements, updated block by block, merged, and cached as bytes.
 
 An `Accumulator` stands for runs of the elements of one tensor, or of a pair of tensors. Whole
 leaves go into a `trees.Tree` at their position; elements of leaves that are not complete wait
@@ -20,7 +20,7 @@ BLOCK_NBYTES = 4 << 20
 
 
 class Accumulator:
-    """What is known of some elements of a tensor; pickles, and gets small once it is closed."""
+    """Values of runs of elements of a tensor; pickles, and is small once it is closed."""
 
     #: The kind of its records in the cache.
     record = ""
@@ -28,24 +28,24 @@ class Accumulator:
     leaf = LEAF
     #: Number of elements.
     count: int
-    #: Number of elements that the leaves are cut from; -1 as long as nobody knows.
+    #: Number of elements that the leaves are cut from; -1 while it is unknown.
     size: int
     tree: Tree[Any]
-    #: By leaf: starts and elements of what is there of leaves that are not complete.
+    #: By leaf: starts and elements of the pieces of incomplete leaves.
     pieces: dict[int, list[tuple[int, tuple[Array, ...]]]]
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Accumulator:
-        """Return one for elements of a tensor; `argument` is what is asked of this tensor."""
+        """Return an empty accumulator for a tensor; `argument` has options of this tensor."""
         raise NotImplementedError
 
     @classmethod
     def unpack(cls, data: bytes, reader: Any) -> Accumulator:
-        """Return what `pack` was called on."""
+        """Return the accumulator that `pack` was called on."""
         raise NotImplementedError
 
     def pack(self) -> bytes:
-        """Return bytes to keep, of one that has no pieces."""
+        """Return bytes to cache; there must be no pieces."""
         raise NotImplementedError
 
     def update(self, start: int, values: Any) -> None:
@@ -61,7 +61,7 @@ class Accumulator:
                 self._add_run(low, part, is_whole=low == first < last)
 
     def close(self) -> Self:
-        """Let go of what only this thread has; there are no more elements."""
+        """Release memory of this thread; there are no more elements."""
         return self
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
@@ -69,7 +69,7 @@ class Accumulator:
         self.count += zeros
 
     def merge(self, other: Self) -> None:
-        """Add what another one found in other elements."""
+        """Add an accumulator of other elements."""
         self.count += other.count
         for (level, number), node in other.tree.nodes.items():
             self.tree.add(level, number, node)

@@ -38,7 +38,7 @@ def send_out(
     deliver: Callable[[Any, Any], None],
     array: Callable[[Any], Any],
 ) -> list[Any]:
-    """Do tasks on an active cluster, if there is one; return those that are to be done here.
+    """Run tasks on an active cluster, if any; return the tasks that remain for this process.
 
     `array` returns what a task reads: what is in memory here is not sent. Tasks know their bytes.
     """
@@ -110,7 +110,7 @@ def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list
     for file, nbytes in tasks:
         if file not in workers:
             workers[file] = preference(file)
-        # Half of a task is more or less than its share; after the last share, whoever has least.
+        # A worker may exceed its share by half a task. Without any share left, take the least busy.
         best = next((w for w in workers[file] if left[w] >= nbytes / 2), None)
         best = best or max(workers[file], key=left.__getitem__)
         left[best] -= nbytes

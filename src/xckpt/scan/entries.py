@@ -1,7 +1,4 @@
-"""What there is to describe: the variables of an object, and the tensors they are made of.
-
-Results are laid out alike, with a dimension for what was found.
-"""
+"""Variables of an object as the tensors that they are made of, and results laid out like them."""
 
 from __future__ import annotations
 
@@ -54,21 +51,21 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Elements of a row that is sorted: 32 MiB as float64.
 LONGEST_ROW = 1 << 22
-# Of the statistics of one row.
+# Bytes of the statistics of one row.
 _ROW_NBYTES = 256
 
 
 class Described(NamedTuple):
     """A variable, and the tensors that are described one by one."""
 
-    #: Of the variable in the result.
+    #: Name of the variable in the result.
     name: Hashable
-    #: Those that stay: along which tensors are stacked; and the extent along them.
+    #: Dimensions that are not reduced, such as those of stacks, and the shape along them.
     dims: tuple[Hashable, ...]
     shape: tuple[int, ...]
     #: The tensors; the last dimension varies fastest. None where short rows are described together.
     readers: tuple[Reader, ...]
-    #: What names the tensors, for the variable of the result.
+    #: The `encoding` of the variable in the result, which names the tensors.
     encoding: dict[str, Any]
     #: All tensors of the object; None for a tensor that only the other side of a comparison has.
     tensors: OpenTensors | None = None
@@ -289,7 +286,7 @@ def _split(variable: xr.Variable, ndim: int) -> Iterator[Any]:
 
 
 class _Values:
-    """The values of a variable, of which no more are loaded than are asked for."""
+    """The values of a variable, loaded on demand."""
 
     def __init__(self, variable: xr.Variable) -> None:
         self.variable = variable

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _FIELDS = attrgetter(*(field.name for field in fields(Part)))
-# Of what is decoded or comes from elsewhere, at a time.
+# Block size of decoded data and of arrays that are not files, in bytes.
 _PIECE_NBYTES = 4 << 20
 _LARGEST_BAND = 64 << 20
-# Read together with what is next to it.
+# Largest tensor that is read together with its neighbours.
 _SMALL_NBYTES = 1 << 18
-# Of what is stored in another order of axes, where a row is in many places.
+# Block size of tensors stored in another order of axes, whose rows are in many places.
 _TURNED_NBYTES = 32 << 20
 
 
@@ -58,12 +58,12 @@ class Reader:
     kind: Kind
     #: Number of elements, implied zeros of a sparse tensor included.
     size: int
-    #: What there is to read, for the progress.
+    #: Bytes to read, for the progress.
     nbytes: int
     #: Elements in a row, which is a slice along the axis that is stored slowest; 0 where there is
     #: but one axis.
     row: int = 0
-    #: What is read: a lazy array, or anything that is indexed like an array.
+    #: The data: a lazy array, or anything that is indexed like an array.
     array: Any
     #: Whether reading a part costs as much as reading all.
     whole = False
@@ -76,7 +76,7 @@ class Reader:
     omits_zeros = False
     #: File and offset, to read in this order.
     place: tuple[str, int] = ("", 0)
-    #: What it depends on but for the file; None where it has none that lasts.
+    #: Stored parts with their files, and options of decoding; None if the content may change.
     identity: tuple[Any, ...] | None = None
 
     @property
@@ -122,7 +122,7 @@ class RawReader(Reader):
 
     @property
     def block_dtype(self) -> np.dtype[Any]:
-        """What blocks are of: elements, or patterns of those that are only counted."""
+        """The dtype of blocks: elements, or bit patterns of exact kinds, which are only counted."""
         return self.kind.unsigned if self.kind.exact else self.kind.dtype
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
@@ -353,7 +353,7 @@ def _describe_dense(reader: Reader, lazy: DenseArray) -> None:
 
 
 def _stored(lazy: Any) -> tuple[Any, ...]:
-    """Say what the values depend on."""
+    """Return the stored parts that the values depend on."""
     return tuple(
         [
             # The fields: to write the part itself takes several times as long.

@@ -1,4 +1,4 @@
-"""What is in each channel of a tensor: its rows and its columns."""
+"""Statistics of the channels of a tensor, which are its rows and its columns."""
 
 from __future__ import annotations
 

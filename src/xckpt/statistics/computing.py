@@ -42,7 +42,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _CODES_AT_ONCE = 1 << 16
 _FIRST_QUANTILE = len(statistic_names(())) - 1
 
-#: Those that are given unless others are asked for.
+#: Default quantiles.
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 
@@ -152,7 +152,7 @@ def stats(
 
 
 class _StatsOptions(NamedTuple):
-    """What is asked of `stats`."""
+    """Options of `stats`."""
 
     quantiles: tuple[float, ...]
     exact: bool
@@ -171,7 +171,7 @@ class _StatsOptions(NamedTuple):
 
 
 def _stored_as(entry: Described) -> dict[str, Any]:
-    """Say what the tensors of a variable are, for findings."""
+    """Return the stored dtype and the shape of the tensors of a variable, for findings."""
     dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
     shapes = [list(reader.array.shape) for reader in entry.readers[:1]]
     return {"dtype": str(dtype), "shape": shapes[0] if shapes else []}

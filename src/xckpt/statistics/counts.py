@@ -130,7 +130,7 @@ class Sketch(Accumulator):
         self._add_counts(*tables.drain())
 
     def _add_counts(self, codes: Array, counts: Array) -> None:
-        # A table of all codes only for tensors in several parts, of which few are open at a time.
+        # Only tensors in several parts get a table of all codes; few are open at a time.
         if self._dense is None and not len(self.codes):
             self.codes, self.counts = codes, counts
             return
@@ -251,7 +251,7 @@ _WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 def _narrowed(numbers: Array, most: int) -> bytes:
-    """Return numbers, of which none is larger than one, in few bytes, after how many these are."""
+    """Return numbers up to `most` in as few bytes as possible, after the size of each."""
     width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
     return bytes([width]) + numbers.astype(_WIDTHS[width]).tobytes()
 
@@ -262,7 +262,7 @@ def _widened(data: bytes) -> Array:
 
 
 class Rows:
-    """Counts rows without any element but zeros; those that were seen in part wait for the rest."""
+    """A counter of rows of zeros; incomplete rows wait for their other elements."""
 
     __slots__ = ("dead", "length", "open")
 
@@ -346,7 +346,7 @@ class Tables:
         least, most = (822 << 52, 1223 << 52) if kind.itemsize == 8 else (0, infinity)
         keys = (self.signed.type(n) for n in (info.max, least, most, infinity))
         self.how = (self.of_codes, *keys)
-        # What is looked at once more is not counted once more.
+        # A second look at a leaf does not count its codes again.
         self.elsewhere = ((unsigned.type(kind.bits - 1), 0), *self.how[1:])
         self.uncounted = (*np.zeros((2, 2), np.uint32), np.zeros(1, np.bool_))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: What has no meaning for the magnitudes of complex numbers, besides quantiles, distinct values.
+#: Statistics that the magnitudes of complex numbers lack, besides quantiles and distinct values.
 OF_REAL_NUMBERS = ("min", "max", "mean", "std", "skew", "kurtosis")
 
 _BEFORE = (
@@ -121,7 +121,7 @@ def describe_all(sketches: Sequence[Sketch], quantiles: Sequence[float]) -> Arra
 
 
 class _Counted:
-    """What was counted in several tensors of a kind, one after another."""
+    """The codes and counts of several tensors of a kind, one after another."""
 
     def __init__(self, sketches: Sequence[Sketch]) -> None:
         counted = [sketch.counted() for sketch in sketches]

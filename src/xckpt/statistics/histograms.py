@@ -40,10 +40,7 @@ _BULK = (0.005, 0.995)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How the finite elements of a tensor are distributed.
-
-    The numbers are NaN where it has none.
-    """
+    """The distribution of the finite elements of a tensor; NaN without any."""
 
     name: str
     count: int  # of finite elements
@@ -59,12 +56,12 @@ class Distribution:
 
     @property
     def kind(self) -> Kind:
-        """How elements are counted."""
+        """The kind of its elements."""
         return self._reader.kind
 
     @property
     def span(self) -> tuple[float, float, float]:
-        """What bins of several tensors are made for."""
+        """The smallest and the largest element, and the smallest magnitude but zero."""
         return self.low, self.high, self.smallest
 
     def counts(self, edges: Array) -> Array:

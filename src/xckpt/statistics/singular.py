@@ -135,7 +135,7 @@ def _least_directions(gram: Array, count: int) -> Array:
 
 
 def describe_largest(blocks: Callable[[], Iterable[Array]], columns: int) -> list[float]:
-    """Say of a matrix what the largest singular value and the sum of squares tell."""
+    """Return the statistics that follow from the largest singular value and the sum of squares."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = sum((float(np.vdot(block, block).real) for block in map(_wide, blocks())), 0.0)
     if columns < _FEWEST_FOR_LANCZOS or not _SQUARES[0] < total < _SQUARES[1]:

@@ -279,7 +279,7 @@ class Matrix:
 
     name: str
     array: Any
-    #: What the store of results knows it by.
+    #: The identity of its tensors, for the cache.
     kind: Kind
     identity: tuple[Any, ...] | None
 
@@ -440,7 +440,7 @@ def blas_threads(count: int) -> Any:
 
 
 def _estimate(matrices: Sequence[Matrix]) -> str:
-    """Say how long it will take, from how fast a product is here."""
+    """Return an estimate of the time, from the speed of a matrix product on this machine."""
     operations = sum(matrix.operations for matrix in matrices)
     if operations < _WORTH_ESTIMATING:
         return ""

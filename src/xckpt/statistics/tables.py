@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
+#: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")
 #: Columns of a comparison that explain, and those of them that are texts.
 EXPLANATION_COLUMNS = (
@@ -28,7 +28,7 @@ EXPLANATION_COLUMNS = (
 )
 EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"})
 
-# What counts as the larger change, last.
+# Statuses by the size of the change, largest last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
