@@ -121,65 +121,67 @@ def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
 
     homes, names = chosen.tensors.variables_of(chosen.names), set(chosen.names)
     entries = entries_of(contents_of(find(obj, lambda name: name in homes)))
-    every = [each for each in distributions(entries) if each.name in names]
-    found = [each for each in every if each.count]
-    if not found:
-        what = "are numbers" if not every else "have a finite element"
-        raise ValueError(f"none of {counted(len(names), 'tensor')} {what}")
+    every = [distribution for distribution in distributions(entries) if distribution.name in names]
+    finite = [distribution for distribution in every if distribution.count]
+    if not finite:
+        reason = "are numbers" if not every else "have a finite element"
+        raise ValueError(f"none of {counted(len(names), 'tensor')} {reason}")
     notes = [chosen.note]
-    others = [each for each in every if each.other]
-    if others:
-        total = sum(each.other for each in others)
-        where = others[0].name if len(others) == 1 else counted(len(others), "tensor")
-        notes.append(f"without {total:,} NaN or infinite in {where}")
-    return found, [*notes, chosen.codes_note]
+    nonfinite = [distribution for distribution in every if distribution.other]
+    if nonfinite:
+        total = sum(distribution.other for distribution in nonfinite)
+        place = nonfinite[0].name if len(nonfinite) == 1 else counted(len(nonfinite), "tensor")
+        notes.append(f"without {total:,} NaN or infinite in {place}")
+    return finite, [*notes, chosen.codes_note]
 
 
 class _Axis:
     """Bins, and densities in them."""
 
-    def __init__(self, found: Sequence[Distribution], bins: Any, scale: str) -> None:
+    def __init__(self, members: Sequence[Distribution], bins: Any, scale: str) -> None:
         self.bins, self.scale = bins, scale
         self.linthresh: float | None = None
         #: Densities in the picture.
         self.drawn: list[float] = []
         if scale == "symlog":
-            self.edges = self._shared(found)
+            self.edges = self._shared(members)
             if (self.edges > 0).any():
                 self.linthresh = float(self.edges[self.edges > 0].min())
 
-    def densities(self, found: Sequence[Distribution]) -> list[_Density]:
+    def densities(self, members: Sequence[Distribution]) -> list[_Density]:
         """Return the densities of tensors, in bins that all of them share but for their types."""
         from xckpt.statistics.histograms import edges_on_grid
 
-        edges = self._edges(found)
+        edges = self._edges(members)
         densities = []
-        for each in found:
-            own = edges if np.ndim(self.bins) else edges_on_grid(each.kind, edges)
-            widths = np.diff(self._along(own))
-            densities.append(_Density(each, own, each.counts(own) / each.count / widths))
+        for member in members:
+            own_edges = edges if np.ndim(self.bins) else edges_on_grid(member.kind, edges)
+            widths = np.diff(self._along(own_edges))
+            densities.append(
+                _Density(member, own_edges, member.counts(own_edges) / member.count / widths)
+            )
         return densities
 
-    def _edges(self, found: Sequence[Distribution]) -> Values:
+    def _edges(self, members: Sequence[Distribution]) -> Values:
         if self.scale == "symlog":
             return self.edges
-        edges = self._shared(found)
+        edges = self._shared(members)
         if np.ndim(self.bins):
             return edges
-        low, high = (np.median([each.bulk[end] for each in found]) for end in (0, 1))
+        low, high = (np.median([member.bulk[end] for member in members]) for end in (0, 1))
         if 0 < high - low < _NARROW_BULK * (edges[-1] - edges[0]):
             edges = np.union1d(edges, np.linspace(low, high, len(edges)))
         return edges
 
-    def _shared(self, found: Sequence[Distribution]) -> Values:
+    def _shared(self, members: Sequence[Distribution]) -> Values:
         from xckpt.statistics.histograms import bin_edges, require_bins
 
         bins = self.bins
         if bins is None:
             # Rice's rule: few elements in many bins would be noise.
-            usual = float(np.median([each.count for each in found]))
+            usual = float(np.median([member.count for member in members]))
             bins = int(np.clip(2 * usual ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
-        return bin_edges(require_bins(bins), self.scale, [each.span for each in found])
+        return bin_edges(require_bins(bins), self.scale, [member.span for member in members])
 
     def _along(self, edges: Values) -> Values:
         """Return positions on the axis, in decades if it is logarithmic."""
