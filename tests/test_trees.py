@@ -96,7 +96,7 @@ def test_an_index_of_a_module_hides_no_variable_below_it(tmp_path: Path) -> None
 
 def test_modules_that_do_not_fit_together_are_refused_as_by_xarray() -> None:
     # A file cannot bring them: its names of axes are made to fit.
-    from xckpt.datasets.trees import make_tree
+    from xckpt.upstream.xarray_trees import make_tree
 
     one, two = (xr.Dataset({"w": ("y", np.ones(n))}, {"y": np.arange(n)}) for n in (2, 3))
     for modules in ({"/": one, "/a": two}, {"/": one, "/w": xr.Dataset()}):

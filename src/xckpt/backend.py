@@ -192,8 +192,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         xarray.DataTree
             The root has the attributes of the file.
         """
-        from xckpt.datasets.trees import make_tree
         from xckpt.index import paused_collector
+        from xckpt.upstream.xarray_trees import make_tree
 
         groups = self.open_groups_as_dict(
             filename_or_obj, drop_variables=drop_variables, **keywords

@@ -19,6 +19,7 @@ from xckpt import formats
 from xckpt.accessor.forwarding import Forwarded
 from xckpt.identity import base_id_text, stable_id
 from xckpt.interrupts import uninterrupted
+from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     import os
@@ -847,7 +848,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.datasets.tensors import OpenTensors
 
         variables = OpenTensors(self._obj).variables.values()
-        return [variable._data for variable in variables]  # noqa: SLF001  `data` would load it
+        return [data_of(variable) for variable in variables]
 
     def _result(self) -> str | None:
         """Return statistics as text, None for tensors."""
@@ -891,7 +892,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         # Some operations drop the encoding; the graphs of arrays still begin with the file.
         variables = (v for node in self._nodes() for v in node.variables.values())
-        arrays = [v._data for v in islice(variables, _MOST_TRIED)]  # noqa: SLF001  `data` would read
+        arrays = [data_of(v) for v in islice(variables, _MOST_TRIED)]
         graphs = [getattr(data.dask, "layers", {}) for data in arrays if isinstance(data, da.Array)]
         return any(isinstance(layer, TensorLayer) for graph in graphs for layer in graph.values())
 

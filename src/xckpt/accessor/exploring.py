@@ -14,6 +14,7 @@ from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import warn
 from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.summary import KnownResults, TensorFinding
+from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -129,7 +130,7 @@ def _dataset(tensors: OpenTensors, names: Sequence[str]) -> xr.Dataset:
     for key, name in enumerate(names):
         variable = tensors.variable(name)
         dims = tuple([f"{key}_{axis}" for axis in range(variable.ndim)])
-        data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+        data = data_of(variable)
         variables[key] = LazyVariable.of(dims, data, None, unstacked_encoding(variable))
     return xr.Dataset(variables)
 

@@ -17,13 +17,11 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise, product, starmap
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import dask
 import dask.array as da
 import numpy as np
-from dask._task_spec import DataNode, GraphNode, Task
-from dask.array.core import finalize, getter
 from dask.callbacks import Callback
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
@@ -33,6 +31,16 @@ from xckpt.arrays.lazy import LazyArray, SlicedArray
 from xckpt.errors import locating
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
+from xckpt.upstream.dask_arrays import (
+    IS_FAST,
+    LateGraph,
+    LightLayer,
+    arguments_within,
+    call_task,
+    make_array,
+    read_task,
+    reorder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -47,33 +55,32 @@ _SMALL = 1 << 20
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
     """Make a dask array over a lazy array."""
-    # Array.__new__ would normalise chunks and meta that are right by construction, which takes 40
-    # microseconds, most of an open. A subclass with a constructor of its own is no way out:
-    # xarray refuses to mix it with other dask arrays (namedarray.parallelcompat).
-    array = object.__new__(da.Array)
-    array.dask = TensorGraph(lazy, name, chunks)
-    array._name = name
-    array._chunks = chunks
-    array._meta = meta
-    # Cached properties of Array, which xarray asks for a dozen times while it builds a Dataset.
-    array.__dict__["shape"] = lazy.shape
-    array.__dict__["ndim"] = len(lazy.shape)
+    array: Any = make_array(TensorGraph(lazy, name, chunks), name, chunks, meta, lazy.shape)
     # On the instance, because it is for what is stored only: what is done to the array makes
     # another one.
     is_dense = isinstance(meta, np.ndarray)
+    if not IS_FAST:
+        if is_dense and _nbytes(lazy) >= UNCHECKED_NBYTES:
+            array.__dask_postcompute__ = partial(_plain_postcompute, lazy, weakref.ref(array))
+        return cast("da.Array", array)
     if is_dense and _nbytes(lazy) >= UNCHECKED_NBYTES:
-        array.__dict__["__dask_postcompute__"] = partial(_checked_postcompute, lazy, chunks)
+        array.__dask_postcompute__ = partial(_checked_postcompute, lazy, chunks)
     # The chunks of a slice may be views of more than they show.
     elif not isinstance(lazy, SlicedArray):
-        array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
-    array.__dict__["__dask_optimize__"] = _optimize_stored
-    return array
+        array.__dask_postcompute__ = _postcompute(chunks)
+    array.__dask_optimize__ = _optimize_stored
+    return cast("da.Array", array)
+
+
+def lazy_of(array: Any) -> LazyArray | None:
+    """Return the lazy array that `tensor_array` made an array of, if nothing was done to it."""
+    graph = array.dask if isinstance(array, da.Array) else None
+    return graph.lazy if isinstance(graph, TensorGraph) and graph.name == array.name else None
 
 
 def is_stored(array: Any) -> bool:
     """Return whether something is an array that `tensor_array` made, to which nothing was done."""
-    graph = array.dask if isinstance(array, da.Array) else None
-    return isinstance(graph, TensorGraph) and graph.name == array.name
+    return lazy_of(array) is not None
 
 
 def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
@@ -93,8 +100,9 @@ def read_small(array: da.Array) -> Any:
 
     A graph of one task takes dask a millisecond, which is 20 times as long as reading a row.
     """
-    lazy, meta = array.dask.lazy, array._meta  # noqa: SLF001  `tensor_array` set it
-    is_one = all(len(sizes) == 1 for sizes in array.chunks) and isinstance(meta, np.ndarray)
+    lazy = array.dask.lazy
+    is_dense = isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
+    is_one = is_dense and all(len(sizes) == 1 for sizes in array.chunks)
     is_asked = dask.config.get("scheduler", None) is not None or active_client() is not None
     if not is_one or is_asked or _nbytes(lazy) > _SMALL:
         return None
@@ -111,23 +119,15 @@ def active_client() -> Any:
     return None
 
 
-class TensorGraph(HighLevelGraph):
-    """The graph of an array, which fills itself in when it is first looked at.
-
-    Nine objects for each of 90,000 tensors would be made for nothing, and walked by the garbage
-    collector ever after.
-    """
+class TensorGraph(LateGraph):
+    """The graph of an array, which fills itself in when it is first looked at."""
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         self._tensor = (lazy, name, chunks)
+        super().__init__()
 
-    def __getattr__(self, attribute: str) -> Any:
-        # Called for what is not there yet: the attributes that HighLevelGraph.__init__ sets.
-        if attribute not in {"layers", "dependencies", "key_dependencies"}:
-            raise AttributeError(attribute)
-        name = self._tensor[1]
-        super().__init__({name: TensorLayer(*self._tensor)}, {name: set()})
-        return self.__dict__[attribute]
+    def _only_layer(self) -> tuple[str, Layer]:
+        return self.name, TensorLayer(*self._tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorGraph, self._tensor
@@ -136,7 +136,8 @@ class TensorGraph(HighLevelGraph):
         """Return the graph for computing the whole array."""
         lazy, name, chunks = self._tensor
         layer = TensorLayer(lazy, name, chunks)
-        if len(layer) > 1 and isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray):
+        is_dense = isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
+        if IS_FAST and len(layer) > 1 and is_dense:
             layer.result = _Result(lazy)
         return HighLevelGraph({name: layer}, {name: set()})
 
@@ -151,7 +152,7 @@ class TensorGraph(HighLevelGraph):
         return self._tensor[1]
 
 
-class TensorLayer(Layer):
+class TensorLayer(LightLayer):
     """The tasks of an array: getters of chunks.
 
     Each holds the part of the lazy array that its chunk is in, and refers to nothing: a stack of
@@ -160,13 +161,8 @@ class TensorLayer(Layer):
     of a tensor reads a row.
     """
 
-    # What Layer.__init__ sets; it looks for annotations in the configuration each time.
-    annotations = None
-    collection_annotations = None
-    # Layer looks for them by making all tasks.
-    has_legacy_tasks = False
-
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
+        super().__init__()
         self.lazy = lazy
         self.name = name
         self.chunks = chunks
@@ -176,7 +172,7 @@ class TensorLayer(Layer):
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorLayer, (self.lazy, self.name, self.chunks)
 
-    def __getitem__(self, key: Any) -> GraphNode:
+    def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, tuple) or len(key) != len(self.chunks) + 1 or key[0] != self.name:
             raise KeyError(key)
         try:
@@ -189,11 +185,8 @@ class TensorLayer(Layer):
             # (`dask.callbacks.local_callbacks`).
             _reading_ahead.register()
         if self.result is not None:
-            return Task(key, _read_into, self.result, DataNode(self.name, self.lazy), key, index)
-        lazy, index = self.lazy.narrowed(index)
-        # A node, because dask asks what is indexed for its key. asarray and lock of the getter are
-        # positional, or dask does not see that it is one.
-        return Task(key, getter, DataNode(self.name, lazy), index, False, None)  # noqa: FBT003
+            return call_task(key, _read_into, self.lazy, self.result, key, index)
+        return read_task(key, *self.lazy.narrowed(index))
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.get_output_keys()
@@ -302,7 +295,7 @@ class _Result:
         return whole[index]
 
 
-def _read_into(result: _Result | None, lazy: LazyArray, key: Any, index: tuple[slice, ...]) -> Any:
+def _read_into(lazy: LazyArray, result: _Result | None, key: Any, index: tuple[slice, ...]) -> Any:
     """Read a chunk into its place."""
     if result is None:
         return lazy[index]
@@ -320,8 +313,14 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
     if isinstance(lazy, SlicedArray):
-        return finalize, ()
+        return _finalized, ()
     return _gathered, (chunks,)
+
+
+def _plain_postcompute(lazy: LazyArray, array: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Do the same where dask joins the chunks."""
+    _checked_postcompute(lazy, ())
+    return da.Array.__dask_postcompute__(array())  # type: ignore[no-any-return]
 
 
 def _nbytes(lazy: LazyArray) -> int:
@@ -346,7 +345,13 @@ def _gathered(results: Any, chunks: Chunks) -> Any:
         and all(block is one or block.base is one for block in blocks)
     ):
         return one
-    return finalize(results)
+    return _finalized(results)
+
+
+def _finalized(results: Any) -> Any:
+    """Join computed chunks as dask does."""
+    join, options = da.Array.__dask_postcompute__(cast("da.Array", None))
+    return join(results, *options)
 
 
 class _ReadingAhead(Callback):
@@ -370,7 +375,7 @@ class _ReadingAhead(Callback):
         in_file = iter(sorted(ends, key=lambda key: (reads[key][0][0].name, reads[key][0][1])))
         are_ends = set(ends)
         order = [next(in_file) if key in are_ends else key for key in reversed(ready)]
-        ready[:] = order[::-1]
+        reorder(state, order)
         stack = ExitStack()
         stack.enter_context(reading_ahead(each for key in order for each in reads.get(key, ())))
         self._under_way[id(state)] = stack
@@ -388,22 +393,11 @@ _reading_ahead = _ReadingAhead()
 
 
 def _ranges(task: Any) -> Iterator[Range]:
-    """Return what a task, or those that were joined in it, read of files."""
-    if not isinstance(task, Task):
-        return
-    lazy, index = None, None
-    for argument in task.args:
-        if isinstance(argument, dict):
-            for inner in argument.values():
-                yield from _ranges(inner)
-        elif isinstance(argument, Task):
-            yield from _ranges(argument)
-        elif isinstance(argument, DataNode) and isinstance(argument.value, LazyArray):
-            lazy = argument.value
-        elif isinstance(argument, tuple) and lazy is not None:
-            index = argument  # of the getters of `xckpt.arrays.graph`, the last tuple
-    if lazy is not None and index is not None:
-        try:
-            yield from lazy.ranges(index)
-        except (IndexError, TypeError):  # computing it tells
-            return
+    """Return the bytes of files that a task reads."""
+    for arguments in arguments_within(task):
+        lazy = next((value for value in arguments if isinstance(value, LazyArray)), None)
+        # The last tuple is the index.
+        index = next((value for value in reversed(arguments) if isinstance(value, tuple)), None)
+        if lazy is not None and index is not None:
+            with suppress(IndexError, TypeError):  # computing it raises them
+                yield from lazy.ranges(index)

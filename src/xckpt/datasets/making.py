@@ -21,13 +21,13 @@ from xckpt.datasets.stack_records import (
     marked_encoding,
     record_stack,
 )
-from xckpt.datasets.trees import make_module
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
 from xckpt.storage.source import sources_of
+from xckpt.upstream.xarray_trees import make_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable

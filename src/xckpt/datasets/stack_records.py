@@ -19,6 +19,7 @@ import numpy as np
 from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.errors import shown
 from xckpt.labels.grids import member_names
+from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -264,7 +265,7 @@ class StackMembers:
         self._variable = variable
         self._positions = [{number: at for at, number in enumerate(along)} for along in left]
         self._old_positions = [{number: at for at, number in enumerate(a)} for a in record.indices]
-        data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+        data = data_of(variable)
         is_made = isinstance(data, da.Array) and data.name == record.array
         # Whether it has the very array that was stacked.
         self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims

@@ -12,9 +12,8 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
-from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.graph import TensorGraph, is_stored, tensor_array
+from xckpt.arrays.graph import is_stored, lazy_of, tensor_array
 from xckpt.arrays.keys import target_nbytes
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
@@ -36,6 +35,7 @@ from xckpt.labels import tree_paths
 from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.grids import Stack, find_stacks, find_stacks_in_tree
 from xckpt.labels.numbering import drop_indices, is_index, module_indices, parse_name, split_words
+from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -179,10 +179,8 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
 
     def outer(name: str) -> bool:
         variable = flat.variables[name]
-        data: Any = variable._data  # noqa: SLF001  see `_kind`
-        if "part" in variable.encoding or (
-            is_stored(data) and isinstance(data.dask.lazy, UnreadableArray)
-        ):
+        data: Any = data_of(variable)
+        if "part" in variable.encoding or (isinstance(lazy_of(data), UnreadableArray)):
             return False
         is_adapter = isinstance(data, ExplicitlyIndexed)
         meta = np.empty(0, variable.dtype) if is_adapter else getattr(data, "_meta", data)
@@ -198,7 +196,7 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
 
 def _kind(variable: xr.Variable) -> tuple[Any, ...]:
     """Return the properties that the members of a stack have in common."""
-    data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+    data = data_of(variable)
     keys = ("layout", "stored_dtype", "stored_order", "part")
     stored = [str(variable.encoding.get(key)) for key in keys]
     kinds = (type(data), type(getattr(data, "_meta", None)))
@@ -276,15 +274,15 @@ def _stack_variable(stack: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Vari
 
 def _array(variable: xr.Variable) -> Any:
     """Return the array of a variable without reading what another engine left lazy."""
-    if isinstance(variable._data, ExplicitlyIndexed):  # noqa: SLF001  `data` would read it
+    if isinstance(data_of(variable), ExplicitlyIndexed):
         return variable.chunk().data
     return variable.data
 
 
 def _as_member(variable: xr.Variable) -> StackMember:
     """Return a variable as a member; values in memory are not kept twice."""
-    data = variable._data  # noqa: SLF001
-    lazy = data if isinstance(data, da.Array) and isinstance(data.dask, TensorGraph) else None
+    data = data_of(variable)
+    lazy = data if is_stored(data) else None
     return StackMember(dict(variable.attrs), dict(variable.encoding), lazy)
 
 
@@ -292,7 +290,7 @@ def _stack_arrays(stack: Stack, arrays: list[Any]) -> Any:
     """Stack arrays along the grid; lazy arrays of tensors keep their chunks."""
     first = arrays[0]
     places: list[Any] = list(stack.arrange(arrays))
-    if all(isinstance(array, da.Array) and isinstance(array.dask, TensorGraph) for array in arrays):
+    if all(map(is_stored, arrays)):
         absent = AbsentArray(stack.name, first.shape, first.dtype)
         members = [absent if array is None else array.dask.lazy for array in places]
         lazy = StackedArray(stack.name, members, stack.shape)

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.arrays.graph import TensorGraph, TensorLayer
+from xckpt.arrays.graph import TensorLayer, lazy_of
 from xckpt.datasets.listing import list_arrays
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.mappings import as_dataset_of_one
@@ -30,6 +30,7 @@ from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.labels.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
+from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -376,7 +377,7 @@ class OpenTensors:
         for name, variable in self._flat.variables.items():
             encoding = variable.encoding
             # Asking the variable takes ten times as long, here and below.
-            shape = listing.shapes[variable.dims] = variable._data.shape  # noqa: SLF001
+            shape = listing.shapes[variable.dims] = data_of(variable).shape
             is_stated = "stored_dtype" in encoding
             dtype: Any = encoding["stored_dtype"] if is_stated else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
@@ -565,15 +566,14 @@ def _dataset(
 def stored_array(variable: xr.Variable) -> LazyArray | None:
     """Return the array in the file if a variable is that, perhaps in other chunks."""
     # `chunks` and `data` would take as long as the rest, for thousands of small tensors.
-    array = variable._data  # noqa: SLF001
+    array = data_of(variable)
     if not isinstance(array, da.Array):
         return None
-    graph = array.dask
-    lazy: LazyArray
-    if isinstance(graph, TensorGraph):
-        lazy = graph._tensor[0]  # noqa: SLF001  our own
+    lazy = lazy_of(array)
+    if lazy is not None:
         return lazy
-    layers = [layer for name, layer in graph.layers.items() if not name.startswith("rechunk-")]
+    layers = array.dask.layers.items()
+    layers = [layer for name, layer in layers if not name.startswith("rechunk-")]
     if len(layers) == 1 and isinstance(layers[0], TensorLayer):
         lazy = layers[0].lazy
         return lazy if lazy.shape == array.shape else None

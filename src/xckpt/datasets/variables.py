@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Self
 import dask.array as da
 import numpy as np
 import xarray as xr
-from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
+from xckpt.upstream.xarray_variables import IS_FAST, ExplicitlyIndexed, data_of, make_variable
 
 if TYPE_CHECKING:
     from xckpt.arrays.keys import Chunks
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LazyVariable", "preferred_chunks"]
 
 
-_DATA: Any = xr.Variable.__dict__["data"]
+_DATA: Any = xr.Variable.data  # the property
 
 
 class LazyVariable(xr.Variable):
@@ -42,44 +42,40 @@ class LazyVariable(xr.Variable):
         encoding: dict[Any, Any],
     ) -> Self:
         """Make a variable of what is known to fit together."""
-        variable = object.__new__(cls)
-        variable._dims = dims
-        variable._data = data
-        variable._attrs = attrs
-        variable._encoding = encoding
-        return variable
+        return make_variable(cls, dims, data, attrs, encoding)
 
     def __getitem__(self, key: Any) -> Self:
         """Index as xarray does; integers and slices of what is stored are no tasks of their own."""
-        array: Any = self._data
+        array: Any = data_of(self)
         basic = _basic_key(key, self.dims) if is_stored(array) else None
         if basic is None:
             return super().__getitem__(key)
         entries = normalize(basic, array.shape)
         kept = zip(self.dims, entries, strict=True)
         dims = tuple([dim for dim, entry in kept if isinstance(entry, slice)])
-        return self._finalize_indexing_result(dims, slice_stored(array, entries))
+        return self.of(dims, slice_stored(array, entries), dict(self.attrs), dict(self.encoding))
 
     # Where an index is a numpy integer, xarray makes a base variable of the result, and whatever
     # is selected of that would be dask's.
     def to_base_variable(self) -> xr.Variable:
         """Return a variable that is no coordinate: this one."""
-        return self._copy(deep=False) if is_stored(self._data) else super().to_base_variable()
+        return self.copy(deep=False) if is_stored(data_of(self)) else super().to_base_variable()
 
     to_variable = to_base_variable
 
     # xarray copies each variable of a checkpoint, or of results, twice on the way to the user.
     # Should it stop calling this method, nothing breaks: it takes longer.
     def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
-        if deep or data is not None or not isinstance(self._data, da.Array | np.ndarray):
+        own = data_of(self)
+        if not IS_FAST or deep or data is not None or not isinstance(own, da.Array | np.ndarray):
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)
-        return self.of(self._dims, self._data, attrs, dict(self._encoding or {}))
+        return self.of(self._dims, own, attrs, dict(self._encoding or {}))
 
     @property
     def values(self) -> Any:
         """The elements as a numpy array."""
-        array: Any = self._data
+        array: Any = data_of(self)
         small = read_small(array) if is_stored(array) else None
         return super().values if small is None else small
 

@@ -319,22 +319,17 @@ def deferred(
     find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
 ) -> list[Any]:
     """Return dask arrays that all come from one call."""
-    from dask._task_spec import DataNode, Task, TaskRef
     from dask.highlevelgraph import HighLevelGraph
 
     scan = f"xckpt-stats-{uuid4().hex}"
-    # As data: dask would look for tasks in every argument, down to the last tensor.
-    node = DataNode(f"{scan}-inputs", inputs)
-    task = Task(scan, find_all, TaskRef(node.key))
-    shared: dict[str, Any] = {scan: {scan: task, node.key: node}}
+    # Not an argument: dask would look for tasks in it, down to the last tensor.
+    shared: dict[str, Any] = {scan: {scan: (partial(find_all, inputs),)}}
     arrays = []
     for number, shape in enumerate(shapes):
         name = f"{scan}-{number}"
-        key = (name, *([0] * len(shape)))
-        layer: dict[Any, Any] = {key: Task(key, getitem, TaskRef(scan), number)}
+        layer: dict[Any, Any] = {(name, *([0] * len(shape))): (getitem, scan, number)}
         graph = HighLevelGraph({**shared, name: layer}, {name: {scan}, scan: set()})
-        chunks = tuple((size,) for size in shape)
-        arrays.append(da.Array(graph, name, chunks, dtype=np.float64))
+        arrays.append(da.Array(graph, name, tuple((n,) for n in shape), dtype=np.float64))
     return arrays
 
 

@@ -332,7 +332,6 @@ def _run_chunks(
 ) -> None:
     """Run the work on all chunks of some arrays."""
     import dask
-    from dask._task_spec import Task, TaskRef
 
     arrays = dask.optimize(*(cut.reader.array for cut in cuts))
     graph: dict[Any, Any] = {}
@@ -346,7 +345,7 @@ def _run_chunks(
         for position, start, stop in cut.reader.chunks():
             key = (token, number, *position)
             work = _ChunkTask(operation, reader, cut.argument, start)
-            graph[key] = Task(key, work, TaskRef((array.name, *position)))
+            graph[key] = (work, (array.name, *position))
             sizes[key] = cut.reader.share(start, stop)
 
     def done(key: Any, result: Any, *_: Any) -> None:

@@ -10,6 +10,7 @@ from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.scan.entries import member_names
+from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -194,7 +195,7 @@ def result_text(result: xr.Dataset) -> str | None:
     tensors = counted(len(names), "tensor")
     if kind == "Histogram":
         return head.format(f"{tensors} · {result.sizes['bin']} bins")
-    if any(hasattr(variable._data, "dask") for variable, _ in named_tensors(result)):  # noqa: SLF001
+    if any(hasattr(data_of(variable), "dask") for variable, _ in named_tensors(result)):
         return head.format(f"{tensors} · not computed yet")
     frame = table(result)
     fact = f"{len(result['statistic'])} statistics"

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xarray as xr
 from dask.highlevelgraph import HighLevelGraph
-from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.dense import DenseArray, OnePartArray
-from xckpt.arrays.graph import TensorLayer, is_stored
+from xckpt.arrays.graph import TensorLayer, lazy_of
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import UnsupportedError
@@ -30,6 +29,7 @@ from xckpt.formats.plan import WantedPart
 from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.storage.source import files_of
+from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
 from xckpt.writing.data import Gathered, Payload, stored_payload
 
@@ -193,8 +193,7 @@ def _named_variables(
 
 def untouched(variable: xr.Variable) -> LazyArray | None:
     """Return the stored array of an unchanged variable; None for others."""
-    data: Any = variable._data  # noqa: SLF001  `data` would load what is not dask's
-    return data.dask.lazy if is_stored(data) else None
+    return lazy_of(data_of(variable))
 
 
 def _listed(
@@ -329,7 +328,7 @@ def _layout(encoding: Mapping[Any, Any]) -> Any:
 def array_of(variable: xr.Variable) -> Any:
     """Return the array of a variable; lazy arrays of other engines become dask arrays."""
     # `_in_memory` is false of sparse arrays too, and adapters may have what is in memory.
-    is_adapter = isinstance(variable._data, ExplicitlyIndexed)  # noqa: SLF001  .data would load it
-    if is_adapter and not variable._in_memory:  # noqa: SLF001
+    is_adapter = isinstance(data_of(variable), ExplicitlyIndexed)
+    if is_adapter and not is_in_memory(variable):
         variable = variable.chunk(dict.fromkeys(variable.dims, "auto"))
     return variable.data

@@ -19,6 +19,7 @@ import xarray as xr
 
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
+from xckpt.upstream.xarray_variables import data_of, is_in_memory
 from xckpt.writing.casting import convert, densified, element_type, is_sparse
 from xckpt.writing.fitting import Changes, choose_type
 from xckpt.writing.gathering import array_of, untouched
@@ -169,7 +170,7 @@ def _variable(name: Any, old: xr.Variable, renamed: _Renamed, changes: Changes) 
     elif new.dtype != old.dtype:
         said[_DTYPE] = old.dtype.name
         changes.add("element types became wider ones", str(name))
-    if is_sparse(old._data):  # noqa: SLF001  `data` would load what is lazy
+    if is_sparse(data_of(old)):
         changes.add("sparse chunks become dense", str(name))
     encoding = dict(old.encoding)
     if new.ndim > old.ndim:
@@ -192,7 +193,7 @@ def _held_variable(old: xr.Variable, dims: tuple[str, ...], pair: str) -> xr.Var
         texts = [json.dumps(value) for value in old.values.ravel().tolist()]
         return xr.Variable(dims, np.array(texts, object).reshape(old.shape))
     kind = element_type(old.dtype)
-    data = old._data  # noqa: SLF001  `data` would load what is lazy
+    data = data_of(old)
     is_held = kind is None or kind in _ELEMENT_TYPES
     # An index has one axis.
     if (is_held and not is_sparse(data)) or (
@@ -212,7 +213,7 @@ def _held_variable(old: xr.Variable, dims: tuple[str, ...], pair: str) -> xr.Var
 
 def _has_odd_texts(variable: xr.Variable) -> bool:
     """Return whether there are texts in memory that netCDF does not hold."""
-    if variable.dtype.kind not in "UO" or not variable._in_memory:  # noqa: SLF001  loads nothing
+    if variable.dtype.kind not in "UO" or not is_in_memory(variable):
         return False
     values = variable.values.ravel().tolist()
     texts = [value for value in values if isinstance(value, str)]

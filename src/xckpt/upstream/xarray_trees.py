@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 from xarray.backends import api
-from xarray.backends.common import datatree_from_dict_with_io_cleanup
+
+from xckpt.upstream import IS_PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ __all__ = ["make_module", "make_tree"]
 def make_module(variables: dict[str, xr.Variable], coords: Mapping[str, xr.Variable]) -> xr.Dataset:
     """Return a Dataset of variables whose dimensions have the same sizes in all of them."""
     construct: Any = getattr(xr.Dataset, "_construct_direct", None)
-    if coords or construct is None:
+    if coords or construct is None or IS_PLAIN:
         return xr.Dataset(variables, coords)
     module: xr.Dataset = construct(variables, set())
     return module
@@ -41,7 +42,10 @@ def make_module(variables: dict[str, xr.Variable], coords: Mapping[str, xr.Varia
 def make_tree(modules: Mapping[str, xr.Dataset]) -> xr.DataTree:
     """Return the tree of Datasets by their paths, one of which is ``"/"``."""
     tree = _made_directly(modules) if _is_known_xarray() else None
-    return datatree_from_dict_with_io_cleanup(modules) if tree is None else tree
+    if tree is None:
+        tree = xr.DataTree.from_dict(modules)
+        tree.set_close(modules["/"].close)  # of the file, which from_dict forgets
+    return tree
 
 
 class _OpenedTree(xr.DataTree):
@@ -104,6 +108,8 @@ def _has_inherited_indexes(modules: Mapping[str, Any]) -> bool:
 @cache
 def _is_known_xarray() -> bool:
     """Return whether a tree that is made directly is the one that xarray makes."""
+    if IS_PLAIN:
+        return False
     modules = {
         "/": xr.Dataset({"w": ("x", np.arange(2))}, {"x": [1, 2]}, {"a": 1}),
         "/b/c": make_module({"w": xr.Variable(("x",), np.arange(2))}, {}),

@@ -1,0 +1,46 @@
+"""Private parts of dask and xarray: those of today are known, and all works without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from xckpt import upstream
+from xckpt.upstream import dask_arrays, xarray_variables
+
+CONTRACTS = ("tests/contracts/test_opening.py", "tests/contracts/test_xarray_suite.py")
+
+
+@pytest.mark.skipif(upstream.IS_PLAIN, reason="they are switched off")
+def test_the_private_parts_are_those_of_today() -> None:
+    assert dask_arrays.IS_FAST
+    assert xarray_variables.IS_FAST
+
+
+@pytest.mark.parametrize("attrs", [None, {"a": 1}])
+def test_a_variable_is_the_one_that_xarray_makes(attrs: dict[str, int] | None) -> None:
+    values = np.arange(3)
+    ours = xarray_variables.make_variable(xr.Variable, ("x",), values, attrs, {"b": 2})
+    theirs = xr.Variable(("x",), values, attrs, {"b": 2})
+    xr.testing.assert_identical(ours, theirs)
+    assert ours.encoding == theirs.encoding
+
+
+@pytest.mark.skipif(upstream.IS_PLAIN, reason="this is the other run")
+def test_the_contracts_hold_with_public_ways_only() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CONTRACTS]
+    done = subprocess.run(  # noqa: S603  our own interpreter and tests
+        [*command, "-k", "safetensors or ztensor"],
+        env={**os.environ, "XCKPT_PLAIN": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
