@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xckpt.index import paused_collector
+from xckpt.index import paused_collector, show_indexes_with
 
 if TYPE_CHECKING:
     from xckpt.index import Index
@@ -33,3 +33,6 @@ def index_html(index: Index) -> str:
 
     with paused_collector():
         return render(index_summary(index))
+
+
+show_indexes_with(text=index_text, html=index_html)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import xckpt.notebook  # noqa: F401  it registers the summary of an Index
 from xckpt import formats
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of
@@ -24,8 +25,7 @@ from xckpt.errors import (
     locating,
     warn,
 )
-from xckpt.index import paused_collector, show_indexes_with
-from xckpt.notebook import index_html, index_text
+from xckpt.index import paused_collector
 from xckpt.opening.hints import advising
 from xckpt.opening.sharding import (
     FileList,
@@ -66,8 +66,6 @@ _SHOWN_WARNINGS = 3
 _CONCURRENCY = 16
 # Formats of files on the Hub, since xarray asks one engine after another.
 _on_hub: Pool[str] = Pool(limit=256)
-
-show_indexes_with(text=index_text, html=index_html)
 
 
 def open_index(
