@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from xckpt.formatting import columns, printable, shortened
-from xckpt.interrupts import uninterrupted
-from xckpt.plots.theme import SCALE
+from xckpt.plots.theme import SCALE, require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,15 +34,6 @@ _INCHES_OF_TICK = 0.6
 # Colours beyond those of matplotlib's styles, visible on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
 _LINE_STYLES = ("-", "--", ":", "-.")
-
-
-def require_matplotlib() -> None:
-    """Raise `ImportError` if matplotlib is missing, before a picture is computed."""
-    try:
-        with uninterrupted():
-            import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'xckpt[plot]'") from error
 
 
 def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from xckpt.interrupts import uninterrupted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -31,13 +33,20 @@ SCALE = ("#2f74d0", "#8a64cc", "#cf5b9e", "#d9632f", "#c08412")
 _COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 
 
+def require_matplotlib() -> None:
+    """Raise `ImportError` if matplotlib is missing, before a picture is computed."""
+    try:
+        with uninterrupted():
+            import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'xckpt[plot]'") from error
+
+
 def themed(draw: Callable[_P, Axes]) -> Callable[_P, Axes]:
     """Draw new figures in these colours, unless matplotlib has another style than its own."""
 
     @wraps(draw)
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> Axes:
-        from xckpt.plots.axes import require_matplotlib
-
         require_matplotlib()
         if kwargs.get("ax") is not None or not _is_plain():
             return draw(*args, **kwargs)

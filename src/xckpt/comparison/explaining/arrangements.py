@@ -197,12 +197,12 @@ def undone(array: Any, steps: Sequence[Step]) -> Any | None:
 
 def part_of(array: Any, start: Shape, shape: Shape) -> Any:
     """Return a view of a box of an array, or the array itself if that is all of it."""
-    return array if shape == tuple(array.shape) else _Part(array, start, shape)
+    return array if shape == tuple(array.shape) else _PartView(array, start, shape)
 
 
 def joined(arrays: Sequence[Any], axis: int) -> Any:
     """Return a view of arrays one after the other along an axis."""
-    return _Joint(arrays, axis)
+    return _JoinedView(arrays, axis)
 
 
 def stacked(array: Any) -> Any:
@@ -314,7 +314,7 @@ class _Padding(View):
         return _Padding(arrays[0], self.shape)
 
 
-class _Part(View):
+class _PartView(View):
     def __init__(self, array: Any, start: Shape, shape: Shape) -> None:
         self.arrays, self.start, self.shape, self.dtype = (array,), start, shape, array.dtype
 
@@ -327,7 +327,7 @@ class _Part(View):
         return arrays[0][tuple([slice(at, at + n) for at, n in ends])]
 
     def of(self, arrays: Sequence[Any]) -> View:
-        return _Part(arrays[0], self.start, self.shape)
+        return _PartView(arrays[0], self.start, self.shape)
 
 
 class _Layer(View):
@@ -359,7 +359,7 @@ class _Layers(View):
         return _Layers(arrays[0])
 
 
-class _Joint(View):
+class _JoinedView(View):
     def __init__(self, arrays: Sequence[Any], axis: int) -> None:
         self.arrays, self.axis = tuple(arrays), axis
         lengths = [array.shape[axis] for array in arrays]
@@ -394,7 +394,7 @@ class _Joint(View):
         return da.concatenate([array.astype(self.dtype) for array in arrays], self.axis)
 
     def of(self, arrays: Sequence[Any]) -> View:
-        return _Joint(arrays, self.axis)
+        return _JoinedView(arrays, self.axis)
 
 
 def _read(array: Any, box: Box) -> Array:

@@ -67,7 +67,7 @@ _BETTER = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledPairs:
     """Pairs of numbers from some places, and the names of their types."""
 
     x: Array
@@ -79,7 +79,7 @@ class Sample:
     row: int = 1
 
     @property
-    def reverse(self) -> Sample:
+    def reverse(self) -> SampledPairs:
         """The same with the sides exchanged."""
         return replace(self, x=self.y, y=self.x, kinds=self.kinds[::-1], blocks=self.blocks[::-1])
 
@@ -150,7 +150,7 @@ class Elementwise:
         return f"{to} is {text}" if text != of else f"{to} is equal to {of}"
 
     @staticmethod
-    def suspected(sample: Sample) -> Iterator[tuple[float, Elementwise]]:  # noqa: C901  one search
+    def suspected(sample: SampledPairs) -> Iterator[tuple[float, Elementwise]]:  # noqa: C901  one search
         """Yield relations from `a` to `b`, each with the share of elements for which it holds."""
         x, y, kinds = sample.x, sample.y, sample.kinds
         chains = list(rounding_chains(y, kinds))
@@ -322,7 +322,7 @@ class Requantised:
         return f"{text}, with the codes that its quantiser makes"
 
     @staticmethod
-    def suspected(sample: Sample, before: Iterable[Before]) -> Iterator[Requantised]:
+    def suspected(sample: SampledPairs, before: Iterable[Before]) -> Iterator[Requantised]:
         """Return the quantisers that make all of a sample."""
         stored = sample.blocks[1]
         names = [stored] if stored in OF_BLOCKS else [] if stored else [q.name for q in REPEATED]
@@ -393,7 +393,7 @@ class Levelled:
         return f"{to} is {levels}, in blocks of {self.block} elements"
 
     @staticmethod
-    def suspected(sample: Sample) -> tuple[float, Levelled] | None:
+    def suspected(sample: SampledPairs) -> tuple[float, Levelled] | None:
         """Return the blocks in which elements are levels, and for which share of the sample."""
         x, y = sample.first(_LEVELLED)
         digits = min(21, FRACTION_BITS.get(sample.kinds[1], 21))
@@ -424,7 +424,7 @@ def _endings(kind: str) -> list[tuple[str, ...]]:
 
 
 def suspect(
-    sample: Sample, graded: Sample | None = None, offset: float | None = None
+    sample: SampledPairs, graded: SampledPairs | None = None, offset: float | None = None
 ) -> tuple[Relation, ...]:
     """Return the relations that hold for all, or else one that holds for most, of a sample.
 
@@ -461,12 +461,12 @@ def suspect(
     return (best,)
 
 
-def _holds(relation: Relation, sample: Sample) -> bool:
+def _holds(relation: Relation, sample: SampledPairs) -> bool:
     x, y = (sample.y, sample.x) if relation.backwards else (sample.x, sample.y)
     return relation.held(x, y) == len(x)
 
 
-def _is_shown(relation: Relation, sample: Sample) -> bool:
+def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
     """Return whether types state a relation, or numbers show it: a constant fits any type."""
     side = sample.reverse if relation.backwards else sample
     is_stated = False
@@ -480,7 +480,7 @@ def _is_shown(relation: Relation, sample: Sample) -> bool:
 
 
 def _suspect_quantised(
-    sample: Sample, graded: Sample | None, offset: float | None
+    sample: SampledPairs, graded: SampledPairs | None, offset: float | None
 ) -> Relation | None:
     for side, backwards in ((sample, False), (sample.reverse, True)):
         before = list(_before_quantisers(side, offset))
@@ -499,7 +499,7 @@ def _suspect_quantised(
     return levels[1] if levels is not None and levels[0] == 1.0 else None
 
 
-def _suspect_levels(sample: Sample) -> tuple[float, Levelled] | None:
+def _suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:
     best: tuple[float, Levelled] | None = None
     for side, backwards in ((sample, False), (sample.reverse, True)):
         found = None if any(sample.blocks) else Levelled.suspected(side)
@@ -508,7 +508,7 @@ def _suspect_levels(sample: Sample) -> tuple[float, Levelled] | None:
     return best
 
 
-def _before_quantisers(sample: Sample, offset: float | None) -> Iterator[Before]:
+def _before_quantisers(sample: SampledPairs, offset: float | None) -> Iterator[Before]:
     """Return what may have been done before numbers were quantised, likely things first."""
     own = FRACTION_BITS.get(sample.kinds[0], 23)
     coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < own]

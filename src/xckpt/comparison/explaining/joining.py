@@ -15,7 +15,7 @@ from xckpt.comparison.explaining.arrangements import (
     undone,
     unstacked,
 )
-from xckpt.comparison.explaining.joints import Joint, Member, joints
+from xckpt.comparison.explaining.joints import Joint, JointPart, joints
 from xckpt.comparison.explaining.names import Order, analogous, out_of_order
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.verification import Link, Side, examine
@@ -80,7 +80,7 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
     return explanations
 
 
-def _link(work: Work, joint: Joint, member: Member, side: int) -> Link:
+def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
     """Return a link between a part and its place in the whole, in the order of either."""
     whole, part = joint.whole, member.part
     start, shape = [0] * len(whole.shape), _place(joint, member)
@@ -111,14 +111,14 @@ def _link(work: Work, joint: Joint, member: Member, side: int) -> Link:
     return Link(names, orders, work.architecture.offset(names), is_padded)
 
 
-def _place(joint: Joint, member: Member) -> tuple[int, ...]:
+def _place(joint: Joint, member: JointPart) -> tuple[int, ...]:
     """Return the shape of the place of a part."""
     shape = list(joint.whole.shape)
     shape[joint.axis] = member.stop - member.start
     return tuple(shape)
 
 
-def _is_padded(joint: Joint, member: Member) -> bool:
+def _is_padded(joint: Joint, member: JointPart) -> bool:
     """Return whether a part and its place differ in size."""
     view = arranged(member.part.reader.array, member.steps)
     return not joint.is_stack and tuple(view.shape) != _place(joint, member)
@@ -225,7 +225,7 @@ def _like(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | N
         if len(shape) != len(whole.shape) - joint.is_stack:
             return None
         length = 1 if joint.is_stack else shape[axis]
-        members.append(Member(part, at, at + length, steps, 0.0))
+        members.append(JointPart(part, at, at + length, steps, 0.0))
         at += length
     fits = at == whole.shape[axis]
     return Joint(whole, axis, tuple(members), is_stack=joint.is_stack) if fits else None

@@ -30,7 +30,7 @@ _JOINED = {32: 0.7, 16: 0.85, 0: 0.9}
 _CLEARLY = 1e-3
 
 
-class Member(NamedTuple):
+class JointPart(NamedTuple):
     """A part of a joint: a tensor, where it begins and ends along the axis, and its arrangement.
 
     Its place may be larger than the part, or smaller; elements beyond the smaller one must be zero.
@@ -55,7 +55,7 @@ class Joint(NamedTuple):
 
     whole: Sketched
     axis: int
-    members: tuple[Member, ...]
+    members: tuple[JointPart, ...]
     #: Steps applied to the whole before it is cut into the parts.
     steps: tuple[Step, ...] = ()
     #: Whether the parts have no such axis.
@@ -173,10 +173,10 @@ def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iter
             yield _Oriented(part, sums, () if is_plain else (Transposed(axes),), is_trimmed)
 
 
-def _walk(sums: Array, parts: _Parts) -> list[Member]:
+def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
     """Follow the seams of a tensor from part to part; empty where they lead nowhere."""
     parts.used.clear()
-    members: list[Member] = []
+    members: list[JointPart] = []
     at = 0
     while at < len(sums):
         member = parts.at(sums, at)
@@ -186,7 +186,7 @@ def _walk(sums: Array, parts: _Parts) -> list[Member]:
         elif members and (zeros := _zeros(sums, at)):
             members[-1] = members[-1]._replace(stop=members[-1].stop + zeros)
         elif gap := parts.gap(sums, at):
-            members.append(Member(parts.oriented[0].part, at, at + gap, (), 0.0))
+            members.append(JointPart(parts.oriented[0].part, at, at + gap, (), 0.0))
         else:
             return []
         at = members[-1].stop
@@ -215,9 +215,9 @@ class _Parts:
             for n, group in self.groups.items()
         }
 
-    def at(self, sums: Array, place: int) -> Member | None:
+    def at(self, sums: Array, place: int) -> JointPart | None:
         """Return the part that begins at a place: the one whose sums agree best."""
-        best: Member | None = None
+        best: JointPart | None = None
         for n, group in self.groups.items():
             is_free = np.array([id(oriented_part.part) not in self.used for oriented_part in group])
             if place + n > len(sums) or not is_free.any():
@@ -239,7 +239,7 @@ class _Parts:
             score = float(scores[row, order])
             if score >= _required(n) and (best is None or score > best.score + _CLEARLY):
                 oriented_part = group[row]
-                best = Member(
+                best = JointPart(
                     oriented_part.part,
                     place,
                     place + n,
@@ -268,7 +268,7 @@ def _zeros(sums: Array, at: int) -> int:
     return len(sums) - at if not len(nonzero) else int(nonzero[0])
 
 
-def _filled(members: list[Member], parts: list[_Oriented], used: set[int]) -> list[Member]:
+def _filled(members: list[JointPart], parts: list[_Oriented], used: set[int]) -> list[JointPart]:
     """Fill gaps with the free parts whose names resemble the other members most."""
     names = [member.part.name for member in members if member.is_alike]
     steps = next((member.steps for member in members if member.is_alike), ())

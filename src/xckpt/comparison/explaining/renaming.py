@@ -10,7 +10,7 @@ import numpy as np
 from xckpt.comparison.explaining.low_rank import low_ranks
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
 from xckpt.comparison.explaining.outcome import Explanation, quoted
-from xckpt.comparison.explaining.search import ALIKE, Arrangement, arrangements, partners
+from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements, partners
 from xckpt.comparison.explaining.wording import both, changed, related, unlike
 from xckpt.comparison.explaining.work import ALIGNED, ALONE
 from xckpt.comparison.pairs import pair_of
@@ -126,11 +126,11 @@ def expected(work: Work) -> Explanations:
     return work.settled(explanations) | _changed(work, failed)
 
 
-def _ways(a: Sketched, b: Sketched) -> list[Arrangement]:
+def _ways(a: Sketched, b: Sketched) -> list[StepChain]:
     """Return the arrangements of a pair whose names belong together: in its place first."""
     likely = [arrangement for arrangement in arrangements(a, b) if not arrangement.is_cut]
     if a.shape == b.shape:
-        return [Arrangement(1.0, ()), *[arrangement for arrangement in likely if arrangement.steps]]
+        return [StepChain(1.0, ()), *[arrangement for arrangement in likely if arrangement.steps]]
     return likely
 
 

@@ -46,7 +46,7 @@ _LONGEST_HEADS = 1 << 17
 _FEWEST = 3
 
 
-class Arrangement(NamedTuple):
+class StepChain(NamedTuple):
     """Steps from a tensor of `a` to one of `b`, and the agreement of their sums."""
 
     score: float
@@ -63,7 +63,7 @@ class Arrangement(NamedTuple):
         return any(isinstance(step, Permuted) for step in self.steps)
 
 
-def arrangements(a: Sketched, b: Sketched) -> list[Arrangement]:
+def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
     """Return how `a` may be arranged in `b`, best first."""
     likely = []
     if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
@@ -74,7 +74,7 @@ def arrangements(a: Sketched, b: Sketched) -> list[Arrangement]:
     return sorted(likely, key=lambda arrangement: -arrangement.score)
 
 
-def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> Arrangement | None:
+def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
     shape = tuple([a.shape[axis] for axis in axes])
     sizes = list(zip(shape, b.shape, strict=True))
     is_padded = all(n <= m for n, m in sizes)
@@ -100,7 +100,7 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> Arrangement | None:
     steps += before
     if shape != b.shape:
         steps.append(Padded(shape, b.shape) if is_padded else Cut(shape, b.shape))
-    return Arrangement(total / weights if weights else 0.0, (*steps, *after))
+    return StepChain(total / weights if weights else 0.0, (*steps, *after))
 
 
 def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[Step]]:
@@ -216,7 +216,7 @@ class Candidate(NamedTuple):
     b: Sketched
     #: Whether all sums are equal, which rounding would have changed.
     is_exact: bool
-    arrangement: Arrangement
+    arrangement: StepChain
 
 
 def partners(

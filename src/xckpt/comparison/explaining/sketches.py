@@ -51,7 +51,7 @@ class _Request(NamedTuple):
     has_lines: bool
 
 
-class Sketch(Accumulator):
+class MatrixSums(Accumulator):
     """Sums of the numbers of a tensor as a matrix: of rows, of columns, and in total.
 
     Numbers that are not finite count as zero.
@@ -72,7 +72,7 @@ class Sketch(Accumulator):
         self.columns: Array | None = np.zeros(columns) if has_columns else None
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> Sketch:
+    def begin(cls, reader: Any, argument: Any) -> MatrixSums:
         """Return one for elements of a tensor; the argument is a `_Request`."""
         return cls(reader.kind.name, argument)
 
@@ -114,7 +114,7 @@ class Sketch(Accumulator):
         self.count += zeros
         self.low, self.high = min(self.low, 0.0), max(self.high, 0.0)
 
-    def merge(self, other: Sketch) -> None:
+    def merge(self, other: MatrixSums) -> None:
         """Add the sums of other elements of the same tensor."""
         self.count += other.count
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
@@ -180,7 +180,7 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 class Sketched:
     """A tensor with its sketch, as vectors of sums along each of its axes."""
 
-    def __init__(self, number: int, reader: Reader, sketch: Sketch) -> None:
+    def __init__(self, number: int, reader: Reader, sketch: MatrixSums) -> None:
         self.number = number
         self.reader = reader
         self.sketch = sketch
@@ -232,7 +232,7 @@ class Sketched:
 
 
 def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> list[Sketched | None]:
-    """Sketch tensors in one pass; None for complex and for empty tensors."""
+    """Sum tensors in one pass; None for complex and for empty tensors."""
     ordered = [
         None if reader.array.dtype.kind == "c" or not reader.size else in_c_order(reader)
         for reader in readers
@@ -245,7 +245,7 @@ def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> lis
         requests[number] = _Request(shapes[number], kept <= _MOST_LINES)
     some = {n: reader for n, reader in enumerate(ordered) if reader is not None}
     arguments = [requests[n] for n in some]
-    sketches = gather(list(some.values()), Sketch, lambda _, one: one, progress,
+    sketches = gather(list(some.values()), MatrixSums, lambda _, one: one, progress,
                       arguments=arguments)  # fmt: skip
     found = dict(zip(some, sketches, strict=True))
     return [Sketched(n, r, found[n]) if n in found else None for n, r in enumerate(readers)]

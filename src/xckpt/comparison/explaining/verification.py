@@ -12,7 +12,7 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.comparison.explaining.arrangements import leaves, reader_of_view
-from xckpt.comparison.explaining.causes import LIKELY, Sample, correlation, suspect
+from xckpt.comparison.explaining.causes import LIKELY, SampledPairs, correlation, suspect
 from xckpt.comparison.explaining.quantisers import graded
 from xckpt.comparison.measures import as_floats
 from xckpt.comparison.pairs import ChunkedPair, pair_of
@@ -100,7 +100,7 @@ class Link:
     correlation: float = math.nan
     pair: PairReader | ChunkedPair | None = None
     relations: tuple[Relation, ...] = ()
-    evidence: Evidence | None = None
+    evidence: RelationCounts | None = None
     #: For how much of the sample the first relation holds.
     share: float = 0.0
 
@@ -129,7 +129,7 @@ class Link:
         return (share, self.relations[shares.index(share)]) if share >= LIKELY else None
 
 
-class Evidence(Accumulator):
+class RelationCounts(Accumulator):
     """For how many pairs of elements each of some relations holds, and their difference."""
 
     def __init__(self, kinds: tuple[str, str], relations: tuple[Relation, ...]) -> None:
@@ -143,7 +143,7 @@ class Evidence(Accumulator):
         self.noise = self.signal = 0.0
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> Evidence:
+    def begin(cls, reader: Any, argument: Any) -> RelationCounts:
         """Return one for pairs of elements; the argument is the relations."""
         return cls(reader.kinds, argument)
 
@@ -199,7 +199,7 @@ class Evidence(Accumulator):
             if relation.held(nothing, nothing) == len(nothing):
                 self.held[number] += zeros
 
-    def merge(self, other: Evidence) -> None:
+    def merge(self, other: RelationCounts) -> None:
         """Add the evidence of other pairs."""
         self.count += other.count
         self.held += other.held
@@ -223,7 +223,7 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
     pairs: list[Any] = [link.pair for link in tested]
     arguments = [link.relations for link in tested]
-    results = gather(pairs, Evidence, lambda _, one: one, bar, arguments=arguments)
+    results = gather(pairs, RelationCounts, lambda _, one: one, bar, arguments=arguments)
     for link, evidence in zip(tested, results, strict=True):
         link.evidence = evidence
 
@@ -261,7 +261,7 @@ def _look(link: Link) -> None:
             break
 
 
-def _share_of(relations: tuple[Relation, ...], sample: Sample) -> float:
+def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
     """Return for how much of a sample the first relation holds."""
     if not relations or type(relations[0]).__name__ == "WithinScales":
         return 0.0
@@ -272,7 +272,7 @@ def _share_of(relations: tuple[Relation, ...], sample: Sample) -> float:
         return relation.held(x[:size], y[:size]) / max(1, len(x))
 
 
-def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> Sample:
+def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> SampledPairs:
     """Return some pairs of elements as floats, from the beginning and from the middle."""
     blocks: list[Any] = []
     if isinstance(pair, ChunkedPair):
@@ -292,4 +292,4 @@ def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> Sample:
         ]
         sides.append(np.concatenate(parts))
     row = theirs.view.shape[-1] if theirs.view.shape else 1
-    return Sample(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type), row)
+    return SampledPairs(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type), row)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.names import Order
     from xckpt.comparison.explaining.outcome import Case, Explanation
-    from xckpt.comparison.explaining.search import Arrangement
+    from xckpt.comparison.explaining.search import StepChain
     from xckpt.comparison.pairs import ChunkedPair, PairReader
     from xckpt.progress import Progress
 
@@ -123,7 +123,7 @@ class Work:
         }
 
     def try_arrangements(
-        self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[Arrangement]]]
+        self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[StepChain]]]
     ) -> dict[Any, tuple[Link, tuple[Step, ...]]]:
         """Verify arrangements of pairs, best first, until one holds.
 
