@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -19,7 +20,7 @@ from torture.writing import Trouble
 from xckpt.storage.sink import Sink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 CASE = "save safetensors over"
@@ -50,10 +51,15 @@ def case(root: Path) -> Case:
 class InPlace(Sink):
     """A sink that writes to the file itself."""
 
-    def __init__(self, target: Any, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, target: Any, *, overwrite: bool = False, beside: Iterable[Sink] = ()
+    ) -> None:
         self.name = self.target = self.path = os.fspath(target)
         self.overwrite = overwrite
         self.fileno = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+    def opened(self) -> Any:
+        return SimpleNamespace(fileno=self.fileno)
 
     def is_taken(self) -> bool:
         return False

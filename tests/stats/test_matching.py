@@ -364,8 +364,8 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("[1]", "must be an object of old names"),
-            ('{"a": 1}', "must be an object of old names"),
+            ("[1]", "must be an object that maps old names"),
+            ('{"a": 1}', "must be an object that maps old names"),
             ("{", "not a JSON file"),
             ('{"lm_head": "x"}', "but no tensor is called that; similar names: 'lm_head.weight'"),
         ],
