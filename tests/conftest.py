@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import dask
 import pytest
@@ -106,8 +106,8 @@ def golden() -> Path:
     return GOLDEN
 
 
-def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Any]:
-    """List golden files as parameters of a test, which is skipped where there are none.
+def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Path]:
+    """List golden files as parameters of a test; without any, pytest skips the test.
 
     Only those in folders with the name of a format, and where a pattern is for all of them, of one
     that is written; with `with_suffix`, only those next to which a file with that suffix lies.
@@ -117,10 +117,9 @@ def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Any]:
         for name in formats.names()
         if not pattern.startswith("*") or formats.get(name).can.types
     ]
-    files = sorted(
+    return sorted(
         path
         for path in GOLDEN.glob(pattern)
         if path.relative_to(GOLDEN).parts[0] in known
         and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )
-    return files or [pytest.param(Path("absent"), marks=pytest.mark.skip(reason=_ABSENT))]

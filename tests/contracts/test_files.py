@@ -144,7 +144,7 @@ NEIGHBOURS = [
     for each in DECLARED
     for pattern in ("*", "bad/*")
     for path in golden_files(f"{each.name}/{pattern}")
-    if isinstance(path, Path) and path.suffix in {".json", ".txt", ".md"}
+    if path.suffix in {".json", ".txt", ".md"}
 ]
 
 

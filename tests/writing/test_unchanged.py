@@ -144,7 +144,7 @@ GOLDEN = [
     for engine in FILES
     for folder in ("", "ckpt/", "odd/")
     for path in golden_files(f"{engine}/{folder}*")
-    if isinstance(path, Path) and path.is_file() and not path.name.startswith("bin_")
+    if path.is_file() and not path.name.startswith("bin_")
     if path.suffix not in {".json", ".npz", ".txt", ".md", ".shard"}
     or path.name.endswith(".metadata.json")
 ]
