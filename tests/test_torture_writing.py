@@ -91,6 +91,13 @@ def test_trouble_happens_and_breaks_nothing(root: Path, case: Case, trouble: Tro
     assert writing._try(case, root, trouble)
 
 
+@pytest.mark.parametrize("number", [93, 94, 95])
+def test_interrupted_writers_of_shards_leave_no_descriptor(root: Path, number: int) -> None:
+    name = "save safetensors with shards over"
+    (case,) = cases(root, name)
+    assert writing._try(case, root, Trouble("interrupted", name, number))
+
+
 @pytest.mark.parametrize("trouble", [TROUBLES[0], TROUBLES[4], TROUBLES[7]], ids=lambda e: e.kind)
 def test_a_writer_in_place_is_found(
     root: Path, case: Case, trouble: Trouble, monkeypatch: pytest.MonkeyPatch

@@ -125,10 +125,12 @@ _descriptors: Pool[_Descriptor] = Pool(most_open() // 2, files=True)
 
 def _discard(path: str, owner: int) -> None:
     with uninterrupted():
-        discard(path, owner)
-        descriptor = _descriptors.discard(path)
-        if descriptor is not None:  # a traceback may refer to it
-            descriptor.close()
+        try:
+            discard(path, owner)
+        finally:
+            descriptor = _descriptors.discard(path)
+            if descriptor is not None:  # a traceback may refer to it
+                descriptor.close()
 
 
 class Sink:
@@ -268,10 +270,12 @@ class Sink:
         """Remove what was written; nothing happens after `commit`."""
         with uninterrupted():
             if hasattr(self, "_finalizer"):
-                self._finalizer()
                 # Removed first: once it is closed, it has no lock.
-                if self._descriptor is not None:
-                    self._descriptor.close()
+                try:
+                    self._finalizer()
+                finally:
+                    if self._descriptor is not None:
+                        self._descriptor.close()
 
     # The steps of `publish`.
 
