@@ -1,4 +1,4 @@
-"""`compare`: what differs between the tensors of two checkpoints, of whatever formats."""
+"""`compare`: the differences between the tensors of two checkpoints of any formats."""
 
 from __future__ import annotations
 
@@ -58,93 +58,92 @@ def compare(
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Compare the tensors of two checkpoints by their names, in one pass over both.
+    """Compare the tensors of two checkpoints by name, in one pass over both.
 
     Formats, element types, memory orders, layouts and stacking may differ: numbers are compared.
-    It runs where `stats` does, in bounded memory, and gives the same bits whatever the chunks and
-    the number of threads.
+    The comparison runs where `stats` does, in bounded memory. The chunks and the number of threads
+    do not change a bit of the result.
 
     Parameters
     ----------
     a, b : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        What to compare; `a` is what differences are relative to. Two DataArrays are compared with
-        each other whatever their names are.
+        Checkpoints to compare; `a` is the reference for relative differences. Two DataArrays are
+        compared with each other even if their names differ.
     names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
-        From the name of a tensor of `a` to the name in `b`; a mapping need not have those that
-        stay the same, a pair is used as by `re.sub`. With ``"auto"`` tensors that have no
-        namesake are matched by their content, which reads them once more, and then by names that
-        projects are known to give: see Notes.
+        Names in `b` for the names in `a`. A mapping can omit names that stay the same; a pair is
+        applied as by `re.sub`. ``"auto"`` matches tensors without a namesake by their content,
+        which reads them once more, and then by the naming conventions of some projects: see Notes.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Compare only these: a glob of whole names, several, a regular expression that is searched
+        Tensors to compare: one or several globs of whole names, a regular expression to search
         for, or a function from a name to a bool.
     dim : str, int, iterable of these, or mapping of these to int, optional
-        Dimensions to reduce, by name or position (-1 is the last one), for one value at each
-        place along the others: ``dim=-1`` for one value for each output channel of PyTorch's
-        linear layers. A mapping says how many neighbours are reduced to one value: ``{-1: 128}``
-        for groups of 128. By default all of a tensor; tensors without any of them are left out.
+        Dimensions to reduce, by name or position (-1 is the last one). The result has one value
+        for each position along the other dimensions: ``dim=-1`` gives one value for each output
+        channel of PyTorch's linear layers. A mapping gives the number of neighbours to reduce to
+        one value: ``{-1: 128}`` for groups of 128. All dimensions by default; tensors that have
+        none of the dimensions are omitted.
     codes : bool
-        Whether to count the codes of tensors of `b` that are quantised, by another pass over them,
-        for the statistics ``saturated`` and ``unused``.
+        Count the codes of the quantised tensors of `b`, in another pass over them, for the
+        statistics ``saturated`` and ``unused``.
     explain : bool
-        Whether to find out why tensors differ: rounded, transposed, renamed, quantised, ... It
-        takes one or two more passes over the tensors that differ. The result has
-        ``attrs["explanation"]``, a sentence about all tensors, exceptions first; each variable has
-        the attributes below, lists where it is stacked, and a table has columns of them.
+        Find out why tensors differ (rounded, transposed, renamed, quantised, ...), in one or two
+        more passes over the tensors that differ. The result has ``attrs["explanation"]``, a
+        sentence about all tensors, exceptions first. Each variable has the attributes below, as
+        lists if it is stacked; they are columns of a table.
     progress : bool or callable, optional
-        As for `stats`; bytes are those of both.
+        As for `stats`; counts the bytes of both checkpoints.
     compute : bool
-        False gives dask arrays: the pass is made once they are computed.
+        If False, return dask arrays, which run the pass when they are computed.
     cache : bool
-        Whether to keep what was found of two unchanged files in the user's cache, so that a second
-        call reads nothing; not with `dim`.
+        Keep the results for unchanged files in the user's cache, so that a second call reads
+        nothing; not with `dim`.
     storage_options : dict, optional
-        For fsspec, where `a` or `b` is a URL.
+        Options for fsspec if `a` or `b` is a URL.
 
     Returns
     -------
     xarray.Dataset
-        Each variable of `a` with the dimension ``statistic`` first, then those along which tensors
-        are stacked; then a variable for each tensor that only `b` has. `xckpt.table` lays it
-        out with one row for each tensor, most changed first.
+        Each variable of `a`, with the dimension ``statistic`` first and then the dimensions along
+        which tensors are stacked; then a variable for each tensor that only `b` has. `xckpt.table`
+        lays the result out with one row for each tensor, most changed first.
 
         ==================  ====================================================================
         ``status``          0 same, 1 changed, 2 only_a, 3 only_b, 4 shape (the shapes differ);
                             a table has the words. Tensors are the same if all elements are
-                            equal, whatever their types.
+                            equal; their types may differ.
         ``count``           number of elements
-        ``equal_fraction``  part of the elements that are equal: of the same number (-0.0 is 0.0),
-                            or both NaN
-        ``nan``, ``inf``    how many elements are not equal because one of the two is NaN, or,
-                            neither being NaN, because one is infinite
-        ``max_abs``         largest difference, over all places where both are finite, as is all
-                            that follows
+        ``equal_fraction``  fraction of the elements that are equal: the same number (-0.0 equals
+                            0.0), or both NaN
+        ``nan``, ``inf``    number of elements that differ because one side is NaN, or because one
+                            side is infinite and neither is NaN
+        ``max_abs``         largest difference between elements that are finite on both sides; the
+                            statistics below are over the same elements
         ``rmse``            root of the mean of the squared differences
-        ``rel_l2``          root of the sum of the squared differences, divided by that of the
-                            squares of `a`; infinite if all of `a` is zero
-        ``cosine``          of the angle between both; NaN if one of them is zero
+        ``rel_l2``          root of the sum of the squared differences, divided by the root of the
+                            sum of the squares of `a`; infinite if all of `a` is zero
+        ``cosine``          cosine of the angle between both; NaN if one of them is zero
         ``sqnr_db``         signal to quantisation noise in decibels: 10 log10 of the sum of the
                             squares of `a` over that of the squared differences
         ``nmse``            the inverse ratio, which is the square of ``rel_l2``
-        ``saturated``       with `codes`: part of the codes of `b` that are at the ends of their
-                            range; NaN where there are none, or in GGUF's blocks of other than 4
-                            or 8 bits
-        ``unused``          with `codes`: part of the values of a code that never occur
+        ``saturated``       with `codes`: fraction of the codes of `b` at the ends of their range;
+                            NaN without codes, and for GGUF's blocks of other than 4 or 8 bits
+        ``unused``          with `codes`: fraction of the values of a code that never occur
         ==================  ====================================================================
 
-        With `names`, the attributes ``other_name`` and ``matched_by`` of a variable have the name
-        in `b`, empty if there is none, and the rule; of stacked tensors a list. A table has them
-        as columns, and ``found.ckpt.names`` is a mapping to use again.
+        With `names`, a variable has the attributes ``other_name``, its name in `b` (empty if it
+        has no counterpart), and ``matched_by``, the rule; both are lists for stacked tensors.
+        A table has them as columns, and ``result.ckpt.names`` is a mapping for later calls.
 
-        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count; where
-        there is nothing finite on both sides, all from ``max_abs`` on are NaN. Differences of
-        complex numbers are magnitudes.
+        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count. If no
+        element is finite on both sides, ``max_abs`` and all statistics after it are NaN.
+        Differences of complex numbers are magnitudes.
 
-        With `explain` there are also:
+        With `explain`, variables also have:
 
         ====================  ==================================================================
         ``outcome``           ``explained``: one tensor follows from the other by admitted
                               causes, verified on every element; ``changed``: it differs;
-                              ``unmatched``: one side has it alone
+                              ``unmatched``: only one side has it
         ``cause``             one of ``equal, renamed, transposed, rope_permuted, fused, split,
                               padded, rounded, quantised, offset, scaled``, which explain (the
                               last two where the architecture is known for it), ``misplaced,
@@ -152,9 +151,10 @@ def compare(
                               ``only_a, only_b``; or several joined by ``+``
         ``explanation``       a sentence with numbers
         ``verified``          whether the tensor is explained
-        ``offset, scale``     the number that was added, or multiplied by
-        ``rank, heads``       of a low-rank update, and of a permutation for rotary embeddings
-        ``other_names``       the tensors on the other side, where their names differ
+        ``offset, scale``     the number that was added, and the factor
+        ``rank, heads``       the rank of a low-rank update, and the heads of a permutation for
+                              rotary embeddings
+        ``other_names``       the tensors on the other side, if their names differ
         ====================  ==================================================================
 
     Raises
@@ -162,11 +162,11 @@ def compare(
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If two tensors of `b` have one name, the regular expression is none, a mapping has a name
-        that no tensor of `a` has, no tensor has a dimension `dim`, or `codes` or `explain` comes
-        with `dim` or ``compute=False``.
+        If two tensors of `b` have one name, the regular expression is invalid, a mapping has a
+        name that no tensor of `a` has, no tensor has a dimension `dim`, or `codes` or `explain` is
+        combined with `dim` or ``compute=False``.
     TypeError
-        If an argument is none of these.
+        If an argument has another type.
 
     Warns
     -----
@@ -175,8 +175,8 @@ def compare(
 
     Notes
     -----
-    The rules of ``names="auto"``, in their order. Those of content hold for tensors that are not
-    constant, and only if one tensor of either side is meant:
+    The rules of ``names="auto"``, in their order. Rules of content apply to tensors that are not
+    constant, and only if exactly one tensor of each side fits:
 
     ==============  ============================================================================
     ``name``        equal names
@@ -186,20 +186,22 @@ def compare(
     ``elements``    equal numbers in any order, in any shape
     ``burn``        ``gamma`` and ``beta`` for ``weight`` and ``bias``
     ``prefix``      one has ``module.``, ``_orig_mod.``, ``model.`` or ``transformer.`` in front
-    ``gptrs``       the names of gpt.rs for those of GPT-2 and of Llama
-    ``gguf``        those of the package `gguf`, where it is installed
-    ``values``      constants, and equal tensors of which there are as many on either side
+    ``gptrs``       gpt.rs's names for the tensors of GPT-2 and Llama
+    ``gguf``        names of the package `gguf`, if it is installed
+    ``values``      constants, and sets of equal tensors that are as large on both sides
     ``alike``       nearly the same numbers: rounded or quantised, transposed or permuted or not
     ==============  ============================================================================
 
     Examples
     --------
-    >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
-    >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
+    >>> result = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
+    >>> result.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
     if (codes or explain) and (dim is not None or not compute):
-        which = "codes" if codes else "explain"
-        raise ValueError(f"{which}=True is of whole tensors, now: leave out dim and compute=False")
+        keyword = "codes" if codes else "explain"
+        raise ValueError(
+            f"{keyword}=True is of whole tensors, now: leave out dim and compute=False"
+        )
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         sides = entries_of(ours), entries_of(theirs)
@@ -208,7 +210,9 @@ def compare(
         names = dict(zip(*both, strict=False))
     entries, rows, progress = matched(*sides, names, tensors, progress)
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
-    inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
+    inputs = [
+        (matches, entry.shape, entry.gone) for matches, entry in zip(rows, entries, strict=True)
+    ]
     find: Any = partial(_compare_all, progress=progress, cache=cache)
     if dim is not None:
         entries, rows, inputs = _along(dim, entries, rows)
@@ -216,18 +220,20 @@ def compare(
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     attrs = _attrs_of(entries, rows, has_names=names is not None)
-    said = {}
+    summary = {}
     if explain:
-        said = _explained(entries, rows, values, attrs, sides=(ours, theirs), progress=progress)
+        summary = _add_explanations(
+            entries, rows, values, attrs, sides=(ours, theirs), progress=progress
+        )
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
         values = _with_codes(inputs, values, progress, cache=cache)
-    found = laid_out(statistics, entries, values, attrs, ours)
-    found.attrs |= {"status": list(STATUSES), **said}
+    result = laid_out(statistics, entries, values, attrs, ours)
+    result.attrs |= {"status": list(STATUSES), **summary}
     if theirs.source:
-        found.attrs["compared_with"] = theirs.source
-    return found
+        result.attrs["compared_with"] = theirs.source
+    return result
 
 
 def _warn_of_no_match(
@@ -238,11 +244,13 @@ def _warn_of_no_match(
     *,
     explain: bool,
 ) -> None:
-    """Warn where there is nothing to compare; an explanation says by itself if names differ."""
-    statuses = {row.status for some in rows for row in some if row.is_chosen}
+    """Warn if no tensors can be compared; with `explain`, the explanation covers other names."""
+    statuses = {row.status for matches in rows for row in matches if row.is_chosen}
     if not rows and tensors is not None:
-        every = [reader.name for side in sides for entry in side for reader in entry.readers]
-        text = f"tensors={tensors!r} matches no tensor of a or b{suggest_filters(every, tensors)}"
+        all_names = [reader.name for side in sides for entry in side for reader in entry.readers]
+        text = (
+            f"tensors={tensors!r} matches no tensor of a or b{suggest_filters(all_names, tensors)}"
+        )
     elif explain or statuses != {"only_a", "only_b"}:
         return
     elif names == "auto":
@@ -255,7 +263,7 @@ def _warn_of_no_match(
     warn(text)
 
 
-def _explained(
+def _add_explanations(
     entries: Sequence[Described],
     rows: Sequence[Sequence[Match]],
     values: Sequence[Any],
@@ -264,17 +272,17 @@ def _explained(
     sides: Sequence[OpenTensors],
     progress: ProgressOption,
 ) -> dict[str, str]:
-    """Put explanations into the attributes of variables; return the sentence about all."""
+    """Add explanations to the attributes of variables; return the sentence about all of them."""
     from xckpt.comparison.explaining import Architecture, Case, explain, explained_attrs, sentence
 
     cases = []
-    for entry, some, measured in zip(entries, rows, values, strict=True):
+    for entry, matches, measured in zip(entries, rows, values, strict=True):
         table = measured.reshape(len(MEASURES), -1).T
-        there = table if entry.gone is None else table[~entry.gone.ravel()]
-        for row, numbers in zip(some, there.tolist(), strict=True):
+        present = table if entry.gone is None else table[~entry.gone.ravel()]
+        for row, numbers in zip(matches, present.tolist(), strict=True):
             status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
-            known = dict(zip(MEASURES, numbers, strict=True))
-            cases.append(Case(row, status, known))
+            statistics = dict(zip(MEASURES, numbers, strict=True))
+            cases.append(Case(row, status, statistics))
 
     def measure(pairs: Sequence[PairReader | ChunkedPair]) -> list[dict[str, float]]:
         rows = compare_pairs(pairs, progress=False, cache=False)
@@ -283,10 +291,10 @@ def _explained(
     names = (name for case in cases for name in (case.match.name, case.other_name))
     architecture = Architecture([side.attrs for side in sides], names)
     explanations = explain(cases, architecture, measure, progress)
-    left = iter(explanations)
-    for entry, some, attr in zip(entries, rows, attrs, strict=True):
-        of_entry = _at_places(entry, [next(left) for _ in some])
-        attr.update(explained_attrs(of_entry, is_stacked=bool(entry.dims)))
+    remaining = iter(explanations)
+    for entry, matches, attr in zip(entries, rows, attrs, strict=True):
+        entry_explanations = _fill_places(entry, [next(remaining) for _ in matches])
+        attr.update(explained_attrs(entry_explanations, is_stacked=bool(entry.dims)))
     return {"explanation": sentence(cases, explanations)}
 
 
@@ -296,12 +304,12 @@ def _compare_all(
     progress: ProgressOption,
     cache: bool,
 ) -> list[Any]:
-    """Compare all pairs; return the array of each variable, laid out as is given with it."""
+    """Compare all pairs; return the array of each variable, in the shape of its input."""
     pairs = [row.pair for rows, _, _ in inputs for row in rows if row.pair is not None]
-    found = iter(compare_pairs(pairs, progress=progress, cache=cache))
+    statistics = iter(compare_pairs(pairs, progress=progress, cache=cache))
     values = []
     for rows, shape, gone in inputs:
-        table = [_unread(row) if row.pair is None else next(found) for row in rows]
+        table = [_unread(row) if row.pair is None else next(statistics) for row in rows]
         measured = np.array(table, np.float64).reshape(len(rows), len(MEASURES))
         values.append(laid(measured, shape, gone))
     return values
@@ -314,53 +322,53 @@ def _with_codes(
     *,
     cache: bool,
 ) -> list[Any]:
-    """Add what is said of the codes of `b`."""
+    """Return the arrays of variables with the statistics of the codes of `b` appended."""
     readers = [row.both[1] for rows, _, _ in inputs for row in rows if row.both]
-    # A function is told of one pass: of that over both.
+    # A progress function follows only one pass, the comparison.
     with Progress(False if callable(progress) else progress, "codes") as bar:
-        found = iter(use_of_codes(readers, bar, cache=cache))
-    wider = []
+        uses = iter(use_of_codes(readers, bar, cache=cache))
+    extended = []
     for (rows, shape, gone), measured in zip(inputs, values, strict=True):
-        table = [next(found) if row.both else [nan] * len(OF_CODES) for row in rows]
-        more = np.array(table, np.float64).reshape(len(rows), len(OF_CODES))
-        wider.append(np.concatenate([measured, laid(more, shape, gone)]))
-    return wider
+        table = [next(uses) if row.both else [nan] * len(OF_CODES) for row in rows]
+        code_statistics = np.array(table, np.float64).reshape(len(rows), len(OF_CODES))
+        extended.append(np.concatenate([measured, laid(code_statistics, shape, gone)]))
+    return extended
 
 
 def compare_pairs(
     pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
 ) -> list[list[float]]:
-    """Return the measures of each pair of tensors."""
+    """Return the statistics of each pair of tensors, in the order of `MEASURES`."""
     with Progress(progress, "comparison") as bar:
 
         def find(numbers: list[int]) -> list[list[float]]:
-            some = [pairs[number] for number in numbers]
-            same = partial(_with_same_bytes, some, bar)
-            return gather(some, Comparison, finish, bar, cache=cache, shortcut=same)
+            batch = [pairs[number] for number in numbers]
+            compare_bytes = partial(_with_same_bytes, batch, bar)
+            return gather(batch, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
 
-        def finish(_: int, found: Comparison) -> list[float]:
-            return measures(found)
+        def finish(_: int, comparison: Comparison) -> list[float]:
+            return measures(comparison)
 
-        about = ("comparison", *MEASURES)
+        cache_key = ("comparison", *MEASURES)
         width = len(MEASURES)
-        rows = rows_of(pairs, about, width, find, enabled=cache)
-    found: list[list[float]] = rows.tolist()
-    return found
+        rows = rows_of(pairs, cache_key, width, find, enabled=cache)
+    table: list[list[float]] = rows.tolist()
+    return table
 
 
 def _with_same_bytes(
     pairs: Sequence[PairReader | ChunkedPair], bar: Progress, numbers: list[int]
 ) -> Iterator[tuple[int, Comparison]]:
-    """Find tensors with the same bytes among those that would have to be decoded."""
+    """Yield comparisons of tensors that have the same stored bytes, which are not decoded."""
     stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
     if not stored:
         return
-    alike = gather(list(stored.values()), SameBytes, lambda _, each: each.are_same, bar)
-    for number, are_same in zip(stored, alike, strict=True):
+    results = gather(list(stored.values()), SameBytes, lambda _, result: result.are_same, bar)
+    for number, are_same in zip(stored, results, strict=True):
         if are_same:
-            found = Comparison.begin(pairs[number], None)
-            found.imply(found.size)
-            yield number, found
+            comparison = Comparison.begin(pairs[number], None)
+            comparison.imply(comparison.size)
+            yield number, comparison
 
 
 # --- channels and blocks -------------------------------------------------------------------------
@@ -369,31 +377,32 @@ def _with_same_bytes(
 def _along(
     dim: Reduced, entries: Sequence[Described], rows: Sequence[list[Match]]
 ) -> tuple[list[Described], list[list[Match]], list[Any]]:
-    """Choose the variables that have some of the dimensions, and lay their channels out."""
+    """Select the variables that have any of the dimensions, and lay out their channels."""
     lengths = wanted_lengths(dim, entries)
-    found: list[Described] = []
-    kept: list[list[Match]] = []
+    selected: list[Described] = []
+    selected_rows: list[list[Match]] = []
     inputs: list[Any] = []
-    for entry, some in zip(entries, rows, strict=True):
+    for entry, matches in zip(entries, rows, strict=True):
         grid = grid_of(entry, lengths)
-        is_alone = not any(row.pair for row in some)
+        is_alone = not any(row.pair for row in matches)
         if grid is None and not is_alone:
             continue
-        if any(each.array.dtype.kind == "c" for row in some for each in row.both or ()):
+        readers = [reader for row in matches for reader in row.both or ()]
+        if any(reader.array.dtype.kind == "c" for reader in readers):
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
             continue
-        inputs.append((some, entry.shape, entry.gone, None if is_alone else grid))
-        kept.append(some)
+        inputs.append((matches, entry.shape, entry.gone, None if is_alone else grid))
+        selected_rows.append(matches)
         if grid is None or is_alone:
-            found.append(entry)
+            selected.append(entry)
             continue
         with locating(tensor=str(entry.name)):
             cells = prod((*entry.shape, *grid.extents))
             require_memory(cells * CELL_NBYTES, "Compare fewer of its channels at once")
         shape = (*entry.shape, *grid.extents)
-        found.append(entry._replace(dims=(*entry.dims, *grid.dims), shape=shape))
-    return found, kept, inputs
+        selected.append(entry._replace(dims=(*entry.dims, *grid.dims), shape=shape))
+    return selected, selected_rows, inputs
 
 
 def _compare_channels(
@@ -409,11 +418,11 @@ def _compare_channels(
                 pairs.append(pair_in_order(*row.both, row.name))
                 grids.append(grid)
     with Progress(progress, "comparison") as bar:
-        found = iter(
+        statistics = iter(
             gather(
                 pairs,
                 Channels,
-                lambda _, each: measures_of(each.table()).reshape(-1),
+                lambda _, channels: measures_of(channels.table()).reshape(-1),
                 bar,
                 arguments=grids,
             )
@@ -422,7 +431,7 @@ def _compare_channels(
     for rows, shape, gone, grid in inputs:
         cells = prod(grid.extents) if grid else 1
         table = [
-            np.tile(_unread(row), cells) if row.both is None or grid is None else next(found)
+            np.tile(_unread(row), cells) if row.both is None or grid is None else next(statistics)
             for row in rows
         ]
         measured = np.array(table, np.float64).reshape(len(rows), cells * len(MEASURES))
@@ -435,32 +444,33 @@ def _compare_channels(
 def _attrs_of(
     entries: Sequence[Described], rows: Sequence[Sequence[Match]], *, has_names: bool
 ) -> list[dict[str, Any]]:
-    """Say in attributes what numbers cannot: shapes that differ, and other names."""
-    texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
+    """Return the attributes of each variable: shapes that differ, and names in `b`."""
+    texts = [
+        "; ".join(f"{row.name}: {row.shapes}" for row in matches if row.shapes) for matches in rows
+    ]
     attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
-    for attr, entry, some in zip(attrs, entries, rows, strict=True) if has_names else ():
-        found = _at_places(entry, [row.partner for row in some])
-        # One text, or one for each place of a stack.
-        for place, key in enumerate(("other_name", "matched_by")):
-            told = [partner[place] if partner else "" for partner in found]
-            attr[key] = told if entry.dims else told[0]
+    for attr, entry, matches in zip(attrs, entries, rows, strict=True) if has_names else ():
+        partners = _fill_places(entry, [row.partner for row in matches])
+        for field, key in enumerate(("other_name", "matched_by")):
+            field_texts = [partner[field] if partner else "" for partner in partners]
+            attr[key] = field_texts if entry.dims else field_texts[0]
     return attrs
 
 
-def _at_places(entry: Described, found: Sequence[Any]) -> Sequence[Any]:
-    """Return what was found of the tensors of a variable by places; None where one is gone."""
+def _fill_places(entry: Described, results: Sequence[Any]) -> Sequence[Any]:
+    """Return one result for each place of a variable; None where a tensor is missing."""
     if entry.gone is None:
-        return found
-    each = iter(found)
-    return [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+        return results
+    remaining = iter(results)
+    return [None if is_gone else next(remaining) for is_gone in entry.gone.ravel()]
 
 
 # --- measures ------------------------------------------------------------------------------------
 
 
 def _unread(row: Match) -> list[float]:
-    """Return the statistics of what is not compared: a status and a count, or nothing at all."""
-    known: dict[str, float] = {}
+    """Return the statistics of a match that is not compared: status and count, or only NaN."""
+    statistics: dict[str, float] = {}
     if row.status:
-        known = {"status": STATUSES.index(row.status), "count": row.size}
-    return [known.get(measure, nan) for measure in MEASURES]
+        statistics = {"status": STATUSES.index(row.status), "count": row.size}
+    return [statistics.get(measure, nan) for measure in MEASURES]
