@@ -1,6 +1,7 @@
-"""Two tensors as one sequence of pairs, whatever their layouts, orders and element types are.
+"""Two tensors as one sequence of pairs, for any layouts, orders and element types.
 
-Tensors that are stored alike may have the same bytes, which is found out before any is decoded.
+Tensors stored in the same way may have the same bytes; their bytes are compared before any element
+is decoded.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Bytes read at a time across the order of a file, where one read brings few elements.
+#: Bytes to read at a time against the order of a file, where one read yields few elements.
 TURNED_NBYTES = 64 << 20
 
 
 def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | ChunkedPair:
-    """Find how two tensors are best read next to each other."""
+    """Return a reader of two tensors side by side, in the order that costs less."""
     pair: PairReader | ChunkedPair
     if isinstance(first, ChunkedTensor) or isinstance(second, ChunkedTensor):
         pair = ChunkedPair(first, second)
@@ -46,15 +47,15 @@ def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | Chunk
         ours, theirs = _plain(first), _plain(second)
         orders = _order(ours), _order(theirs)
         if orders[0] != orders[1]:
-            # In the order of the one that is costly to read otherwise.
+            # Keep the order of the tensor that is costly to read in another one.
             if not is_sliceable(theirs) and is_sliceable(ours):
                 ours = _reordered(ours, orders[1])
             else:
                 theirs = _reordered(theirs, orders[0])
         pair = PairReader(ours, theirs)
     if isinstance(pair, PairReader) and first.identity is not None and second.identity is not None:
-        (files, *read), (others, *others_read) = first.identity, second.identity
-        pair.identity = ((*files, *others), len(files), *read, *others_read)
+        (our_files, *our_rest), (their_files, *their_rest) = first.identity, second.identity
+        pair.identity = ((*our_files, *their_files), len(our_files), *our_rest, *their_rest)
     pair.name = name
     return pair
 
@@ -62,14 +63,14 @@ def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | Chunk
 class PairReader(Reader):
     """Two tensors of one size whose elements are read in the same order.
 
-    Its blocks are mappings with both sides as ``"a"`` and ``"b"``; each but the last has whole
+    Blocks are mappings with the sides ``"a"`` and ``"b"``. All blocks but the last consist of whole
     leaves.
     """
 
     def __init__(self, first: Reader, second: Reader) -> None:
         self.first = first
         self.second = second
-        # The larger one: tasks are cut by its size.
+        # Tasks are cut by the larger item size.
         self.kind = max(first.kind, second.kind, key=lambda kind: kind.itemsize)
         self.size = first.size
         self.nbytes = first.nbytes + second.nbytes
@@ -79,55 +80,55 @@ class PairReader(Reader):
 
     @property
     def kinds(self) -> tuple[str, str]:
-        """What the elements are: names of kinds, or "complex128"."""
+        """Kinds of the elements of both sides: names of kinds, or "complex128"."""
         return _type_name(self.first), _type_name(self.second)
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return those of both."""
+        """Yield the byte ranges of both tensors."""
         yield from self.first.ranges(start, stop)
         yield from self.second.ranges(start, stop)
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
-        """Read some of the pairs."""
+        """Yield blocks of pairs, each with its first position."""
         itemsizes = self.first.kind.itemsize, self.second.kind.itemsize
         leaves = max(1, buffer.nbytes // (sum(itemsizes) * LEAF))
-        # A power of two: nodes of the tree of sums.
+        # A power of two, so that blocks are nodes of the tree of sums.
         step = LEAF << (leaves.bit_length() - 1)
         cut = step * itemsizes[0]
         first = _Recut(self.first, start, stop, buffer[:cut])
         second = _Recut(self.second, start, stop, buffer[cut : cut + step * itemsizes[1]])
-        for at in range(start, stop, step):
-            count = min(step, stop - at)
-            yield at, {"a": first.take(count), "b": second.take(count)}
+        for position in range(start, stop, step):
+            count = min(step, stop - position)
+            yield position, {"a": first.take(count), "b": second.take(count)}
 
 
 class _Recut:
-    """The blocks of a reader, cut anew."""
+    """The blocks of a reader, cut to requested sizes."""
 
     def __init__(self, reader: Reader, start: int, stop: int, buffer: Array) -> None:
         self.reader = reader
         self.blocks = reader.blocks(start, stop, buffer)
-        self.left: Array = np.empty(0)
+        self.remaining: Array = np.empty(0)
 
     def take(self, count: int) -> Array:
-        """Return the next elements; valid until the next ones are asked for."""
-        if not len(self.left):
-            self.left = self._next()
-        if len(self.left) < count:
-            # What is left would be overwritten.
-            taken = np.empty(count, self.left.dtype)
+        """Return the next elements, which are valid until the next call."""
+        if not len(self.remaining):
+            self.remaining = self._next()
+        if len(self.remaining) < count:
+            # The next block overwrites the remaining elements, so copy them.
+            elements = np.empty(count, self.remaining.dtype)
             filled = 0
             while filled < count:
-                part = self.left[: count - filled] if len(self.left) else self._next()
-                if not len(self.left):
-                    self.left = part
+                part = self.remaining[: count - filled] if len(self.remaining) else self._next()
+                if not len(self.remaining):
+                    self.remaining = part
                     continue
-                taken[filled : filled + len(part)] = part
+                elements[filled : filled + len(part)] = part
                 filled += len(part)
-                self.left = self.left[len(part) :]
-            return taken
-        found, self.left = self.left[:count], self.left[count:]
-        return found
+                self.remaining = self.remaining[len(part) :]
+            return elements
+        elements, self.remaining = self.remaining[:count], self.remaining[count:]
+        return elements
 
     def _next(self) -> Array:
         with locating(path=self.reader.place[0] or None):
@@ -136,10 +137,9 @@ class _Recut:
 
 
 class SparsePairReader(PairReader):
-    """The values that one of two sparse tensors of one shape stores, or both; never made dense.
+    """The values stored by either of two sparse tensors of one shape, without making them dense.
 
-    Positions are those among these values; of the zeros that neither stores, as many as fill the
-    last leaf are given too.
+    Positions count these values. Zeros that neither tensor stores fill up the last leaf.
     """
 
     omits_zeros = True
@@ -149,23 +149,23 @@ class SparsePairReader(PairReader):
         self.arrays = first.array, second.array
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
-        """Read all stored values."""
-        at = 0
-        kept = [np.empty(0, array.dtype) for array in self.arrays]
+        """Yield blocks of all stored values, each with its first position."""
+        position = 0
+        pending = [np.empty(0, array.dtype) for array in self.arrays]
         for values in self._unions():
-            kept = [np.concatenate(each) for each in zip(kept, values, strict=True)]
-            count = len(kept[0]) // LEAF * LEAF
+            pending = [np.concatenate(parts) for parts in zip(pending, values, strict=True)]
+            count = len(pending[0]) // LEAF * LEAF
             if count:
-                yield at, {"a": kept[0][:count], "b": kept[1][:count]}
-                at += count
-                kept = [each[count:] for each in kept]
-        if len(kept[0]):
-            count = min(LEAF, self.size - at)
-            kept = [np.pad(each, (0, count - len(each))) for each in kept]
-            yield at, {"a": kept[0], "b": kept[1]}
+                yield position, {"a": pending[0][:count], "b": pending[1][:count]}
+                position += count
+                pending = [side[count:] for side in pending]
+        if len(pending[0]):
+            count = min(LEAF, self.size - position)
+            pending = [np.pad(side, (0, count - len(side))) for side in pending]
+            yield position, {"a": pending[0], "b": pending[1]}
 
     def _unions(self) -> Iterator[tuple[Array, Array]]:
-        """Return what either side stores in some rows, in the order of the places."""
+        """Yield the values stored by either side, a batch of rows at a time, in C order."""
         rows = [_StoredRows(array) for array in self.arrays]
         nrows = self.arrays[0].shape[0]
         row = 0
@@ -173,43 +173,43 @@ class SparsePairReader(PairReader):
             row = min(side.stop for side in rows)
             places, values = zip(*(side.up_to(row) for side in rows), strict=True)
             union = np.union1d(*places)
-            found = [np.zeros(len(union), each.dtype) for each in values]
-            for each, where, stored in zip(found, places, values, strict=True):
-                each[np.searchsorted(union, where)] = stored
-            yield found[0], found[1]
+            filled = [np.zeros(len(union), stored.dtype) for stored in values]
+            for target, side_places, stored in zip(filled, places, values, strict=True):
+                target[np.searchsorted(union, side_places)] = stored
+            yield filled[0], filled[1]
         for side in rows:
             side.finish()
 
 
 class _StoredRows:
-    """The stored elements of a sparse tensor, in blocks that are cut anew."""
+    """The stored elements of a sparse tensor, cut into blocks at requested rows."""
 
     def __init__(self, array: SparseArray) -> None:
         self._shape = array.shape
         self._blocks = array.blocks()
-        self._left = next(self._blocks)
+        self._remaining = next(self._blocks)
 
     @property
     def stop(self) -> int:
-        """Up to which row elements are at hand."""
-        if self._left.start == self._left.stop < self._shape[0]:
-            self._left = next(self._blocks)
-        return self._left.stop
+        """End of the rows that have been read."""
+        if self._remaining.start == self._remaining.stop < self._shape[0]:
+            self._remaining = next(self._blocks)
+        return self._remaining.stop
 
     def up_to(self, row: int) -> tuple[Array, Array]:
-        """Return the places of the next elements as numbers, and the elements."""
-        taken = self._left.rows(self._left.start, row)
-        self._left = self._left.rows(row, self._left.stop)
-        return flat_positions(taken.coords, self._shape), taken.values
+        """Return the flat positions of the next elements up to a row, and the elements."""
+        block = self._remaining.rows(self._remaining.start, row)
+        self._remaining = self._remaining.rows(row, self._remaining.stop)
+        return flat_positions(block.coords, self._shape), block.values
 
     def finish(self) -> None:
-        """Read to the end: some of what can be wrong is found out there."""
+        """Read to the end, where the reader checks for some errors."""
         for _ in self._blocks:
             pass
 
 
 class ChunkedPair(ChunkedTensor):
-    """Two tensors of one shape, of which at least one is a dask array: chunks of pairs."""
+    """Two tensors of one shape as chunks of pairs; at least one tensor is a dask array."""
 
     def __init__(self, first: Reader, second: Reader) -> None:
         import dask.array as da
@@ -244,7 +244,7 @@ def _paired(a: Any, b: Any) -> Array:
 
 
 class _TransposedArray:
-    """An array with its axes reversed; only what is asked for is read."""
+    """An array with its axes reversed, which reads only the requested elements."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -253,56 +253,56 @@ class _TransposedArray:
     def __getitem__(self, key: Any) -> Any:
         if key is ...:
             return self.array[...].T
-        chosen = key if isinstance(key, tuple) else (key,)
-        missing = (slice(None),) * (len(self.shape) - len(chosen))
-        return self.array[(*chosen, *missing)[::-1]].T
+        selection = key if isinstance(key, tuple) else (key,)
+        missing = (slice(None),) * (len(self.shape) - len(selection))
+        return self.array[(*selection, *missing)[::-1]].T
 
 
 class _LoadedReader(ArrayReader):
-    """An array that is costly to read in pieces: all of it is in memory while it is read."""
+    """An array that is costly to read in pieces, so it is loaded as a whole."""
 
     whole = True
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements."""
+        """Yield blocks of elements, each with its first position."""
         yield from ArrayReader(self.array[...]).blocks(start, stop, buffer)
 
 
 def in_c_order(reader: Reader) -> Reader:
-    """Return a reader of all elements as they are, in C order."""
+    """Return a reader of all elements in C order, complex numbers and zeros included."""
     if isinstance(reader, ChunkedTensor):
         if reader.row or reader.array.ndim < 2:
             return reader
         inner = [-1] * (reader.array.ndim - 1)
-        cut = ChunkedTensor(reader.array.rechunk(("auto", *inner)))
-        cut.name = reader.name
-        return cut
+        rechunked = ChunkedTensor(reader.array.rechunk(("auto", *inner)))
+        rechunked.name = reader.name
+        return rechunked
     reader = _plain(reader)
     return reader if _order(reader) == "C" else _reordered(reader, "C")
 
 
 def _order(reader: Reader) -> str:
-    """Tell in which order a reader gives the elements."""
+    """Return the memory order, C or F, in which a reader yields the elements."""
     lazy = reader.array
     if isinstance(reader, ArrayReader) or not isinstance(lazy, DenseArray):
         return "C"
-    several = 0 not in lazy.shape and sum(size > 1 for size in lazy.shape) > 1
-    return lazy.order if several else "C"
+    has_order = 0 not in lazy.shape and sum(size > 1 for size in lazy.shape) > 1
+    return lazy.order if has_order else "C"
 
 
 def _reordered(reader: Reader, order: str) -> Reader:
-    """Read the elements in another order than they are stored in."""
+    """Return a reader of the elements in another order than the stored one."""
     array = reader.array
     kind = ArrayReader if is_sliceable(reader) else _LoadedReader
-    new = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
-    new.place, new.local = reader.place, reader.local
+    reordered = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
+    reordered.place, reordered.local = reader.place, reader.local
     if not reader.local:
-        new.piece_nbytes = TURNED_NBYTES
-    return new
+        reordered.piece_nbytes = TURNED_NBYTES
+    return reordered
 
 
 def is_sliceable(reader: Reader) -> bool:
-    """Return whether any slice costs no more than what is in it."""
+    """Return whether reading a slice costs no more than the bytes of its elements."""
     lazy = reader.array
     if not isinstance(lazy, DenseArray):
         return reader.local
@@ -315,13 +315,13 @@ def is_sliceable(reader: Reader) -> bool:
 
 
 def _plain(reader: Reader) -> Reader:
-    """Return a reader of all elements as they are: no magnitudes, no zeros left out."""
+    """Return a reader of all elements: complex numbers instead of magnitudes, zeros included."""
     if isinstance(reader, SparseReader):
         lazy = copy(reader.array)
         lazy.sparse = False
         dense = ArrayReader(lazy, reader.nbytes)
         dense.place = reader.place
-        # Where each piece costs what all of them do, in fewer of them.
+        # Use fewer pieces if each piece costs as much as the whole tensor.
         dense.piece_nbytes = max(dense.piece_nbytes, lazy.nbytes_read)
         dense.whole = dense.piece_nbytes == lazy.nbytes_read
         return dense
@@ -343,12 +343,12 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def stored_pair(pair: Any) -> PairReader | None:
-    """Return the stored bytes of two tensors, where these mean the same if they are the same."""
+    """Return a reader of the stored bytes of two tensors; None if equal bytes prove nothing."""
     if not isinstance(pair, PairReader) or pair.identity is None:
         return None
     if isinstance(pair.first, RawReader) or isinstance(pair.second, RawReader):
         return None
-    ours, theirs = (_parts(each.array) for each in (pair.first, pair.second))
+    ours, theirs = (_parts(reader.array) for reader in (pair.first, pair.second))
     if (
         ours is None
         or theirs is None
@@ -362,43 +362,43 @@ def stored_pair(pair: Any) -> PairReader | None:
 
 
 class StoredReader(Reader):
-    """The bytes of all parts of a tensor, one part after the other; none is decoded."""
+    """The bytes of all parts of a tensor, one part after the other, without decoding."""
 
     kind = kind_named("uint8")
 
     def __init__(self, parts: Sequence[PartReader]) -> None:
         self.parts = parts
-        self.size = self.nbytes = sum(_nbytes(each) for each in parts)
+        self.size = self.nbytes = sum(_nbytes(part) for part in parts)
         self.place = (parts[0].source.name, parts[0].part.offset)
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return where some of the bytes are."""
+        """Yield the byte ranges in files from `start` to `stop`."""
         first = 0
-        for each in self.parts:
-            low, high = max(first, start) - first, min(first + _nbytes(each), stop) - first
-            for source, offset, _ in each.ranges() if low < high else ():
+        for part in self.parts:
+            low, high = max(first, start) - first, min(first + _nbytes(part), stop) - first
+            for source, offset, _ in part.ranges() if low < high else ():
                 yield source, offset + low, high - low
-            first += _nbytes(each)
+            first += _nbytes(part)
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read some of the bytes."""
+        """Yield blocks of bytes, each with its first position."""
         first = 0
-        for each in self.parts:
-            end = min(first + _nbytes(each), stop)
+        for part in self.parts:
+            end = min(first + _nbytes(part), stop)
             step = len(buffer)
-            for at in range(max(first, start), end, step):
-                memory = buffer[: min(step, end - at)]
-                inline = each.part.inline
+            for position in range(max(first, start), end, step):
+                memory = buffer[: min(step, end - position)]
+                inline = part.part.inline
                 if inline is None:
-                    each.source.read_into(each.part.offset + at - first, memory.data)
+                    part.source.read_into(part.part.offset + position - first, memory.data)
                 else:
-                    memory[:] = np.frombuffer(inline, np.uint8)[at - first :][: len(memory)]
-                yield at, memory
-            first += _nbytes(each)
+                    memory[:] = np.frombuffer(inline, np.uint8)[position - first :][: len(memory)]
+                yield position, memory
+            first += _nbytes(part)
 
 
 class SameBytes(Accumulator):
-    """Looks at the bytes of two tensors until there is a difference."""
+    """Comparison of the bytes of two tensors, up to the first difference."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -406,45 +406,48 @@ class SameBytes(Accumulator):
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> SameBytes:  # noqa: ARG003
-        """Return one for bytes of two tensors."""
+        """Return a new accumulator."""
         return cls()
 
     def update(self, start: int, values: Any) -> None:
-        """Add bytes."""
+        """Compare the next bytes."""
         a, b = values["a"], values["b"]
         self.count += len(a)
         if not self.are_same:
             return
-        # Eight at a time.
+        # Comparing eight bytes at a time is faster.
         words = len(a) // 8 * 8
         self.are_same = np.array_equal(a[words:], b[words:]) and np.array_equal(
             a[:words].view(np.uint64), b[:words].view(np.uint64)
         )
 
     def merge(self, other: SameBytes) -> None:
-        """Add what another one found in other bytes."""
+        """Add the result for other bytes of the same tensors."""
         self.count += other.count
         self.are_same &= other.are_same
 
 
 def _parts(lazy: Any) -> dict[str, PartReader] | None:
     """Return the parts of an array by their roles; None if it is not made of parts."""
-    of_parts = DenseArray | BlockArray | CodebookArray | QuantizedArray | SparseArray
-    return dict(lazy.readers) if isinstance(lazy, of_parts) else None
+    array_types = DenseArray | BlockArray | CodebookArray | QuantizedArray | SparseArray
+    return dict(lazy.readers) if isinstance(lazy, array_types) else None
 
 
 def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
-    """Return what the values depend on besides the bytes; nothing where bytes are not enough."""
-    if any(each.verify for each in parts.values()):
-        return reader  # a digest that disagrees is to be an error
+    """Return the properties, besides the bytes, that determine the values.
+
+    A tensor with digests to verify has the same meaning as no other.
+    """
+    if any(part.verify for part in parts.values()):
+        return reader  # the tensor must be decoded, so that a wrong digest raises
     lazy = reader.array
     stored = {
-        role: replace(each.part, offset=0, digest=None, shard=None, inline=None)
-        for role, each in parts.items()
+        role: replace(part.part, offset=0, digest=None, shard=None, inline=None)
+        for role, part in parts.items()
     }
     names = ("order", "quantization", "block_type", "strict", "decode")
-    how = [getattr(lazy, name, None) for name in names]
-    return type(lazy), lazy.shape, stored, how
+    decoding = [getattr(lazy, name, None) for name in names]
+    return type(lazy), lazy.shape, stored, decoding
 
 
 def _nbytes(part: PartReader) -> int:
@@ -452,32 +455,32 @@ def _nbytes(part: PartReader) -> int:
     return part.part.nbytes if inline is None else len(inline)
 
 
-# --- which tensors belong together --------------------------------------------------------------
+# --- matches -------------------------------------------------------------------------------------
 
 
 class Partner(NamedTuple):
-    """The tensor of the other side, and what says so: a rule of `compare`."""
+    """The matching tensor on the other side, and the rule of `compare` that matched it."""
 
     name: str
     rule: str
 
 
 class Match(NamedTuple):
-    """A tensor of either side, or two that belong together."""
+    """A tensor of either side, or two matching tensors."""
 
-    #: Of the tensor, in `a` if it is there.
+    #: Name in `a`, or in `b` if only `b` has the tensor.
     name: str
-    #: Those that are there; neither of one that was not chosen.
+    #: The tensor on each side, if it exists; both None if it was not selected.
     ours: Reader | None = None
     theirs: Reader | None = None
-    #: In `b`, if there is one.
+    #: The tensor in `b` that matches one in `a`.
     partner: Partner | None = None
-    #: Both, if they are of one shape: to be read.
+    #: Reader of both tensors, if they have one shape.
     pair: PairReader | ChunkedPair | None = None
 
     @property
     def status(self) -> str:
-        """What is known without reading: one of `STATUSES`, or nothing."""
+        """The status if it is clear without reading, one of `STATUSES`; else empty."""
         if self.theirs is None:
             return "" if self.ours is None else "only_a"
         if self.ours is None:
@@ -486,24 +489,24 @@ class Match(NamedTuple):
 
     @property
     def is_chosen(self) -> bool:
-        """Whether something is to be said of it."""
+        """Whether the tensor was selected for the comparison."""
         return self.ours is not None or self.theirs is not None
 
     @property
     def size(self) -> int:
-        """Number of elements, in `a` if it is there."""
+        """Number of elements in `a`, or in `b` if only `b` has the tensor."""
         reader = self.theirs if self.ours is None else self.ours
         return 0 if reader is None else reader.size
 
     @property
     def both(self) -> tuple[Reader, Reader] | None:
-        """The tensors, if they are to be compared."""
+        """Both tensors, if they can be compared; else None."""
         ours, theirs = self.ours, self.theirs
         return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
 
     @property
     def shapes(self) -> str:
-        """The shapes, where they differ."""
+        """The shapes of both tensors if they differ; else empty."""
         if self.ours is None or self.theirs is None or self.pair is not None:
             return ""
         return f"{self.ours.array.shape} and {self.theirs.array.shape}"
