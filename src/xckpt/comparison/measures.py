@@ -1,6 +1,6 @@
-"""What is known of some pairs of elements, and the compiled loops that find it."""
+"""Statistics of pairs of elements, and the compiled loops that compute them."""
 
-# min and max are compiled anew for each type, and take longer than what they are called in.
+# numba compiles min and max anew for each type, which takes longer than compiling their callers.
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: The statistics of a comparison, in the order that `measures` gives them in.
+#: Statistics of a comparison, in the order in which `measures` returns them.
 MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
 
-#: Sums of a leaf of pairs: of the squares of the differences, of those of both sides, and of the
-#: products.
+#: Number of sums of a leaf of pairs: the squares of the differences, the squares of each side, and
+#: the products.
 SUMS = 4
-#: A sum of squares below this may have lost much of what is in it.
+#: A sum of squares below this may have lost much of its precision to underflow.
 TINY = 1e-250
 # Integers up to this are float64.
 _WHOLE = 1 << 53
 _LOWER_BITS = 0x7FF
-# Elements between looks at whether two leaves are still the same.
+# Number of elements to compare before checking whether two leaves are still the same.
 _STRIDE = 1024
 
-#: Sums of the squares of the differences, of those of both sides, and of the products, and the
-#: power of two that the elements were divided by.
+#: The sums of the squares of the differences, of the squares of each side, and of the products, and
+#: the exponent of the power of two by which the elements were divided.
 Sums = tuple[float, float, float, float, float]
 
 _NO_SUMS: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -57,7 +57,7 @@ _thread = threading.local()
 
 @compiled
 def _widen(bits: Any, table: Any, out: Any) -> None:
-    """Make float32, as patterns, of 16 bits: by a table, or of the upper half of a float32."""
+    """Widen 16 bits to the patterns of float32, by a table or as the upper half of a float32."""
     if table.size:
         for i in range(bits.size):
             out[i] = table[bits[i]]
@@ -67,8 +67,8 @@ def _widen(bits: Any, table: Any, out: Any) -> None:
 
 
 @compiled
-def _alike(x: Any, y: Any) -> Any:
-    """Return whether all elements are equal, and none is a NaN; looks no farther than it must."""
+def _are_equal(x: Any, y: Any) -> Any:
+    """Return whether all elements are equal and not NaN; stop soon after the first difference."""
     for start in range(0, x.size, _STRIDE):
         a, b = x[start : start + _STRIDE], y[start : start + _STRIDE]
         different = np.int32(0)
@@ -98,27 +98,30 @@ def _all_finite(x: Any, y: Any) -> Any:
     """Return whether no element is infinite or a NaN."""
     count = np.int32(0)
     for i in range(x.size):
-        # What is finite is zero times itself.
+        # A finite number minus itself is zero; an infinity or NaN gives NaN.
         count = np.int32(count + np.int32((x[i] - x[i]) + (y[i] - y[i]) == 0))
     return count == x.size
 
 
 @compiled
 def _take_finite_pairs(x: Any, y: Any, out: Any, tally: Any) -> Any:
-    """Move pairs of finite elements to the front of `out`; count the others."""
-    kept = 0
+    """Copy pairs of finite elements to the front of `out`, and tally the others.
+
+    Returns the number of finite pairs.
+    """
+    count = 0
     for i in range(x.size):
         if math.isfinite(x[i]) and math.isfinite(y[i]):
-            out[0, kept] = x[i]
-            out[1, kept] = y[i]
-            kept += 1
+            out[0, count] = x[i]
+            out[1, count] = y[i]
+            count += 1
         elif x[i] == y[i] or (math.isnan(x[i]) and math.isnan(y[i])):
             tally[0] += 1
         elif math.isnan(x[i]) or math.isnan(y[i]):
             tally[2] += 1
         else:
             tally[3] += 1
-    return kept
+    return count
 
 
 @compiled
@@ -127,8 +130,8 @@ def add_up(x: Any, y: Any, difference: Any, sums: Any) -> None:
     for j in range((SUMS + 1) * LANES):
         sums[j] = 0.0
     step = 2 * LANES
-    whole = x.size // step * step
-    for row in range(0, whole, step):
+    aligned_size = x.size // step * step
+    for row in range(0, aligned_size, step):
         for j in range(LANES):
             d, e = difference[row + j], difference[row + LANES + j]
             sums[j] += d * d + e * e
@@ -139,8 +142,8 @@ def add_up(x: Any, y: Any, difference: Any, sums: Any) -> None:
             sums[LANES + j] += a * a + p * p
             sums[2 * LANES + j] += b * b + q * q
             sums[3 * LANES + j] += a * b + p * q
-    for i in range(whole, x.size):
-        j = (i - whole) % LANES
+    for i in range(aligned_size, x.size):
+        j = (i - aligned_size) % LANES
         a, b, d = np.float64(x[i]), np.float64(y[i]), difference[i]
         sums[j] += d * d
         sums[LANES + j] += a * a
@@ -159,18 +162,18 @@ def add_up(x: Any, y: Any, difference: Any, sums: Any) -> None:
 
 @compiled
 def _add_squares(x: Any, sums: Any) -> None:
-    """Add up the squares of one side as `add_up` does."""
+    """Add up the squares of one side, in the same order as `add_up`."""
     for j in range(LANES):
         sums[j] = 0.0
     step = 2 * LANES
-    whole = x.size // step * step
-    for row in range(0, whole, step):
+    aligned_size = x.size // step * step
+    for row in range(0, aligned_size, step):
         for j in range(LANES):
             a, p = np.float64(x[row + j]), np.float64(x[row + LANES + j])
             sums[j] += a * a + p * p
-    for i in range(whole, x.size):
+    for i in range(aligned_size, x.size):
         a = np.float64(x[i])
-        sums[(i - whole) % LANES] += a * a
+        sums[(i - aligned_size) % LANES] += a * a
     width = LANES
     while width > 1:
         width //= 2
@@ -196,14 +199,14 @@ def _floats(side: Any, start: Any, stop: Any) -> Any:
 
 @compiled
 def compare_floats(first: Any, second: Any, out: Any) -> None:
-    """Describe a block of pairs of floats."""
-    nodes, tally, largest, difference, kept, sums = out
+    """Compare a block of pairs of floats; `out` receives the sums of each leaf and the tallies."""
+    nodes, tally, largest, difference, finite_pairs, sums = out
     size = max(first[0].size, first[1].size)
     for leaf in range((size + LEAF - 1) // LEAF):
         start, stop = leaf * LEAF, min(size, (leaf + 1) * LEAF)
         x = _floats(first, start, stop)
         y = _floats(second, start, stop)
-        if _alike(x, y):
+        if _are_equal(x, y):
             _add_squares(x, sums)
             if sums[0] < math.inf and (x.itemsize == 4 or sums[0] > TINY):
                 tally[0] += x.size
@@ -213,14 +216,14 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
                 _write(sums, 0, nodes[leaf])
                 continue
         if not _all_finite(x, y):
-            count = _take_finite_pairs(x, y, kept, tally)
-            x, y = kept[0, :count], kept[1, :count]
+            count = _take_finite_pairs(x, y, finite_pairs, tally)
+            x, y = finite_pairs[0, :count], finite_pairs[1, :count]
         tally[0] += _count_equal(x, y)
         tally[1] += x.size
         _subtract(x, y, difference)
         add_up(x, y, difference, sums)
         largest[0] = max(largest[0], sums[SUMS * LANES])
-        # Squares of float64 may leave the range: whoever calls this scales that leaf, as is rare.
+        # Squares of float64 may leave the range. The caller recomputes these rare leaves, scaled.
         in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
         _write(sums, 0.0 if in_range else math.nan, nodes[leaf])
 
@@ -229,7 +232,7 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
 def compare_cells(  # noqa: PLR0917
     x: Any, y: Any, along: Any, size: Any, block: Any, bases: Any, table: Any
 ) -> None:
-    """Add up pairs by cells: those of lines of a size, the first of which begins in its middle."""
+    """Add up pairs by cells of lines of equal size; the first line starts at element `along`."""
     start = 0
     for line in range(bases.size):
         while start < x.size and along < size:
@@ -270,11 +273,11 @@ def compare_cells(  # noqa: PLR0917
         along = 0
 
 
-# --- what is known --------------------------------------------------------------------------------
+# --- comparisons ---------------------------------------------------------------------------------
 
 
 class Comparison(Accumulator):
-    """What is known of some pairs of elements."""
+    """Counts and sums over pairs of elements."""
 
     record = "comparison"
 
@@ -284,17 +287,17 @@ class Comparison(Accumulator):
         self.size = size
         self.omits_zeros = omits_zeros
         self.count = 0
-        #: Pairs of one number, or both NaN; both finite, which is what the sums are about; and not
-        #: equal because of a NaN, or else of an infinity.
+        #: Numbers of pairs: equal, or both NaN; both finite, which the sums are over; different
+        #: because of a NaN; and different because of an infinity, without a NaN.
         self.equal = self.finite = self.nan = self.inf = 0
         #: The largest difference.
         self.largest = 0.0
-        self.tree: Tree[Sums] = Tree(_merged, _NO_SUMS)
+        self.tree: Tree[Sums] = Tree(_merge_sums, _NO_SUMS)
         self.pieces = {}
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Comparison:  # noqa: ARG003
-        """Return one for pairs of elements."""
+        """Return an empty comparison for a reader of pairs."""
         return cls(reader.kinds, reader.size, omits_zeros=reader.omits_zeros)
 
     @staticmethod
@@ -311,11 +314,11 @@ class Comparison(Accumulator):
     def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
         with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN, infinities
             nodes = self._compare(*columns)
-        for (level, number), node in _folded(start // LEAF, nodes):
+        for (level, number), node in _fold_leaves(start // LEAF, nodes):
             self.tree.add(level, number, node)
 
     def close(self) -> Self:
-        """Add the pairs of zeros that were left out."""
+        """Add the pairs of zeros that the reader omitted."""
         if self.omits_zeros:
             self.imply(self.size - self.count)
         return self
@@ -327,14 +330,14 @@ class Comparison(Accumulator):
         self.finite += zeros
 
     def merge(self, other: Comparison) -> None:
-        """Add what another one found in other pairs."""
+        """Add the counts and sums of other pairs."""
         for name in ("equal", "finite", "nan", "inf"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
         super().merge(other)
 
     def pack(self) -> bytes:
-        """Return bytes to keep."""
+        """Serialise the comparison for the cache."""
         import msgpack
 
         counts = [str(getattr(self, name)) for name in _COUNTS]
@@ -344,24 +347,25 @@ class Comparison(Accumulator):
 
     @classmethod
     def unpack(cls, data: bytes, reader: Any) -> Comparison:
-        """Return what `pack` was called on."""
+        """Restore a comparison from the bytes that `pack` returned."""
         import msgpack
 
         counts, largest, nodes = msgpack.unpackb(data)
-        found = cls(reader.kinds, reader.size)
+        comparison = cls(reader.kinds, reader.size)
         for name, count in zip(_COUNTS, counts, strict=True):
-            setattr(found, name, int(count))
-        found.largest = largest
-        found.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in nodes}
-        return found
+            setattr(comparison, name, int(count))
+        comparison.largest = largest
+        comparison.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in nodes}
+        return comparison
 
     def _compare(self, a: Array, b: Array) -> Array:
-        """Compare whole leaves; return the sums of each."""
+        """Compare whole leaves; return the sums of each leaf."""
         if not all(ALL_TYPES[name].fits_float64 for name in self.kinds):
-            compare = self._compare_complex if "complex128" in self.kinds else self._compare_whole
-            leaves = range(0, len(a), LEAF)
-            return np.array([compare(a[at : at + LEAF], b[at : at + LEAF]) for at in leaves])
-        # The float that has all values of both sides.
+            has_complex = "complex128" in self.kinds
+            compare = self._compare_complex if has_complex else self._compare_integers
+            leaves = [slice(start, start + LEAF) for start in range(0, len(a), LEAF)]
+            return np.array([compare(a[leaf], b[leaf]) for leaf in leaves])
+        # The narrowest float that represents all values of both sides.
         narrow = all(name == "float32" or kind_named(name).exact for name in self.kinds)
         memory = _pair_memory("float32" if narrow else "float64")
         first, second = (memory.side(n, (a, b)[n], self.kinds[n]) for n in (0, 1))
@@ -370,36 +374,37 @@ class Comparison(Accumulator):
         compare_floats(first, second, (nodes, tally, largest, *memory.out))
         equal, finite, nan, inf = tally.tolist()
         self._count(equal, finite, nan, inf, float(largest[0]))
-        for leaf in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist():
-            x, y = (side[0][leaf * LEAF : (leaf + 1) * LEAF] for side in (first, second))
-            both = np.isfinite(x) & np.isfinite(y)
-            nodes[leaf] = _scaled_sums(x[both], y[both])
+        for number in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist():
+            x, y = (side[0][number * LEAF : (number + 1) * LEAF] for side in (first, second))
+            both_finite = np.isfinite(x) & np.isfinite(y)
+            nodes[number] = _scaled_sums(x[both_finite], y[both_finite])
         return nodes
 
-    def _compare_whole(self, a: Array, b: Array) -> list[float]:
-        """Compare integers of 64 bits with whatever else."""
-        x, x_rest = in_two_parts(a, self.kinds[0])
-        y, y_rest = in_two_parts(b, self.kinds[1])
-        both = np.isfinite(x) & np.isfinite(y)
+    def _compare_integers(self, a: Array, b: Array) -> list[float]:
+        """Compare integers of 64 bits with numbers of any real kind; return the sums."""
+        x, x_lower = in_two_parts(a, self.kinds[0])
+        y, y_lower = in_two_parts(b, self.kinds[1])
+        both_finite = np.isfinite(x) & np.isfinite(y)
         nan = np.count_nonzero(np.isnan(x) | np.isnan(y))
         inf = np.count_nonzero(np.isinf(x) | np.isinf(y))
-        if not both.all():
-            x, x_rest, y, y_rest = x[both], x_rest[both], y[both], y_rest[both]
-        # Exact where it is not large: see `in_two_parts`.
-        difference = (x - y) + (x_rest - y_rest)
+        if not both_finite.all():
+            x, x_lower = x[both_finite], x_lower[both_finite]
+            y, y_lower = y[both_finite], y_lower[both_finite]
+        # Small differences are exact, because both parts are (see `in_two_parts`).
+        difference = (x - y) + (x_lower - y_lower)
         largest = float(np.abs(difference).max(initial=0.0))
         self._count(np.count_nonzero(difference == 0), len(x), nan, inf, largest)
         return _sums(x, y, difference)
 
     def _compare_complex(self, a: Array, b: Array) -> list[float]:
-        """Compare complex numbers: a difference is the magnitude of one, sums are over both."""
+        """Compare complex numbers; return the sums over their real and imaginary parts."""
         x, y = _complex(a, self.kinds[0]), _complex(b, self.kinds[1])
-        both = np.isfinite(x) & np.isfinite(y)
-        ours, theirs = np.isnan(x), np.isnan(y)
-        equal = (x == y) | (ours & theirs)
-        nan = np.count_nonzero(~both & ~equal & (ours | theirs))
-        inf = np.count_nonzero(~both & ~equal & ~(ours | theirs))
-        x, y = x[both], y[both]
+        both_finite = np.isfinite(x) & np.isfinite(y)
+        x_nan, y_nan = np.isnan(x), np.isnan(y)
+        equal = (x == y) | (x_nan & y_nan)
+        nan = np.count_nonzero(~both_finite & ~equal & (x_nan | y_nan))
+        inf = np.count_nonzero(~both_finite & ~equal & ~(x_nan | y_nan))
+        x, y = x[both_finite], y[both_finite]
         difference = x - y
         largest = float(np.abs(difference).max(initial=0.0))
         self._count(np.count_nonzero(equal), len(x), nan, inf, largest)
@@ -413,58 +418,58 @@ class Comparison(Accumulator):
         self.largest = max(self.largest, largest)
 
 
-def _folded(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
-    """Merge neighbouring leaves as far as they make nodes of the tree."""
+def _fold_leaves(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
+    """Merge neighbouring leaves into the largest nodes of the tree; yield each with its place."""
     is_scaled = bool(nodes[:, SUMS].any())
     for level, number in runs(first, len(nodes)):
         start = (number << level) - first
-        some = nodes[start : start + (1 << level)]
-        while len(some) > 1 and not is_scaled:
-            some = some[0::2] + some[1::2]
-        rows: list[Any] = [tuple(row) for row in some.tolist()]
+        folded = nodes[start : start + (1 << level)]
+        while len(folded) > 1 and not is_scaled:
+            folded = folded[0::2] + folded[1::2]
+        rows: list[Any] = [tuple(row) for row in folded.tolist()]
         while len(rows) > 1:
-            rows = [_merged(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
+            rows = [_merge_sums(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
         yield (level, number), rows[0]
 
 
-def _merged(a: Sums, b: Sums) -> Sums:
+def _merge_sums(a: Sums, b: Sums) -> Sums:
     if a[4] != b[4]:
-        # Sums of zeros have no power of two of their own.
+        # Sums of zeros fit any exponent.
         if not any(a[:4]):
             return b
         if not any(b[:4]):
             return a
         common = max(a[4], b[4])
-        a, b = _brought(a, common), _brought(b, common)
+        a, b = _rescale(a, common), _rescale(b, common)
     return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4]
 
 
-def _brought(a: Sums, exponent: float) -> Sums:
+def _rescale(a: Sums, exponent: float) -> Sums:
     shift = int(2 * (a[4] - exponent))
     d, x, y, p = (math.ldexp(number, shift) for number in a[:4])
     return d, x, y, p, exponent
 
 
 class _PairMemory:
-    """Memory that a thread uses for one leaf of pairs after another."""
+    """Buffers that a thread reuses for each leaf of pairs."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
-        self.nothing = np.empty(0, dtype), np.empty(0, np.uint16), np.empty(0, np.uint32)
+        self.empty = np.empty(0, dtype), np.empty(0, np.uint16), np.empty(0, np.uint32)
         self.widened = np.empty(LEAF, dtype), np.empty(LEAF, dtype)
         self.out = np.empty(LEAF), np.empty((2, LEAF), dtype), np.empty((SUMS + 1) * LANES)
 
     def side(self, number: int, values: Array, name: str) -> tuple[Array, ...]:
-        """Return one side as the kernel wants it."""
+        """Return one side of a block as `compare_floats` takes it."""
         kind = kind_named(name)
         values = prepared(values, kind)
-        wide, bits, table = self.nothing
+        wide, bits, table = self.empty
         if not kind.exact:
             wide = values if values.dtype == self.dtype else values.astype(self.dtype)
         elif self.dtype == np.float64:
             wide = kind.values[values]
         else:
-            # One type of patterns, so that there is one kernel to compile.
+            # One type of patterns needs only one compiled kernel.
             bits = values if values.dtype == np.uint16 else values.astype(np.uint16)
             table = table if name == "bfloat16" else _float32_patterns(name)
         return wide, bits, table, self.widened[number]
@@ -479,14 +484,14 @@ def _pair_memory(name: str) -> _PairMemory:
 
 @cache
 def _float32_patterns(name: str) -> Array:
-    """Return the float32, as patterns, that the codes of an exact kind stand for."""
+    """Return the patterns of the float32 values of all codes of an exact kind."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
     return patterns
 
 
 def as_floats(values: Array, name: str) -> Array:
-    """Return numbers as float32 where all of the kind are, else as float64."""
+    """Return numbers as float32 if it holds all numbers of the kind, else as float64."""
     kind = kind_named(name)
     if kind.exact:
         floats: Array = _float32_patterns(name)[prepared(values, kind)].view(np.float32)
@@ -496,7 +501,7 @@ def as_floats(values: Array, name: str) -> Array:
 
 
 def in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
-    """Return two float64 for each element, whose sum it is exactly."""
+    """Split each element into two float64 numbers; their sum is exactly the element."""
     kind = kind_named(name)
     values = prepared(values, kind)
     if kind.element.fits_float64:
@@ -517,17 +522,17 @@ def _complex(values: Array, name: str) -> Array:
 def _sums(x: Array, y: Array, difference: Array) -> list[float]:
     lanes = np.empty((SUMS + 1) * LANES)
     add_up(x, y, difference, lanes)
-    found: list[float] = lanes[: SUMS * LANES : LANES].tolist()
-    if not TINY < found[1] + found[2] < math.inf:
+    sums: list[float] = lanes[: SUMS * LANES : LANES].tolist()
+    if not TINY < sums[1] + sums[2] < math.inf:
         return _scaled_sums(x, y)
-    return [*found, 0.0]
+    return [*sums, 0.0]
 
 
 def _scaled_sums(x: Array, y: Array) -> list[float]:
-    """Add up squares that leave the range of float64: those of elements divided by one number."""
+    """Return the sums for elements whose squares leave the range of float64, scaled to fit."""
     x, y = x.astype(np.float64), y.astype(np.float64)
     largest = max(np.abs(x).max(initial=0.0), np.abs(y).max(initial=0.0))
-    # Few different ones, so that leaves seldom have to be brought to a common one.
+    # Multiples of 256, so that leaves seldom have to be rescaled to a common exponent.
     exponent = 256 * ((math.frexp(largest)[1] + 128) // 256) if largest else 0
     x, y = np.ldexp(x, -exponent), np.ldexp(y, -exponent)
     lanes = np.empty((SUMS + 1) * LANES)
@@ -535,21 +540,27 @@ def _scaled_sums(x: Array, y: Array) -> list[float]:
     return [*lanes[: SUMS * LANES : LANES].tolist(), float(exponent)]
 
 
-def measures(found: Comparison) -> list[float]:
-    """Compute all statistics of a pair of tensors of one shape."""
-    if found.equal == found.count:
-        return [0.0, found.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
-    head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
-    if not found.finite:
+def measures(comparison: Comparison) -> list[float]:
+    """Return the statistics of a pair of tensors of one shape, in the order of `MEASURES`."""
+    if comparison.equal == comparison.count:
+        return [0.0, comparison.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
+    head = [
+        1.0,
+        comparison.count,
+        comparison.equal / comparison.count,
+        comparison.nan,
+        comparison.inf,
+    ]
+    if not comparison.finite:
         return [*head, *[math.nan] * 6]
-    d, a, b, product, exponent = found.tree.total()
-    rmse = scaled(math.sqrt(d / found.finite), int(exponent))
+    d, a, b, product, exponent = comparison.tree.total()
+    rmse = scaled(math.sqrt(d / comparison.finite), int(exponent))
     nmse = d / a if a else math.inf if d else 0.0
     sqnr = math.inf if not d else -math.inf
     if a and d:
-        is_held = 0.0 < a / d < math.inf
-        sqnr = 10 * (math.log10(a / d) if is_held else math.log10(a) - math.log10(d))
+        is_in_range = 0.0 < a / d < math.inf
+        sqnr = 10 * (math.log10(a / d) if is_in_range else math.log10(a) - math.log10(d))
     cosine = 1.0 if not d else math.nan
     if d and a and b:
         cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
-    return [*head, found.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
+    return [*head, comparison.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
