@@ -1,4 +1,4 @@
-"""What differs between two tensors in each channel or block."""
+"""Differences between two tensors in each channel or block."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# An axis that is reduced is one block of its whole length, one that stays has blocks of one
-# element. So each element belongs to a cell of a grid, and a run of elements along the last axis to
-# one cell.
+# A reduced axis is one block of its whole length; the other axes have blocks of one element. So
+# each element belongs to a cell of a grid, and a run of elements along the last axis to one cell.
 
-#: Dimensions to reduce: names, positions, or either with the number of neighbours to reduce to one.
+#: Dimensions to reduce: names or positions, optionally with the number of neighbours to reduce.
 Reduced = Hashable | Iterable[Hashable] | Mapping[Hashable, int | None]
 
-# Columns of a table: numbers of elements, sums, and last the largest difference.
+# Columns of a table: numbers of elements, sums, and the largest difference.
 _COLUMNS = 10
-#: Bytes of what is known of a cell, while tables are merged.
+#: Bytes per cell while tables are merged.
 CELL_NBYTES = 4 * 8 * _COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelGrid:
-    """How the elements of a tensor are divided into cells."""
+    """The division of the elements of a tensor into cells."""
 
     shape: tuple[int, ...]
     #: Extent of a cell along each axis.
     blocks: tuple[int, ...]
-    #: Names and sizes of what is left.
+    #: Names and sizes of the dimensions that remain after the reduction.
     dims: tuple[Hashable, ...]
     extents: tuple[int, ...]
 
     def runs(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return shape and blocks with as few axes as can be: neighbours alike are one."""
+        """Return the shape and blocks after merging neighbouring axes that allow it."""
         shape, blocks = [1], [1]
         for size, block in zip(self.shape, self.blocks, strict=True):
-            alike = blocks[-1] == 1 == block or (blocks[-1] == shape[-1] and block == size)
-            if alike:
+            both_kept = blocks[-1] == 1 == block
+            both_reduced = blocks[-1] == shape[-1] and block == size
+            if both_kept or both_reduced:
                 shape[-1] *= size
                 blocks[-1] *= block
             else:
@@ -63,7 +63,7 @@ class ChannelGrid:
 
 
 def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable, int | None]:
-    """Return what is to be reduced, with the number of neighbours; None for all of them."""
+    """Return the dimensions to reduce, each with its number of neighbours; None reduces all."""
     if isinstance(dim, Mapping):
         lengths: dict[Hashable, int | None] = dict(dim)
         for key, length in lengths.items():
@@ -75,45 +75,45 @@ def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable,
         lengths = dict.fromkeys(dim)
     else:
         lengths = {dim: None}
-    stacked = {str(each) for entry in entries for each in entry.dims}
-    known = {str(each) for entry in entries for each in entry.variable.dims} - stacked
+    stacked = {str(name) for entry in entries for name in entry.dims}
+    reducible = {str(name) for entry in entries for name in entry.variable.dims} - stacked
     for key in lengths:
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise TypeError(f"dim takes names and positions of dimensions, not {key!r}")
-        if isinstance(key, int) or key in known:
+        if isinstance(key, int) or key in reducible:
             continue
         if key in stacked:
             raise ValueError(f"tensors are stacked along {shown(key)}, and are compared one by one")
-        hint = suggest_names(sorted(known | stacked), key)
+        hint = suggest_names(sorted(reducible | stacked), key)
         raise ValueError(f"no variable has the dimension {shown(key)}{hint}")
     return lengths
 
 
 def grid_of(entry: Described, lengths: Mapping[Hashable, int | None]) -> ChannelGrid | None:
-    """Divide the tensors of a variable; None if they have none of the dimensions."""
-    own = [dim for dim in entry.variable.dims if dim not in entry.dims]
-    shape = tuple([entry.variable.sizes[dim] for dim in own])
-    wanted: dict[int, int | None] = {}
+    """Return the cells of the tensors of a variable; None without dimensions to reduce."""
+    tensor_dims = [dim for dim in entry.variable.dims if dim not in entry.dims]
+    shape = tuple([entry.variable.sizes[dim] for dim in tensor_dims])
+    reduced: dict[int, int | None] = {}
     for key, length in lengths.items():
         if isinstance(key, int):
-            if -len(own) <= key < len(own):
-                wanted[key % len(own)] = length
-        elif key in own:
-            wanted[own.index(key)] = length
-    if not wanted:
+            if -len(tensor_dims) <= key < len(tensor_dims):
+                reduced[key % len(tensor_dims)] = length
+        elif key in tensor_dims:
+            reduced[tensor_dims.index(key)] = length
+    if not reduced:
         return None
     blocks, dims, extents = [], [], []
     for axis, size in enumerate(shape):
-        length = wanted.get(axis, 1)
+        length = reduced.get(axis, 1)
         blocks.append(max(1, size if length is None else min(length, size)))
         if length is not None:
-            dims.append(f"{own[axis]}_block" if axis in wanted else own[axis])
+            dims.append(f"{tensor_dims[axis]}_block" if axis in reduced else tensor_dims[axis])
             extents.append(-(-size // blocks[-1]))
     return ChannelGrid(shape, tuple(blocks), tuple(dims), tuple(extents))
 
 
 def pair_in_order(first: Reader, second: Reader, name: str) -> PairReader | ChunkedPair:
-    """Return two tensors of one shape, read in C order."""
+    """Return a reader of two tensors of one shape in C order."""
     first, second = in_c_order(first), in_c_order(second)
     is_chunked = isinstance(first, ChunkedTensor) or isinstance(second, ChunkedTensor)
     pair = ChunkedPair(first, second) if is_chunked else PairReader(first, second)
@@ -122,9 +122,9 @@ def pair_in_order(first: Reader, second: Reader, name: str) -> PairReader | Chun
 
 
 class Channels(Comparison):
-    """What is known of pairs of elements, by the cell that they are in."""
+    """Counts and sums over pairs of elements, for each cell of a grid."""
 
-    #: Many elements to a table, which may be large.
+    #: Large, because the table of each leaf may be large too.
     leaf = 32 * LEAF
 
     def __init__(self, kinds: tuple[str, str], size: int, grid: ChannelGrid) -> None:
@@ -133,36 +133,36 @@ class Channels(Comparison):
         self.cells = prod(grid.extents)
         extents = [-(-n // block) for n, block in zip(self.shape, self.blocks, strict=True)]
         self.strides = [prod(extents[axis + 1 :]) for axis in range(len(extents))]
-        self.tree: Tree[Any] = Tree(_joined, (0, np.zeros((0, _COLUMNS))))
+        self.tree: Tree[Any] = Tree(_add_tables, (0, np.zeros((0, _COLUMNS))))
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Channels:
-        """Return one for pairs of elements; the argument is a `ChannelGrid`."""
+        """Return an empty comparison for a reader of pairs; the argument is a `ChannelGrid`."""
         return cls(reader.kinds, reader.size, argument)
 
     def table(self) -> Array:
-        """Return what is known of each cell, once all elements are there."""
-        first, found = self.tree.total()
+        """Return the counts and sums of each cell, after the last element was added."""
+        first, rows = self.tree.total()
         table = np.zeros((self.cells, _COLUMNS))
-        table[first : first + len(found)] = found
+        table[first : first + len(rows)] = rows
         return table
 
     def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
-        for at in range(0, len(columns[0]), self.leaf):
-            some = [column[at : at + self.leaf] for column in columns]
+        for offset in range(0, len(columns[0]), self.leaf):
+            sides = [column[offset : offset + self.leaf] for column in columns]
             with np.errstate(invalid="ignore", over="ignore"):
-                node = self._node(start + at, *some)
-            self.tree.add(0, (start + at) // self.leaf, node)
+                node = self._node(start + offset, *sides)
+            self.tree.add(0, (start + offset) // self.leaf, node)
 
     def _node(self, start: int, a: Array, b: Array) -> tuple[int, Array]:
-        """Describe the cells that a leaf has elements of."""
+        """Return the table of the cells that a leaf overlaps, after the number of the first."""
         size, block = self.shape[-1], self.blocks[-1]
         (line, along), (last, end) = divmod(start, size), divmod(start + len(a) - 1, size)
-        left = np.arange(line, last + 1)
-        bases = np.zeros(len(left), np.int64)
+        lines = np.arange(line, last + 1)
+        bases = np.zeros(len(lines), np.int64)
         for axis in reversed(range(len(self.shape) - 1)):
-            left, at = np.divmod(left, self.shape[axis])
-            bases += at // self.blocks[axis] * self.strides[axis]
+            lines, coordinates = np.divmod(lines, self.shape[axis])
+            bases += coordinates // self.blocks[axis] * self.strides[axis]
         low, high = (along // block, end // block) if line == last else (0, (size - 1) // block)
         first = int(bases.min()) + low
         table = np.zeros((int(bases.max()) + high + 1 - first, _COLUMNS))
@@ -171,36 +171,36 @@ class Channels(Comparison):
 
     def _numbers(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Return both sides as floats of one type."""
-        x, y = (as_floats(each, kind) for each, kind in zip((a, b), self.kinds, strict=True))
+        x, y = (as_floats(side, kind) for side, kind in zip((a, b), self.kinds, strict=True))
         return (x, y) if x.dtype == y.dtype else (x.astype(np.float64), y.astype(np.float64))
 
 
-def _joined(one: tuple[int, Array], other: tuple[int, Array]) -> tuple[int, Array]:
-    """Add up two tables."""
-    parts = [each for each in (one, other) if len(each[1])]
-    if len(parts) < 2:
-        return parts[0] if parts else one
-    first = min(start for start, _ in parts)
-    table = np.zeros((max(start + len(each) for start, each in parts) - first, _COLUMNS))
-    for start, each in parts:
-        rows = table[start - first : start - first + len(each)]
-        rows[:, :-1] += each[:, :-1]
-        np.maximum(rows[:, -1], each[:, -1], out=rows[:, -1])
-    return first, table
+def _add_tables(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[int, Array]:
+    """Add up two tables, each after the number of its first cell."""
+    tables = [table for table in (a, b) if len(table[1])]
+    if len(tables) < 2:
+        return tables[0] if tables else a
+    first = min(start for start, _ in tables)
+    total = np.zeros((max(start + len(rows) for start, rows in tables) - first, _COLUMNS))
+    for start, rows in tables:
+        target = total[start - first : start - first + len(rows)]
+        target[:, :-1] += rows[:, :-1]
+        np.maximum(target[:, -1], rows[:, -1], out=target[:, -1])
+    return first, total
 
 
 def measures_of(table: Array) -> Array:
-    """Compute all statistics of each cell: a column for each of `differences.MEASURES`."""
+    """Return the statistics of each cell: one row per cell, one column for each of `MEASURES`."""
     count, equal, finite, nan, inf, d, a, b, product, largest = table.T
     with np.errstate(divide="ignore", invalid="ignore"):
         nmse = np.where(d > 0, d / a, 0.0)
         cosine = np.clip(product / (np.sqrt(a) * np.sqrt(b)), -1.0, 1.0)
         cosine = np.where(d == 0, 1.0, cosine)
         sqnr = -10 * np.log10(nmse)
-        found = [largest, np.sqrt(d / finite), np.sqrt(nmse), cosine, sqnr, nmse]
-        # Of cells without elements all are equal.
+        tail = [largest, np.sqrt(d / finite), np.sqrt(nmse), cosine, sqnr, nmse]
+        # In a cell without elements, all elements are equal.
         head = [equal < count, count, np.where(count, equal / count, 1.0), nan, inf]
-    nothing = (finite == 0) & (equal < count)
-    rest = np.where(nothing, np.nan, np.stack(found))
-    rest[1] = np.where(equal == count, 0.0, rest[1])
-    return np.stack([*head, *rest]).T
+    is_undefined = (finite == 0) & (equal < count)
+    differences = np.where(is_undefined, np.nan, np.stack(tail))
+    differences[1] = np.where(equal == count, 0.0, differences[1])
+    return np.stack([*head, *differences]).T
