@@ -1,7 +1,7 @@
-"""Exact quantiles: the element of a certain rank, found by further passes over the elements.
+"""Exact quantiles, from further passes over the elements.
 
-The counts of a sketch tell which code the element has, and its rank among those with the same
-code. A pass counts the elements of that code by the next sixteen bits, and so on: one pass for
+The counts of a sketch give the code of the element at a quantile, and its rank among the elements
+with that code. Each pass counts the elements of the code by the next sixteen bits: one pass for
 float32, at most four for 64 bits.
 """
 
@@ -32,8 +32,8 @@ _BUCKET_BITS = 16
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """An element that is looked for: the rank it has in an interval of keys."""
+class _Target:
+    """The element at a quantile: its code, and its rank in an interval of keys."""
 
     quantile: float
     code: int
@@ -43,11 +43,11 @@ class _Wanted:
 
     @property
     def shift(self) -> int:
-        """Bits of a distance from `low` that one pass does not tell apart."""
+        """Number of low bits of the distance from `low` that the next pass ignores."""
         return max(0, (self.high - self.low).bit_length() - _BUCKET_BITS)
 
     def narrow(self, counts: Array) -> None:
-        """Go on in the bucket that has the element."""
+        """Reduce the interval to the bucket that has the element."""
         cumulated = np.cumsum(counts)
         bucket = int(np.searchsorted(cumulated, self.rank, side="right"))
         self.rank -= int(cumulated[bucket - 1]) if bucket else 0
@@ -57,29 +57,29 @@ class _Wanted:
 
 
 class _Buckets(Accumulator):
-    """Counts the elements of some intervals of a tensor, by buckets."""
+    """Counts of the elements of a tensor in the intervals of its targets, by bucket."""
 
-    def __init__(self, kind: Kind, wanted: list[_Wanted]) -> None:
+    def __init__(self, kind: Kind, targets: list[_Target]) -> None:
         self.kind = kind
-        self.wanted = wanted
+        self.targets = targets
         self.count = 0
-        #: One row for each interval; while they are on the way, only those that are not empty.
+        #: A row for each interval; None after `close`, which moves the occupied buckets to `few`.
         self.counts: Array | None = None
         self.few: list[tuple[Array, Array]] = []
 
     @classmethod
-    def begin(cls, reader: Reader, argument: list[_Wanted]) -> _Buckets:
-        """Return one for elements of a tensor."""
+    def begin(cls, reader: Reader, argument: list[_Target]) -> _Buckets:
+        """Return empty counts for a tensor."""
         return cls(reader.kind, argument)
 
     def update(self, start: int, values: Array) -> None:
         """Add elements."""
         values = prepared(values, self.kind)
         slots = np.zeros(1 << self.kind.code_bits, np.bool_)
-        slots[[each.code for each in self.wanted]] = True
-        bounds = [(each.code, each.low, each.high) for each in self.wanted]
+        slots[[target.code for target in self.targets]] = True
+        bounds = [(target.code, target.low, target.high) for target in self.targets]
         intervals = np.ascontiguousarray(np.array(bounds, np.uint64).T)
-        shifts = np.array([each.shift for each in self.wanted], np.uint64)
+        shifts = np.array([target.shift for target in self.targets], np.uint64)
         codes, keys = codes_of(self.kind, values), keys_of(self.kind, values)
         block_loops.narrow(keys, codes, slots, intervals, shifts, self.dense())
         self.count += len(values)
@@ -87,113 +87,121 @@ class _Buckets(Accumulator):
     def dense(self) -> Array:
         """Return the counts of all buckets."""
         if self.counts is None:
-            self.counts = np.zeros((len(self.wanted), 1 << _BUCKET_BITS), np.int64)
-            for row, (where, counts) in zip(self.counts, self.few, strict=False):
-                row[where] = counts
+            self.counts = np.zeros((len(self.targets), 1 << _BUCKET_BITS), np.int64)
+            for row, (buckets, counts) in zip(self.counts, self.few, strict=False):
+                row[buckets] = counts
             self.few = []
         return self.counts
 
     def close(self) -> Self:
-        """Keep only buckets that are not empty."""
-        rows = [np.flatnonzero(row) for row in self.dense()]
-        self.few = [(where, row[where]) for row, where in zip(self.dense(), rows, strict=True)]
+        """Keep only the occupied buckets, which are small to send."""
+        occupied = [np.flatnonzero(row) for row in self.dense()]
+        self.few = [
+            (buckets, row[buckets]) for row, buckets in zip(self.dense(), occupied, strict=True)
+        ]
         self.counts = None
         return self
 
     def merge(self, other: _Buckets) -> None:
-        """Add what another one found in other elements."""
+        """Add the counts of other elements of the tensor."""
         self.count += other.count
-        for row, (where, counts) in zip(self.dense(), other.few, strict=True):
-            row[where] += counts
+        for row, (buckets, counts) in zip(self.dense(), other.few, strict=True):
+            row[buckets] += counts
 
 
 def refine(
     readers: Sequence[Reader],
-    wanted: Sequence[list[_Wanted]],
+    wanted: Sequence[list[_Target]],
     progress: Progress,
 ) -> list[dict[float, float]]:
-    """Return quantiles of each tensor without the error that those of a sketch have."""
-    found: list[dict[float, float]] = [{} for _ in readers]
-    left = {n: list(some) for n, some in enumerate(wanted)}
+    """Return the exact quantiles of each tensor, by quantile.
+
+    `wanted` has the targets of each tensor, from `wanted_of`.
+    """
+    results: list[dict[float, float]] = [{} for _ in readers]
+    remaining = {n: list(targets) for n, targets in enumerate(wanted)}
 
     def narrow(number: int, buckets: _Buckets) -> None:
-        for each, counts in zip(left[number], buckets.dense(), strict=True):
-            each.narrow(counts)
+        for target, counts in zip(remaining[number], buckets.dense(), strict=True):
+            target.narrow(counts)
 
     while True:
-        for number, some in left.items():
+        for number, targets in remaining.items():
             kind = readers[number].kind
-            found[number] |= {
-                each.quantile: _value(kind, each.low) for each in some if each.low == each.high
+            results[number] |= {
+                target.quantile: _element(kind, target.low)
+                for target in targets
+                if target.low == target.high
             }
-            left[number] = [each for each in some if each.low != each.high]
-        left = {number: some for number, some in left.items() if some}
-        if not left:
-            return found
-        numbers = list(left)
+            remaining[number] = [target for target in targets if target.low != target.high]
+        remaining = {number: targets for number, targets in remaining.items() if targets}
+        if not remaining:
+            return results
+        numbers = list(remaining)
         gather(
             [readers[n] for n in numbers],
             _Buckets,
-            lambda at, buckets, numbers=numbers: narrow(numbers[at], buckets),  # type: ignore[misc]
+            lambda position, buckets, numbers=numbers: narrow(numbers[position], buckets),  # type: ignore[misc]
             progress,
-            arguments=[left[n] for n in numbers],
+            arguments=[remaining[n] for n in numbers],
         )
 
 
-def wanted_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Wanted]:
-    """Return the elements to look for in a tensor whose quantiles are not known exactly."""
+def wanted_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Target]:
+    """Return the targets for the quantiles that a sketch knows only approximately."""
     kind = sketch.kind
-    ranks = spectrum(sketch)
-    if kind.exact or not len(ranks.counts):
+    distribution = spectrum(sketch)
+    if kind.exact or not len(distribution.counts):
         return []
-    cumulated = np.cumsum(ranks.counts)
-    wanted = []
+    cumulated = np.cumsum(distribution.counts)
+    targets = []
     for quantile in quantiles:
-        at = rank(int(cumulated[-1]), quantile)
-        where = int(np.searchsorted(cumulated, at, side="right"))
-        code = int(ranks.codes[where])
+        element_rank = rank(int(cumulated[-1]), quantile)
+        position = int(np.searchsorted(cumulated, element_rank, side="right"))
+        code = int(distribution.codes[position])
         if code < 0:
             zero = int(keys_of(kind, np.zeros(1, kind.dtype))[0])
-            wanted.append(_Wanted(quantile, code, zero, zero, 0))
+            targets.append(_Target(quantile, code, zero, zero, 0))
             continue
         low, high = _keys(kind, code)
-        before = int(cumulated[where - 1]) if where else 0
-        wanted.append(_Wanted(quantile, code, low, high, at - before))
-    return wanted
+        before = int(cumulated[position - 1]) if position else 0
+        targets.append(_Target(quantile, code, low, high, element_rank - before))
+    return targets
 
 
 def _keys(kind: Kind, code: int) -> tuple[int, int]:
-    """Return the first and the last key of the elements with a code, zeros left out."""
+    """Return the first and the last key of the elements with a code, except zeros."""
     if kind.integer:
         ends = np.array([code, code + 1], np.uint64) << np.uint64(64 - kind.code_bits)
         low, high = sorted(int(end) for end in ends.view(np.float64).tolist())
         offset = 0 if kind.dtype.kind == "u" else 1 << (kind.bits - 1)
-        # Large integers are rounded to float64 before they are counted, perhaps to the next code.
+        # Large integers are rounded to float64 before they are counted, and may change their code.
         slack = max(1, (high - low) >> 8)
         low, high = low - slack, high + slack
         return max(0, low + offset), min((1 << kind.bits) - 1, high + offset)
-    rest = kind.bits - kind.code_bits
-    low, high = code << rest, ((code + 1) << rest) - 1
+    low_bits = kind.bits - kind.code_bits
+    low, high = code << low_bits, ((code + 1) << low_bits) - 1
     sign = 1 << (kind.bits - 1)
-    if code << rest & sign:
-        every = (1 << kind.bits) - 1
-        return high ^ every, (low ^ every) - (low == sign)
+    if code << low_bits & sign:
+        all_bits = (1 << kind.bits) - 1
+        return high ^ all_bits, (low ^ all_bits) - (low == sign)
     return (low ^ sign) + (low == 0), high ^ sign
 
 
 def keys_of(kind: Kind, values: Array) -> Array:
-    """Return integers in the order of the elements, of a kind that is not exact."""
+    """Return unsigned integers that sort like the elements, for a kind that is not exact."""
     bits = values.view(kind.unsigned).astype(np.uint64)
     if kind.dtype.kind == "u":
         return bits
     sign = np.uint64(1 << (kind.bits - 1))
     if kind.integer:
         return bits ^ sign
-    every = np.uint64((1 << kind.bits) - 1)
-    return np.where(bits & sign, bits ^ every, bits ^ sign)
+    all_bits = np.uint64((1 << kind.bits) - 1)
+    return np.where(bits & sign, bits ^ all_bits, bits ^ sign)
 
 
-def _value(kind: Kind, key: int) -> float:
+def _element(kind: Kind, key: int) -> float:
+    """Return the element with a key."""
     sign = 1 << (kind.bits - 1)
     if kind.integer:
         return float(key if kind.dtype.kind == "u" else key - sign)
