@@ -1,4 +1,4 @@
-"""`histogram`: how the elements of every tensor are distributed, from the sketches of a scan."""
+"""`histogram`: counts of the elements of every tensor in bins, from the sketches of a scan."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# The logarithmic part of a symmetric scale spans so many powers of ten below the largest value.
+# Powers of ten below the largest value that the logarithmic part of a symmetric scale spans.
 _DECADES = 8
-# Between these quantiles is what is not an outlier.
+# Elements outside these quantiles are outliers.
 _BULK = (0.005, 0.995)
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution of the finite elements of a tensor; NaN without any."""
+    """The distribution of the finite elements of a tensor; NaN if it has no finite element."""
 
     name: str
     count: int  # of finite elements
@@ -48,37 +48,39 @@ class Distribution:
     low: float
     high: float
     mean: float
-    smallest: float  # magnitude but zero
-    bulk: tuple[float, float]  # the range of all but a hundredth of the elements
+    smallest: float  # nonzero magnitude
+    bulk: tuple[float, float]  # quantiles that enclose 99 % of the elements
     _reader: Reader
     # Packed, because sketches of thousands of tensors take too much memory.
     _sketch: bytes
 
     @property
     def kind(self) -> Kind:
-        """The kind of its elements."""
+        """The kind of the elements."""
         return self._reader.kind
 
     @property
     def span(self) -> tuple[float, float, float]:
-        """The smallest and the largest element, and the smallest magnitude but zero."""
+        """The smallest and the largest element, and the smallest nonzero magnitude."""
         return self.low, self.high, self.smallest
 
     def counts(self, edges: Array) -> Array:
-        """Count the elements in bins."""
+        """Return the number of elements between every two edges."""
         return _count(spectrum(Sketch.unpack(self._sketch, self._reader)), edges)
 
 
 def distributions(entries: Sequence[Described]) -> list[Distribution]:
-    """Find how the elements of tensors are distributed, from the sketches of a scan."""
+    """Return the distribution of each tensor of each entry, in order; scan what is not cached."""
     readers = [reader for entry in entries for reader in entry.readers]
 
     def finish(number: int, sketch: Sketch) -> Distribution:
         return _distribution(readers[number], sketch)
 
     with Progress(None, "histogram") as bar:
-        found: list[Distribution] = gather(readers, Sketch, finish, bar, cache=True, stretched=True)
-    return found
+        results: list[Distribution] = gather(
+            readers, Sketch, finish, bar, cache=True, stretched=True
+        )
+    return results
 
 
 def histogram(
@@ -92,45 +94,46 @@ def histogram(
 ) -> Dataset:
     """Count the finite elements of every tensor in bins that all tensors share.
 
-    It is made from the sketches of `stats`: after a call of that it reads nothing.
+    The counts come from the same sketches as `stats`, so a call after `stats` reads nothing.
 
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        What to describe.
+        Tensors to describe.
     bins : int or sequence of float
         Number of bins between the smallest and the largest element of all tensors, or the edges.
     scale : {"symlog", "linear"}
-        How edges are spaced: equally, or logarithmically on both sides of one bin around zero,
-        whose edges are a hundred-millionth of the largest magnitude, or the smallest one that
-        occurs if that is larger. Ignored where edges are given.
+        Spacing of the edges: equal, or logarithmic on both sides of one bin around zero. The
+        edges of that bin are a hundred-millionth of the largest magnitude, or the smallest
+        magnitude if that is larger. Ignored if `bins` has the edges.
     progress : bool or callable, optional
-        As for `stats`.
+        See `stats`.
     cache : bool
-        As for `stats`.
+        See `stats`.
     storage_options : dict, optional
-        As for `stats`.
+        See `stats`.
 
     Returns
     -------
     xarray.Dataset
-        Each variable with the dimension ``bin`` first, then those along which tensors are
-        stacked, of integers. The coordinates ``bin``, ``bin_left`` and ``bin_right`` have the
-        middles and the edges. A bin has its left edge, the last bin both.
+        Integer counts for each variable, with the dimension ``bin`` first, then the dimensions
+        along which tensors are stacked. The coordinates ``bin``, ``bin_left`` and ``bin_right``
+        have the middles and the edges. A bin includes its left edge; the last bin includes both.
 
     Raises
     ------
     ValueError
-        If there is no bin, edges do not ascend, or there is no such scale.
+        If the number of bins is less than one, edges do not ascend, or the scale is unknown.
 
     Notes
     -----
-    Elements of 8 and 16 bits are counted exactly. Larger ones are known by their sign, exponent
-    and seven bits of their fraction, and all that agree in these are counted together, where the
-    number in their middle belongs. The outer edges are the smallest and the largest element.
-    Others of the symmetric scale are rounded to numbers with so few bits, so that the counts are
-    exact, but for elements that are themselves a negative edge, which may be on its left; otherwise
-    elements within 2**-7 of an edge, relative to it, may be counted on its other side.
+    Elements of 8 and 16 bits are counted exactly. A sketch keeps only the sign, the exponent and
+    seven bits of the fraction of larger elements; elements that agree in these are counted
+    together, in the bin of the number in their middle. The outer edges are the smallest and the
+    largest element. The other edges of the symmetric scale are rounded to numbers with so few bits,
+    so that the counts are exact, except that elements equal to a negative edge may be counted on
+    its left. With other edges, elements within a relative distance of 2**-7 from an edge may be
+    counted on its other side.
 
     Examples
     --------
@@ -139,7 +142,7 @@ def histogram(
     """
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
-    asked = require_bins(bins)
+    count_or_edges = require_bins(bins)
     contents = contents_of(obj, storage_options)
     with paused_collector():
         entries = entries_of(contents)
@@ -153,8 +156,8 @@ def histogram(
                 packed[numbers[number]] = sketch.pack()
                 return _span(sketch)
 
-            some = [readers[number] for number in numbers]
-            return gather(some, Sketch, finish, bar, cache=cache, stretched=True)
+            selected = [readers[number] for number in numbers]
+            return gather(selected, Sketch, finish, bar, cache=cache, stretched=True)
 
         def count(numbers: list[int]) -> Iterator[Any]:
             scan([number for number in numbers if number not in packed])
@@ -163,11 +166,11 @@ def histogram(
                 yield _count(spectrum(sketch), edges).view(np.float64)
 
         spans = rows_of(readers, ("span",), 3, scan, enabled=cache)
-        edges = bin_edges(asked, scale, spans[~np.isnan(spans[:, 0])].tolist())
-        # As bits of integers: sparse tensors may have more elements than floats tell apart.
-        about = ("tallies", *edges.tolist())
+        edges = bin_edges(count_or_edges, scale, spans[~np.isnan(spans[:, 0])].tolist())
+        # Rows are floats, which cannot represent every large count: store the bits of the integers.
+        cache_key = ("tallies", *edges.tolist())
         width = len(edges) - 1
-        rows = rows_of(readers, about, width, count, enabled=cache)
+        rows = rows_of(readers, cache_key, width, count, enabled=cache)
     variables: dict[Hashable, Any] = {}
     stop = 0
     for entry in entries:
@@ -187,23 +190,23 @@ def histogram(
 
 
 def _distribution(reader: Reader, sketch: Sketch) -> Distribution:
-    found = spectrum(sketch)
-    there = found.counts > 0
-    values, counts = found.values(there), found.counts[there]
+    elements = spectrum(sketch)
+    is_present = elements.counts > 0
+    values, counts = elements.values(is_present), elements.counts[is_present]
     count, packed = int(counts.sum()), sketch.pack()
-    other = sketch.count - count
+    nonfinite = sketch.count - count
     if not count:
         nan = np.nan
         return Distribution(
-            reader.name, 0, other, nan, nan, nan, np.inf, (nan, nan), reader, packed
+            reader.name, 0, nonfinite, nan, nan, nan, np.inf, (nan, nan), reader, packed
         )
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
-    # Those that are known by their codes are clipped to the extremes; these are known.
-    low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
+    # In other kinds, values are middles of codes, but a sketch has the exact extremes.
+    low, high = (values[0], values[-1]) if elements.kind.exact else (elements.low, elements.high)
     ends = np.searchsorted(np.cumsum(counts), np.multiply(_BULK, count)).clip(0, len(values) - 1)
     mean = float(np.average(values, weights=counts))
     return Distribution(
-        *(reader.name, count, other, float(low), float(high), mean, smallest),
+        *(reader.name, count, nonfinite, float(low), float(high), mean, smallest),
         (float(values[ends[0]]), float(values[ends[1]])),
         reader,
         packed,
@@ -211,29 +214,29 @@ def _distribution(reader: Reader, sketch: Sketch) -> Distribution:
 
 
 def _span(sketch: Sketch) -> list[float]:
-    """Return the smallest and the largest element, and the smallest magnitude but zero."""
-    found = spectrum(sketch)
-    values = found.values(found.counts > 0)
+    """Return the smallest and the largest element, and the smallest nonzero magnitude."""
+    elements = spectrum(sketch)
+    values = elements.values(elements.counts > 0)
     if not len(values):
         return [np.nan, np.nan, np.nan]
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
-    # Those that are known by their codes are clipped to the extremes; these are known.
-    low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
+    # In other kinds, values are middles of codes, but a sketch has the exact extremes.
+    low, high = (values[0], values[-1]) if elements.kind.exact else (elements.low, elements.high)
     return [float(low), float(high), smallest]
 
 
-def _count(found: Spectrum, edges: Array) -> Array:
-    values = found.values()
-    where = np.searchsorted(edges, values, side="right") - 1
-    where[values == edges[-1]] = len(edges) - 2
-    inside = (where >= 0) & (where < len(edges) - 1)
+def _count(elements: Spectrum, edges: Array) -> Array:
+    values = elements.values()
+    bins = np.searchsorted(edges, values, side="right") - 1
+    bins[values == edges[-1]] = len(edges) - 2
+    is_inside = (bins >= 0) & (bins < len(edges) - 1)
     counts = np.zeros(len(edges) - 1, np.int64)
-    np.add.at(counts, where[inside], found.counts[inside])
+    np.add.at(counts, bins[is_inside], elements.counts[is_inside])
     return counts
 
 
 def require_bins(bins: Any) -> int | Array:
-    """Return the number of bins or their edges; a mistake is noticed before anything is read."""
+    """Return the number of bins or their edges; raise if they are invalid."""
     if np.ndim(bins):
         edges = np.asarray(bins, np.float64)
         if edges.ndim > 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
@@ -250,7 +253,7 @@ def require_bins(bins: Any) -> int | Array:
 
 
 def bin_edges(bins: int | Array, scale: str, spans: Sequence[Sequence[float]]) -> Array:
-    """Return the edges of bins for tensors with a smallest, a largest and a least magnitude."""
+    """Return the edges of bins that cover the spans of all tensors; see `Distribution.span`."""
     if not isinstance(bins, int):
         return bins
     count = bins
@@ -265,37 +268,37 @@ def bin_edges(bins: int | Array, scale: str, spans: Sequence[Sequence[float]]) -
 
 
 def edges_on_grid(kind: Kind, edges: Array) -> Array:
-    """Move edges to between the numbers that elements of a kind can be told apart by.
+    """Move edges to halfway between the numbers that a sketch of a kind distinguishes.
 
-    Bins that would have none of these numbers are united with their neighbours, so that a bin is
-    as wide as the numbers in it are apart: divided by the widths, counts are densities without a
-    comb where bins are finer than the numbers, and without a step where their spacing doubles.
-    Elements at the first and at the last edge are inside.
+    Merge bins without such a number with their neighbours, so that each bin is as wide as the
+    spacing of its numbers. Counts divided by these widths are densities without a comb where bins
+    are finer than the numbers, and without a step where the spacing doubles. Elements equal to the
+    first or the last edge are inside.
     """
     if kind.exact:
         cells = _cells(kind)
         first = np.searchsorted(cells, edges[0], side="left") - 1
         last = np.searchsorted(cells, edges[-1], side="right")
         nearest = np.searchsorted((cells[1:] + cells[:-1]) / 2, edges[1:-1])
-        at = np.unique([first, *nearest, last]).clip(0, len(cells) - 1)
-        on_grid: Array = cells[np.unique(at)]
+        cell_numbers = np.unique([first, *nearest, last]).clip(0, len(cells) - 1)
+        on_grid: Array = cells[np.unique(cell_numbers)]
         return on_grid
     inner, low, high = _rounded(edges[1:-1], np.rint), edges[0], edges[-1]
-    # A code is of numbers from its beginning away from zero, to which the next one belongs.
+    # A code covers a range of magnitudes up to the next code, whose first number it excludes.
     if low <= 0:
         low = low - 1 if kind.integer else np.nextafter(low, -np.inf)
     if high >= 0:
         high = high + 1 if kind.integer else np.nextafter(high, np.inf)
     low, high = _rounded(low, np.floor), _rounded(high, np.ceil)
     if kind.integer:
-        inner, low, high = (_between(each) for each in (inner, low, high))
+        inner, low, high = (_between(bounds) for bounds in (inner, low, high))
     ascending: Array = np.unique([low, *inner[(inner > low) & (inner < high)], high])
     return ascending
 
 
 @cache
 def _cells(kind: Kind) -> Array:
-    """Return what is halfway between the finite numbers of a kind, and as far beyond the ends."""
+    """Return the midpoints between the finite numbers of a kind, and one beyond each end."""
     values = np.unique(kind.values[np.isfinite(kind.values)])
     middles = values[:-1] / 2 + values[1:] / 2
     ends = 2 * values[0] - middles[0], 2 * values[-1] - middles[-1]
@@ -303,10 +306,10 @@ def _cells(kind: Kind) -> Array:
     return cells
 
 
-def _rounded(numbers: Array, way: Any) -> Array:
-    """Round to eight significant bits, which is where codes begin."""
+def _rounded(numbers: Array, round_to_integer: Any) -> Array:
+    """Round to eight significant bits, the first numbers of codes."""
     fractions, exponents = np.frexp(numbers)
-    rounded: Array = np.ldexp(way(fractions * 256) / 256, exponents)
+    rounded: Array = np.ldexp(round_to_integer(fractions * 256) / 256, exponents)
     return rounded
 
 
@@ -317,7 +320,7 @@ def _between(numbers: Array) -> Array:
 
 
 def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Array:
-    """Space edges logarithmically on both sides of zero, as far as there are elements."""
+    """Return edges spaced logarithmically on both sides of zero, from `low` to `high`."""
     largest = max(-low, high)
     start = max(largest * 10.0**-_DECADES, min(smallest, largest / 2))
     spans = [np.log2(max(bound / start, 1.0)) for bound in (-low, high)]
@@ -331,7 +334,7 @@ def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Ar
 
 def _steps(start: float, stop: float, count: int) -> Array:
     """Return edges from `start` to `stop`, all but the last rounded to eight significant bits."""
-    with np.errstate(over="ignore"):  # of the last edge, which is known
+    with np.errstate(over="ignore"):  # in the last edge, which `stop` replaces
         edges = (
             np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
         )
