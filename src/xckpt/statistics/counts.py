@@ -1,4 +1,4 @@
-"""Sketches: counts of the bit patterns of elements, and their moments."""
+"""Sketches of tensors: counts of the bit patterns of the elements, and their moments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _thread = threading.local()
 
 
 class Sketch(Accumulator):
-    """Counts of bit patterns, and moments, of some elements of a tensor."""
+    """Counts of bit patterns and moments of a part of a tensor, or of all of it."""
 
     record = "sketch"
 
@@ -40,16 +40,16 @@ class Sketch(Accumulator):
         self.kind = kind
         self.size = size
         self.count = 0
-        #: The codes that occur, ascending, and how often.
+        #: The codes that occur, in ascending order, and their counts.
         self.codes: Array = np.empty(0, np.uint32)
         self.counts: Array = np.empty(0, np.int64)
-        #: Of a kind that is not exact: how many there are, the smallest and the largest finite
-        #: element, and the sum of integers.
+        #: For kinds that are not exact: counts of special elements, the smallest and the largest
+        #: finite element, and the sum of integers.
         self.nan = self.inf = self.zero = self.negative_zero = 0
         self.low: float | int | None = None
         self.high: float | int | None = None
         self.total = 0
-        #: Zeros that are not stored: in `count`, `counts` and `zero`, but not in `tree`.
+        #: Zeros that are not stored; `count`, `counts` and `zero` include them, `tree` does not.
         self.implied = 0
         self.tree: Tree[Moments] = Tree(merge, EMPTY)
         self.pieces = {}
@@ -60,8 +60,8 @@ class Sketch(Accumulator):
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Sketch:  # noqa: ARG003
-        """Return one for elements of a tensor."""
-        # How many values a sparse one stores is known once repeated ones are added up.
+        """Return an empty sketch for a tensor."""
+        # The number of values in a sparse tensor is unknown until duplicates are added up.
         return cls(reader.kind, *((-1, 0) if reader.sparse else (reader.size, reader.row)))
 
     def moments(self) -> Moments:
@@ -70,7 +70,7 @@ class Sketch(Accumulator):
         return merge(total, (float(self.implied), *EMPTY[1:])) if self.implied else total
 
     def counted(self) -> tuple[Array, Array]:
-        """Return the codes that occur, ascending, and how often."""
+        """Return the codes that occur, in ascending order, and their counts."""
         if self._dense is not None:
             codes = np.flatnonzero(self._dense)
             self.codes, self.counts = codes.astype(np.uint32), self._dense[codes]
@@ -83,8 +83,10 @@ class Sketch(Accumulator):
             self._tables.reset()
         values = prepared(columns[0], self.kind)
         step = BLOCK_NBYTES // self.kind.itemsize // LEAF * LEAF
-        for at in range(0, len(values), step):
-            self._add_block(self._tables, start + at, values[at : at + step], is_whole=is_whole)
+        for offset in range(0, len(values), step):
+            self._add_block(
+                self._tables, start + offset, values[offset : offset + step], is_whole=is_whole
+            )
 
     def _add_block(self, tables: Tables, start: int, values: Array, *, is_whole: bool) -> None:
         tables.count(values)
@@ -99,8 +101,8 @@ class Sketch(Accumulator):
                 for level, number in runs(first, leaves):
                     nodes = tables.nodes[(number << level) - first :]
                     if level and tables.rare:
-                        for each, node in enumerate(nodes[: 1 << level].tolist()):
-                            self.tree.add(0, (number << level) + each, tuple(node))
+                        for position, node in enumerate(nodes[: 1 << level].tolist()):
+                            self.tree.add(0, (number << level) + position, tuple(node))
                         continue
                     if level:
                         block_loops.fold(nodes, 1 << level)
@@ -113,7 +115,7 @@ class Sketch(Accumulator):
             self.rows.add(start, len(values))
 
     def _add_zeros(self, tables: Tables, start: int, values: Array, zeros: Array) -> None:
-        """Count zeros of floats, of which only the codes were counted, and rows of zeros."""
+        """Count zeros of floats, which share a code with tiny elements, and rows of zeros."""
         length, unsigned = self.rows.length, self.kind.unsigned
         skipped = start % length if length else 0
         alive = np.zeros((skipped + len(values) - 1) // length + 1 if length else 0, np.bool_)
@@ -130,7 +132,7 @@ class Sketch(Accumulator):
         self._add_counts(*tables.drain())
 
     def _add_counts(self, codes: Array, counts: Array) -> None:
-        # Only tensors in several parts get a table of all codes; few are open at a time.
+        # A table of all codes is large: only tensors in several parts get one, few at a time.
         if self._dense is None and not len(self.codes):
             self.codes, self.counts = codes, counts
             return
@@ -140,7 +142,7 @@ class Sketch(Accumulator):
         self._dense[codes] += counts
 
     def close(self) -> Self:
-        """Take what was counted out of the tables of this thread."""
+        """Move the counts from the tables of this thread into the sketch."""
         tables, self._tables = self._tables, None
         if tables is None:
             return self
@@ -160,15 +162,15 @@ class Sketch(Accumulator):
         self.nan, self.inf, self.zero, self.negative_zero = tally
         if low <= high:
             keys = tables.extremes
-            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[1])
+            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.limits[1])
             self.low, self.high = keys.view(self.kind.dtype).tolist()
         return self
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
-        """Complete the last leaf, now that its end is known; count zeros that are not stored."""
+        """Complete the last leaf, whose end is now known, and count zeros that are not stored."""
         self.size = self.count
         pieces, self.pieces = self.pieces, {}
-        for start, columns in (piece for some in pieces.values() for piece in some):
+        for start, columns in (piece for level_pieces in pieces.values() for piece in level_pieces):
             self._add_piece(start, columns)
         self.rows = Rows(row, dead if row else 0)
         if not zeros:
@@ -186,7 +188,7 @@ class Sketch(Accumulator):
             self.high = 0 if self.high is None else max(self.high, 0)
 
     def merge(self, other: Sketch) -> None:
-        """Add what another one found in other elements."""
+        """Add the sketch of other elements of the same tensor."""
         self._add_counts(*other.counted())
         for name in ("nan", "inf", "zero", "negative_zero", "total", "implied"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -203,14 +205,14 @@ class Sketch(Accumulator):
         self.tree.add(0, start // LEAF, tuple(tables.nodes[0].tolist()))
 
     def pack(self) -> bytes:
-        """Return bytes to keep."""
+        """Return the sketch as bytes, for the cache."""
         import msgpack
 
         data: bytes = msgpack.packb(self._fields(), default=str)
         return data
 
     def _fields(self) -> dict[str, Any]:
-        """Return what is kept; integers of more than 64 bits, which msgpack has not, as text."""
+        """Return the fields to pack; `pack` writes integers beyond 64 bits as text for msgpack."""
         codes, counts = self.counted()
         steps = codes.copy()
         steps[1:] -= codes[:-1]
@@ -218,16 +220,16 @@ class Sketch(Accumulator):
             "row": self.rows.length,
             "dead": self.rows.dead,
             "kind": self.kind.name,
-            "codes": _narrowed(steps, (1 << self.kind.code_bits) - 1),
-            "counts": _narrowed(counts, self.count),
+            "codes": _pack_integers(steps, (1 << self.kind.code_bits) - 1),
+            "counts": _pack_integers(counts, self.count),
             "extremes": [self.low, self.high],
             "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
-            "open": [[row, *seen] for row, seen in self.rows.open.items()],
+            "open": [[row, *state] for row, state in self.rows.open.items()],
         }
 
     @classmethod
     def unpack(cls, data: bytes, reader: Any) -> Self:
-        """Return what `pack` was called on."""
+        """Return the sketch from the bytes of `pack`."""
         import msgpack
 
         fields = msgpack.unpackb(data)
@@ -238,70 +240,73 @@ class Sketch(Accumulator):
     def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
         for name in _NUMBERS:
             setattr(self, name, int(fields[name]))
-        self.codes = np.cumsum(_widened(fields["codes"]), dtype=np.uint32)
-        self.counts = _widened(fields["counts"]).astype(np.int64)
+        self.codes = np.cumsum(_unpack_integers(fields["codes"]), dtype=np.uint32)
+        self.counts = _unpack_integers(fields["counts"]).astype(np.int64)
         self.low, self.high = fields["extremes"]
         self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
         self.rows = Rows(fields["row"], fields["dead"])
-        self.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
+        self.rows.open = {row: (count, alive) for row, count, alive in fields["open"]}
 
 
 _NUMBERS = ("count", "nan", "inf", "zero", "negative_zero", "total", "implied")
 _WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
-def _narrowed(numbers: Array, most: int) -> bytes:
-    """Return numbers up to `most` in as few bytes as possible, after the size of each."""
-    width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
+def _pack_integers(numbers: Array, largest: int) -> bytes:
+    """Pack integers up to `largest` in as few bytes as possible, after a byte with their width."""
+    width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
     return bytes([width]) + numbers.astype(_WIDTHS[width]).tobytes()
 
 
-def _widened(data: bytes) -> Array:
-    """Return the numbers that `_narrowed` was called on."""
+def _unpack_integers(data: bytes) -> Array:
+    """Return the integers from the bytes of `_pack_integers`."""
     return np.frombuffer(data, _WIDTHS[data[0]], offset=1)
 
 
 class Rows:
-    """A counter of rows of zeros; incomplete rows wait for their other elements."""
+    """A counter of rows of zeros, which keeps incomplete rows until their other parts are added."""
 
     __slots__ = ("dead", "length", "open")
 
     def __init__(self, length: int, dead: int = 0) -> None:
-        #: Elements in a row; 0 where rows are not counted.
+        #: Elements in a row; 0 if rows are not counted.
         self.length = length
         self.dead = dead
-        #: By number of the row: how many of its elements were seen, whether one was not zero.
+        #: Incomplete rows, by number: elements so far, and whether one of them is not zero.
         self.open: dict[int, tuple[int, bool]] = {}
 
     def add(self, start: int, count: int, alive: Array | None = None) -> None:
-        """Add a run of elements: which of its rows have one that is not zero; None for all."""
+        """Add a run of elements.
+
+        `alive` has for each row whether one of the elements is not zero; None means all rows.
+        """
         first, last = start // self.length, (start + count - 1) // self.length
         ends = (True, True) if alive is None else (bool(alive[0]), bool(alive[-1]))
         if first == last:
-            self._see(first, count, alive=ends[0])
+            self._add_part(first, count, alive=ends[0])
             return
-        self._see(first, (first + 1) * self.length - start, alive=ends[0])
-        self._see(last, start + count - last * self.length, alive=ends[1])
+        self._add_part(first, (first + 1) * self.length - start, alive=ends[0])
+        self._add_part(last, start + count - last * self.length, alive=ends[1])
         if alive is not None:
             self.dead += len(alive) - 2 - int(np.count_nonzero(alive[1:-1]))
 
     def merge(self, other: Rows) -> None:
-        """Add what another count found in other elements of the same tensor."""
+        """Add the rows of other elements of the same tensor."""
         self.length = self.length or other.length
         self.dead += other.dead
-        for row, (seen, alive) in other.open.items():
-            self._see(row, seen, alive=alive)
+        for row, (count, alive) in other.open.items():
+            self._add_part(row, count, alive=alive)
 
-    def _see(self, row: int, count: int, *, alive: bool) -> None:
-        seen, before = self.open.pop(row, (0, False))
-        if seen + count < self.length:
-            self.open[row] = (seen + count, alive or before)
-        elif not (alive or before):
+    def _add_part(self, row: int, count: int, *, alive: bool) -> None:
+        previous, was_alive = self.open.pop(row, (0, False))
+        if previous + count < self.length:
+            self.open[row] = (previous + count, alive or was_alive)
+        elif not (alive or was_alive):
             self.dead += 1
 
 
 class Tables:
-    """Memory that compiled loops write to, for one kind of elements."""
+    """Arrays that compiled loops write to, for one kind of elements."""
 
     def __init__(self, kind: Kind, nbytes: int) -> None:
         self.kind = kind
@@ -314,13 +319,13 @@ class Tables:
         self.zeros = np.zeros(leaves, np.int64)
         bits = kind.bits if kind.exact else kind.code_bits
         minus = 1 << (bits - 1) if kind.has_negative_zero else 0
-        #: The type of patterns that are counted: of integers, those of the same as float64.
+        #: Type of the patterns that are counted. Integers are counted as float64.
         unsigned = np.dtype(np.uint64) if kind.integer else kind.unsigned
         shift = 0 if kind.exact else 8 * unsigned.itemsize - kind.code_bits
-        #: The lowest bit of a code within a pattern, and the code of minus zero.
+        #: Position of the lowest bit of a code in a pattern, and the code of minus zero.
         self.of_codes = (unsigned.type(shift), minus)
-        #: Of floats how many are NaN, infinite, zero, and negative zeros; of integers, the sums of
-        #: their lower and upper halves.
+        #: For floats, the numbers of NaN, infinities, zeros and negative zeros; for integers, the
+        #: sums of their lower and upper halves.
         self.tally = np.zeros(4, np.int64)
         self.extremes = np.zeros(2, np.int64)
         if kind.exact:
@@ -331,7 +336,7 @@ class Tables:
         self.extremes = np.zeros(2, key_type)
         info = np.iinfo(key_type)
         self.widest = (info.max, info.min)
-        # Vectors are stored there all the time, at best each in a line of the cache.
+        # The loops store vectors here all the time, fastest if each fits in one cache line.
         memory = np.empty(5 * LANES)
         start = -memory.__array_interface__["data"][0] // memory.itemsize % WIDTH
         sums = memory[start : start + 4 * LANES]
@@ -340,21 +345,21 @@ class Tables:
             self.wide = np.empty(leaves * LEAF)
             self.out = (self.nodes, self.extremes, self.tally, np.empty(LEAF), sums)
             return
-        # Patterns of magnitudes that are described without another look: all but infinity, or those
-        # whose fourth powers do not leave the range of float64.
+        # Patterns of the least and the largest magnitude that the loops can describe: all finite
+        # ones, or those whose fourth powers stay in the range of float64.
         infinity = kind.dtype.type(np.inf).view(self.signed)
         least, most = (822 << 52, 1223 << 52) if kind.itemsize == 8 else (0, infinity)
         keys = (self.signed.type(n) for n in (info.max, least, most, infinity))
-        self.how = (self.of_codes, *keys)
-        # A second look at a leaf does not count its codes again.
-        self.elsewhere = ((unsigned.type(kind.bits - 1), 0), *self.how[1:])
+        self.limits = (self.of_codes, *keys)
+        # The second pass over a leaf must not count its codes again.
+        self.uncounted_limits = ((unsigned.type(kind.bits - 1), 0), *self.limits[1:])
         self.uncounted = (*np.zeros((2, 2), np.uint32), np.zeros(1, np.bool_))
 
     def reset(self) -> None:
-        """Forget what was counted; the counters are empty unless an error came before `drain`."""
+        """Clear all counts; the counters are not empty only after an error before `drain`."""
         if self.used:
-            for each in self.counted:
-                each[:] = 0
+            for counters in self.counted:
+                counters[:] = 0
         self.tally[:] = 0
         if not self.kind.exact:
             self.extremes[:] = self.widest
@@ -375,45 +380,47 @@ class Tables:
             block_loops.count_codes(patterns, self.of_codes, self.counted, self.zeros)
             block_loops.describe_integers(values, self.out)
         else:
-            self.rare = self._describe(values, self.how, self.counted, self.out)
+            self.rare = self._describe(values, self.limits, self.counted, self.out)
         if self.rare:
             for leaf in np.flatnonzero(self.nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
-                self.nodes[leaf] = self._look_again(values[leaf * LEAF : (leaf + 1) * LEAF])
+                self.nodes[leaf] = self._describe_rare(values[leaf * LEAF : (leaf + 1) * LEAF])
 
-    def _describe(self, values: Array, how: Any, counted: Any, out: Any) -> int:
+    def _describe(self, values: Array, limits: Any, counted: Any, out: Any) -> int:
         patterns = values.view(self.kind.unsigned)
-        rare: int = block_loops.describe_floats(values, patterns, how, counted, out)
+        rare: int = block_loops.describe_floats(values, patterns, limits, counted, out)
         return rare
 
-    def _look_again(self, values: Array) -> Array:
-        """Return the moments of a leaf of floats that are not all finite, or are very large."""
+    def _describe_rare(self, values: Array) -> Array:
+        """Return the moments of a leaf with floats that are not finite, or out of range."""
         finite = values[np.isfinite(values)]
         nan = int(np.isnan(values).sum())
         self.tally[:2] += nan, len(values) - len(finite) - nan
         node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(1, np.int64)
         sums = self.out[-1]
         out = (zeros, node, self.extremes, sums)
-        if not len(finite) or not self._describe(finite, self.elsewhere, self.uncounted, out):
+        if not len(finite) or not self._describe(
+            finite, self.uncounted_limits, self.uncounted, out
+        ):
             return node
-        # Few different powers, so that leaves seldom have to be brought to a common one.
+        # Exponents in steps of 256, so that most leaves share one and merge without scaling.
         exponent = 256 * ((int(np.frexp(np.abs(finite).max())[1]) + 128) // 256)
         # The power of two may itself be out of range.
         first = -exponent // 2
         scaled = finite * 2.0**first * 2.0 ** (-exponent - first)
         out = (zeros, node, self.extremes.copy(), sums)
-        self._describe(scaled, self.elsewhere, self.uncounted, out)
+        self._describe(scaled, self.uncounted_limits, self.uncounted, out)
         node[0, 6] = exponent
         return node
 
     def drain(self) -> tuple[Array, Array]:
-        """Take the codes that were counted, and how often, out of the counters."""
-        found = block_loops.drain(*self.counted, self.codes, self.counts)
+        """Return the codes that were counted and their counts, and clear the counters."""
+        size = block_loops.drain(*self.counted, self.codes, self.counts)
         self.used = False
-        return self.codes[:found].copy(), self.counts[:found].copy()
+        return self.codes[:size].copy(), self.counts[:size].copy()
 
 
 def _tables(kind: Kind) -> Tables:
-    """Return the tables of this thread, which uses them for one sketch after another."""
+    """Return the tables of this thread, which its sketches use one after another."""
     tables: dict[str, Tables] = _thread.__dict__.setdefault("tables", {})
     if kind.name not in tables:
         tables[kind.name] = Tables(kind, BLOCK_NBYTES)
@@ -432,7 +439,7 @@ def codes_of(kind: Kind, values: Array) -> Array:
 
 
 def prepared(values: Array, kind: Kind) -> Array:
-    """Return values in the memory that loops are compiled for: contiguous, aligned and writable."""
+    """Return values in the layout of the compiled loops: contiguous, aligned and writable."""
     dtype = kind.unsigned if kind.exact else kind.dtype
     if values.dtype != dtype:
         if kind.exact and values.dtype.itemsize == dtype.itemsize:
