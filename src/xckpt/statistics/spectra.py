@@ -1,4 +1,4 @@
-"""`spectrum`: the singular values of every matrix, and what they say, out of core."""
+"""`spectrum`: the singular values of every matrix and their statistics, out of core."""
 
 from __future__ import annotations
 
@@ -52,21 +52,22 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Matrices with more elements than this are left out unless they are named: embeddings mostly.
+#: Larger matrices, in elements, are left out unless they are named; most are embeddings.
 LARGEST = 1 << 27
 
-# Rows that are read at a time, as float64.
+# Size of a block of rows, as float64.
 _BLOCK_NBYTES = 32 << 20
-# Wide matrices up to this size are read whole: what is in a column is not stored together.
+# Wide matrices up to this size are read at once, because a column is scattered over the file.
 _WHOLE_NBYTES = 256 << 20
-# Below it BLAS gains nothing from threads: several matrices are done at a time.
+# BLAS gains nothing from threads for smaller matrices, so several are decomposed in parallel.
 _SMALL_SIDE = 384
-# Where these alone are asked for, a few passes with vectors are enough.
-_OF_THE_LARGEST = {"spectral_norm", "frobenius", "stable_rank"}
-# To learn how fast this machine is.
-_TRIED_SIDE = 768
+# These statistics need only a few passes with vectors.
+_LANCZOS_STATISTICS = {"spectral_norm", "frobenius", "stable_rank"}
+# Side of the matrix product that measures the speed of this machine.
+_BENCHMARK_SIDE = 768
 _WORTH_ESTIMATING = 2e10
-_OPERATIONS_OF_EIGENVALUES = 12  # as those of products: half of them wait for memory
+# In multiplications of a matrix product: half of the operations wait for memory.
+_OPERATIONS_OF_EIGENVALUES = 12
 
 
 def spectrum(
@@ -80,50 +81,51 @@ def spectrum(
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Compute the singular values of every matrix, one after the other, and what they say.
+    """Compute the singular values of every matrix, and statistics of them.
 
-    A convolution counts as a matrix of ``out`` rows and ``in * kernel`` columns; stacked layers and
-    experts are matrices one by one. It runs on this machine, or with one task for each matrix on
-    the cluster of an active `distributed.Client`.
+    A convolution counts as a matrix of ``out`` rows and ``in * kernel`` columns; each stacked
+    layer or expert is a matrix. The computation runs on this machine, or with one task for each
+    matrix on the cluster of an active `distributed.Client`.
 
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        What to describe. Quantised tensors are taken as the numbers they stand for.
+        Tensors to describe. Quantised tensors are decoded.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Only these: a glob of whole names, several, a regular expression that is searched, or a
-        function of the name. By default all matrices of up to 2**27 elements; larger ones, which
-        are embeddings mostly, are done when they are named here.
+        Tensors to select: a glob of whole names, several globs, a regular expression that is
+        searched, or a function of the name. By default all matrices of up to 2**27 elements. Larger
+        matrices, mostly embeddings, must be named here.
     minus : as `obj`, optional
-        Describe the differences to the tensors of the same names in another checkpoint: the rank
-        of what fine-tuning added.
+        Checkpoint to subtract: describe the differences to its tensors of the same names, such as
+        the rank of the weights that fine-tuning added.
     statistics : iterable of str, optional
-        Some of the names below. For ``spectral_norm``, ``frobenius`` and ``stable_rank`` alone a
-        few passes by Lanczos's method are enough where scipy is installed.
+        Some of the names below; all by default. ``spectral_norm``, ``frobenius`` and
+        ``stable_rank`` alone need only a few passes of Lanczos's method if scipy is installed.
     values : bool
-        Whether to give the singular values themselves, instead of statistics.
+        Whether to return the singular values themselves, instead of statistics.
     progress : bool or callable, optional
-        As `xckpt.stats` takes it. A bar says how long it will take, as far as that is known.
+        See `xckpt.stats`. The bar estimates the duration if it is long.
     cache : bool
-        Whether to keep the singular values of unchanged files in the user's cache, so that a
-        second call computes nothing and an interrupted one goes on.
+        Whether to keep the singular values of unchanged files in the user's cache. A second call
+        then computes nothing, and an interrupted call resumes.
     storage_options : dict, optional
-        For fsspec, where `obj` or `minus` is a URL.
+        Options for fsspec, if `obj` or `minus` is a URL.
 
     Returns
     -------
     xarray.Dataset
-        Each variable with the dimension ``statistic`` first, then those along which tensors are
-        stacked. Tensors that are not asked for, and matrices with NaN or infinities, are NaN.
+        Each variable with the dimension ``statistic`` first, then the dimensions along which
+        tensors are stacked. Tensors that are not selected, and matrices with NaN or infinities, are
+        NaN.
 
         ==================  =====================================================================
         ``spectral_norm``   the largest singular value
         ``frobenius``       root of the sum of their squares
         ``stable_rank``     ``(frobenius / spectral_norm) ** 2``
         ``effective_rank``  exponential of the entropy of the values, divided by their sum
-        ``rank``            how many are above ``noise_floor``
-        ``condition``       largest by smallest; NaN where the smallest is below a floor
-        ``alpha``           exponent of a power law that is fitted to the tail of the squares
+        ``rank``            number of values above ``noise_floor``
+        ``condition``       largest by smallest; NaN if the smallest is below a floor
+        ``alpha``           exponent of a power law fitted to the tail of the squares
         ``noise_floor``     ``max(shape) * eps`` of the largest, with the ``eps`` of float32 or
                             float64; with `minus`, the largest value that rounding both sides to
                             their stored types explains, if that is more
@@ -133,10 +135,10 @@ def spectrum(
         ``condition`` either. The rounding of quantised tensors is unknown: all three are NaN.
 
         With `values`, each variable has the singular values, largest first, along a last dimension
-        ``value`` (``value_1``, ... for other sizes); those below the floor are NaN. With `minus`,
+        ``value`` (``value_1``, ... for other sizes); values below the floor are NaN. With `minus`,
         ``attrs["noise_floor"]`` of a variable has a number for each of its tensors.
-        ``attrs["floor"]`` is the share of the largest value, 1e-9, below which none is told; all
-        above are right to 1e-6 of themselves.
+        ``attrs["floor"]`` is the floor as a share of the largest value, 1e-9. Values above it have
+        a relative error of at most 1e-6.
 
     Raises
     ------
@@ -145,20 +147,20 @@ def spectrum(
     KeyError
         If `tensors` matches nothing.
     ValueError
-        If a statistic is not known.
+        If a statistic is unknown.
 
     Notes
     -----
     The inner products of the shorter side are summed in float64 over blocks of rows, and their
-    eigenvalues found by LAPACK. ``alpha`` is the estimate of maximum likelihood, for a tail that
-    begins where the distance of Kolmogorov and Smirnov is smallest (Clauset, Shalizi and Newman,
-    SIAM Review 51, 661, 2009), as WeightWatcher has it; ``effective_rank`` is that of Roy and
-    Vetterli (EUSIPCO 2007).
+    eigenvalues computed by LAPACK. ``alpha`` is the maximum likelihood estimate, for the start of
+    the tail that minimises the Kolmogorov-Smirnov distance (Clauset, Shalizi and Newman, SIAM
+    Review 51, 661, 2009), as in WeightWatcher. ``effective_rank`` is defined by Roy and Vetterli
+    (EUSIPCO 2007).
 
     Examples
     --------
-    >>> found = xckpt.spectrum("m.zt", "*.mlp.*")  # doctest: +SKIP
-    >>> found.ckpt.table().nsmallest(3, "stable_rank")  # doctest: +SKIP
+    >>> spectra = xckpt.spectrum("m.zt", "*.mlp.*")  # doctest: +SKIP
+    >>> spectra.ckpt.table().nsmallest(3, "stable_rank")  # doctest: +SKIP
     """
     names = STATISTICS if statistics is None else tuple(statistics)
     for name in names:
@@ -166,21 +168,23 @@ def spectrum(
             hint = suggest_names(STATISTICS, name) or f"; there are: {', '.join(STATISTICS)}"
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
     objects = [obj] if minus is None else [obj, minus]
-    contents, *others = contents_of_all(objects, storage_options)
+    contents, *subtracted = contents_of_all(objects, storage_options)
     names_of_matrices = [name for name, v in contents.variables.items() if _has_matrices(v)]
     entries = entries_of(contents, names=names_of_matrices)
-    matrices = _chosen(entries, tensors, others[0] if others else None)
+    matrices = _select_matrices(entries, tensors, subtracted[0] if subtracted else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
-    is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None
-    found = _find_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
+    is_quick = not values and set(names) <= _LANCZOS_STATISTICS and find_spec("scipy") is not None
+    decomposed = _decompose_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
     if values:
-        return cast("Dataset", _laid_out_values(entries, found, contents))
+        return cast("Dataset", _values_dataset(entries, decomposed, contents))
     columns = [STATISTICS.index(name) for name in names]
-    nothing = [np.nan] * len(STATISTICS)
+    missing = [np.nan] * len(STATISTICS)
     rows = []
     for entry in entries:
-        of_entry = [found[r.name].described if r.name in found else nothing for r in entry.readers]
-        rows.append(laid(np.array(of_entry)[:, columns], entry.shape, entry.gone))
+        entry_rows = [
+            decomposed[r.name].described if r.name in decomposed else missing for r in entry.readers
+        ]
+        rows.append(laid(np.array(entry_rows)[:, columns], entry.shape, entry.gone))
     result = laid_out(names, entries, rows, [{}] * len(entries), contents)
     return result.assign_attrs(floor=FLOOR)
 
@@ -193,17 +197,17 @@ def _has_matrices(variable: xr.Variable) -> bool:
     return is_float and len(inner) >= 2 and inner[0] >= 2 and prod(inner[1:]) >= 2
 
 
-def _chosen(
+def _select_matrices(
     entries: Sequence[Described], tensors: TensorFilter | None, subtracted: OpenTensors | None
 ) -> dict[str, Matrix]:
-    """Return the matrices by the names of their tensors; warn once about those left out."""
+    """Return the matrices by the names of their tensors; warn once if some are left out."""
     sides = {r.name: _Side(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
     names = select(sides, tensors)
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
-    others: dict[str, _Side] = {}
+    other_sides: dict[str, _Side] = {}
     for entry in entries_of(subtracted) if subtracted is not None else ():
-        others |= {r.name: _Side(r, _stored_kind(entry, r)) for r in entry.readers}
+        other_sides |= {r.name: _Side(r, _stored_kind(entry, r)) for r in entry.readers}
     left_out: Counter[str] = Counter()
     matrices = {}
     for name in names:
@@ -212,18 +216,18 @@ def _chosen(
             left_out[f"have more than {LARGEST:,} elements (name them to have them done)"] += 1
         elif subtracted is None:
             matrices[name] = Matrix(name, reader.array, reader.kind, reader.identity)
-        elif name not in others:
+        elif name not in other_sides:
             left_out["are not in the other checkpoint"] += 1
-        elif others[name].reader.array.shape != reader.array.shape:
+        elif other_sides[name].reader.array.shape != reader.array.shape:
             left_out["have another shape in the other checkpoint"] += 1
         else:
-            other = others[name].reader
-            kinds = sides[name].stored, others[name].stored
+            other_reader = other_sides[name].reader
+            kinds = sides[name].stored, other_sides[name].stored
             identity = None
-            if reader.identity is not None and other.identity is not None:
-                stored = reader.identity[0] + other.identity[0]
-                identity = stored, reader.identity[1:], other.identity[1:]
-            difference = _Difference((reader.array, other.array), kinds)
+            if reader.identity is not None and other_reader.identity is not None:
+                stored = reader.identity[0] + other_reader.identity[0]
+                identity = stored, reader.identity[1:], other_reader.identity[1:]
+            difference = _Difference((reader.array, other_reader.array), kinds)
             matrices[name] = Matrix(name, difference, reader.kind, identity)
     if left_out:
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.items())
@@ -232,26 +236,27 @@ def _chosen(
 
 
 class _Side(NamedTuple):
-    """A tensor, and the element type that it was rounded to; None if that is unknown."""
+    """A tensor, and the element type that it was rounded to; None if the type is unknown."""
 
     reader: Reader
     stored: Kind | None
 
 
 def _stored_kind(entry: Described, reader: Reader) -> Kind | None:
+    """Return the element type that a tensor was rounded to, or None if it is unknown."""
     array, encoding = reader.array, entry.variable.encoding
     while isinstance(array, SlicedArray):
         array = array.base
     is_quantised = isinstance(array, QuantizedArray | CodebookArray | BlockArray)
     if is_quantised or encoding.get("layout") in {"quantized", "blocks"}:
         return None
-    # Chunks of a Dataset may have a type that numpy computes with.
+    # Chunks of a Dataset may be read as a wider type.
     stored = encoding.get("stored_dtype")
     return (kind_of(stored) if isinstance(stored, np.dtype) else None) or reader.kind
 
 
 class _Difference:
-    """Two arrays of one shape, subtracted when they are read, and their stored types."""
+    """The difference of two arrays of the same shape, computed on reading."""
 
     def __init__(self, arrays: tuple[Any, Any], kinds: tuple[Kind | None, Kind | None]) -> None:
         self.arrays, self.kinds = arrays, kinds
@@ -266,11 +271,11 @@ class _Difference:
                 yield from array.ranges(key)
 
 
-def in_memory(found: Any) -> Array:
-    """Return what was read of an array, dense."""
-    if hasattr(found, "dask"):
-        found = found.compute()
-    return dense_values(found)
+def in_memory(array: Any) -> Array:
+    """Return an array as a dense numpy array."""
+    if hasattr(array, "dask"):
+        array = array.compute()
+    return dense_values(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,35 +284,35 @@ class Matrix:
 
     name: str
     array: Any
-    #: The identity of its tensors, for the cache.
+    #: Identity of the tensors, for the cache.
     kind: Kind
     identity: tuple[Any, ...] | None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, which are along the first axis, and columns."""
-        rows, *others = self.array.shape
-        return rows, prod(others)
+        """Number of rows, along the first axis, and of columns."""
+        rows, *inner = self.array.shape
+        return rows, prod(inner)
 
     @property
     def nbytes(self) -> int:
-        """In memory, as its elements are."""
+        """Size in memory, in bytes."""
         return int(prod(self.shape) * self.array.dtype.itemsize)
 
     @property
     def operations(self) -> float:
-        """About how many multiplications it takes."""
+        """Approximate number of multiplications that the decomposition takes."""
         least = min(self.shape)
         return prod(self.shape) * least / 2 + _OPERATIONS_OF_EIGENVALUES * least**3 / 3
 
     @property
     def epsilon(self) -> float:
-        """Of the element type; of types of fewer bits it is that of float32."""
+        """Machine epsilon of the element type; types with fewer than 32 bits count as float32."""
         is_double = self.kind.name == "float64" or self.array.dtype == np.complex128
         return float(np.finfo(np.float64 if is_double else np.float32).eps)
 
     def blocks(self, noise: RoundingNoise | None = None) -> Callable[[], Iterator[Array]]:
-        """Return a function that yields blocks of rows, or of columns if there are more of them.
+        """Return a function that yields blocks of rows, or of transposed columns if there are more.
 
         The first pass over a difference adds both sides to `noise`.
         """
@@ -317,16 +322,16 @@ class Matrix:
         is_wide = columns > rows
         is_difference = isinstance(self.array, _Difference)
         sides = list(self.array.arrays) if is_difference else [self.array]
-        whole = (slice(None),) * len(self.array.shape)
+        key = (slice(None),) * len(self.array.shape)
         is_cheap = self.nbytes <= _WHOLE_NBYTES if is_wide else long <= step
-        if is_cheap or (is_wide and len(whole) > 2):
-            sides = [in_memory(side[whole]).reshape(self.shape) for side in sides]
-            whole = whole[:2]
+        if is_cheap or (is_wide and len(key) > 2):
+            sides = [in_memory(side[key]).reshape(self.shape) for side in sides]
+            key = key[:2]
 
         def read_side(side: Any, part: slice) -> Array:
             if is_wide:
                 return in_memory(side[:, part]).T
-            return in_memory(side[part, *whole[1:]]).reshape(-1, columns)
+            return in_memory(side[part, *key[1:]]).reshape(-1, columns)
 
         def read() -> Iterator[Array]:
             for start in range(0, long, step):
@@ -353,65 +358,65 @@ class _Decomposed:
     noise: float | None = None
 
 
-def _find(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
-    """Do one matrix."""
+def _decompose(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
+    """Decompose one matrix."""
     with locating(tensor=matrix.name):
         if is_quick:
             return _Decomposed(describe_largest(matrix.blocks(), min(matrix.shape)))
         if not isinstance(matrix.array, _Difference):
-            return _described(matrix, singular_values(matrix.blocks()), None)
+            return _describe(matrix, singular_values(matrix.blocks()), None)
         noise = RoundingNoise(matrix.array.kinds)
         values = singular_values(matrix.blocks(noise))
-        return _described(matrix, values, noise.floor())
+        return _describe(matrix, values, noise.floor())
 
 
-def _described(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed:
+def _describe(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed:
     floor = 0.0 if noise is None else noise
     described = describe_values(values, matrix.shape, matrix.epsilon, floor)
     return _Decomposed(described, values, noise)
 
 
-def _packed(values: Array, noise: float | None) -> bytes:
-    """Return all singular values, and the noise of a difference after them."""
+def _pack_values(values: Array, noise: float | None) -> bytes:
+    """Return all singular values as bytes, followed by the noise of a difference."""
     return np.append(values, [] if noise is None else noise).astype("<f8").tobytes()
 
 
-def _unpacked(matrix: Matrix, data: bytes) -> _Decomposed:
+def _unpack_values(matrix: Matrix, data: bytes) -> _Decomposed:
     values = np.frombuffer(data, "<f8").astype(np.float64)
     if isinstance(matrix.array, _Difference):
-        return _described(matrix, values[:-1], float(values[-1]))
-    return _described(matrix, values, None)
+        return _describe(matrix, values[:-1], float(values[-1]))
+    return _describe(matrix, values, None)
 
 
-def _find_all(
+def _decompose_all(
     matrices: Sequence[Matrix], progress: ProgressOption, *, is_quick: bool, cache: bool
 ) -> dict[str, _Decomposed]:
-    """Do all matrices that are not kept."""
-    found: dict[str, _Decomposed] = {}
+    """Return the decompositions by name; compute those that are not cached."""
+    results: dict[str, _Decomposed] = {}
     with open_records(matrices, "singular values", enabled=cache) as opened:
         records = dict(zip([matrix.name for matrix in matrices], opened, strict=True))
-        left: list[Matrix] = []
+        missing: list[Matrix] = []
         for matrix in matrices:
             file = records[matrix.name]
-            value = None if file is None else file.get(key_of(matrix))
-            if value is None:
-                left.append(matrix)
+            packed = None if file is None else file.get(key_of(matrix))
+            if packed is None:
+                missing.append(matrix)
             else:
-                found[matrix.name] = _unpacked(matrix, value)
-        label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(left)}"
-        with Progress(progress, label, sum(matrix.nbytes for matrix in left)) as bar:
+                results[matrix.name] = _unpack_values(matrix, packed)
+        label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(missing)}"
+        with Progress(progress, label, sum(matrix.nbytes for matrix in missing)) as bar:
 
-            def deliver(matrix: Matrix, one: _Decomposed) -> None:
-                found[matrix.name] = one
+            def deliver(matrix: Matrix, decomposed: _Decomposed) -> None:
+                results[matrix.name] = decomposed
                 file = records[matrix.name]
-                if file is not None and one.values is not None and one.values[0] >= 0:
-                    file.put(key_of(matrix), _packed(one.values, one.noise))
+                if file is not None and decomposed.values is not None and decomposed.values[0] >= 0:
+                    file.put(key_of(matrix), _pack_values(decomposed.values, decomposed.noise))
                 bar.advance(matrix.nbytes)
 
-            find = partial(_find, is_quick=is_quick)
-            near = send_out(left, find, deliver, lambda matrix: matrix.array)
-            large = [matrix for matrix in near if min(matrix.shape) >= _SMALL_SIDE]
-            small = [matrix for matrix in near if min(matrix.shape) < _SMALL_SIDE]
+            find = partial(_decompose, is_quick=is_quick)
+            local_matrices = send_out(missing, find, deliver, lambda matrix: matrix.array)
+            large = [matrix for matrix in local_matrices if min(matrix.shape) >= _SMALL_SIDE]
+            small = [matrix for matrix in local_matrices if min(matrix.shape) < _SMALL_SIDE]
             with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
                 for matrix in large:
                     deliver(matrix, find(matrix))
@@ -423,7 +428,7 @@ def _find_all(
                         deliver(futures[future], future.result())
             finally:
                 threads.shutdown(cancel_futures=True)
-    return found
+    return results
 
 
 def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
@@ -433,44 +438,48 @@ def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
 
 
 def blas_threads(count: int) -> Any:
-    """Return a context in which BLAS has so many threads."""
+    """Return a context in which BLAS uses `count` threads."""
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     return threadpool_limits(count, user_api="blas")
 
 
 def _estimate(matrices: Sequence[Matrix]) -> str:
-    """Return an estimate of the time, from the speed of a matrix product on this machine."""
+    """Return the estimated time as text, from the speed of a matrix product on this machine."""
     operations = sum(matrix.operations for matrix in matrices)
     if operations < _WORTH_ESTIMATING:
         return ""
-    tried = np.ones((_TRIED_SIDE, _TRIED_SIDE))
-    tried @ tried  # the first one starts threads
+    square = np.ones((_BENCHMARK_SIDE, _BENCHMARK_SIDE))
+    square @ square  # the first product starts threads
     start = time.perf_counter()
-    tried @ tried.T.copy()
-    seconds = operations * (time.perf_counter() - start) / _TRIED_SIDE**3
-    told = f"{seconds / 60:.0f} min" if seconds > 90 else f"{max(seconds, 1):.0f} s"
-    return f" (about {told})"
+    square @ square.T.copy()
+    seconds = operations * (time.perf_counter() - start) / _BENCHMARK_SIDE**3
+    duration = f"{seconds / 60:.0f} min" if seconds > 90 else f"{max(seconds, 1):.0f} s"
+    return f" (about {duration})"
 
 
-def _laid_out_values(
-    entries: Sequence[Described], found: Mapping[str, _Decomposed], contents: OpenTensors
+def _values_dataset(
+    entries: Sequence[Described], decomposed: Mapping[str, _Decomposed], contents: OpenTensors
 ) -> xr.Dataset:
     variables: dict[Hashable, xr.Variable] = {}
     dims: dict[int, str] = {}
     for entry in entries:
-        some = [found[r.name].values if r.name in found else None for r in entry.readers]
-        size = max(len(values) for values in some if values is not None)
-        nothing = np.full(size, np.nan)
-        data = np.array([nothing if values is None else values for values in some])
+        tensor_values = [
+            decomposed[r.name].values if r.name in decomposed else None for r in entry.readers
+        ]
+        size = max(len(values) for values in tensor_values if values is not None)
+        missing = np.full(size, np.nan)
+        data = np.array([missing if values is None else values for values in tensor_values])
         dim = dims.setdefault(size, f"value_{len(dims)}" if dims else "value")
         ordered = np.moveaxis(laid(data, entry.shape, entry.gone), 0, -1)
-        noise = [found[r.name].noise if r.name in found else None for r in entry.readers]
+        noise = [decomposed[r.name].noise if r.name in decomposed else None for r in entry.readers]
         attrs: dict[str, Any] | None = None
         if any(floor is not None for floor in noise):
             attrs = {"noise_floor": [np.nan if floor is None else floor for floor in noise]}
         variables[entry.name] = xr.Variable((*entry.dims, dim), ordered, attrs, entry.encoding)
-    held = {dim for variable in variables.values() for dim in variable.dims}
-    coords = {name: c for name, c in contents.coords.items() if c.dims and held.issuperset(c.dims)}
-    stated = {"source": contents.source} if contents.source else {}
-    return xr.Dataset(variables, coords, {**stated, "floor": FLOOR})
+    used_dims = {dim for variable in variables.values() for dim in variable.dims}
+    coords = {
+        name: c for name, c in contents.coords.items() if c.dims and used_dims.issuperset(c.dims)
+    }
+    source_attrs = {"source": contents.source} if contents.source else {}
+    return xr.Dataset(variables, coords, {**source_attrs, "floor": FLOOR})
