@@ -1,4 +1,4 @@
-"""Codes of quantised tensors: the range that they use, and how many are at its ends."""
+"""Codes of quantised tensors: the range that they use, and the number of codes at its ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class CodeRange(NamedTuple):
-    """Codes of a quantised tensor, which has a row in the evidence."""
+    """Range of the codes of a quantised tensor, which has a row in the evidence."""
 
     row: int
     dtype: str
@@ -37,12 +37,12 @@ class CodeRange(NamedTuple):
     low: float
     high: float
     at_ends: float
-    #: How many scales there are: each puts one code at an end.
+    #: Number of scales; each puts one code at an end.
     scales: float
 
 
 def plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
-    """Return the ranges of codes that are described as they are stored."""
+    """Yield the ranges of tensors whose statistics describe the stored codes."""
     names, dtypes = evidence.names, evidence.dtypes
     scales = scales_of_codes(dict(zip(names, dtypes, strict=True)))
     sizes = dict(zip(names, evidence["count"].tolist(), strict=True))
@@ -52,34 +52,37 @@ def plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
             count, low, high, ends = (
                 evidence[name][row] for name in ("count", "min", "max", "at_ends")
             )
-            of_scales = sizes.get(scales.get(names[row], ""), 0.0)
-            yield CodeRange(row, dtypes[row], count, low, high, ends, of_scales)
+            scale_count = sizes.get(scales.get(names[row], ""), 0.0)
+            yield CodeRange(row, dtypes[row], count, low, high, ends, scale_count)
 
 
 def decoded_codes(
     readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
 ) -> list[CodeRange]:
-    """Read the codes of tensors that are described as decoded numbers; packed codes are skipped."""
-    quantised = {at: reader.array for at, reader in enumerate(readers) if _has_codes(reader.array)}
-    codes, numbered = [], list(quantised.items())
-    for _, lazy in numbered:
+    """Return the ranges of tensors whose statistics describe decoded numbers; skip packed codes."""
+    quantised = {
+        row: reader.array for row, reader in enumerate(readers) if _has_codes(reader.array)
+    }
+    codes, arrays_by_row = [], list(quantised.items())
+    for _, lazy in arrays_by_row:
         flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)
         codes.append(reader_of(flat, lazy.name))
     with Progress(progress, "codes") as bar:
 
         def finish(number: int, sketch: Sketch) -> CodeRange:
-            at, lazy = numbered[number]
+            row, lazy = arrays_by_row[number]
             values = spectrum(sketch).values()
             blocks = zip(lazy.shape, lazy.quantization.block, strict=True)
             low, high = (values[0], values[-1]) if len(values) else (0.0, 0.0)
             scales = prod([-(-size // block) for size, block in blocks])
             kind, ends = sketch.kind.name, count_at_ends(sketch)
-            return CodeRange(at, kind, sketch.count, float(low), float(high), ends, scales)
+            return CodeRange(row, kind, sketch.count, float(low), float(high), ends, scales)
 
         return gather(codes, Sketch, finish, bar, cache=cache, stretched=True)
 
 
 def _has_codes(array: Any) -> bool:
+    """Return whether an array is decoded from codes of one byte."""
     if not isinstance(array, QuantizedArray):
         return False
     return array.quantization.bits == array.quantization.word_bits == 8
@@ -92,17 +95,18 @@ class _Codes(Rule):
     """Codes of quantised tensors use little of their range, or too much of its ends."""
 
     roles = CODED
-    #: Tensors with fewer elements for each code are not judged.
+    #: Tensors with fewer elements per possible code are skipped.
     elements_of_a_code = 64
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
         for codes in evidence.code_ranges:
             levels = 1 << ALL_TYPES[codes.dtype].bits
             if codes.elements >= self.elements_of_a_code * levels:
-                for value, sentence in self._of(codes, levels):
+                for value, sentence in self._violations(codes, levels):
                     yield self.finding(evidence, codes.row, value, sentence)
 
-    def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+    def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        """Yield a value and a sentence for each finding."""
         raise NotImplementedError
 
 
@@ -113,7 +117,7 @@ class NarrowCodes(_Codes):
     threshold = 0.5  # of the range of integers
     threshold_of_floats = 1 / 16  # of the largest number
 
-    def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+    def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
         low, high, dtype = codes.low, codes.high, codes.dtype
         float_format = ALL_TYPES[dtype].float_format
         if float_format is not None:
@@ -136,7 +140,7 @@ class SaturatedCodes(_Codes):
     name, severity = "saturated_codes", "warning"
     threshold = 0.05  # share of the codes; 0.25 of codes of 4 bits
 
-    def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+    def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
         # Each scale puts one code at an end.
         share = max(0.0, codes.at_ends - codes.scales) / codes.elements
         if share > max(self.threshold, 4 / levels):
