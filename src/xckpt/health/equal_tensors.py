@@ -1,4 +1,4 @@
-"""Equal tensors of a checkpoint: suspected because of their statistics, then read."""
+"""Equal tensors of a checkpoint: candidates have equal statistics, and are then compared."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
     from xckpt.health.evidence import Evidence, Finding
 
-# Statistics that equal tensors share, to the last bit. If rows are in another order, the place of
-# the largest element differs.
-_ALIKE = ("count", "nan", "inf", "zero", "min", "max", "mean", "l2", "top_row", "top_column")
-# Tensors that are alike and not equal are compared with so many others.
+# Statistics that are identical in equal tensors. If only the order of rows differs, so does the
+# position of the largest element.
+_COMPARED = ("count", "nan", "inf", "zero", "min", "max", "mean", "l2", "top_row", "top_column")
+# Limits the comparisons of tensors that have the same statistics but are not equal.
 _MOST_ROUNDS = 4
 
 
 class EqualTensors:
-    """Tensors that are one in the file, are stored twice, or make layers that are copies.
+    """Tensors that share their bytes, are stored twice, or belong to copied layers.
 
     Parameters
     ----------
     evidence : Evidence
-        With readers: that tensors are equal is never concluded from their statistics. The steps
-        of a run are compared elsewhere.
+        Evidence with readers, because equal statistics do not prove equal tensors. Runs are
+        skipped: `StepChanges` compares their steps.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -48,28 +48,28 @@ class EqualTensors:
         self.twins: dict[int, int] = {}
         if readers:
             self.twins = equal_to(evidence, _suspects(evidence, self.tied))
-        #: The layers that a tensor and its twin are in, if these are equal as a whole.
+        #: Names of the layers of a tensor and its twin, if all tensors of the layers are equal.
         self.copied_layers = _copied_layers(evidence, self.twins)
 
 
 def _suspects(evidence: Evidence, tied: Collection[int]) -> list[list[int]]:
-    """Group tensors that may be equal; masks and constants are equal in many good models."""
+    """Group tensors that may be equal, except masks and constants, often equal by design."""
     count, zero, largest = (evidence[name] for name in ("count", "zero", "absmax"))
     with np.errstate(all="ignore"):
         two_valued = np.isclose(evidence["l2"] ** 2, (count - zero) * largest**2, rtol=1e-12)
     is_trivial = two_valued | (evidence["min"] == evidence["max"]) | ~(count > 1)
     is_trivial[list(tied)] = True
-    columns = np.array([np.nan_to_num(evidence[name], nan=-1.0) for name in _ALIKE]).T
+    columns = np.array([np.nan_to_num(evidence[name], nan=-1.0) for name in _COMPARED]).T
     groups: dict[Any, list[int]] = {}
     for row in np.flatnonzero(~is_trivial).tolist():
-        # Averages and copies for an optimizer begin as the weights.
+        # The role separates averages and optimizer copies, which begin equal to the weights.
         kind = (evidence.roles[row], evidence.dtypes[row], evidence.shapes[row])
         groups.setdefault((*kind, columns[row].tobytes()), []).append(row)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def equal_to(evidence: Evidence, groups: Iterable[list[int]]) -> dict[int, int]:
-    """Compare suspects with the first of their group; return which tensor each one is equal to."""
+    """Compare tensors with the first of their group; return the row of the equal tensor, by row."""
     readers, names = evidence.readers, evidence.names
     twins: dict[int, int] = {}
     remaining = list(groups)
@@ -87,7 +87,7 @@ def equal_to(evidence: Evidence, groups: Iterable[list[int]]) -> dict[int, int]:
 
 
 def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple[str, str]]:
-    """Find the tensors of layers that are equal to other layers, and the names of both."""
+    """Return the names of a copied layer and its original, by row of the tensors in the copy."""
     if not twins:
         return {}
     low, is_constant = evidence["min"], evidence["min"] == evidence["max"]
@@ -141,7 +141,9 @@ class Duplicated(Rule):
             is_copy = row in equals.copied_layers
             # All layers of a new model may begin with the same numbers.
             siblings = evidence.families[evidence.family_of(row)]
-            is_copy |= evidence.is_new and all(equals.twins.get(at, at) == twin for at in siblings)
+            is_copy |= evidence.is_new and all(
+                equals.twins.get(sibling, sibling) == twin for sibling in siblings
+            )
             if nbytes >= self.threshold and not is_copy and not evidence.is_vector(row):
                 sentence = (
                     f"it is equal to {evidence.names[twin]}: {binary_size(nbytes)} are stored twice"
