@@ -1,4 +1,4 @@
-"""The steps of a training run: how much changes from each to the next, and rules about it."""
+"""Changes between the steps of a training run, and rules about them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
-    """Return the dimension of the steps of a Dataset of `open_steps`; None for other Datasets."""
+    """Return the dimension of the steps in a Dataset of `open_steps`; None for other Datasets."""
     dims = (str(name) for name, coord in coords.items() if coord.encoding.get("steps"))
     return next(dims, None)
 
@@ -52,7 +52,7 @@ class StepChanges:
                 by_name.setdefault(evidence.plain_name(row), {})[int(step)] = row
         self.steps = sorted({step for places in by_name.values() for step in places})
         self.names = list(by_name)
-        #: Row of each tensor at each step in the evidence; -1 where it does not exist.
+        #: Row in the evidence of each tensor at each step; -1 if the step lacks the tensor.
         self.places = np.array(
             [[places.get(step, -1) for step in self.steps] for places in by_name.values()], np.int64
         ).reshape(len(self.names), len(self.steps))
@@ -75,7 +75,7 @@ class StepChanges:
         self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
 
     def first_row(self, step: int) -> int:
-        """Return the row of the first tensor of a step, which stands for the step."""
+        """Return the row of the first tensor of a step, for findings about the whole step."""
         places = self.places[:, self.steps.index(step)]
         return int(places[places >= 0][0])
 
@@ -100,8 +100,8 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
 # --- rules ---------------------------------------------------------------------------------------
 
 
-class _OfRuns(Rule):
-    """Rules about the trainable tensors of a run, or about all tensors of one without any."""
+class _RunRule(Rule):
+    """A rule about the trainable tensors of a run, or about all tensors if none is trainable."""
 
     roles = EVERY
 
@@ -112,7 +112,7 @@ class _OfRuns(Rule):
         return Finding(row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence)
 
 
-class IdenticalStep(_OfRuns):
+class IdenticalStep(_RunRule):
     """All weights of a step are equal to the weights of another step."""
 
     name = "identical_step"
@@ -127,14 +127,14 @@ class IdenticalStep(_OfRuns):
             yield self._at_step(evidence, step, first, f"{sentence} {first}")
 
 
-class UnlikeStep(_OfRuns):
+class UnlikeStep(_RunRule):
     """The weights change much more, or less, than at the steps around."""
 
     name = "unlike_step"
     severity = "warning"
     threshold = 6.0  # robust standard deviations, each at least a factor of 1.25
     least_factor = 1.25
-    #: A change so many times as large as each of its neighbours is enough, in short runs too.
+    #: A change this many times as large as its neighbours is reported even in short runs.
     enough = 5.0
     fewest_changes = 4
 
@@ -144,30 +144,34 @@ class UnlikeStep(_OfRuns):
             return
         steps = np.array(changes.steps, np.float64)
         total = np.sqrt(np.nansum(changes.norm**2, axis=0))
-        moved = np.flatnonzero(np.isfinite(total) & (total > 0))
-        if len(moved) < self.fewest_changes:
+        intervals = np.flatnonzero(np.isfinite(total) & (total > 0))
+        if len(intervals) < self.fewest_changes:
             return
         # Many small steps in random directions lead as far as the root of their number.
-        rate = np.log2(total[moved] / np.sqrt(np.diff(steps)[moved]))
+        rate = np.log2(total[intervals] / np.sqrt(np.diff(steps)[intervals]))
         score = out_of_line(rate, np.log2(self.least_factor), self.threshold)
-        for place in range(1, len(moved)):  # the first change is large in every run
-            near = [at for at in range(place - 2, place + 3) if at != place and 0 <= at < len(rate)]
-            above = rate[place] - max(rate[at] for at in near if at)
-            if not score[place] and above <= np.log2(self.enough):
+        for position in range(1, len(intervals)):  # the first change is large in every run
+            neighbours = [
+                neighbour
+                for neighbour in range(position - 2, position + 3)
+                if neighbour != position and 0 <= neighbour < len(rate)
+            ]
+            above = rate[position] - max(rate[neighbour] for neighbour in neighbours if neighbour)
+            if not score[position] and above <= np.log2(self.enough):
                 continue
-            factor = 2.0 ** (rate[place] - np.median(rate[near]))
-            old, new = changes.steps[moved[place]], changes.steps[moved[place] + 1]
+            factor = 2.0 ** (rate[position] - np.median(rate[neighbours]))
+            old, new = changes.steps[intervals[position]], changes.steps[intervals[position] + 1]
             sentence = (
                 f"from step {old} to {new} tensors change {factor:.3g} times as much as around it, "
-                f"by {total[moved[place]]:.3g} in total"
+                f"by {total[intervals[position]]:.3g} in total"
             )
-            if score[place]:
-                sentence += f": {abs(score[place]):.0f} robust standard deviations"
+            if score[position]:
+                sentence += f": {abs(score[position]):.0f} robust standard deviations"
             yield self._at_step(evidence, new, float(factor), sentence)
 
 
-class Stopped(_OfRuns):
-    """A tensor no longer changes, and others do."""
+class Stopped(_RunRule):
+    """A tensor no longer changes, although others do."""
 
     name = "stopped"
     severity = "warning"
@@ -177,22 +181,22 @@ class Stopped(_OfRuns):
         changes = evidence.changes
         if changes is None:
             return
-        moved = ~changes.same.all(axis=0)  # intervals in which anything changed
+        has_changes = ~changes.same.all(axis=0)  # intervals in which anything changed
         for number, name in enumerate(changes.names):
             changed = np.flatnonzero(~changes.same[number] & ~np.isnan(changes.norm[number]))
-            since = int(changed[-1]) + 1 if len(changed) else 0
-            still = int(np.count_nonzero(moved[since:]))
+            last_change = int(changed[-1]) + 1 if len(changed) else 0
+            unchanged_count = int(np.count_nonzero(has_changes[last_change:]))
             row = int(changes.places[number, -1])
-            if since and still >= self.threshold and row >= 0:
+            if last_change and unchanged_count >= self.threshold and row >= 0:
                 sentence = (
-                    f"{name} did not change after step {changes.steps[since]}, "
-                    f"in {still} steps in which others did"
+                    f"{name} did not change after step {changes.steps[last_change]}, "
+                    f"in {unchanged_count} steps in which others did"
                 )
-                yield self.finding(evidence, row, changes.steps[since], sentence)
+                yield self.finding(evidence, row, changes.steps[last_change], sentence)
 
 
 def _equal_steps(evidence: Evidence, changes: StepChanges) -> dict[int, int]:
-    """Return which step each step is equal to, with all its tensors."""
+    """Return the earlier step that each repeated step is equal to, in all tensors."""
     places = changes.places[(changes.places >= 0).all(axis=1)]
     columns = np.array([np.nan_to_num(column, nan=-1.0) for column in evidence.columns.values()]).T
     by_statistics: dict[bytes, list[int]] = {}
