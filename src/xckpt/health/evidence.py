@@ -30,13 +30,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Roles of weights, whether they are trained, averaged or copied for an optimizer.
 WEIGHTS = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MASTER})
-#: The same, and codes of quantised weights.
+#: Roles of weights, including codes of quantised weights.
 CODED = WEIGHTS | {Role.CODES}
-#: Roles of every tensor but states of random number generators and the like.
+#: All roles except internal state, such as of random number generators.
 EVERY = frozenset(Role) - {Role.STATE}
 
-# Neighbours on each side that a layer is compared with.
-_NEAR = 2
+# Number of neighbours on each side that a layer is compared with.
+_NEIGHBOURS = 2
 
 
 class Finding(NamedTuple):
@@ -50,12 +50,12 @@ class Finding(NamedTuple):
 
 
 class Rule(ABC):
-    """A kind of finding, with the tensors that it is about."""
+    """A kind of finding, and the roles of the tensors it applies to."""
 
     name: ClassVar[str]
     #: "error", "warning" or "info".
     severity: ClassVar[str]
-    #: Only tensors of these roles are judged.
+    #: Tensors of other roles are skipped.
     roles: ClassVar[frozenset[Role]] = WEIGHTS
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Rule(ABC):
         """Return the findings in tensors of any role."""
 
     def findings(self, evidence: Evidence) -> Iterator[Finding]:
-        """Return the findings in tensors of the roles that the rule is about."""
+        """Return the findings in tensors of the roles in `roles`."""
         roles = evidence.roles
         return (finding for finding in self._judge(evidence) if roles[finding.row] in self.roles)
 
@@ -74,7 +74,7 @@ class Rule(ABC):
 
 
 class Evidence:
-    """Statistics of tensors by name, NaN where they were not computed.
+    """Statistics of tensors, by name; NaN if a statistic was not computed.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Evidence:
     columns : dict of str to array
         Statistics by name.
     dtypes : list of str
-        Stored element types; empty where unknown.
+        Stored element types; empty if unknown.
     shapes : list of tuple of int
         Shapes of the tensors.
     run : str, optional
@@ -91,7 +91,7 @@ class Evidence:
     readers : sequence of Reader, optional
         The tensors themselves. Without them, only rules about statistics hold.
     progress, cache : optional
-        As for `stats`, where tensors are read again.
+        See `stats`; used when tensors are read again.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Evidence:
 
     @cached_property
     def dotted(self) -> list[str]:
-        """Names with dots between all words, as patterns expect them."""
+        """Names with dots instead of slashes, as patterns expect."""
         return [name.replace("/", ".") for name in self.names]
 
     @cached_property
@@ -161,7 +161,7 @@ class Evidence:
     def norms(self) -> list[int]:
         """Rows of the gains of norms."""
         tensors = list(zip(self.dotted, self.dtypes, self.shapes, strict=True))
-        if "" in self.dtypes:  # shapes are unknown, but not whether there are rows
+        if "" in self.dtypes:  # shapes are unknown, but `is_vector` still works
             tensors = [
                 (name, dtype, (2,) if self.is_vector(row) else (2, 2))
                 for row, (name, dtype, _) in enumerate(tensors)
@@ -171,9 +171,9 @@ class Evidence:
 
     @cached_property
     def is_new(self) -> bool:
-        """Whether the model is as a framework initialised it.
+        """Whether the model seems to be initialised, but not trained.
 
-        Most gains of its norms are constant then; most biases, if it has no norms.
+        Then most gains of norms are constant, or most biases in a model without norms.
         """
         names = enumerate(self.dotted)
         rows = self.norms or [row for row, name in names if name.endswith((".bias", "_bias"))]
@@ -190,7 +190,7 @@ class Evidence:
 
     @cached_property
     def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-        """Step, name without numbers, and numbers of each tensor."""
+        """Step, name without indices, and indices of each tensor."""
         split = []
         for name in self.names:
             run, *parts = name.split(".", 2)
@@ -214,14 +214,14 @@ class Evidence:
 
     @cached_property
     def families(self) -> dict[tuple[Any, ...], list[int]]:
-        """Rows of siblings: vectors, or other tensors, whose names differ in numbers only."""
+        """Rows of siblings, whose names differ only in their indices; vectors are kept apart."""
         families: dict[tuple[Any, ...], list[int]] = {}
         for row in range(len(self.names)):
             families.setdefault(self.family_of(row), []).append(row)
         return families
 
     def series(self) -> Iterator[list[int]]:
-        """Return tensors whose names differ in the first number only, in the order of that."""
+        """Yield the rows of tensors whose names differ only in the first index, in its order."""
         for siblings in self.families.values():
             series: dict[tuple[int, ...], list[int]] = {}
             for row in siblings:
@@ -234,7 +234,7 @@ class Evidence:
 
     @cached_property
     def code_ranges(self) -> list[CodeRange]:
-        """Codes of quantised tensors."""
+        """Ranges of the codes of quantised tensors."""
         from xckpt.health.code_ranges import decoded_codes, plain_codes
 
         codes = list(plain_codes(self))
@@ -249,7 +249,7 @@ class Evidence:
 
     @cached_property
     def changes(self) -> StepChanges | None:
-        """Changes between the steps of a run; None for anything else, and for one step."""
+        """Changes between the steps of a run; None without readers or with fewer than two steps."""
         from xckpt.health.runs import StepChanges
 
         if self.run is None or not self.readers:
@@ -262,16 +262,19 @@ class Evidence:
 def out_of_line(values: Array, least: float, far: float) -> Array:
     """Return the distance of each value from its neighbours; 0 where it is at most `far`.
 
-    The unit is the robust standard deviation of such distances, but not less than `least`. A value
-    also has to be beyond all of its neighbours, by half of the distance.
+    The unit is the robust standard deviation of distances, at least `least`. The result is 0 unless
+    the value is beyond all of its neighbours, by half of its distance.
     """
     last = len(values) - 1
     windows = []
-    for at in range(len(values)):
-        # Three at least, so that one of them may be odd.
-        start, stop = min(at - _NEAR, last - _NEAR - 1), max(at + _NEAR, _NEAR + 1)
-        near = np.r_[max(0, start) : at, at + 1 : min(last, stop) + 1]
-        windows.append(values[near])
+    for position in range(len(values)):
+        # At least three neighbours, so that their median tolerates one outlier.
+        start, stop = (
+            min(position - _NEIGHBOURS, last - _NEIGHBOURS - 1),
+            max(position + _NEIGHBOURS, _NEIGHBOURS + 1),
+        )
+        neighbours = np.r_[max(0, start) : position, position + 1 : min(last, stop) + 1]
+        windows.append(values[neighbours])
     distance = values - [np.median(window) for window in windows]
     outside = np.array(
         [
