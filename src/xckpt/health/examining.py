@@ -1,4 +1,4 @@
-"""`findings`: faults and oddities that a specialist would point out in a checkpoint."""
+"""`findings`: faults and oddities in a checkpoint, as a specialist would report them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Findings(pd.DataFrame):
     def _repr_html_(self) -> str:
         with pd.option_context("display.max_colwidth", None):
             table = str(self._shown().to_html(**self._options, border=0))
-        # Notebooks align cells at the right.
+        # Notebooks align cells to the right.
         return re.sub(r"<(td|th)>", r'<\1 style="text-align:left">', table)
 
     @property
@@ -52,7 +52,7 @@ class Findings(pd.DataFrame):
         return {"max_rows": pd.get_option("display.max_rows"), "float_format": "{:.4g}".format}
 
     def _shown(self) -> pd.DataFrame:
-        """Return the table with unprintable characters of names escaped."""
+        """Return the table with unprintable characters escaped."""
         texts = [name for name in _COLUMNS if name != "value" and name in self.columns]
         shown = pd.DataFrame(self)
         return shown.assign(**{n: [printable(str(t)) for t in self[n]] for n in texts})
@@ -66,7 +66,7 @@ def findings(
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
 ) -> pd.DataFrame:
-    """List what looks wrong with tensors, or what is worth knowing about them.
+    """List tensors that look wrong or unusual, with explanations.
 
     ``docs/how-to/health-check.md`` has a table of all rules with their thresholds. A finding is a
     reason to look, and not always a fault.
@@ -74,19 +74,18 @@ def findings(
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        Checkpoint to examine: its tensors are read once, as `stats` does with ``channels=True``,
-        and those that seem to be equal once more. The steps of a Dataset of `open_steps` are also
-        compared with each other. For the result of `stats`, findings follow from the statistics
-        alone; nothing is read then.
+        Checkpoint to examine. Tensors are read once, as in `stats` with ``channels=True``, and
+        once more if they seem to be equal. The steps of a Dataset of `open_steps` are also compared
+        with each other. A result of `stats` is examined without reading any tensor.
     ignore : str or iterable of str, optional
         Rules to leave out: a rule such as ``"constant"``, or a rule, a colon and a glob of tensors,
         ``"dead_rows:*.delta"``; ``"*"`` stands for all rules.
     progress : bool or callable, optional
-        As for `stats`.
+        See `stats`.
     cache : bool
-        As for `stats`.
+        See `stats`.
     storage_options : dict, optional
-        For fsspec, where `obj` is a URL.
+        Options for fsspec, if `obj` is a URL.
 
     Returns
     -------
@@ -100,7 +99,7 @@ def findings(
     ValueError
         If a rule does not exist, or statistics that the rules need are missing.
     TypeError
-        If `ignore` is neither a text nor several.
+        If `ignore` is neither a string nor several strings.
     CheckpointError
         If a tensor cannot be read.
 
@@ -112,7 +111,7 @@ def findings(
     """
     ignored = ignored_rules(ignore)
     if isinstance(obj, xr.Dataset) and "statistic" in obj.dims:
-        return _judged(Evidence.of(obj), ignored)
+        return _judge(Evidence.of(obj), ignored)
     return examine(
         obj, ignore=ignore, progress=progress, cache=cache, storage_options=storage_options
     )[1]
@@ -130,7 +129,7 @@ def examine(
 ) -> tuple[xr.Dataset, pd.DataFrame]:
     """Return the statistics of an object and its findings."""
     ignored = ignored_rules(ignore)
-    subject: Any = contents_of(obj, storage_options)  # so that a file is opened once
+    subject: Any = contents_of(obj, storage_options)  # opens the file once
     result = stats(
         subject,
         quantiles=quantiles,
@@ -143,23 +142,23 @@ def examine(
         readers = [reader for entry in entries_of(subject) for reader in entry.readers]
     run = run_dim(subject.coords)
     evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
-    return result, _judged(evidence, ignored)
+    return result, _judge(evidence, ignored)
 
 
-def _judged(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.DataFrame:
-    """Apply all rules; sort the findings, and leave out those that the caller ignores."""
+def _judge(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.DataFrame:
+    """Apply all rules; return the sorted findings without the ignored ones."""
     missing = _REQUIRED - set(evidence.columns)
     if missing:
         raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
     with np.errstate(all="ignore"):
-        every = [finding for rule in RULES.values() for finding in rule.findings(evidence)]
+        results = [finding for rule in RULES.values() for finding in rule.findings(evidence)]
     for rule, glob in ignored:
-        names = {f.tensor for f in every if rule in {f.rule, "*"}}
+        names = {f.tensor for f in results if rule in {f.rule, "*"}}
         dropped = names if glob is None else set(select(names, glob))
-        every = [f for f in every if rule not in {f.rule, "*"} or f.tensor not in dropped]
+        results = [f for f in results if rule not in {f.rule, "*"} or f.tensor not in dropped]
     order = list(RULES)
     ranked = sorted(
-        every,
+        results,
         key=lambda f: (_SEVERITIES.index(RULES[f.rule].severity), f.row, order.index(f.rule)),
     )
     rows = [(f.tensor, f.rule, f.value, RULES[f.rule].severity, f.explanation) for f in ranked]
@@ -167,7 +166,7 @@ def _judged(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd
 
 
 def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:
-    """Return the rules to leave out, some with a glob of tensors."""
+    """Return the rules to leave out, each with a glob of tensors or None for all tensors."""
     texts = [ignore] if isinstance(ignore, str) else [] if ignore is None else ignore
     if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
         texts = [texts]
