@@ -1,8 +1,8 @@
 """The rules of `findings`, in the order in which they are listed.
 
-A rule is a class with a name, a severity, the roles of the tensors that it judges, its thresholds,
+A rule is a class with a name, a severity, the roles of the tensors it applies to, its thresholds,
 and the sentence that explains a finding. Many rules compare a tensor with its siblings, whose names
-differ in numbers only: a bias of zeros is usual in a new model, and odd if other layers have none.
+differ only in their indices: a bias of zeros is usual in a new model, and odd in a single layer.
 """
 
 from __future__ import annotations
@@ -78,16 +78,18 @@ class _OneValue(Rule):
         for siblings in evidence.families.values() if is_constant.any() else ():
             constants = [row for row in siblings if is_constant[row]]
             varied = len(siblings) - len(constants)
-            # If most siblings are constant, it is how they begin; a few of many are not.
+            # Most siblings are constant only if they begin so.
             is_usual = 2 * len(constants) > len(siblings) and len({low[r] for r in constants}) == 1
             for row in constants:
-                if self._is_mine(low[row]) and not (is_usual and self._is_initial(evidence, row)):
+                if self._is_reported(low[row]) and not (
+                    is_usual and self._is_initial(evidence, row)
+                ):
                     sentence = f"all {count[row]:,.0f} elements are {low[row] + 0.0:.6g}"
                     if varied:
                         sentence += f", unlike those of {counted(varied, 'sibling')}"
                     yield self.finding(evidence, row, low[row] or count[row], sentence)
 
-    def _is_mine(self, value: float) -> bool:
+    def _is_reported(self, value: float) -> bool:
         raise NotImplementedError
 
     def _is_initial(self, evidence: Evidence, row: int) -> bool:
@@ -105,7 +107,7 @@ class AllZero(_OneValue):
     name, severity = "all_zero", "warning"
     roles = CODED | {Role.STATISTIC, Role.MOMENT, Role.SCALE}
 
-    def _is_mine(self, value: float) -> bool:
+    def _is_reported(self, value: float) -> bool:
         return value == 0
 
 
@@ -115,7 +117,7 @@ class Constant(_OneValue):
     name, severity = "constant", "info"
     roles = CODED | {Role.STATISTIC, Role.SCALE}
 
-    def _is_mine(self, value: float) -> bool:
+    def _is_reported(self, value: float) -> bool:
         return value != 0
 
 
@@ -124,8 +126,8 @@ class Exploding(Rule):
 
     name, severity = "exploding", "warning"
     roles = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MOMENT})
-    #: Of a billion normally distributed elements the largest is at about 6 standard deviations;
-    #: trained weights reach some tens. Squares of gradients reach thousands.
+    #: The largest of a billion normally distributed elements is at about 6 standard deviations.
+    #: Trained weights reach some tens, squares of gradients thousands.
     threshold, threshold_of_moments = 100.0, 10_000.0
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
@@ -133,7 +135,7 @@ class Exploding(Rule):
         ratio = largest / std
         is_moment = np.array([role is Role.MOMENT for role in evidence.roles])
         limit = np.where(is_moment, self.threshold_of_moments, self.threshold)
-        # Not a few elements with a mean, rather than about zero: 100 and 101 do not explode.
+        # Elements far from zero have a small deviation: 100 and 101 do not explode.
         is_centred = (np.abs(mean) < largest / 2) | np.isnan(mean)
         for row in np.flatnonzero((std > 0) & (ratio > limit) & is_centred):
             sentence = f"the largest magnitude, {largest[row]:.3g}, is {ratio[row]:,.0f}"
@@ -196,22 +198,26 @@ class _Dead(Rule):
         for word, statistic in (("row", "dead_rows"), ("column", "dead_columns")):
             dead = evidence[statistic]
             for row in np.flatnonzero((dead > 0) & has_others):
-                name, value, sentence = self._kind_of(evidence, row, word, dead[row])
+                name, value, sentence = self._classify(evidence, row, word, dead[row])
                 if name == self.name and not self._is_initial(evidence, row, dead):
                     yield self.finding(evidence, row, value, sentence)
 
     @staticmethod
     def _is_initial(evidence: Evidence, row: Any, dead: Array) -> bool:
         siblings = evidence.families[evidence.family_of(row)]
-        return evidence.is_new and len(siblings) > 1 and len({dead[at] for at in siblings}) == 1
+        return (
+            evidence.is_new
+            and len(siblings) > 1
+            and len({dead[sibling] for sibling in siblings}) == 1
+        )
 
     @staticmethod
-    def _kind_of(evidence: Evidence, row: Any, word: str, number: float) -> tuple[str, float, str]:
-        """Return the rule that dead rows or columns belong to, its value and its sentence."""
+    def _classify(evidence: Evidence, row: Any, word: str, number: float) -> tuple[str, float, str]:
+        """Return the rule that reports dead rows or columns, its value and its sentence."""
         shape, name, block = evidence.shapes[row], evidence.dotted[row], evidence["dead_block"][row]
         is_row = word == "row"
         if is_row and number == 1 and _EMBEDDING.search(name):
-            return "", 0.0, ""  # the token for padding
+            return "", 0.0, ""  # padding token
         if is_row and ((len(shape) == 3 and "expert" in name) or is_router(evidence, row)):
             experts = counted(shape[0], "expert")
             return "dead_experts", number, f"{number:,.0f} of {experts} has nothing but zeros"
@@ -296,8 +302,8 @@ class _Norm(Rule):
     #: A norm with fewer siblings is compared with all norms.
     fewest_siblings = 4
 
-    def _compared(self, evidence: Evidence) -> Iterator[tuple[int, str]]:
-        """Return norms whose siblings are around 1, and a phrase about the siblings."""
+    def _norms_to_compare(self, evidence: Evidence) -> Iterator[tuple[int, str]]:
+        """Yield the rows of norms whose siblings are around 1, and a phrase about the siblings."""
         mean = evidence["mean"]
         norms = [row for row in evidence.norms if not np.isnan(mean[row])]
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -325,7 +331,7 @@ class ZeroCentredNorm(_Norm):
     name, severity = "zero_centred_norm", "warning"
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        for row, norms in self._compared(evidence):
+        for row, norms in self._norms_to_compare(evidence):
             mean, is_constant = evidence["mean"][row], evidence["std"][row] == 0
             if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
                 sentence = f"its weights are centred on {mean:.2g}, {norms}: is 1 missing?"
@@ -339,7 +345,7 @@ class NegativeNorm(_Norm):
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
         low, mean = evidence["min"], evidence["mean"]
-        for row, norms in self._compared(evidence):
+        for row, norms in self._norms_to_compare(evidence):
             if low[row] < 0 and not self._is_centred_on_zero(evidence, row):
                 sentence = (
                     f"its smallest weight is {low[row]:.3g}; it is centred on {mean[row]:.2g}"
@@ -353,9 +359,9 @@ class UnlikeLayer(Rule):
     name, severity = "unlike_layer", "warning"
     roles = frozenset({Role.WEIGHT, Role.AVERAGE})
     threshold = 6.0  # robust standard deviations of all layers
-    #: Number of layers from which a trend is known, and its least spread.
+    #: Fewest layers that show a trend, and the least spread around it.
     fewest_layers, least_spread = 5, 0.05
-    #: One layer in so many is odd. More of them are how the model is built.
+    #: At most one layer in this many is odd. More are part of the architecture.
     one_in = 16
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
@@ -368,10 +374,14 @@ class UnlikeLayer(Rule):
             spread = max(noise, np.log2(1 + self.least_spread))
             distances = out_of_line(np.log2(rms[rows]), spread, self.threshold)[1:-1]
             if 0 < np.count_nonzero(distances) <= max(1, len(rows) // self.one_in):
-                for place in (np.flatnonzero(distances) + 1).tolist():
-                    row, distance = rows[place], abs(distances[place - 1])
-                    near = [at for at in rows[max(0, place - 2) : place + 3] if at != row]
-                    factor = rms[row] / np.median(rms[near])
+                for position in (np.flatnonzero(distances) + 1).tolist():
+                    row, distance = rows[position], abs(distances[position - 1])
+                    neighbours = [
+                        neighbour
+                        for neighbour in rows[max(0, position - 2) : position + 3]
+                        if neighbour != row
+                    ]
+                    factor = rms[row] / np.median(rms[neighbours])
                     sentence = (
                         f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
                         f"layers next to it: {distance:.0f} robust standard deviations"
@@ -397,7 +407,7 @@ class WideType(Rule):
             if dtype not in self.smaller:
                 continue
             wide, narrow = ELEMENT_TYPES[dtype], ELEMENT_TYPES[self.smaller[dtype]]
-            # Elements that spare the whole fraction are few different numbers: powers of two.
+            # If the whole fraction is spare, elements are powers of two, with few distinct values.
             if wide.fraction_bits - narrow.fraction_bits <= spare[row] < wide.fraction_bits:
                 half = binary_size(int(count[row]) * narrow.bits // 8)
                 sentence = f"every value of this {dtype} is a {narrow.name}: {half} would do"
