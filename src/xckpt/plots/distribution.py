@@ -1,4 +1,4 @@
-"""How elements and singular values are distributed: ``plot.histogram``, ``plot.spectrum``."""
+"""Distributions of elements and of singular values: ``plot.histogram``, ``plot.spectrum``."""
 
 from __future__ import annotations
 
@@ -37,32 +37,33 @@ if TYPE_CHECKING:
     from xckpt.plots.series import Chosen, Series
     from xckpt.statistics.histograms import Distribution
 
-# So many lines at most are told apart by name rather than by number.
+# More numbered lines than this are distinguished by a scale of colours instead of names.
 _FEW_LINES = 5
 _FEWEST_BINS, _MOST_BINS = 10, 200
 _QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
-# Of the inner band and of the outer one.
+# Opacity of the inner and of the outer band.
 _ALPHAS = (0.3, 0.18)
-# More bands than this have no outer one, and only a name for the tensor that is spread most.
+# Up to this many series have an outer band, and names for the widest and the narrowest tensor;
+# with more series, only the widest tensor is named.
 _FEW_BANDS = 3
-# Where all but few elements are in less of the range than this, they have bins of their own.
+# If the bulk of the elements covers less of the range than this, it gets extra bins.
 _NARROW_BULK = 0.25
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class _Density(NamedTuple):
-    """Elements for each unit of the axis, as parts of all of a tensor."""
+    """The share of a tensor's elements per unit of the axis, in each bin."""
 
-    found: Distribution
+    distribution: Distribution
     edges: Values
     values: Values
 
     def at(self, points: Values) -> Values:
-        """Return the density at points."""
-        where = np.searchsorted(self.edges, points, side="right") - 1
-        inside = (where >= 0) & (where < len(self.values))
-        values: Values = np.where(inside, self.values[where.clip(0, len(self.values) - 1)], 0.0)
+        """Return the density at points; zero outside the bins."""
+        bins = np.searchsorted(self.edges, points, side="right") - 1
+        inside = (bins >= 0) & (bins < len(self.values))
+        values: Values = np.where(inside, self.values[bins.clip(0, len(self.values) - 1)], 0.0)
         return values
 
 
@@ -77,7 +78,7 @@ def draw_histogram(
     ax: Axes | None,
     **style: Any,
 ) -> Axes:
-    """Draw how elements are distributed; see `xckpt.plots.Plots.histogram`."""
+    """Draw the distribution of elements; see `xckpt.plots.Plots.histogram`."""
     from xckpt.statistics.histograms import require_bins
 
     require_drawable(ax, lambda trial: trial.stairs([1.0], [0.0, 1.0], **style))
@@ -86,25 +87,25 @@ def draw_histogram(
     if scale not in {"linear", "symlog"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
     chosen = choose(obj, names)
-    found, notes = _found(obj, chosen)
-    axis = _Axis(found, bins, scale)
-    low, high = min(each.low for each in found), max(each.high for each in found)
-    title, every = series_of([each.name for each in found], MOST_LINES, chosen.ndims)
-    by_name = {each.name: each for each in found}
-    members = [[by_name[name] for name in series.names] for series in every]
-    is_banded = len(found) > MOST_LINES
-    ax = new_axes(ax, labels=len(found) if not is_banded else 2 * len(every) + _FEW_BANDS)
+    tensors, notes = _read_distributions(obj, chosen)
+    axis = _Axis(tensors, bins, scale)
+    low, high = min(tensor.low for tensor in tensors), max(tensor.high for tensor in tensors)
+    title, all_series = series_of([tensor.name for tensor in tensors], MOST_LINES, chosen.ndims)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    members = [[by_name[name] for name in series.names] for series in all_series]
+    is_banded = len(tensors) > MOST_LINES
+    ax = new_axes(ax, labels=2 * len(all_series) + _FEW_BANDS if is_banded else len(tensors))
     if is_banded:
-        _draw_bands(ax, every, members, axis, style)
-        bands = "5 to 95 %, and all" if len(every) <= _FEW_BANDS else "5 to 95 %"
+        _draw_bands(ax, all_series, members, axis, style)
+        bands = "5 to 95 %, and all" if len(all_series) <= _FEW_BANDS else "5 to 95 %"
         notes = [f"lines: medians; bands: {bands}", *notes]
     else:
-        title = _draw_lines(ax, every, found, axis, style) or title
+        title = _draw_lines(ax, all_series, tensors, axis, style) or title
     name_the_ends(ax, low, high, linthresh=axis.linthresh)
     ax.set_yscale("log" if log else "linear")
-    drawn = [density for density in axis.drawn if density > 0]
-    if log and drawn:
-        ax.set_ylim(min(drawn) / 2, max(drawn) * 2)
+    positive = [density for density in axis.drawn if density > 0]
+    if log and positive:
+        ax.set_ylim(min(positive) / 2, max(positive) * 2)
     elif not log:
         ax.set_ylim(0, None)
     add_heading(ax, title, *notes)
@@ -114,20 +115,20 @@ def draw_histogram(
     return ax
 
 
-def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
-    """Return the distributions of tensors, and notes about elements without one."""
+def _read_distributions(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
+    """Return the distributions of the chosen tensors, and notes on what the picture leaves out."""
     from xckpt.scan.entries import contents_of, entries_of
     from xckpt.statistics.histograms import distributions
 
-    homes, names = chosen.tensors.variables_of(chosen.names), set(chosen.names)
-    entries = entries_of(contents_of(find(obj, lambda name: name in homes)))
-    every = [distribution for distribution in distributions(entries) if distribution.name in names]
-    finite = [distribution for distribution in every if distribution.count]
+    variables, names = chosen.tensors.variables_of(chosen.names), set(chosen.names)
+    entries = entries_of(contents_of(find(obj, lambda name: name in variables)))
+    numeric = [tensor for tensor in distributions(entries) if tensor.name in names]
+    finite = [distribution for distribution in numeric if distribution.count]
     if not finite:
-        reason = "are numbers" if not every else "have a finite element"
+        reason = "are numbers" if not numeric else "have a finite element"
         raise ValueError(f"none of {counted(len(names), 'tensor')} {reason}")
     notes = [chosen.note]
-    nonfinite = [distribution for distribution in every if distribution.other]
+    nonfinite = [distribution for distribution in numeric if distribution.other]
     if nonfinite:
         total = sum(distribution.other for distribution in nonfinite)
         place = nonfinite[0].name if len(nonfinite) == 1 else counted(len(nonfinite), "tensor")
@@ -136,36 +137,36 @@ def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
 
 
 class _Axis:
-    """Bins, and densities in them."""
+    """The bins of a picture, and the densities of tensors in them."""
 
     def __init__(self, members: Sequence[Distribution], bins: Any, scale: str) -> None:
         self.bins, self.scale = bins, scale
         self.linthresh: float | None = None
-        #: Densities in the picture.
+        #: All densities drawn so far, for the limits of the axis.
         self.drawn: list[float] = []
         if scale == "symlog":
-            self.edges = self._shared(members)
+            self.edges = self._shared_edges(members)
             if (self.edges > 0).any():
                 self.linthresh = float(self.edges[self.edges > 0].min())
 
     def densities(self, members: Sequence[Distribution]) -> list[_Density]:
-        """Return the densities of tensors, in bins that all of them share but for their types."""
+        """Return the densities of tensors, in shared bins aligned to the numbers of each type."""
         from xckpt.statistics.histograms import edges_on_grid
 
         edges = self._edges(members)
         densities = []
         for member in members:
-            own_edges = edges if np.ndim(self.bins) else edges_on_grid(member.kind, edges)
-            widths = np.diff(self._along(own_edges))
+            aligned = edges if np.ndim(self.bins) else edges_on_grid(member.kind, edges)
+            widths = np.diff(self._positions(aligned))
             densities.append(
-                _Density(member, own_edges, member.counts(own_edges) / member.count / widths)
+                _Density(member, aligned, member.counts(aligned) / member.count / widths)
             )
         return densities
 
     def _edges(self, members: Sequence[Distribution]) -> Values:
         if self.scale == "symlog":
             return self.edges
-        edges = self._shared(members)
+        edges = self._shared_edges(members)
         if np.ndim(self.bins):
             return edges
         low, high = (np.median([member.bulk[end] for member in members]) for end in (0, 1))
@@ -173,25 +174,25 @@ class _Axis:
             edges = np.union1d(edges, np.linspace(low, high, len(edges)))
         return edges
 
-    def _shared(self, members: Sequence[Distribution]) -> Values:
+    def _shared_edges(self, members: Sequence[Distribution]) -> Values:
         from xckpt.statistics.histograms import bin_edges, require_bins
 
         bins = self.bins
         if bins is None:
             # Rice's rule: few elements in many bins would be noise.
-            usual = float(np.median([member.count for member in members]))
-            bins = int(np.clip(2 * usual ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
+            count = float(np.median([member.count for member in members]))
+            bins = int(np.clip(2 * count ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
         return bin_edges(require_bins(bins), self.scale, [member.span for member in members])
 
-    def _along(self, edges: Values) -> Values:
-        """Return positions on the axis, in decades if it is logarithmic."""
+    def _positions(self, edges: Values) -> Values:
+        """Return the positions of edges on the axis, in decades if it is logarithmic."""
         if self.linthresh is None:
             return edges
         from matplotlib.scale import SymmetricalLogTransform
 
         transform = SymmetricalLogTransform(10, self.linthresh, 1)
-        along: Values = transform.transform(edges) / self.linthresh
-        return along
+        positions: Values = transform.transform(edges) / self.linthresh
+        return positions
 
 
 # --- a line for each tensor ----------------------------------------------------------------------
@@ -199,35 +200,41 @@ class _Axis:
 
 def _draw_lines(
     ax: Axes,
-    every: Sequence[Series],
-    found: Sequence[Distribution],
+    all_series: Sequence[Series],
+    tensors: Sequence[Distribution],
     axis: _Axis,
     style: dict[str, Any],
 ) -> str:
-    """Draw a line for each tensor; return the title if it differs from that of their roles."""
-    densities = [each for one in found for each in axis.densities([one])]
-    styles = line_styles(len(found))
-    numbers = [numbers_of(each.name) for each in found]
-    is_numbered = len(every) == 1 and len(found) > _FEW_LINES and len(numbers[0]) == 1
+    """Draw a line for each tensor; return a title, or "" to keep the title of the series."""
+    densities = [density for tensor in tensors for density in axis.densities([tensor])]
+    styles = line_styles(len(tensors))
+    numbers = [numbers_of(tensor.name) for tensor in tensors]
+    is_numbered = len(all_series) == 1 and len(tensors) > _FEW_LINES and len(numbers[0]) == 1
     if is_numbered:
-        (base,) = numbers[0]
-        colours = number_colours(ax, [each[base] for each in numbers], base)
-        styles = [{"color": colours[each[base]]} for each in numbers]
+        (module,) = numbers[0]
+        indices = [by_module[module] for by_module in numbers]
+        colours = number_colours(ax, indices, module)
+        styles = [{"color": colours[index]} for index in indices]
     handles = [
-        _stairs(ax, axis, each.edges, each.values, {"linewidth": 1.2, **own, **style})
-        for each, own in zip(densities, styles, strict=True)
+        _draw_stairs(
+            ax, axis, density.edges, density.values, {"linewidth": 1.2, **line_style, **style}
+        )
+        for density, line_style in zip(densities, styles, strict=True)
     ]
     if not is_numbered:
-        title, labels = title_and_labels([groups_of([each.name]) for each in found])
-        if len(found) > 1:
+        title, labels = title_and_labels([groups_of([tensor.name]) for tensor in tensors])
+        if len(tensors) > 1:
             add_legend(ax, handles, labels)
         return title
     return ""
 
 
-def _stairs(ax: Axes, axis: _Axis, edges: Values, values: Values, style: dict[str, Any]) -> Any:
+def _draw_stairs(
+    ax: Axes, axis: _Axis, edges: Values, values: Values, style: dict[str, Any]
+) -> Any:
+    """Draw the outline of a histogram, with gaps at empty bins."""
     axis.drawn += values.tolist()
-    # A logarithm would draw nothing at the bottom.
+    # Zeros would pull the outline down to the bottom of a logarithmic axis.
     return ax.stairs(np.where(values > 0, values, np.nan), edges, **style)
 
 
@@ -236,40 +243,42 @@ def _stairs(ax: Axes, axis: _Axis, edges: Values, values: Values, style: dict[st
 
 def _draw_bands(
     ax: Axes,
-    every: Sequence[Series],
+    all_series: Sequence[Series],
     members: Sequence[Sequence[Distribution]],
     axis: _Axis,
     style: dict[str, Any],
 ) -> None:
-    """Draw bands of quantiles, and the tensors that are spread most and least."""
+    """Draw bands of quantiles, and the widest and the narrowest tensor of each series."""
     handles: list[Any] = []
     labels: list[str] = []
-    few = len(every) <= _FEW_BANDS
-    for series, found, own in zip(every, members, line_styles(len(every)), strict=True):
-        own = {"linewidth": 1.3, **own, **style}  # noqa: PLW2901
-        densities = axis.densities(found)
+    are_few = len(all_series) <= _FEW_BANDS
+    styles = line_styles(len(all_series))
+    for series, tensors, line_style in zip(all_series, members, styles, strict=True):
+        options = {"linewidth": 1.3, **line_style, **style}
+        densities = axis.densities(tensors)
         edges = densities[0].edges
-        for each in densities[1:]:
-            if not np.array_equal(edges, each.edges):  # of another type
-                edges = np.union1d(edges, each.edges)
+        for density in densities[1:]:
+            if not np.array_equal(edges, density.edges):  # of another type
+                edges = np.union1d(edges, density.edges)
         middles = (edges[1:] + edges[:-1]) / 2
-        levels = np.quantile([each.at(middles) for each in densities], _QUANTILES, axis=0)
-        handles.append(_stairs(ax, axis, edges, levels[2], own))
-        times = f"  ×{len(found):,}" if len(found) > 1 else ""
-        labels.append((series.label if len(every) > 1 else "median") + times)
-        if len(found) == 1:
+        levels = np.quantile([density.at(middles) for density in densities], _QUANTILES, axis=0)
+        handles.append(_draw_stairs(ax, axis, edges, levels[2], options))
+        times = f"  ×{len(tensors):,}" if len(tensors) > 1 else ""
+        labels.append((series.label if len(all_series) > 1 else "median") + times)
+        if len(tensors) == 1:
             continue
-        axis.drawn += levels[-1 if few else -2].tolist()
+        axis.drawn += levels[-1 if are_few else -2].tolist()
         colour = handles[-1].get_edgecolor()
-        for at, alpha in zip((1, 0) if few else (1,), _ALPHAS, strict=False):
+        for level, alpha in zip((1, 0) if are_few else (1,), _ALPHAS, strict=False):
             look = {"color": colour, "alpha": alpha, "linewidth": 0}
-            ax.stairs(levels[-1 - at], edges, baseline=levels[at], fill=True, **look)
-        for each, dashes, end in _extremes(densities)[: None if few else 1]:
-            span = f"{number_text(each.found.low)} to {number_text(each.found.high)}"
-            labels.append(f"{series.place(each.found.name)}: {span}")
-            if few:
-                thin = {**own, "linewidth": 1.0, "linestyle": dashes}
-                handles.append(_stairs(ax, axis, each.edges, each.values, thin))
+            ax.stairs(levels[-1 - level], edges, baseline=levels[level], fill=True, **look)
+        for density, dashes, end in _extremes(densities)[: None if are_few else 1]:
+            tensor = density.distribution
+            span = f"{number_text(tensor.low)} to {number_text(tensor.high)}"
+            labels.append(f"{series.place(tensor.name)}: {span}")
+            if are_few:
+                thin = {**options, "linewidth": 1.0, "linestyle": dashes}
+                handles.append(_draw_stairs(ax, axis, density.edges, density.values, thin))
             else:  # lines of so many would hide each other
                 look = {"marker": "v", "s": 30, "color": colour, "zorder": 3, "clip_on": False}
                 place = ax.get_xaxis_transform()
@@ -278,24 +287,29 @@ def _draw_bands(
 
 
 def _extremes(densities: Sequence[_Density]) -> list[tuple[_Density, str, float]]:
-    """Return the tensors that are spread most and least, with dashes and their far ends."""
-    centre = np.median([each.found.mean for each in densities])
+    """Return the widest and the narrowest tensor, each with its dashes and its far end.
 
-    def far_end(each: _Density) -> float:
-        return max(each.found.low, each.found.high, key=lambda end: abs(end - centre))
+    The far end is the extreme that is farther from the centre, the median of the means. Without
+    a difference between the two tensors, the list is empty.
+    """
+    centre = np.median([density.distribution.mean for density in densities])
 
-    def reach(each: _Density) -> float:
-        return float(abs(far_end(each) - centre))
+    def far_end(density: _Density) -> float:
+        tensor = density.distribution
+        return max(tensor.low, tensor.high, key=lambda end: abs(end - centre))
 
-    both = [(max(densities, key=reach), "--"), (min(densities, key=reach), "-.")]
-    if reach(both[0][0]) == reach(both[1][0]):
+    def reach(density: _Density) -> float:
+        return float(abs(far_end(density) - centre))
+
+    widest, narrowest = max(densities, key=reach), min(densities, key=reach)
+    if reach(widest) == reach(narrowest):
         return []
-    return [(each, dashes, far_end(each)) for each, dashes in both]
+    return [(widest, "--", far_end(widest)), (narrowest, "-.", far_end(narrowest))]
 
 
 # --- singular values -----------------------------------------------------------------------------
 
-# Of the density at the right of the values: its part of the figure, or its place in their axes.
+# The panel of the density, at the right: width ratios in a new figure, or bounds in given axes.
 _RATIOS, _INSET = (3, 1), (1.02, 0.0, 0.35, 1.0)
 _MOST_BINS_OF_VALUES = 60
 
@@ -338,7 +352,7 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
 
 
 def _draw_floor(ax: Axes, values: Values, floor: float) -> str:
-    """Draw the largest value that rounding explains; return what it says of the rank."""
+    """Draw the largest value that rounding explains; return a note on the rank above it."""
     if np.isnan(floor):
         return "rank unknown: the rounding of quantised tensors is not known"
     ax.axhline(floor, color="C1", linewidth=1, linestyle="--")
@@ -348,7 +362,7 @@ def _draw_floor(ax: Axes, values: Values, floor: float) -> str:
 
 
 def _draw_density(side: Axes, values: Values, alpha: float, start: float) -> None:
-    """Draw how many values there are along the same axis, and the law of the largest."""
+    """Draw the density of the values along the same axis, and the power law of the largest."""
     from matplotlib.ticker import MaxNLocator
 
     if values[-1] < values[0]:
@@ -361,9 +375,9 @@ def _draw_density(side: Axes, values: Values, alpha: float, start: float) -> Non
         )
     if np.isfinite(alpha):
         tail = np.geomspace(np.sqrt(start), values[0], 50)
-        of_tail = float(np.mean(np.square(values) >= start))
-        # Of the logarithm of a value, where its square has the density of a power law.
-        density = of_tail * 2 * (alpha - 1) * np.log(10) * (tail / tail[0]) ** (-2 * (alpha - 1))
+        tail_share = float(np.mean(np.square(values) >= start))
+        # The squares follow a power law; this is the density of the logarithms of the values.
+        density = tail_share * 2 * (alpha - 1) * np.log(10) * (tail / tail[0]) ** (-2 * (alpha - 1))
         side.plot(density, tail, color="C3", linewidth=1.5)
         side.axhline(tail[0], color="C3", linewidth=0.8, linestyle=":")
     side.set_xlabel("density")
