@@ -1,4 +1,4 @@
-"""What all pictures share: axes, labels that are safe and short, legends, colours of lines."""
+"""Parts that all pictures share: axes, safe and short labels, legends, colours of lines."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ if TYPE_CHECKING:
 
 _WIDTH = 44
 _LABEL_WIDTH = 56
-# Of a label in a legend; and of all that is above and below axes.
+# Heights of a label in a legend, and of everything above and below the axes.
 _INCHES_OF_LABEL = 0.175
 _INCHES_OF_FRAME = 1.3
 _FEW_LABELS = 5
 _COLUMNS = 3
 _NOTE_WIDTH = 120
-# In sizes of the font, about this in DejaVu Sans.
+# Mean width of a character, in font sizes; measured in DejaVu Sans.
 _CHARACTER_WIDTH = 0.6
-# Of the labels of an axis.
+# Height of the labels of an axis.
 _INCHES_OF_LABELS = 0.5
-# Between ticks, for their labels.
+# Smallest distance between ticks, so that their labels do not overlap.
 _INCHES_OF_TICK = 0.6
-# Colours beyond those of matplotlib's styles, visible on white and on black.
+# Colours to use after those of matplotlib's style, visible on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> None:
-    """Raise an error for invalid axes or matplotlib options, before a picture is computed."""
+    """Raise an error for invalid axes or matplotlib options, before a picture is computed.
+
+    `draw` is called with throwaway axes, and raises for invalid options.
+    """
     require_matplotlib()
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -49,19 +52,19 @@ def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> N
 
 
 def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5, *, labels: int = 0) -> Axes:
-    """Return the axes to draw into: `ax`, or those of a new figure, with its size in inches.
+    """Return the axes to draw into: `ax`, or the axes of a new figure of a size in inches.
 
     A new figure has room for a legend of `labels` labels at its side.
     """
     from matplotlib import pyplot as plt
 
     height = max(height, _INCHES_OF_FRAME + labels * _INCHES_OF_LABEL)
-    # Legends next to the axes get their room from the constrained layout.
+    # The constrained layout makes room for legends next to the axes.
     return plt.subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
 
 
 def new_panels(heights: Sequence[float], width: float = 8.0, columns: int = 1) -> list[Axes]:
-    """Return the axes of a new figure, row by row, with heights of rows in inches."""
+    """Return the axes of a new figure, row by row, for panels of given heights in inches."""
     from matplotlib import pyplot as plt
 
     rows = -(-len(heights) // columns)
@@ -74,32 +77,35 @@ def new_panels(heights: Sequence[float], width: float = 8.0, columns: int = 1) -
         layout="constrained",
         squeeze=False,
     )[1]
-    every: list[Axes] = list(grid.flat)
-    for axes in every[len(heights) :]:
-        axes.remove()
-    return every[: len(heights)]
+    panels: list[Axes] = list(grid.flat)
+    for unused in panels[len(heights) :]:
+        unused.remove()
+    return panels[: len(heights)]
 
 
 def safe(text: str, width: int = _WIDTH) -> str:
-    """Make a text from a file fit for a label: printable, short, and not a formula."""
+    """Return a text from a file as a label: printable, short, and not read as a formula."""
     return shortened(printable(text), width).replace("$", r"\$")
 
 
 def write(text: Text, content: str, width: int = _WIDTH) -> None:
-    """Set a text of a picture to one from a file, whatever is in it."""
+    """Set the content of a text to a string from a file: printable, short, never a formula."""
     text.set_text(shortened(printable(content), width))
     text.set_parse_math(False)
 
 
 def add_heading(ax: Axes, title: str, *notes: str, left: float = 50.0) -> None:
-    """Write a title, and below it notes in small letters; `left` are points of labels there."""
+    """Write a title, and below it notes in small letters.
+
+    `left` is the width of the labels at the left of the axes, in points.
+    """
     from matplotlib.font_manager import FontProperties
 
-    # In points. Before the layout, which takes something on the left for labels.
+    # In points. The layout comes later, and takes `left` from axes that fill the figure.
     figure: Any = ax.get_figure(root=True)
-    room, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
+    figure_width, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
     is_alone = spec is not None and spec.get_gridspec().ncols == 1
-    room = float(room - left if is_alone else ax.get_position().width * room)
+    room = float(figure_width - left if is_alone else ax.get_position().width * figure_width)
     lines = [""]
     for note in filter(None, notes):
         size = FontProperties(size="small").get_size_in_points() * _CHARACTER_WIDTH
@@ -124,13 +130,17 @@ def add_legend(
     below: Literal["axes", "labels"] | None = None,
     beside: bool = False,
 ) -> None:
-    """Add a legend: inside where it is small, else next to the axes, or below something."""
+    """Add a legend: inside the axes if it is small, otherwise beside them.
+
+    `below` places it below the axes or their labels, and `beside` always beside the axes. Labels
+    without room are left out, and the title of the legend counts the others.
+    """
     if not handles:
         return
     figure: Any = ax.get_figure(root=True)
     height = ax.get_position().height * figure.get_size_inches()[1]
     most = max(_FEW_LABELS, int(height / _INCHES_OF_LABEL))
-    kept = len(handles) if len(handles) <= most else most - 1
+    count = len(handles) if len(handles) <= most else most - 1
     place: dict[str, Any] = {"loc": "best"}
     if below:
         from matplotlib.transforms import ScaledTranslation
@@ -140,23 +150,23 @@ def add_legend(
             "loc": "upper center",
             "bbox_to_anchor": (0.5, -0.01),
             "bbox_transform": ax.transAxes + ScaledTranslation(0, down, figure.dpi_scale_trans),
-            "ncols": min(kept, _COLUMNS),
+            "ncols": min(count, _COLUMNS),
         }
     elif (beside or len(handles) > _FEW_LABELS) and figure.get_layout_engine() is not None:
         place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
     # Matplotlib would leave out labels that begin with an underscore, and read formulas.
-    blank = [" "] * kept
-    legend = ax.legend(list(handles[:kept]), blank, frameon=False, fontsize="small", **place)
+    blank = [" "] * count
+    legend = ax.legend(list(handles[:count]), blank, frameon=False, fontsize="small", **place)
     for text, label in zip(legend.get_texts(), labels, strict=False):
         write(text, label, _LABEL_WIDTH)
-    if kept < len(handles):
-        legend.set_title(f"the first {kept} of {len(handles)}")
+    if count < len(handles):
+        legend.set_title(f"the first {count} of {len(handles)}")
         legend.get_title().set_fontsize("small")
 
 
 # --- labels in the picture -----------------------------------------------------------------------
 
-_GAP_OF_LABELS = 1.25  # in sizes of the font
+_GAP_OF_LABELS = 1.25  # in font sizes
 _SMALL = 8.5  # points
 
 
@@ -170,7 +180,7 @@ class Label(NamedTuple):
 
 
 def label_ends(ax: Axes, labels: Sequence[Label], width: int = _WIDTH) -> None:
-    """Write labels at the right of lines that end in points, none above another."""
+    """Write labels at the right of the axes, for the ends of lines, without overlap."""
     height = _inches(ax)[1]
     gap = _GAP_OF_LABELS * _SMALL / 72 / height
     ends = sorted(labels, key=lambda label: label.y)
@@ -200,18 +210,18 @@ def label_ends(ax: Axes, labels: Sequence[Label], width: int = _WIDTH) -> None:
 
 
 def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
-    """Write labels at the left of the rows of an image, none above another."""
+    """Write labels at the left of the rows of an image, without overlap."""
     from matplotlib import rcParams
 
     gap = _GAP_OF_LABELS * _SMALL / 72 / _inches(ax)[1]
     places = _fractions(ax, [Label(0.0, row, "", "") for row in rows])[:, 1]
     order = np.argsort(places, kind="stable")
-    for at, y in zip(order.tolist(), spread(places[order], gap), strict=True):
+    for number, y in zip(order.tolist(), spread(places[order], gap), strict=True):
         line = {"arrowstyle": "-", "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 0}
         line |= {"relpos": (1, 0.5), "color": rcParams["text.color"]}
         text = ax.annotate(
             "",
-            (0, places[at]),
+            (0, places[number]),
             (-0.03, y),
             "axes fraction",
             "axes fraction",
@@ -221,22 +231,22 @@ def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
             va="center",
             fontsize=_SMALL,
         )
-        write(text, labels[at], _WIDTH)
+        write(text, labels[number], _WIDTH)
 
 
 def spread(places: Any, gap: float) -> list[float]:
     """Move ascending places apart to a distance of at least `gap`, as little as possible."""
-    clusters: list[list[float]] = []  # their means without gaps, and how many places they have
+    clusters: list[list[float]] = []  # pairs of the mean without gaps, and the number of places
     for number, place in enumerate(places):
         mean, count = float(place) - number * gap, 1.0
         while clusters and clusters[-1][0] > mean:
-            before, members = clusters.pop()
-            mean = (mean * count + before * members) / (count + members)
-            count += members
+            previous_mean, previous_count = clusters.pop()
+            mean = (mean * count + previous_mean * previous_count) / (count + previous_count)
+            count += previous_count
         clusters.append([mean, count])
     means = [mean for mean, count in clusters for _ in range(int(count))]
     moved = [mean + number * gap for number, mean in enumerate(means)]
-    # Not beyond the axes, as far as there is room.
+    # Shift all places into the axes, as far as there is room.
     down = max(0.0, moved[-1] - 1) if moved else 0.0
     moved = [place - down for place in moved]
     up = max(0.0, -moved[0]) if moved else 0.0
@@ -244,49 +254,49 @@ def spread(places: Any, gap: float) -> list[float]:
 
 
 def label_points(ax: Axes, labels: Sequence[Label]) -> None:
-    """Write labels next to points, where they hide neither each other nor leave the axes."""
+    """Write labels next to points, inside the axes and without overlap if there is room."""
     width, height = _inches(ax)
-    taken: list[tuple[float, float, float, float]] = []
+    used: list[tuple[float, float, float, float]] = []
     line = _SMALL * 1.3 / 72 / height
     for label, (x, y) in zip(labels, _fractions(ax, labels), strict=True):
         content = shortened(printable(label.text), _WIDTH)
         room = columns(content) * _SMALL * _CHARACTER_WIDTH / 72 / width
-        # Outwards first.
-        heights = [0.3, -1.4, 1.5, -2.6] if y > 0.5 else [-1.4, 0.3, -2.6, 1.5]
+        # Towards the nearer edge of the axes first.
+        offsets = [0.3, -1.4, 1.5, -2.6] if y > 0.5 else [-1.4, 0.3, -2.6, 1.5]
         boxes = [
-            (left, bottom, left + room, bottom + line)
-            for bottom in [y + height * line for height in heights]
-            for left in (x - room / 2, x + 0.01, x - room - 0.01)
+            (start, bottom, start + room, bottom + line)
+            for bottom in [y + offset * line for offset in offsets]
+            for start in (x - room / 2, x + 0.01, x - room - 0.01)
         ]
         inside = [box for box in boxes if box[0] >= 0 and box[2] <= 1 and 0 <= box[1] <= 1 - line]
-        free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
+        free = [box for box in inside if not any(_overlap(box, label_box) for label_box in used)]
         best = (free or inside or boxes)[0]
-        taken.append(best)
+        used.append(best)
         text = ax.text(best[0], best[1], "", transform=ax.transAxes, fontsize=_SMALL)
         text.set(color=label.colour, va="bottom", ha="left")
         write(text, content)
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _fractions(ax: Axes, labels: Sequence[Label]) -> Any:
-    """Return where points are in the axes, from 0 to 1 along both."""
+    """Return the positions of points as fractions of the width and the height of the axes."""
     ax.autoscale_view()
     points = np.array([(label.x, label.y) for label in labels], np.float64).reshape(-1, 2)
     return (ax.transScale + ax.transLimits).transform(points)
 
 
 def _inches(ax: Axes) -> tuple[float, float]:
-    """Return the size of axes, before the layout has cut off what labels need."""
+    """Return the width and height of axes, before the layout makes room for labels."""
     figure: Any = ax.get_figure(root=True)
     place, size = ax.get_position(), figure.get_size_inches()
     return place.width * size[0], place.height * size[1]
 
 
 def line_styles(count: int) -> list[dict[str, Any]]:
-    """Return the colours of lines and, when these are used up, dashes."""
+    """Return colours for lines, combined with dashes if there are more lines than colours."""
     from matplotlib import rcParams
 
     colours = rcParams["axes.prop_cycle"].by_key().get("color", ["C0"])
@@ -299,25 +309,25 @@ def line_styles(count: int) -> list[dict[str, Any]]:
 
 
 def number_colours(ax: Axes, numbers: Iterable[int], label: str) -> dict[int, Any]:
-    """Return a colour for each number, in their order, and explain them by a bar."""
+    """Return a colour for each number, from low to high, and add a colour bar for them."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    known = sorted(set(numbers))
-    scale = Normalize(known[0], known[-1])
-    ground: Any = ax.get_facecolor()
-    if ground[3] == 0:  # it may be light or dark
+    ascending = sorted(set(numbers))
+    scale = Normalize(ascending[0], ascending[-1])
+    background: Any = ax.get_facecolor()
+    if background[3] == 0:  # transparent: the page may be light or dark
         colours: Any = SCALE
     else:
         # One end of the map is too pale for lines on white, the other too dark for lines on black.
-        span = (0.0, 0.92) if luminance(ground) > 0.5 else (0.2, 1.0)
+        span = (0.0, 0.92) if luminance(background) > 0.5 else (0.2, 1.0)
         colours = colormaps["viridis"](np.linspace(*span, 256))
-    listed = LinearSegmentedColormap.from_list("numbers", colours)
-    bar = ax.figure.colorbar(ScalarMappable(scale, listed), ax=ax)
+    colour_map = LinearSegmentedColormap.from_list("numbers", colours)
+    bar = ax.figure.colorbar(ScalarMappable(scale, colour_map), ax=ax)
     bar.set_label(safe(label))
     whole_numbers(bar.ax.yaxis)
-    return {number: listed(scale(number)) for number in known}
+    return {number: colour_map(scale(number)) for number in ascending}
 
 
 def whole_numbers(axis: Any) -> None:
@@ -328,7 +338,7 @@ def whole_numbers(axis: Any) -> None:
 
 
 def luminance(colour: Any) -> float:
-    """Return how light a colour is to the eye, from 0 (black) to 1 (white)."""
+    """Return the perceived lightness of a colour, from 0 (black) to 1 (white)."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(colour)
@@ -336,7 +346,10 @@ def luminance(colour: Any) -> float:
 
 
 def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None = None) -> None:
-    """Put ticks at the extremes and at zero; on a symmetric scale that begins at `linthresh`."""
+    """Put ticks at the extremes and at zero, and regular ticks between them.
+
+    With `linthresh`, the scale is a symmetric logarithm, linear up to that magnitude.
+    """
     from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, SymmetricalLogLocator
 
     figure: Any = ax.get_figure(root=True)
@@ -347,37 +360,37 @@ def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None 
         regular.set_params(numticks=9)
 
     class Ends(Locator):
-        """Named ticks, and regular ones where there is room."""
+        """A locator with ticks at the extremes, and regular ticks if there is room."""
 
         def __call__(self) -> Any:
             start, stop = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
             return self.tick_values(start, stop)
 
         def tick_values(self, vmin: float, vmax: float) -> Any:
-            along = ax.transScale.transform
-            span = np.ptp(along([(vmin, 1.0), (vmax, 1.0)])[:, 0])
+            scaled = ax.transScale.transform
+            span = np.ptp(scaled([(vmin, 1.0), (vmax, 1.0)])[:, 0])
             inches = ax.get_window_extent().width / figure.dpi
             room = _INCHES_OF_TICK / max(inches, _INCHES_OF_TICK) * span
-            kept = [each for each in (low, high) if vmin <= each <= vmax]
-            # Zero comes first, if there is room.
-            for each in sorted([0.0, *regular.tick_values(vmin, vmax)], key=abs):
-                others = along([(other, 1.0) for other in [each, *kept]])[:, 0]
-                if vmin <= each <= vmax and (abs(others[1:] - others[0]) > room).all():
-                    kept.append(float(each))
-            return np.array(sorted(kept))
+            ticks = [extreme for extreme in (low, high) if vmin <= extreme <= vmax]
+            # By magnitude, so that zero gets its tick first.
+            for value in sorted([0.0, *regular.tick_values(vmin, vmax)], key=abs):
+                positions = scaled([(tick, 1.0) for tick in [value, *ticks]])[:, 0]
+                if vmin <= value <= vmax and (abs(positions[1:] - positions[0]) > room).all():
+                    ticks.append(float(value))
+            return np.array(sorted(ticks))
 
     ax.xaxis.set_major_locator(Ends())
-    ax.xaxis.set_major_formatter(FuncFormatter(_tick))
+    ax.xaxis.set_major_formatter(FuncFormatter(_tick_text))
     ax.minorticks_off()
 
 
 def number_text(value: float) -> str:
-    """Write a number in short."""
+    """Return a number with three digits, and a minus sign instead of a hyphen."""
     return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
 
 
-def _tick(value: float, _: object = None) -> str:
-    """Write a number at an axis."""
+def _tick_text(value: float, _: object = None) -> str:
+    """Return the label of a tick, with powers of ten as a formula."""
     digits, _, exponent = number_text(value).partition("e")
     if not exponent:
         return digits
