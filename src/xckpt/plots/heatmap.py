@@ -1,4 +1,4 @@
-"""The elements of a tensor, ``ds.ckpt.plot.heatmap``, and how few of them are read for it."""
+"""An image of the elements of a tensor, ``ds.ckpt.plot.heatmap``, from a sample of them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_ELEMENTS = 1 << 24
-# Of tensors with more than two axes, as many of the last ones lie along the columns as fit.
+# The last axes of a tensor with more than two are folded into at most this many columns.
 _WIDEST_FOLD = 1 << 16
 _MANY_FRAMES_NBYTES = 256 << 20
 _FEWEST_LONG_ROWS = 16
-# Blocks along the rows of a picture of all of them.
+# Most blocks along the rows of a picture that reads all rows.
 _MOST_ROWS = 256
 _MOST_MARKS = 1000
 _START = np.array([0])
@@ -44,27 +44,28 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Sample(NamedTuple):
-    """A few elements of a tensor, as a matrix, and what is known of the whole tensor."""
+    """A few elements of a tensor, as a matrix, and the rows and columns that they represent."""
 
     values: Array
+    #: Rows and columns of the whole tensor.
     shape: tuple[int, int]
-    #: Which rows were read, and how many columns of them.
+    #: Numbers of the rows that were read, and how many elements of each.
     rows: Array
     read: int
-    #: Rows of zeros among them.
+    #: Numbers of the rows of zeros among them.
     dead: Array
 
     def describe(self) -> str:
-        """Return the rows and elements that were read, as a text; empty if all were."""
+        """Return a note on the rows and elements that were read; empty if all were."""
         nrows, ncolumns = self.shape
         if self.values.shape == self.shape:
             return ""
         count = len(self.rows)
-        rows = f"all {nrows:,} rows" if count == nrows else f"{count:,} of {nrows:,} rows"
+        note = f"all {nrows:,} rows" if count == nrows else f"{count:,} of {nrows:,} rows"
         if self.read < ncolumns:
-            rows += f", {self.read:,} of {ncolumns:,} elements of each"
+            note += f", {self.read:,} of {ncolumns:,} elements of each"
         is_reduced = self.values.shape != (count, self.read)
-        return rows + (", largest of each block" if is_reduced else "")
+        return note + (", largest of each block" if is_reduced else "")
 
 
 @themed
@@ -94,7 +95,7 @@ def draw_heatmap(
     else:
         sample = sampled(variable.data, rows, columns, by_row=_has_cheap_rows(variable))
     ax = new_axes(ax, 7.0, 5.4)
-    options = _colours(sample.values, robust=robust) | style
+    options = _choose_colours(sample.values, robust=robust) | style
     nrows, ncolumns = sample.shape
     image = ax.imshow(
         np.ma.masked_invalid(sample.values),
@@ -106,7 +107,7 @@ def draw_heatmap(
     scales = codes_of(tensors).get(name)
     if scales is not None:
         bar.set_label("code")
-    _mark(ax, sample)
+    _mark_rows(ax, sample)
     split = _split(variable.shape)
     ax.set_ylabel(safe(" × ".join(map(str, variable.dims[:split]))))
     ax.set_xlabel(safe(" × ".join(map(str, variable.dims[split:]))))
@@ -114,22 +115,22 @@ def draw_heatmap(
         whole_numbers(axis)
         if length == 1:
             axis.set_ticks([])
-    notes = sample.describe(), _what_is_known(tensors, name, known, sample), codes_drawn(scales)
+    notes = sample.describe(), _note_on_faults(tensors, name, known, sample), codes_drawn(scales)
     add_heading(ax, name, *notes)
     return ax
 
 
-def _mark(ax: Axes, sample: Sample) -> None:
-    """Mark rows of zeros, and rows with what is not finite, at the right edge; explain both."""
+def _mark_rows(ax: Axes, sample: Sample) -> None:
+    """Mark rows of zeros and rows with NaN or infinities at the right edge, with a legend."""
     from matplotlib.lines import Line2D
 
     height, nrows = len(sample.values), sample.shape[0]
-    unknown = ~np.isfinite(sample.values)
-    infinite = f"NaN or infinite, in {counted(int(unknown.sum()), 'block')}"
-    at = np.flatnonzero(unknown.any(axis=1))
+    is_nonfinite = ~np.isfinite(sample.values)
+    nonfinite_label = f"NaN or infinite, in {counted(int(is_nonfinite.sum()), 'block')}"
+    nonfinite = np.flatnonzero(is_nonfinite.any(axis=1))
     dead = sample.dead if len(sample.dead) < len(sample.rows) else sample.dead[:0]
     marks = [
-        (_NAN_COLOUR, (at + 0.5) * nrows / height - 0.5, infinite),
+        (_NAN_COLOUR, (nonfinite + 0.5) * nrows / height - 0.5, nonfinite_label),
         (_DEAD_COLOUR, dead, f"{counted(len(dead), 'row')} of zeros"),
     ]
     handles, labels = [], []
@@ -143,7 +144,7 @@ def _mark(ax: Axes, sample: Sample) -> None:
             "linestyle": "",
             "clip_on": False,
         }
-        if len(places) > _MOST_MARKS:  # nobody could tell them apart
+        if len(places) > _MOST_MARKS:  # more would overlap
             places = places[np.unique(places * _MOST_MARKS // nrows, return_index=True)[1]]  # noqa: PLW2901
         ax.plot(
             np.full(len(places), 1.012),
@@ -157,61 +158,64 @@ def _mark(ax: Axes, sample: Sample) -> None:
     add_legend(ax, handles, labels, below="labels")
 
 
-def _what_is_known(
-    tensors: OpenTensors, name: str, known: xr.Dataset | None, sample: Sample
+def _note_on_faults(
+    tensors: OpenTensors, name: str, computed: xr.Dataset | None, sample: Sample
 ) -> str:
-    """Say how many NaN, infinities and dead rows there are in all, if statistics know it."""
+    """Return a note on all NaN, infinities and dead rows, if the statistics are available.
+
+    `computed` is a result of `stats` that may include the tensor.
+    """
     from xckpt.health import findings
     from xckpt.statistics import known_stats
 
-    found = known_stats(tensors[name])
-    if found is None and known is not None:
-        (home,) = tensors.variables_of([name])
-        found = known[[home]] if home in known else None
-    if found is None:
+    stats = known_stats(tensors[name])
+    if stats is None and computed is not None:
+        (variable,) = tensors.variables_of([name])
+        stats = computed[[variable]] if variable in computed else None
+    if stats is None:
         return ""
-    rules = findings(found)
-    own = rules[rules["tensor"] == name]
-    faults = {rule: int(value) for rule, value in zip(own["rule"], own["value"], strict=True)}
+    faults = findings(stats)
+    faults = faults[faults["tensor"] == name]
+    counts = {rule: int(value) for rule, value in zip(faults["rule"], faults["value"], strict=True)}
     words = {"nan": "NaN", "inf": "infinities", "dead_rows": "rows of zeros"}
-    facts = [f"{faults[rule]:,} {word}" for rule, word in words.items() if rule in faults]
+    facts = [f"{counts[rule]:,} {word}" for rule, word in words.items() if rule in counts]
     if not facts:
         return ""
-    where = "" if len(sample.rows) == sample.shape[0] else ': rows="all" shows where'
-    return f"{', '.join(facts)} in all{where}"
+    hint = "" if len(sample.rows) == sample.shape[0] else ': rows="all" shows where'
+    return f"{', '.join(facts)} in all{hint}"
 
 
-def _colours(values: Array, *, robust: bool) -> dict[str, Any]:
-    """Choose colours: from both sides of zero where there are numbers on both."""
-    known = values[np.isfinite(values)]
-    if not known.size:
+def _choose_colours(values: Array, *, robust: bool) -> dict[str, Any]:
+    """Return options for the colours: diverging from zero if values have both signs."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
         return {}
-    low, high = np.percentile(known, _ROBUST) if robust else (known.min(), known.max())
+    low, high = np.percentile(finite, _ROBUST) if robust else (finite.min(), finite.max())
     if low >= 0 or high <= 0:
         return {"vmin": float(low), "vmax": float(high), "cmap": "viridis"}
     limit = float(max(-low, high))
     return {"vmin": -limit, "vmax": limit, "cmap": "RdBu_r"}
 
 
-# --- what is read --------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 
 
 def _has_cheap_rows(variable: xr.Variable) -> bool:
-    """Return whether reading a row takes less than reading a chunk, as far as is known."""
+    """Return whether reading a row is cheaper than reading its chunk; False if unknown."""
     encoding = variable.encoding
     parts = encoding.get("parts", {"data": encoding}).values()
     compressions = {part.get("stored_compression") for part in parts} - {None}
     if encoding.get("layout") in {None, "sparse_coo"} or compressions - {"zstd-seekable"}:
         return False
-    # A row decodes the frame that it is in, which is 1 MiB as a rule.
+    # A row costs the decoding of its frame, usually 1 MiB.
     return not compressions or variable.nbytes > _MANY_FRAMES_NBYTES
 
 
 def sampled(array: Any, rows: int, columns: int, *, by_row: bool = True) -> Sample:
-    """Read from each block of an array the element of largest magnitude in its middle row.
+    """Return the element of largest magnitude in the middle row of each block of an array.
 
-    Rows of a dask array are read one by one, or else from chunks that are read once for all of
-    their rows. Where rows are long, only parts of them are read.
+    Rows of a dask array are read one by one if `by_row`, otherwise each chunk is read once for
+    all of its rows. Only parts of long rows are read.
     """
     split = _split(array.shape)
     shape = prod(array.shape[:split]), prod(array.shape[split:])
@@ -219,63 +223,69 @@ def sampled(array: Any, rows: int, columns: int, *, by_row: bool = True) -> Samp
     if height * shape[1] > _MOST_ELEMENTS:
         height = min(height, max(_FEWEST_LONG_ROWS, _MOST_ELEMENTS // shape[1]))
     edges = np.arange(height + 1) * shape[0] // height
-    chosen = [np.unravel_index(row, array.shape[:split]) for row in (edges[:-1] + edges[1:]) // 2]
+    middles = (edges[:-1] + edges[1:]) // 2
+    indices = [np.unravel_index(row, array.shape[:split]) for row in middles]
     starts = np.arange(width) * shape[1] // width
-    part = _MOST_ELEMENTS // (height * width)
-    rows_read = (edges[:-1] + edges[1:]) // 2
+    part_length = _MOST_ELEMENTS // (height * width)
     if height * shape[1] <= _MOST_ELEMENTS or len(array.shape) - split > 1:
-        lines = [line.reshape(-1) for line in _read([array[tuple(row)] for row in chosen], by_row)]
+        lines = _read([array[tuple(index)] for index in indices], by_row)
+        lines = [line.reshape(-1) for line in lines]
         values = np.concatenate([_extremes(line, starts) for line in lines])
-        dead = np.array([row for row, line in zip(rows_read, lines, strict=True) if not line.any()])
+        dead = np.array([row for row, line in zip(middles, lines, strict=True) if not line.any()])
         read = shape[1]
     else:
-        parts = _read([array[(*row, slice(a, a + part))] for row in chosen for a in starts], by_row)
-        values = np.concatenate([_extremes(each.reshape(-1), _START) for each in parts])
-        dead, read = np.array([]), min(part * width, shape[1])
-    return Sample(values.reshape(height, width), shape, rows_read, read, dead)
+        slices = [slice(start, start + part_length) for start in starts]
+        parts = _read([array[(*index, part)] for index in indices for part in slices], by_row)
+        values = np.concatenate([_extremes(part.reshape(-1), _START) for part in parts])
+        dead, read = np.array([]), min(part_length * width, shape[1])
+    return Sample(values.reshape(height, width), shape, middles, read, dead)
 
 
 def blocks_of(array: Any, rows: int, columns: int) -> Sample:
-    """Read all of an array, chunk by chunk, and keep the largest magnitude of each block."""
+    """Return the element of largest magnitude of each block; read the array chunk by chunk."""
     import dask
 
     split = _split(array.shape)
     shape = prod(array.shape[:split]), prod(array.shape[split:])
     size = min(rows, shape[0]), min(columns, shape[1])
     if isinstance(array, da.Array):
-        starts = [np.cumsum([0, *along]).tolist() for along in array.chunks]
+        starts = [np.cumsum([0, *lengths]).tolist() for lengths in array.chunks]
         chunks = array.to_delayed()
         tasks = [
             dask.delayed(_chunk_extremes)(
-                chunks[at],
-                [s[i] for s, i in zip(starts, at, strict=True)],
+                chunks[position],
+                [s[i] for s, i in zip(starts, position, strict=True)],
                 array.shape,
                 split,
                 size,
             )
-            for at in np.ndindex(chunks.shape)
+            for position in np.ndindex(chunks.shape)
         ]
-        found = dask.compute(*tasks)
+        results = dask.compute(*tasks)
     else:
-        found = (_chunk_extremes(array, [0] * array.ndim, array.shape, split, size),)
+        results = (_chunk_extremes(array, [0] * array.ndim, array.shape, split, size),)
     values = np.zeros(size)
     is_dead = np.ones(shape[0], bool)
-    for place, extremes, row_numbers, zeros in found:
-        values[place] = _larger(values[place], extremes)
-        is_dead[row_numbers] &= zeros
+    for blocks, extremes, row_numbers, is_zero in results:
+        values[blocks] = _larger(values[blocks], extremes)
+        # A row is dead if it is zero in all chunks that it crosses.
+        is_dead[row_numbers] &= is_zero
     return Sample(values, shape, np.arange(shape[0]), shape[1], np.flatnonzero(is_dead))
 
 
 def _chunk_extremes(
     chunk: Any, start: list[int], shape: tuple[int, ...], split: int, size: tuple[int, int]
 ) -> tuple[Any, Array, Array, Array]:
-    """Return the extremes of the blocks that a chunk has a part in, and its rows of zeros."""
-    values = _numbers(chunk)
+    """Return the blocks that a chunk overlaps, their extremes, its rows, and whether they are zero.
+
+    The blocks are an index into a picture of `size`, and the rows are numbers in the folded array.
+    """
+    values = _real_numbers(chunk)
     rows = _flat_indices(start[:split], values.shape[:split], shape[:split])
     columns = _flat_indices(start[split:], values.shape[split:], shape[split:])
     table = values.reshape(len(rows), len(columns))
-    zeros: Array = np.logical_not(table.any(axis=1))
-    places = []
+    is_zero: Array = np.logical_not(table.any(axis=1))
+    blocks = []
     lengths = prod(shape[:split]), prod(shape[split:])
     for axis, (numbers, length, count) in enumerate(
         zip((rows, columns), lengths, size, strict=True)
@@ -283,12 +293,12 @@ def _chunk_extremes(
         block = np.searchsorted(np.arange(1, count) * length // count, numbers, side="right")
         first = np.flatnonzero(np.diff(block, prepend=-1))
         table = _extremes(table, first, axis)
-        places.append(block[first])
-    return np.ix_(*places), table, rows, zeros
+        blocks.append(block[first])
+    return np.ix_(*blocks), table, rows, is_zero
 
 
 def _flat_indices(start: list[int], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """Return the positions of a box in an array that is laid out flat."""
+    """Return the flat indices of the elements of a box in an array of a shape."""
     if not shape:
         return np.zeros(1, np.int64)
     grid = np.ix_(*[np.arange(a, a + n) for a, n in zip(start, sizes, strict=True)])
@@ -297,24 +307,27 @@ def _flat_indices(start: list[int], sizes: tuple[int, ...], shape: tuple[int, ..
 
 
 def _split(shape: tuple[int, ...]) -> int:
-    """Return how many axes lie along the rows."""
+    """Return how many axes are folded into the rows; the others are folded into the columns."""
     split = min(1, len(shape) - 1) if shape else 0
     while 0 < split < len(shape) - 1 and prod(shape[split:]) > _WIDEST_FOLD:
         split += 1
     return split
 
 
-def _read(parts: list[Any], alone: bool) -> list[Array]:  # noqa: FBT001  the only other one
-    """Compute slices in one go, as numbers that can be drawn."""
+def _read(slices: list[Any], by_row: bool) -> list[Array]:  # noqa: FBT001  the only option
+    """Compute slices of an array together, as real numbers.
+
+    With `by_row`, each slice reads only its own elements, instead of sharing the read of a chunk.
+    """
     import dask
 
-    if alone:  # optimised together, slices of one chunk would share the read of all of it
-        parts = [each for part in parts for each in dask.optimize(part)]
-    return [_numbers(part) for part in dask.compute(*parts)]
+    if by_row:  # optimised together, slices of one chunk would share the read of all of it
+        slices = [optimized for part in slices for optimized in dask.optimize(part)]
+    return [_real_numbers(part) for part in dask.compute(*slices)]
 
 
-def _numbers(part: Any) -> Array:
-    """Return elements as numbers that can be drawn."""
+def _real_numbers(part: Any) -> Array:
+    """Return elements as floats; magnitudes for complex numbers."""
     values = dense_values(part)
     if values.dtype.kind == "c":
         values = np.abs(values.astype(np.complex128))
@@ -327,7 +340,7 @@ def _extremes(values: Array, starts: Array, axis: int = 0) -> Array:
     return _larger(high, np.minimum.reduceat(values, starts, axis))
 
 
-def _larger(one: Array, other: Array) -> Array:
-    """Return the numbers of larger magnitude, or NaN."""
-    larger: Array = np.where((np.abs(other) > np.abs(one)) | np.isnan(other), other, one)
+def _larger(a: Array, b: Array) -> Array:
+    """Return the elements of larger magnitude; NaN if either is NaN."""
+    larger: Array = np.where((np.abs(b) > np.abs(a)) | np.isnan(b), b, a)
     return larger
