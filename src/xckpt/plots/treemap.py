@@ -1,4 +1,4 @@
-"""Where the bytes are, ``ds.ckpt.plot.treemap``."""
+"""The sizes of modules and tensors as nested boxes, ``ds.ckpt.plot.treemap``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ _POINT_SIZES = (8.0, 6.5)
 _HEAD_HEIGHT = 1.7
 _LINE_HEIGHT = 1.35
 _HIGHEST_HEAD = 0.15
-# In sizes of the font, about this in DejaVu Sans.
+# Mean width of a character, in font sizes; measured in DejaVu Sans.
 _CHARACTER_WIDTH = 0.62
 _SHORTEST_LABEL = 9
-# Of boxes that are too small for names: the size of their numbers, and the list of them.
+# For boxes too small for names: font size of their numbers, and rows and width of their list.
 _SMALLEST, _MOST_LISTED, _WIDEST_LISTED = 5.5, 18, 30
-# Seen between boxes of all colours, on light and on dark ground.
+# Edges of boxes, visible between all colours, on light and on dark backgrounds.
 _BETWEEN = (1, 1, 1, 0.7)
+# Share of the picture; smaller boxes would be invisible.
 _LEAST_SHARE = 2e-4
 
 
@@ -49,7 +50,7 @@ class Tile(NamedTuple):
 
 @dataclass(slots=True)
 class _Module:
-    """A module, or a tensor in it where `children` is empty; numbers are one child, ``*``."""
+    """A module with its children, or a tensor without any; all indices are one child, ``*``."""
 
     name: str
     children: dict[str, _Module] = field(default_factory=dict)
@@ -58,18 +59,17 @@ class _Module:
     dtypes: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: Row, path: Sequence[str]) -> None:
-        """Count a tensor here, and in the modules on its path."""
+        """Add a tensor to the totals of this module and of the modules on its path."""
         self.nbytes += row.nbytes
         self.count += 1
         self.dtypes[row.dtype] += row.nbytes
         if path:
-            first, *rest = path
-            self.children.setdefault(first, _Module(first)).add(row, rest)
+            self.children.setdefault(path[0], _Module(path[0])).add(row, path[1:])
 
 
 @themed
 def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Axes:
-    """Draw where the bytes are; see `xckpt.plots.Plots.treemap`."""
+    """Draw tensors as boxes of their sizes; see `xckpt.plots.Plots.treemap`."""
     require_drawable(ax)
     from matplotlib.patches import Patch
 
@@ -83,18 +83,18 @@ def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Ax
     ax = new_axes(ax, 9.0, 5.0)
     ax.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    kinds = [kind for kind, _ in root.dtypes.most_common()]
-    # As the summary has them, also in a picture of some of the tensors.
-    whole: Counter[str] = Counter()
+    dtypes = [dtype for dtype, _ in root.dtypes.most_common()]
+    # Colours of all tensors, so that a picture of a few matches the summary.
+    nbytes: Counter[str] = Counter()
     for row in rows.values():
-        whole[row.dtype] += row.nbytes
-    colours = colors_of(kind for kind, _ in whole.most_common())
-    canvas = _Canvas(ax, {kind: colours[kind] for kind in kinds})
+        nbytes[row.dtype] += row.nbytes
+    colours = colors_of(dtype for dtype, _ in nbytes.most_common())
+    canvas = _Canvas(ax, {dtype: colours[dtype] for dtype in dtypes})
     canvas.draw(root, Tile(0, 0, 1, 1), ())
-    canvas.number_the_rest()
+    canvas.list_nameless()
     labels = [
-        f"{kind}  {binary_size(root.dtypes[kind])}  {share(root.dtypes[kind], root.nbytes)}"
-        for kind in kinds
+        f"{dtype}  {binary_size(root.dtypes[dtype])}  {share(root.dtypes[dtype], root.nbytes)}"
+        for dtype in dtypes
     ]
     handles = [Patch(facecolor=colour) for colour in canvas.colours.values()]
     add_legend(ax, handles, labels, below="axes")
@@ -106,20 +106,21 @@ def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Ax
 
 
 def _tree(rows: Iterable[Row]) -> _Module:
+    """Return the root of the modules of tensors."""
     root = _Module("")
     for row in rows:
         template = parse_name(row.name).template
-        root.add(row, [_ANY if part is None else part for part in template])
-    return _without_chains(root)
+        root.add(row, [_ANY if piece is None else piece for piece in template])
+    return _collapse_chains(root)
 
 
-def _without_chains(module: _Module) -> _Module:
-    """Make a module with one child that child; names are joined."""
-    module.children = {name: _without_chains(each) for name, each in module.children.items()}
+def _collapse_chains(module: _Module) -> _Module:
+    """Replace each module that has a single child by this child, with joined names."""
+    module.children = {name: _collapse_chains(child) for name, child in module.children.items()}
     if len(module.children) != 1:
         return module
     (child,) = module.children.values()
-    if child.count < module.count:  # there is a tensor of the module's own name
+    if child.count < module.count:  # a tensor has the name of the module itself
         return module
     child.name = f"{module.name}{child.name}"
     return child
@@ -129,35 +130,41 @@ def _without_chains(module: _Module) -> _Module:
 
 
 class _Canvas:
-    """Axes that boxes are drawn in, and how much text has room there."""
+    """Axes to draw boxes in, with their size in inches to fit text."""
 
     def __init__(self, ax: Axes, colours: dict[str, Any]) -> None:
         self.ax = ax
         self.colours = colours
         figure: Any = ax.get_figure(root=True)
-        # Before the layout has cut off what titles need, which is little.
-        place, (width, height) = ax.get_position(), figure.get_size_inches()
-        self.inches = place.width * width, place.height * height
-        #: Boxes without room for a name, with their names and sizes.
+        # The layout comes later, and takes a little for the titles.
+        bounds, (width, height) = ax.get_position(), figure.get_size_inches()
+        self.inches = bounds.width * width, bounds.height * height
+        #: Boxes without room for a name, with their text colours, names and facts.
         self.nameless: list[tuple[Tile, Any, str, str]] = []
 
     def draw(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
-        """Draw a module with everything in it, below modules whose names there was no room for."""
-        inside = sorted(module.children.values(), key=lambda child: -child.nbytes)
-        drawn = [child for child in inside if child.nbytes]
-        if not drawn or module.nbytes > sum(child.nbytes for child in drawn):
+        """Draw a module and its children in a box.
+
+        `path` has the names of the enclosing modules that are not written around the box.
+        """
+        children = sorted(module.children.values(), key=lambda child: -child.nbytes)
+        children = [child for child in children if child.nbytes]
+        if not children or module.nbytes > sum(child.nbytes for child in children):
             self._fill(module, box, path)
             return
-        below = self._headed(module, box) if module.name else box
-        path = (*path, module.name) if below == box and module.name else ()
-        boxes = squarify([child.nbytes for child in drawn], below, self.inches)
-        for child, part in zip(drawn, boxes, strict=True):
-            # What nobody could see has its place, but is not drawn.
-            if part.width * part.height > _LEAST_SHARE:
-                self.draw(child, part, path)
+        body = self._write_head(module, box) if module.name else box
+        path = (*path, module.name) if body == box and module.name else ()
+        tiles = squarify([child.nbytes for child in children], body, self.inches)
+        for child, tile in zip(children, tiles, strict=True):
+            # Invisible boxes leave their place empty.
+            if tile.width * tile.height > _LEAST_SHARE:
+                self.draw(child, tile, path)
 
-    def _headed(self, module: _Module, box: Tile) -> Tile:
-        """Write the name of a module at its top, and return what is left of its box."""
+    def _write_head(self, module: _Module, box: Tile) -> Tile:
+        """Write the name of a module at the top of its box; return the box without the head.
+
+        If the name does not fit, the box is returned unchanged.
+        """
         name = printable(strip_separator(module.name))
         fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
         height = _HEAD_HEIGHT * _POINT_SIZES[0] / 72 / self.inches[1]
@@ -171,11 +178,11 @@ class _Canvas:
         return Tile(box.x, box.y, box.width, box.height - height)
 
     def _room(self, box: Tile, size: float) -> int:
-        """Return how many characters there is room for in a line."""
+        """Return how many characters of a font size fit in a line."""
         return int((box.width * self.inches[0] - 0.08) * 72 / (size * _CHARACTER_WIDTH))
 
     def _fill(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
-        """Draw a box with as much of its label as has room."""
+        """Draw a box with as many lines of its label as fit."""
         from matplotlib.patches import Rectangle
 
         colour = self.colours[module.dtypes.most_common(1)[0][0]]
@@ -194,8 +201,8 @@ class _Canvas:
         name = strip_separator("".join((*path, module.name)))
         self.nameless.append((box, ink, name, _facts(module)))
 
-    def number_the_rest(self) -> None:
-        """List the largest boxes without names at the right, with numbers if there is room."""
+    def list_nameless(self) -> None:
+        """List the largest boxes without names at the right, and number those with room for it."""
         self.nameless.sort(key=lambda item: -item[0].width * item[0].height)
         listed = self.nameless[:_MOST_LISTED]
         names = apart([name for _, _, name, _ in listed], _WIDEST_LISTED)
@@ -215,21 +222,24 @@ class _Canvas:
 
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
-    """Return the name, and the number and size of what it stands for, if there is room."""
-    whole = strip_separator(printable("".join((*path, module.name))))
-    parts = split_name(whole)
-    # The last two say which tensor it is; what is before them is written around the box.
-    last = whole[-len(".".join(parts[-2:])) :]
-    wanted = [[whole], [last], parts[-2:]]
-    names = next((each for each in wanted if max(map(columns, each)) <= room), None)
+    """Return the lines of a label at most `room` characters wide; empty if the name does not fit.
+
+    The last line has the number of tensors and their size, if there is room.
+    """
+    name = strip_separator(printable("".join((*path, module.name))))
+    parts = split_name(name)
+    # The last two parts distinguish tensors of the same module.
+    last = name[-len(".".join(parts[-2:])) :]
+    candidates = [[name], [last], parts[-2:]]
+    names = next((lines for lines in candidates if max(map(columns, lines)) <= room), None)
     if names is None:
-        names = [shortened(wanted[1][0], room)] if room >= _SHORTEST_LABEL else []
+        names = [shortened(last, room)] if room >= _SHORTEST_LABEL else []
     facts = _facts(module)
     return [*names, facts] if names and columns(facts) <= room else names
 
 
 def _facts(module: _Module) -> str:
-    """Write how many tensors a module has, and their size."""
+    """Return the number of tensors in a module, and their size."""
     times = f"×{module.count:,}  " if module.count > 1 else ""
     return f"{times}{binary_size(module.nbytes)}"
 
@@ -238,40 +248,40 @@ def _facts(module: _Module) -> str:
 
 
 def squarify(sizes: Sequence[float], box: Tile, scale: tuple[float, float] = (1, 1)) -> list[Tile]:
-    """Cut a box into boxes whose areas are in proportion to sizes, as square as may be.
+    """Cut a box into tiles with areas in proportion to sizes, as square as possible.
 
-    The largest size is first; `scale` is the size of the units along both axes, for what looks
-    square. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
+    Sizes are in descending order; `scale` is the length of the units along both axes, so that the
+    tiles are square in the picture. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
     """
-    boxes: list[Tile] = []
-    rest = list(sizes)
-    while rest:
-        wide = box.width * scale[0] >= box.height * scale[1]
-        side = (box.height * scale[1]) if wide else (box.width * scale[0])
-        area = box.width * scale[0] * box.height * scale[1] / sum(rest)
-        count = _row_length(rest, side, area)
-        total = sum(rest[:count])
-        fraction = total / sum(rest)
-        # Side by side: at the left of a wide box, at the top of a high one.
-        at, used = 0.0, fraction * (box.width if wide else box.height)
-        for size in rest[:count]:
+    tiles: list[Tile] = []
+    remaining = list(sizes)
+    while remaining:
+        is_wide = box.width * scale[0] >= box.height * scale[1]
+        side = (box.height * scale[1]) if is_wide else (box.width * scale[0])
+        area = box.width * scale[0] * box.height * scale[1] / sum(remaining)
+        count = _row_length(remaining, side, area)
+        total = sum(remaining[:count])
+        fraction = total / sum(remaining)
+        # A row of tiles fills the left of a wide box, or the top of a high one.
+        offset, depth = 0.0, fraction * (box.width if is_wide else box.height)
+        for size in remaining[:count]:
             part = size / total
-            if wide:
-                boxes.append(Tile(box.x, box.y + at * box.height, used, box.height * part))
+            if is_wide:
+                tiles.append(Tile(box.x, box.y + offset * box.height, depth, box.height * part))
             else:
-                top = box.y + box.height - used
-                boxes.append(Tile(box.x + at * box.width, top, box.width * part, used))
-            at += part
-        rest = rest[count:]
-        if wide:
-            box = Tile(box.x + used, box.y, box.width - used, box.height)
+                bottom = box.y + box.height - depth
+                tiles.append(Tile(box.x + offset * box.width, bottom, box.width * part, depth))
+            offset += part
+        remaining = remaining[count:]
+        if is_wide:
+            box = Tile(box.x + depth, box.y, box.width - depth, box.height)
         else:
-            box = Tile(box.x, box.y, box.width, box.height - used)
-    return boxes
+            box = Tile(box.x, box.y, box.width, box.height - depth)
+    return tiles
 
 
 def _row_length(sizes: Sequence[float], side: float, area: float) -> int:
-    """Return how many of the next boxes stand along a side before they get less square."""
+    """Return how many of the next tiles to put along a side before the tiles get less square."""
     best, count = float("inf"), 0
     for stop in range(1, len(sizes) + 1):
         total = sum(sizes[:stop]) * area
