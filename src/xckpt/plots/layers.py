@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.plots.panels import Positions
 
-#: A logarithmic axis is for values that span more.
+#: Values that span a larger factor than this get a logarithmic axis.
 WIDE_SPAN = 100.0
 _FEW_POINTS = 64
-# The outer band has all values, the inner one those between two quantiles.
+# Quantiles at the ends of the inner band; the outer band covers all values.
 _INNER = (0.05, 0.95)
 _ALPHAS = (0.18, 0.3)
 _FEWEST_QUANTILES = 8
-# So many bands have both of their extremes named, others the one that is farther from the rest.
+# Up to this many bands have both of their extremes named; more have only the farther one named.
 _FEW_BANDS = 3
-# A point of a line is named if it is so many times as far from its neighbours as these differ.
+# A point of a line is named if it is this many times as far from its neighbours as they differ.
 _OUT_OF_LINE, _LEAST_SPREAD = 8.0, 0.03
 _FEWEST_NAMED, _MOST_NAMED = 2, 4
 _LEAST_FACTOR = 0.5  # in powers of two, from the median at the position
-# Inches: of a figure, of a panel, and of its frame.
+# In inches: width of a figure; heights of a panel, its frame, and a label.
 _WIDTH, _HEIGHT, _FRAME, _INCHES_OF_LABEL = 8.0, 1.9, 0.4, 0.17
 _FEW_PANELS, _WIDE = 3, 13.0
 _LABEL_WIDTH, _NARROW_LABEL_WIDTH = 44, 30
@@ -66,22 +66,22 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class _Extreme(NamedTuple):
-    """The tensor with the largest or the smallest value of a line, and that value."""
+    """The largest or the smallest value of a line, with its position and its tensor."""
 
-    at: int
+    position: int
     value: float
-    name: str
+    name: str  # empty for a single value
 
 
 class _Line(NamedTuple):
-    """Values along the positions of a module, and how they are spread over all other numbers."""
+    """Values along the positions of a module, with their spread at each position."""
 
     series: Series
-    number: int  # of the other module, where there is a line for each of its numbers
-    at: list[int]
-    levels: Values  # by `at`: smallest, lower quantile, median, upper quantile, largest
-    most: int  # values at one position
-    extremes: tuple[_Extreme, ...]  # the lowest and the highest
+    number: int  # in the module of the hue, or 0
+    positions: list[int]
+    levels: Values  # by position: smallest, lower quantile, median, upper quantile, largest
+    most: int  # largest number of values at a position
+    extremes: tuple[_Extreme, ...]  # the lowest and the highest; empty without bands
 
 
 class _Panel(NamedTuple):
@@ -118,48 +118,52 @@ def draw_layers(
     else:
         require_statistic(statistic, stats["statistic"].to_numpy().tolist())
     chosen = choose(obj, names)
-    other = hue if isinstance(hue, str) else None
+    hue_module = hue if isinstance(hue, str) else None
     kind = hue if callable(hue) else None
-    positions = _require_positions(chosen.names, x, other)
-    called = positions.names
-    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(called))
-    column = {called[name]: column[name] for name in called if name in column}
-    rows = [row._replace(name=called[row.name]) for row in chosen.rows if row.name in called]
+    positions = _require_positions(chosen.names, x, hue_module)
+    numbered = positions.names
+    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(numbered))
+    column = {numbered[name]: column[name] for name in numbered if name in column}
+    rows = [row._replace(name=numbered[row.name]) for row in chosen.rows if row.name in numbered]
     rows = [row for row in rows if row.name in column]
-    divided = [[row.name for row in rows]]
+    names_by_panel = [[row.name for row in rows]]
     if ax is None and hue is None:
-        divided = panels_of(rows, {called[name]: chosen.roles[name] for name in called})
+        names_by_panel = panels_of(rows, {numbered[name]: chosen.roles[name] for name in numbered})
     ndims = {row.name: len(row.shape) for row in rows}
     panels = [
-        _Panel(*_lines_of(members, column, positions.along, other, kind=kind, ndims=ndims))
-        for members in divided
+        _Panel(*_lines_of(members, column, positions.along, hue_module, kind=kind, ndims=ndims))
+        for members in names_by_panel
     ]
-    every = [ax] if ax is not None else _axes_for(panels)
+    all_axes = [ax] if ax is not None else _axes_for(panels)
     are_few = len(panels) <= _FEW_PANELS
-    for number, (axes, panel) in enumerate(zip(every, panels, strict=True)):
+    for number, (axes, panel) in enumerate(zip(all_axes, panels, strict=True)):
         notes = () if number else (_notes_on_bands(panels), chosen.note, chosen.codes_note)
         add_heading(axes, _title_of(panel, positions), *notes)
         axes.set_ylabel(safe(statistic) + chosen.of_codes)
-        _draw_panel(axes, panel, positions, other or "", style, is_wide=are_few)
-    _share_positions(every, 1 if are_few else 2)
-    return every[0]
+        _draw_panel(axes, panel, positions, hue_module or "", style, is_wide=are_few)
+    _share_positions(all_axes, 1 if are_few else 2)
+    return all_axes[0]
 
 
-def _require_positions(names: Sequence[str], x: str | None, other: str | None) -> Positions:
-    """Return the positions of tensors that are also numbered in another module, if it is given."""
+def _require_positions(names: Sequence[str], x: str | None, hue: str | None) -> Positions:
+    """Return the positions of tensors, only those numbered in the module `hue` if it is given.
+
+    Raise `ValueError` if no tensor is numbered.
+    """
     positions = positions_of(names, x)
-    present = {} if positions is None else positions.names
-    if other is not None:
-        present = {n: called for n, called in present.items() if other in numbers_of(called)}
-    if positions is not None and present and positions.along != other:
-        return positions._replace(names=present)
+    numbered = {} if positions is None else positions.names
+    if hue is not None:
+        numbered = {name: new for name, new in numbered.items() if hue in numbers_of(new)}
+    if positions is not None and numbered and positions.along != hue:
+        return positions._replace(names=numbered)
     along = x or outermost(names)
-    numbered = f"numbered along {along!r}" if along else "numbered"
-    numbered += f" and {other!r}" if along and other else ""
-    raise ValueError(f"none of {len(names)} tensors is {numbered}")
+    condition = f"numbered along {along!r}" if along else "numbered"
+    condition += f" and {hue!r}" if along and hue else ""
+    raise ValueError(f"none of {len(names)} tensors is {condition}")
 
 
 def _axes_for(panels: Sequence[_Panel]) -> list[Axes]:
+    """Return new axes for panels, in two columns if there are many."""
     if len(panels) == 1:
         return [new_axes(None, labels=len(panels[0].lines))]
     heights = [_FRAME + max(_HEIGHT, _INCHES_OF_LABEL * (len(panel.lines) + 1)) for panel in panels]
@@ -167,17 +171,18 @@ def _axes_for(panels: Sequence[_Panel]) -> list[Axes]:
     return new_panels(heights, _WIDE if is_wide else _WIDTH, 2 if is_wide else 1)
 
 
-def _share_positions(every: Sequence[Axes], columns: int) -> None:
-    """Give panels the same range of positions, which are written below each column."""
-    limits = [axes.get_xlim() for axes in every]
-    for axes in every:
+def _share_positions(panels: Sequence[Axes], columns: int) -> None:
+    """Give panels the same range of positions, labelled only below the last of each column."""
+    limits = [axes.get_xlim() for axes in panels]
+    for axes in panels:
         axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    for axes in every[:-columns]:
+    for axes in panels[:-columns]:
         axes.set_xlabel("")
         axes.tick_params("x", labelbottom=False)
 
 
 def _notes_on_bands(panels: Sequence[_Panel]) -> str:
+    """Return a note that explains bands; empty without bands."""
     if not any(panel.is_banded for panel in panels):
         return ""
     most = max(line.most for panel in panels for line in panel.lines)
@@ -187,7 +192,7 @@ def _notes_on_bands(panels: Sequence[_Panel]) -> str:
 
 
 def _title_of(panel: _Panel, positions: Positions) -> str:
-    """Return the pattern of the names in a panel; stages have their own names."""
+    """Return the pattern of the names in a panel, with the first and the last stage if any."""
     if not positions.stages:
         return panel.title
     numbers, _, inside = panel.title.removeprefix(f"{positions.along}.").partition(".")
@@ -197,30 +202,33 @@ def _title_of(panel: _Panel, positions: Positions) -> str:
     return f"{positions.stages[0]} … {positions.stages[-1]}.*" if inside == "*" else f"*.{inside}"
 
 
-def require_statistic(statistic: str, known: Collection[str]) -> None:
-    """Refuse the name of an unknown statistic."""
-    if statistic not in known:
-        text = f"there is no statistic {statistic!r}, only {', '.join(known)}"
-        raise ValueError(text + suggest_names(known, str(statistic)))
+def require_statistic(statistic: str, available: Collection[str]) -> None:
+    """Raise if a statistic is not available; the message suggests similar names."""
+    if statistic not in available:
+        message = f"there is no statistic {statistic!r}, only {', '.join(available)}"
+        raise ValueError(message + suggest_names(available, str(statistic)))
 
 
 def _column(
     obj: Any,
     statistic: str,
     stats: xr.Dataset | None,
-    known: xr.Dataset | None,
+    computed: xr.Dataset | None,
     variables: Collection[str],
 ) -> Mapping[str, float]:
-    """Return the statistic of every tensor by its name in the file."""
+    """Return the statistic of every tensor by its name in the file.
+
+    Without `stats`, take it from `computed`, an earlier result, or compute it for `variables`.
+    """
     from xckpt.statistics import OF_MATRICES, spectrum, table
     from xckpt.statistics import stats as compute
 
-    if stats is None and known is not None and statistic in known["statistic"].to_numpy():
-        stats = known
+    if stats is None and computed is not None and statistic in computed["statistic"].to_numpy():
+        stats = computed
     if stats is None:
-        part = find(obj, lambda name: name in variables)
+        tensors = find(obj, lambda name: name in variables)
         is_of_matrices = statistic in OF_MATRICES
-        stats = spectrum(part, statistics=[statistic]) if is_of_matrices else compute(part)
+        stats = spectrum(tensors, statistics=[statistic]) if is_of_matrices else compute(tensors)
     values = table(stats)[statistic]
     return dict(zip(values.index, values.to_numpy(np.float64).tolist(), strict=True))
 
@@ -229,65 +237,69 @@ def _lines_of(
     names: Sequence[str],
     column: Mapping[str, float],
     along: str,
-    other: str | None,
+    hue: str | None,
     *,
     kind: Callable[[str], Any] | None,
     ndims: Mapping[str, int],
 ) -> tuple[str, list[_Line]]:
-    """Make a line for each series, or for each number of another module; bands of many."""
-    title, every = series_of(names, most=len(names))
+    """Return the title and the lines of a panel.
+
+    There is a line for each series, or for each of its numbers in the module `hue`. Too many
+    lines are combined into bands.
+    """
+    title, all_series = series_of(names, most=len(names))
     if kind is not None:
-        every = [Series(str(kind(s.bare)), s.names, s.shared) for s in every]
-    count, most = len(every), MOST_LINES_OF_PANEL if kind is None else MOST_LINES
-    if other is not None:
-        count = sum(len({numbers_of(name)[other] for name in s.names}) for s in every)
+        all_series = [Series(str(kind(s.bare)), s.names, s.shared) for s in all_series]
+    count, most = len(all_series), MOST_LINES_OF_PANEL if kind is None else MOST_LINES
+    if hue is not None:
+        count = sum(len({numbers_of(name)[hue] for name in s.names}) for s in all_series)
         most = MOST_LINES
     if count <= most:
-        return title, [line for s in every for line in _lines(s, column, along, other)]
+        return title, [line for s in all_series for line in _lines(s, column, along, hue)]
     if kind is None:
-        title, every = series_of(names, most, ndims)
+        title, all_series = series_of(names, most, ndims)
     else:
         kinds: dict[str, list[str]] = {}
-        for series in every:
+        for series in all_series:
             kinds.setdefault(series.label, []).extend(series.names)
-        every = [Series.of(label, groups_of(members)) for label, members in kinds.items()]
-    return title, [line for s in every for line in _lines(s, column, along, None)]
+        all_series = [Series.of(label, groups_of(members)) for label, members in kinds.items()]
+    return title, [line for s in all_series for line in _lines(s, column, along, None)]
 
 
-def _lines(
-    series: Series, column: Mapping[str, float], along: str, other: str | None
-) -> list[_Line]:
-    """Make the lines of a series."""
-    lines: dict[int, dict[int, list[tuple[float, str]]]] = {}
+def _lines(series: Series, column: Mapping[str, float], along: str, hue: str | None) -> list[_Line]:
+    """Return the lines of a series: one, or one for each number in the module `hue`, in order."""
+    points_by_number: dict[int, dict[int, list[tuple[float, str]]]] = {}
     for name in series.names:
         numbers = numbers_of(name)
-        points = lines.setdefault(0 if other is None else numbers[other], {})
+        points = points_by_number.setdefault(0 if hue is None else numbers[hue], {})
         points.setdefault(numbers[along], []).append((column[name], name))
-    made = []
-    for number in sorted(lines):
-        at = sorted(lines[number])
-        levels = np.full((5, len(at)), np.nan)
-        every: list[_Extreme] = []
-        for spread, position in zip(levels.T, at, strict=True):
+    lines = []
+    for number, points in sorted(points_by_number.items()):
+        positions = sorted(points)
+        levels = np.full((5, len(positions)), np.nan)
+        candidates: list[_Extreme] = []
+        for spread, position in zip(levels.T, positions, strict=True):
             finite = [
                 _Extreme(position, value, name)
-                for value, name in lines[number][position]
+                for value, name in points[position]
                 if not np.isnan(value)
             ]
             if finite:
-                spread[:] = _levels([extreme.value for extreme in finite])
-            every += finite
-        most = max(map(len, lines[number].values()))
+                spread[:] = _levels([point.value for point in finite])
+            candidates += finite
+        most = max(map(len, points.values()))
         extremes: tuple[_Extreme, ...] = ()
-        if every and most > 1:
-            extremes = (min(every, key=lambda e: e.value), max(every, key=lambda e: e.value))
-        made.append(_Line(series, number, at, levels, most, extremes))
-    return made
+        if candidates and most > 1:
+            lowest = min(candidates, key=lambda point: point.value)
+            highest = max(candidates, key=lambda point: point.value)
+            extremes = (lowest, highest)
+        lines.append(_Line(series, number, positions, levels, most, extremes))
+    return lines
 
 
 def _levels(values: list[float]) -> tuple[Any, ...]:
-    """Return the ends of bands and the median."""
-    # One of a few values does not widen the inner band.
+    """Return the ends of the bands and the median, in ascending order."""
+    # Without interpolation, so that a single outlier among few values does not widen the band.
     lower = np.quantile(values, _INNER[0], method="higher")
     upper = np.quantile(values, _INNER[1], method="lower")
     return min(values), lower, np.median(values), upper, max(values)
@@ -300,7 +312,7 @@ def _draw_panel(
     ax: Axes,
     panel: _Panel,
     positions: Positions,
-    other: str,
+    hue: str,
     style: dict[str, Any],
     *,
     is_wide: bool,
@@ -311,62 +323,72 @@ def _draw_panel(
     ax.margins(x=0.02, y=0.22)
     is_by_number = any(line.number for line in lines)
     if is_by_number:
-        colours = number_colours(ax, [line.number for line in lines], other)
+        colours = number_colours(ax, [line.number for line in lines], hue)
         styles = [{"color": colours[line.number], "linewidth": 1.0} for line in lines]
     else:
         labels = list(dict.fromkeys(line.series.label for line in lines))
         by_label = dict(zip(labels, line_styles(len(labels)), strict=True))
         styles = [by_label[line.series.label] for line in lines]
-    handles = [_draw(ax, ln, {**own, **style}) for ln, own in zip(lines, styles, strict=True)]
+    handles = [
+        _draw_line(ax, line, {**line_style, **style})
+        for line, line_style in zip(lines, styles, strict=True)
+    ]
     _set_scale(ax, lines)
     _set_positions(ax, lines, positions)
     bands = sum(1 for line in lines if line.extremes)
     points = [
-        (abs(far), Label(extreme.at, extreme.value, _named(line, extreme, positions), colour))
+        (
+            abs(distance),
+            Label(point.position, point.value, _point_text(line, point, positions), colour),
+        )
         for line, handle in zip(lines, handles, strict=True)
-        for far, extreme in _points_to_name(line, bands)
+        for distance, point in _points_to_name(line, bands)
         for colour in [handle.get_color()]
     ]
     points.sort(key=lambda point: -point[0])
-    # The two that stand out most, and others that stand out nearly as much.
+    # The two farthest points, and others at more than half of the largest distance.
     labels_of_points = [
         label
-        for at, (far, label) in enumerate(points[:_MOST_NAMED])
-        if at < _FEWEST_NAMED or 2 * far > points[0][0]
+        for rank, (distance, label) in enumerate(points[:_MOST_NAMED])
+        if rank < _FEWEST_NAMED or 2 * distance > points[0][0]
     ]
     for label in labels_of_points:
         look = {"marker": "o", "s": 14, "color": label.colour, "zorder": 3}
         ax.scatter([label.x], [label.y], **look)
     label_points(ax, labels_of_points)
     if not is_by_number and (len(lines) > 1 or bands):
-        ends = [end for pair in zip(lines, handles, strict=True) for end in _end(*pair)]
+        ends = [label for pair in zip(lines, handles, strict=True) for label in _end_label(*pair)]
         label_ends(ax, ends, _LABEL_WIDTH if is_wide else _NARROW_LABEL_WIDTH)
 
 
-def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
-    """Draw a line with its bands."""
-    style = {"marker": "." if len(line.at) <= _FEW_POINTS else "", **style}
+def _draw_line(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
+    """Draw a line with its bands; return the artist of the line."""
+    style = {"marker": "." if len(line.positions) <= _FEW_POINTS else "", **style}
     low, lower, middle, upper, high = line.levels
-    (handle,) = ax.plot(line.at, middle, **style)
+    (handle,) = ax.plot(line.positions, middle, **style)
     if line.most > 1:
         bands = [(low, high), (lower, upper)] if line.most >= _FEWEST_QUANTILES else [(low, high)]
         for (bottom, top), alpha in zip(bands, _ALPHAS, strict=False):
-            ax.fill_between(line.at, bottom, top, color=handle.get_color(), alpha=alpha, lw=0)
+            colour = handle.get_color()
+            ax.fill_between(line.positions, bottom, top, color=colour, alpha=alpha, lw=0)
     return handle
 
 
-def _end(line: _Line, handle: Any) -> list[Label]:
-    """Return the label at the end of a line, where it has one."""
+def _end_label(line: _Line, handle: Any) -> list[Label]:
+    """Return the label at the end of a line; an empty list for a line without finite values."""
     finite = np.flatnonzero(np.isfinite(line.levels[2]))
     if not len(finite):
         return []
     last = int(finite[-1])
     value = float(line.levels[2][last])
-    return [Label(line.at[last], value, line.series.label, handle.get_color())]
+    return [Label(line.positions[last], value, line.series.label, handle.get_color())]
 
 
 def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
-    """Return the points of a line that are named, and how far they are from the others."""
+    """Return the points of a line to name, with their distances from the other points.
+
+    `bands` is the number of lines with bands in the panel.
+    """
     from xckpt.health import out_of_line
 
     middle = line.levels[2]
@@ -374,34 +396,31 @@ def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
         low, high = line.extremes
         if low.value == high.value:
             return []
-        medians = dict(zip(line.at, middle.tolist(), strict=True))
+        medians = dict(zip(line.positions, middle.tolist(), strict=True))
         if low.value > 0:
-            both = [(abs(np.log2(e.value / medians[e.at])), e) for e in (high, low)]
-            both = [(far, extreme) for far, extreme in both if far > _LEAST_FACTOR]
+            points = [(abs(np.log2(e.value / medians[e.position])), e) for e in (high, low)]
+            points = [(factor, extreme) for factor, extreme in points if factor > _LEAST_FACTOR]
         else:
-            both = [(abs(e.value - medians[e.at]), e) for e in (high, low)]
-        return both if bands <= _FEW_BANDS else sorted(both, key=lambda far: far[0])[-1:]
+            points = [(abs(e.value - medians[e.position]), e) for e in (high, low)]
+        return points if bands <= _FEW_BANDS else sorted(points, key=lambda point: point[0])[-1:]
     positive = np.flatnonzero(middle > 0)
     if len(positive) <= _OUT_OF_LINE:
         return []
     scores = np.abs(out_of_line(np.log2(middle[positive]), _LEAST_SPREAD, _OUT_OF_LINE))
     return [
-        (float(scores[at]), _Extreme(line.at[positive[at]], float(middle[positive[at]]), ""))
-        for at in np.flatnonzero(scores)
+        (float(score), _Extreme(line.positions[number], float(middle[number]), ""))
+        for score, number in zip(scores, positive, strict=True)
+        if score
     ]
 
 
-def _named(line: _Line, extreme: _Extreme, positions: Positions) -> str:
-    """Write which tensor an extreme is, and its value."""
-    place = (
-        line.series.place(extreme.name)
-        if extreme.name
-        else f"{one_of(positions.along)} {extreme.at}"
-    )
+def _point_text(line: _Line, point: _Extreme, positions: Positions) -> str:
+    """Return the text of a named point: its place among the tensors of the line, and its value."""
+    numbered = f"{one_of(positions.along)} {point.position}"
+    place = line.series.place(point.name) if point.name else numbered
     if positions.stages:
-        old = f"{one_of(positions.along)} {extreme.at}"
-        place = place.replace(old, positions.stages[extreme.at], 1)
-    return f"{place}: {number_text(extreme.value)}"
+        place = place.replace(numbered, positions.stages[point.position], 1)
+    return f"{place}: {number_text(point.value)}"
 
 
 def _set_positions(ax: Axes, lines: Sequence[_Line], positions: Positions) -> None:
@@ -410,15 +429,16 @@ def _set_positions(ax: Axes, lines: Sequence[_Line], positions: Positions) -> No
         whole_numbers(ax.xaxis)
         ax.set_xlabel(safe(positions.along))
         return
-    places = sorted({at for line in lines for at in line.at})
-    ax.set_xticks(places, [safe(positions.stages[at]) for at in places])
-    if len(places) > 4:
+    ticks = sorted({position for line in lines for position in line.positions})
+    ax.set_xticks(ticks, [safe(positions.stages[position]) for position in ticks])
+    if len(ticks) > 4:
         ax.tick_params("x", labelrotation=35, labelsize="small")
         for text in ax.get_xticklabels():
             text.set(ha="right", rotation_mode="anchor")
 
 
 def _set_scale(ax: Axes, lines: Sequence[_Line]) -> None:
+    """Use a logarithmic scale for values that span a large factor, unless some are negative."""
     values = np.concatenate([line.levels[[0, -1]].ravel() for line in lines])
     values = values[np.isfinite(values)]
     positive = values[values > 0]
