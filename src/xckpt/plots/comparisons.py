@@ -43,12 +43,12 @@ def draw_differences(
     ax: Axes | None,
     **style: Any,
 ) -> Axes:
-    """Draw how much tensors differ; see `xckpt.plots.Plots.compare`."""
+    """Draw the differences of tensors; see `xckpt.plots.Plots.compare`."""
     from xckpt.comparison import MEASURES, compare
     from xckpt.statistics import table
 
     require_drawable(ax, lambda trial: trial.barh([0], [0.0], **style))
-    require_statistic(statistic, [each for each in MEASURES if each != "status"])
+    require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])
     if most < 1:
         raise ValueError(f"a picture has at least one bar, not {most}")
     if isinstance(other, xr.Dataset) and "statistic" in other.dims:
@@ -59,8 +59,10 @@ def draw_differences(
     tensors = OpenTensors(obj)
     require_any(frame.index.tolist(), [row.name for row in tensors.rows], names)
     counts = Counter(frame["status"])
-    facts = [f"{counts[kind]:,} {word}" for kind, word in _STATUS_WORDS.items() if counts[kind]]
-    summary = f"{counted(len(frame), 'tensor')}: {', '.join(facts)}"
+    parts = [
+        f"{counts[status]:,} {words}" for status, words in _STATUS_WORDS.items() if counts[status]
+    ]
+    summary = f"{counted(len(frame), 'tensor')}: {', '.join(parts)}"
     changed = frame[frame["status"] == "changed"]
     codes = codes_of(tensors)
     is_code = changed.index.isin(list(codes))
@@ -71,10 +73,10 @@ def draw_differences(
         changed = changed[~is_code]
     bars = changed.head(most)[::-1]
     ax = new_axes(ax, 8.0, 1.6 + _INCHES_PER_BAR * max(4, len(bars)))
-    kept = f"the {len(bars):,} most changed" if len(bars) < len(changed) else ""
-    add_heading(ax, summary, kept, note)
+    selection = f"the {len(bars):,} most changed" if len(bars) < len(changed) else ""
+    add_heading(ax, summary, selection, note)
     if bars.empty:
-        _say(ax, counts["same"], counts.total())
+        _explain_no_bars(ax, counts["same"], counts.total())
         return ax
     values = bars[statistic].to_numpy(np.float64)
     drawn = ax.barh(np.arange(len(values)), np.where(np.isfinite(values), values, 0.0), **style)
@@ -90,8 +92,8 @@ def draw_differences(
     return ax
 
 
-def _say(ax: Axes, same: int, count: int) -> None:
-    """Explain in the middle of the picture why it has no bars."""
+def _explain_no_bars(ax: Axes, same: int, count: int) -> None:
+    """Write into the middle of the picture why it has no bars."""
     text = "No tensor that is in both has changed."
     if not same:
         text = "No tensor is in both with the same shape."
