@@ -23,7 +23,7 @@ _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
 _MOST_LAYERS = 40
 _UNCHANGED = "#8886"
-# Counters change by whole numbers, and would hide everything else.
+# Counters change by whole numbers, which would hide the smaller changes of weights.
 _COUNTING = frozenset({Role.COUNTER, Role.STEP, Role.STATE})
 
 
@@ -36,7 +36,7 @@ def draw_steps(
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     changes = changes_of(obj, names)
-    groups = _rows_of_groups(changes)
+    groups = _group_rows(changes)
     if ax is not None:
         groups = dict([next(iter(groups.items()))])
     heights = [_FRAME + _INCHES_PER_LAYER * max(6, len(layers)) for layers in groups.values()]
@@ -44,28 +44,28 @@ def draw_steps(
     panels = [new_axes(ax, 8.0, heights[0])] if len(groups) == 1 else new_panels(heights)
     counts = [sum(map(len, layers.values())) for layers in groups.values()]
     left_out = len(changes.names) - sum(counts)
-    without = f"without {counted(left_out, 'tensor')} of other roles, such as counters"
+    omission = f"without {counted(left_out, 'tensor')} of other roles, such as counters"
     for number, (group, layers) in enumerate(groups.items()):
-        still = _draw_group(panels[number], changes, layers, relative=relative, style=style)
+        unchanged = _draw_group(panels[number], changes, layers, relative=relative, style=style)
         title = counted(counts[number], "tensor")
         title = f"{group}: {title}" if len(groups) > 1 else title
         title += "" if number else f", {counted(len(changes.steps), 'step')}"
-        grey = f"grey: no change ({counted(still, 'place')})" if still else ""
-        add_heading(panels[number], title, grey, without if left_out and not number else "")
+        grey = f"grey: no change ({counted(unchanged, 'place')})" if unchanged else ""
+        add_heading(panels[number], title, grey, omission if left_out and not number else "")
     panels[-1].set_xlabel(safe(changes.dim))
     return panels[0]
 
 
-def _rows_of_groups(changes: StepChanges) -> dict[str, dict[str, list[int]]]:
-    """Return the rows of each layer of each group of roles, without counters."""
+def _group_rows(changes: StepChanges) -> dict[str, dict[str, list[int]]]:
+    """Return the rows of each layer, by group of roles; counters only if there is nothing else."""
     groups: dict[str, dict[str, list[int]]] = {}
     order = list(Role)
     for row in sorted(range(len(changes.names)), key=lambda row: order.index(changes.roles[row])):
         role, name = changes.roles[row], changes.names[row]
         if role not in _COUNTING or _COUNTING.issuperset(changes.roles):
-            # A name up to its first number; its module if it has no number.
-            parts = parse_name(name)
-            layer = parts.outermost or "".join(parts.pieces[:-1]) or name
+            # The name up to its first index, or the module of a name without one.
+            parsed = parse_name(name)
+            layer = parsed.outermost or "".join(parsed.pieces[:-1]) or name
             groups.setdefault(role.group, {}).setdefault(layer, []).append(row)
     return groups
 
@@ -78,15 +78,15 @@ def _draw_group(
     relative: bool,
     style: dict[str, Any],
 ) -> int:
-    """Draw the tensors of a group of roles; return the number of places without a change."""
+    """Draw the layers of a group of roles; return how many of their steps have no change."""
     from matplotlib.colors import LogNorm
 
-    names = [list(layers)[at] for at in ascending(list(layers))]
-    norms = np.array([_norm(changes.norm[layers[name]]) for name in names])
+    names = [list(layers)[number] for number in ascending(list(layers))]
+    norms = np.array([_joint_norm(changes.norm[layers[name]]) for name in names])
     if relative:
         with np.errstate(invalid="ignore", divide="ignore"):
             size = changes.norm / changes.relative
-            norms /= np.array([_norm(size[layers[name]]) for name in names])
+            norms /= np.array([_joint_norm(size[layers[name]]) for name in names])
     shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     if shown.count() and shown.max() > shown.min():
@@ -95,20 +95,20 @@ def _draw_group(
     image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
     label = "norm of the change" + (", relative" if relative else "")
     ax.figure.colorbar(image, ax=ax).set_label(label)
-    _label(ax.yaxis, [safe(name) for name in names])
-    _label(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
+    _label_ticks(ax.yaxis, [safe(name) for name in names])
+    _label_ticks(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
     return int(np.count_nonzero(norms == 0))
 
 
-def _norm(norms: Any) -> Any:
-    """Return the norm of tensors together at each step; NaN where it is unknown."""
-    known = np.isfinite(norms)
-    total = np.sqrt((np.where(known, norms, 0.0) ** 2).sum(axis=0))
-    return np.where(known.any(axis=0), total, np.nan)
+def _joint_norm(norms: Any) -> Any:
+    """Return the norm of all tensors together at each step; NaN if none of them is finite."""
+    is_finite = np.isfinite(norms)
+    total = np.sqrt((np.where(is_finite, norms, 0.0) ** 2).sum(axis=0))
+    return np.where(is_finite.any(axis=0), total, np.nan)
 
 
-def _label(axis: Any, labels: list[str]) -> None:
-    """Put labels at places, fewer where there are many."""
+def _label_ticks(axis: Any, labels: list[str]) -> None:
+    """Label the rows or columns of an image, at regular intervals if there are many."""
     most = _MOST_LAYERS // 4 if axis.axis_name == "x" else _MOST_LAYERS
     stride = max(1, -(-len(labels) // most))
     axis.set_ticks(list(range(0, len(labels), stride)), labels[::stride])
