@@ -39,7 +39,7 @@ _MOST_SERIES = 24
 _WIDEST_LABEL, _WIDEST_BLOCK = 40, 32
 _INCHES_PER_ROW, _POINTS_PER_CHARACTER = 0.24, 5.0
 _UNKNOWN, _EQUAL = "#e6007e", "#9e9e9e"
-# The smallest value of these is the worst.
+# Statistics whose smallest value is the worst.
 _GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -77,11 +77,11 @@ def draw_error(
     height, sizes = len(rows), {row.size for row in rows.values()}
     width = min(max(sizes), _MOST_COLUMNS)
     worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
-    values = np.array([_stretched(row, width, worst) for row in rows.values()])
-    if height > _MOST_ROWS:  # the worst of neighbours is kept
+    values = np.array([_resample(row, width, worst) for row in rows.values()])
+    if height > _MOST_ROWS:  # keep the worst of neighbours
         values = worst.reduceat(values, np.arange(_MOST_ROWS) * height // _MOST_ROWS, axis=0)
     ax = new_axes(ax, 8.0, 1.8 + _INCHES_PER_ROW * min(max(height, 4), _MOST_LABELS))
-    image = _drawn(ax, values, (max(sizes) if len(sizes) == 1 else 1, height), style)
+    image = _draw_image(ax, values, (max(sizes) if len(sizes) == 1 else 1, height), style)
     ax.figure.colorbar(image, ax=ax, extend="both").set_label(safe(statistic))
     _label_rows(ax, list(rows), labels, blocks)
     _label_columns(ax, sizes)
@@ -100,7 +100,7 @@ def draw_error(
 
 
 class _Block(NamedTuple):
-    """Neighbouring rows of tensors whose names differ in numbers."""
+    """Neighbouring rows of tensors whose names differ only in their indices."""
 
     first: int
     last: int
@@ -108,7 +108,7 @@ class _Block(NamedTuple):
 
 
 def _label_rows(ax: Axes, names: list[str], labels: list[str], blocks: list[_Block]) -> None:
-    """Name rows one by one, or in blocks."""
+    """Label each row, or each block if there are blocks."""
     ax.tick_params("y", length=0, labelsize="small")
     if not blocks:
         ax.set_yticks(range(len(names)), [safe(label, _WIDEST_LABEL) for label in labels])
@@ -132,25 +132,25 @@ def _label_columns(ax: Axes, sizes: set[int]) -> None:
 
 
 def _by_series(rows: Mapping[str, Array]) -> tuple[dict[str, Array], list[_Block]]:
-    """Put tensors whose names differ in numbers next to each other; return the ends of each."""
-    _, every = series_of(rows, _MOST_SERIES)
+    """Return the rows sorted by series, and the block of each series."""
+    _, all_series = series_of(rows, _MOST_SERIES)
     ordered: dict[str, Array] = {}
     blocks = []
-    for series in every:
+    for series in all_series:
         first = len(ordered)
         ordered |= {name: rows[name] for name in series.names}
         times = f"  ×{len(series.names):,}" if len(series.names) > 1 else ""
         blocks.append(_Block(first, len(ordered) - 1, times))
-    labels = apart([series.label for series in every], _WIDEST_BLOCK)
+    labels = apart([series.label for series in all_series], _WIDEST_BLOCK)
     pairs = zip(blocks, labels, strict=True)
     return ordered, [block._replace(label=label + block.label) for block, label in pairs]
 
 
-def _stretched(row: Array, width: int, worst: Any) -> Array:
-    """Return as many values as the picture has columns: the worst of many, or each repeated."""
+def _resample(row: Array, width: int, worst: Any) -> Array:
+    """Return `width` values: the worst of neighbours in a longer row, or repeated values."""
     if row.size >= width:
-        worst_of: Array = worst.reduceat(row, np.arange(width) * row.size // width)
-        return worst_of
+        reduced: Array = worst.reduceat(row, np.arange(width) * row.size // width)
+        return reduced
     return row[np.arange(width) * row.size // width]
 
 
@@ -160,9 +160,9 @@ def _channels_of(
     """Return the values of the channels of tensors, and the number of tensors without values."""
     from xckpt.statistics import channel_values
 
-    every = channel_values(result, statistic)
-    selected = {name: every[name] for name in select(every, names)}
-    require_any(selected, every, names)
+    values = channel_values(result, statistic)
+    selected = {name: values[name] for name in select(values, names)}
+    require_any(selected, values, names)
     rows = {name: row for name, row in selected.items() if not np.isnan(row).all()}
     rows = {name: row for name, row in rows.items() if row.size > 1} or rows
     if not rows:
@@ -173,8 +173,8 @@ def _channels_of(
     return rows, len(selected) - len(rows)
 
 
-def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]) -> Any:
-    """Draw values. Infinite ones, of equal channels and of zeros, have colours of their own."""
+def _draw_image(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]) -> Any:
+    """Draw values as an image, with a colour for each infinity: equal channels, and zeros."""
     from matplotlib import colormaps
 
     finite = values[np.isfinite(values)]
@@ -190,7 +190,7 @@ def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]
     colours = colormaps[look["cmap"]] if isinstance(look["cmap"], str) else look["cmap"]
     look["cmap"] = colours.with_extremes(bad=(0, 0, 0, 0), over=_EQUAL, under=_UNKNOWN)
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-    # Infinities are beyond both ends of the colours; NaN has no colour.
+    # Put infinities beyond the ends of the colours; NaN is transparent.
     beyond = look["vmax"] - look["vmin"]
     drawable = np.nan_to_num(values, nan=np.nan, posinf=high + beyond, neginf=low - beyond)
     return ax.imshow(drawable, extent=extent, **look)
