@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _FILE = "file://"
 # One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
 _READ_NBYTES = 64 << 20
-# What the disk is asked for at a time, before it is read.
-_ASKED_NBYTES = 256 << 10
-# What a read costs besides its bytes is what it takes to copy about so many.
+# Size of one request for read-ahead.
+_READAHEAD_NBYTES = 256 << 10
+# The overhead of a read is about the time to copy this many bytes.
 _WORTH_SKIPPING = 16 << 10
 
 # A map made without `trackfd` keeps a duplicate of the descriptor open for as long as it lives.
@@ -41,94 +41,96 @@ _UNTRACKED: dict[str, Any] = (
 
 
 def is_file_url(text: str) -> bool:
-    """Whether a text is a ``file://`` URL."""
+    """Return whether a text is a ``file://`` URL."""
     return text[: len(_FILE)].lower() == _FILE
 
 
 def local_path(path: str) -> str:
-    """Return the absolute path of a local file that is read or written."""
-    found, is_url = path, is_file_url(path)
+    """Return the absolute path of a local file, given its path or ``file://`` URL."""
+    file_path, is_url = path, is_file_url(path)
     if is_url:
         from urllib.request import url2pathname  # imports all of http and email
 
-        host, slash, rest = path[len(_FILE) :].partition("/")
+        host, slash, url_path = path[len(_FILE) :].partition("/")
         if host not in {"", "localhost"}:
             raise ValueError(f"{path} names the machine {host!r}; open the file by its path")
-        found = url2pathname(slash + rest)
-    if "\0" in found:
+        file_path = url2pathname(slash + url_path)
+    if "\0" in file_path:
         raise ValueError(f"the path {shown(path)} has a null character, which no path can have")
-    # Path.expanduser fails where there is no such user, and absolute() keeps "..".
-    return found if is_url else os.path.abspath(os.path.expanduser(found))  # noqa: PTH100, PTH111
+    if is_url:
+        return file_path
+    # Path.expanduser raises for unknown users, and absolute() keeps "..".
+    return os.path.abspath(os.path.expanduser(file_path))  # noqa: PTH100, PTH111
 
 
 def let_go(fileno: int) -> None:
-    """Close a file of which nothing is wanted any more, whatever the disk says to that."""
+    """Close a file that is no longer needed, ignoring errors."""
     with suppress(OSError):
         os.close(fileno)
 
 
 class FileVersion:
-    """What tells one version of a file from another: size, times and inode.
+    """A version of a file, identified by size, times and inode.
 
-    The time of the last change (``st_ctime``) tells of writers that put the time of modification
-    back. It also moves when the file gets another name, owner or permissions, which leaves its
-    bytes alone: such a change is accepted, and what it looks like is kept for the next one.
+    The time of the last change (``st_ctime``) reveals writers that restore the time of
+    modification. It also moves when the file gets another name, owner or permissions, which does
+    not affect its bytes: such a change is accepted, and the next status is compared with it.
 
-    The device number is not part of it: for network file systems each machine makes up its own,
-    and a source must be the same to all workers of a cluster.
+    The device number is left out: on network file systems each machine assigns its own, and a
+    source must be equal on all workers of a cluster.
     """
 
-    __slots__ = ("_seen", "identity")
+    __slots__ = ("_latest", "identity")
 
     def __init__(self, status: os.stat_result) -> None:
-        self._seen = _change_of(status)
+        self._latest = _change_of(status)
         self.identity: tuple[int, ...] = (
             status.st_size,
             status.st_mtime_ns,
             status.st_ino,
-            self._seen[0],
+            self._latest[0],
         )
 
     @property
     def told(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What it is made of."""
-        return self.identity, self._seen
+        """Arguments for `of`."""
+        return self.identity, self._latest
 
     @classmethod
-    def of(cls, identity: tuple[int, ...], seen: tuple[int, ...]) -> FileVersion:
-        """Make one of what it was made of."""
+    def of(cls, identity: tuple[int, ...], latest: tuple[int, ...]) -> FileVersion:
+        """Restore a version from `told`."""
         version = object.__new__(cls)
-        version.identity, version._seen = identity, seen
+        version.identity, version._latest = identity, latest
         return version
 
     def matches(self, status: os.stat_result) -> bool:
-        """Whether a file still has the bytes that it had."""
+        """Return whether a file still has the same bytes, judging by its status."""
         if (status.st_size, status.st_mtime_ns, status.st_ino) != self.identity[:3]:
             return False
-        before, now = self._seen, _change_of(status)
+        before, now = self._latest, _change_of(status)
         if now[0] != before[0] and now[1:] == before[1:]:
             return False
-        self._seen = now
+        self._latest = now
         return True
 
 
 def _change_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return when a file was last changed, and what that may have been but its bytes."""
-    # On Windows it is the time of creation.
+    """Return when a file was last changed, and attributes that may explain the change."""
+    # On Windows st_ctime is the time of creation.
     changed = 0 if sys.platform == "win32" else status.st_ctime_ns
     return changed, status.st_nlink, status.st_mode, status.st_uid, status.st_gid
 
 
 class OpenFile:
-    """An open regular file that reads at any position, from any number of threads.
+    """An open regular file with random access from any number of threads.
 
-    It closes when it is no longer referred to.
+    It closes when nothing refers to it any more.
     """
 
     __slots__ = ("__weakref__", "_lock", "fileno")
 
     def __init__(self, path: str) -> None:
-        # First, because opening a pipe would wait for a writer.
+        # Checked before opening, because opening a pipe would wait for a writer.
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -142,42 +144,44 @@ class OpenFile:
             weakref.finalize(self, let_go, self.fileno)
 
     def status(self, name: str) -> os.stat_result:
-        """Return what the operating system says of the file; errors have its name."""
+        """Return the status of the file; errors have its name."""
         try:
             return os.fstat(self.fileno)
         except OSError as error:
             raise named(error, name) from error
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Have the disk begin to read what is not in the page cache."""
+        """Start reading a range into the page cache, unless it is cached."""
         if not hasattr(os, "posix_fadvise") or all(
-            self._is_cached(at) for at in (offset, offset + nbytes - 1)
+            self._is_cached(position) for position in (offset, offset + nbytes - 1)
         ):
             return
-        # A call reads no more than what the device takes at a time.
-        for at in range(offset, offset + nbytes, _ASKED_NBYTES):
-            count = min(_ASKED_NBYTES, offset + nbytes - at)
-            os.posix_fadvise(self.fileno, at, count, os.POSIX_FADV_WILLNEED)
+        # A call reads no more than the device accepts in one request.
+        for start in range(offset, offset + nbytes, _READAHEAD_NBYTES):
+            count = min(_READAHEAD_NBYTES, offset + nbytes - start)
+            os.posix_fadvise(self.fileno, start, count, os.POSIX_FADV_WILLNEED)
 
-    def _is_cached(self, at: int) -> bool:
+    def _is_cached(self, offset: int) -> bool:
         try:
-            os.preadv(self.fileno, [bytearray(1)], at, os.RWF_NOWAIT)
-        except (AttributeError, OSError):  # it would have to wait, or nobody can tell
+            os.preadv(self.fileno, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except (AttributeError, OSError):  # the read would block, or is unsupported
             return False
         return True
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill memory from a position in the file, and return how much of it was filled."""
+        """Fill memory from a position in the file, and return the number of bytes read."""
         if hasattr(os, "preadv"):
-            return _filled(memory, lambda rest, at: os.preadv(self.fileno, [rest], offset + at))
+            return _read_fully(
+                memory, lambda part, done: os.preadv(self.fileno, [part], offset + done)
+            )
         # Windows: positions belong to the descriptor, so threads take turns.
         with self._lock, io.FileIO(self.fileno, closefd=False) as file:
             file.seek(offset)
-            return _filled(memory, lambda rest, _: file.readinto(rest) or 0)
+            return _read_fully(memory, lambda part, _: file.readinto(part) or 0)
 
 
-def _filled(memory: memoryview, read: Callable[[memoryview, int], int]) -> int:
-    """Fill memory by reads that may be short; return how much of it there was."""
+def _read_fully(memory: memoryview, read: Callable[[memoryview, int], int]) -> int:
+    """Fill memory by reads that may be short, and return the number of bytes read."""
     done = 0
     while done < len(memory):
         count = read(memory[done : done + _READ_NBYTES], done)
@@ -194,8 +198,8 @@ _pool: Pool[Any] = Pool(most_open(), files=True)
 class LocalSource(Source):
     """A file of the local file system.
 
-    ``mmap=True`` lets `view` map the file into memory. A file that another program cuts short while
-    a view of it is in use then ends the process (``SIGBUS``); without maps that is an error.
+    ``mmap=True`` lets `view` map the file into memory. A file that another program truncates
+    while a view of it is in use then ends the process (``SIGBUS``); without maps, reads raise.
     """
 
     __slots__ = ("_version", "mmap")
@@ -214,12 +218,12 @@ class LocalSource(Source):
         _pool.get(self._key(OpenFile), lambda: descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Each task of a cluster has one: shorter than the names of what it consists of.
+        # Each task of a cluster contains a source, so its pickle omits the names of attributes.
         return _restored, (self.name, self.mmap, *self._version.told)
 
     @property
     def worth_skipping(self) -> int | None:
-        """See `Source.worth_skipping`; of a map nothing is read that is not looked at."""
+        """See `Source.worth_skipping`; None for maps, which read only the pages in use."""
         return None if self.mmap else _WORTH_SKIPPING
 
     @property
@@ -228,12 +232,12 @@ class LocalSource(Source):
         return self
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Have the disk begin with bytes that are read soon; see `Source.expect`."""
+        """Start reading bytes that are needed soon; see `Source.expect`."""
         with suppress(OSError, CheckpointError):
             self.descriptor().expect(offset, nbytes)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into memory of its own; see `Source.read`."""
+        """Read a range of bytes into new memory; see `Source.read`."""
         self._check_range(offset, nbytes)
         memory = empty(nbytes)
         self.read_into(offset, memory)
@@ -243,7 +247,7 @@ class LocalSource(Source):
         """Read a range of bytes into given memory; see `Source.read_into`."""
         self._check_range(offset, len(memory))
         self._fill(offset, memory)
-        self.check(offset)  # once is enough, and only afterwards does it cover the read
+        self.check(offset)  # only a check after the read covers it
 
     def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
         """Read ranges of equal length; see `Source.read_pieces`."""
@@ -254,7 +258,7 @@ class LocalSource(Source):
         self.check(offsets[0])
 
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Read a range of bytes into the same memory again and again; see `Source.blocks`."""
+        """Yield blocks of a range of bytes, all in the same memory; see `Source.blocks`."""
         self._check_range(offset, nbytes)
         buffer = empty(min(nbytes, block_nbytes))
         for start in range(0, nbytes, block_nbytes):
@@ -275,7 +279,7 @@ class LocalSource(Source):
             mapped = _pool.get(self._key(mmap.mmap), self._open_map)
         except FileChangedError:
             raise
-        except OSError:  # the file system has no maps, or address space is short
+        except OSError:  # the file system does not support maps, or address space is short
             return self.read(offset, nbytes)
         return memoryview(mapped)[offset : offset + nbytes]
 
@@ -285,45 +289,45 @@ class LocalSource(Source):
         return LocalSource(str(path), mmap=self.mmap)
 
     def close(self) -> None:
-        """Let go of what this process holds open for the file; see `Source.close`."""
+        """Close the file in this process; see `Source.close`."""
         with uninterrupted():
             _pool.discard(self._key(OpenFile))
             _pool.discard(self._key(mmap.mmap))
 
     def descriptor(self) -> OpenFile:
-        """Return the open file, opened anew if need be and if it is still the same."""
+        """Return the open file, reopened if necessary; raise an error if it has changed."""
         descriptor: OpenFile = _pool.get(self._key(OpenFile), self._open_descriptor)
         return descriptor
 
     def check(self, offset: int | None = None) -> None:
         """Raise an error if the file is no longer the one that was opened."""
         try:
-            status = os.stat(self.name)  # noqa: PTH116  for each read: half the time of Path.stat
+            status = os.stat(self.name)  # noqa: PTH116  half the time of Path.stat, for each read
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._changed("it is no longer there", offset) from error
         self._compare(status, offset)
 
     def _key(self, kind: type) -> tuple[Any, ...]:
-        # Not the source itself: its __hash__ and __eq__ are Python, and a scan reads often.
+        # The source itself would be slower: its __hash__ and __eq__ are Python.
         return kind, self.name, self.identity
 
-    def _fill(self, offset: int, memory: memoryview, *, again: bool = False) -> None:
+    def _fill(self, offset: int, memory: memoryview, *, is_retry: bool = False) -> None:
         is_being_read(self.name, len(memory))
         try:
-            found = self.descriptor().read_into(memory, offset)
+            count = self.descriptor().read_into(memory, offset)
         except CheckpointError as error:
             error.located(offset=offset)
             raise
         except OSError as error:
-            if error.errno != errno.ESTALE or again:
-                doing = f", reading {len(memory)} bytes at {offset}"
-                raise named(error, self.name, doing) from error
-            # The server forgot the file, or has another one of that name: opening it tells.
+            if error.errno != errno.ESTALE or is_retry:
+                action = f", reading {len(memory)} bytes at {offset}"
+                raise named(error, self.name, action) from error
+            # The server dropped the handle, or the file was replaced: reopening it shows which.
             self.close()
-            self._fill(offset, memory, again=True)
+            self._fill(offset, memory, is_retry=True)
             return
-        if found < len(memory):
-            short = f"it ends {len(memory) - found} bytes before the end of a read"
+        if count < len(memory):
+            short = f"it ends {len(memory) - count} bytes before the end of a read"
             raise self._changed(short, offset)
 
     def _open_descriptor(self) -> OpenFile:
@@ -343,14 +347,14 @@ class LocalSource(Source):
 
     def _compare(self, status: os.stat_result, offset: int | None = None) -> None:
         if not self._version.matches(status):
-            now = f"it had {self.size} bytes and has {status.st_size} now"
-            same = "it was written to, or replaced by another file"
-            raise self._changed(now if status.st_size != self.size else same, offset)
+            resized = f"it had {self.size} bytes and has {status.st_size} now"
+            modified = "it was written to, or replaced by another file"
+            raise self._changed(resized if status.st_size != self.size else modified, offset)
 
-    def _changed(self, how: str, offset: int | None = None) -> FileChangedError:
+    def _changed(self, change: str, offset: int | None = None) -> FileChangedError:
         self.close()
         return FileChangedError(
-            f"the file changed after it was opened: {how}",
+            f"the file changed after it was opened: {change}",
             path=self.name,
             offset=offset,
             hint="Open it again; on a cluster, all workers must see the same file at this path",
@@ -359,19 +363,19 @@ class LocalSource(Source):
 
 def _restored(
     name: str,
-    mmap: bool,  # noqa: FBT001  as it is pickled
+    mmap: bool,  # noqa: FBT001  pickled as a positional argument
     identity: tuple[int, ...],
-    seen: tuple[int, ...],
+    latest: tuple[int, ...],
 ) -> LocalSource:
     source = object.__new__(LocalSource)
     source.name, source.mmap = name, mmap
-    source._version = FileVersion.of(identity, seen)
+    source._version = FileVersion.of(identity, latest)
     source.identity, source.size = identity, identity[0]
     return source
 
 
 def is_mapped(view: object) -> bool:
-    """Return whether an array or memoryview looks into a memory map."""
+    """Return whether an array or memoryview is a view of a memory map."""
     while not isinstance(view, mmap.mmap):
         if isinstance(view, np.ndarray):
             view = view.base
@@ -383,7 +387,7 @@ def is_mapped(view: object) -> bool:
 
 
 class BytesSource(Source):
-    """Bytes in memory, not copied, which must not be modified. It pickles with its contents."""
+    """Bytes in memory, not copied, that must not change. It pickles with its contents."""
 
     __slots__ = ("_data",)
 
@@ -411,14 +415,14 @@ class BytesSource(Source):
         return self._data[offset : offset + nbytes]
 
     def sibling(self, name: str) -> Source:
-        """Bytes have no folder; see `Source.sibling`."""
+        """Raise `UnsupportedError`: bytes have no folder; see `Source.sibling`."""
         raise _without_folder(self, name)
 
 
 class FileObjectSource(Source):
     """An open binary file object that can seek. It pickles if the object does.
 
-    Reads take turns, and leave the position of the object as they found it.
+    Reads take turns, and restore the position of the object.
     """
 
     __slots__ = ("_file", "_folder", "_lock", "_version")
@@ -431,8 +435,8 @@ class FileObjectSource(Source):
         self._file = file
         self._lock = threading.Lock()
         status = _status_of(file)
-        said = [getattr(file, key, None) for key in ("full_name", "name", "path")]  # as fsspec does
-        names = [each for each in said if isinstance(each, str)]
+        candidates = [getattr(file, key, None) for key in ("full_name", "name", "path")]  # fsspec
+        names = [name for name in candidates if isinstance(name, str)]
         self.name, self._folder = names[0] if names else f"<{type(file).__name__}>", None
         if names and status is not None:
             path = Path(names[0]).absolute()
@@ -441,8 +445,8 @@ class FileObjectSource(Source):
         self.size = int(file.seek(0, os.SEEK_END))
         file.seek(position)
         self._version = None if status is None else FileVersion(status)
-        told: Hashable = uuid4().hex if self._version is None else self._version.identity
-        self.identity = (self.size, told)
+        version: Hashable = uuid4().hex if self._version is None else self._version.identity
+        self.identity = (self.size, version)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         try:
@@ -470,25 +474,25 @@ class FileObjectSource(Source):
                 position = self._file.tell()
                 try:
                     self._file.seek(offset)
-                    found = _filled(memory, self._read_some)
+                    count = _read_fully(memory, self._read_into)
                 finally:
                     self._file.seek(position)
         except OSError as error:
             raise named(error, self.name) from error
-        if found < nbytes:
+        if count < nbytes:
             raise self._changed(offset)
         self.check(offset)
         return memory
 
-    def _read_some(self, memory: memoryview, _: int) -> int:
+    def _read_into(self, memory: memoryview, _: int) -> int:
         if hasattr(self._file, "readinto"):
             return self._file.readinto(memory) or 0
-        piece = self._file.read(len(memory))
-        memory[: len(piece)] = piece
-        return len(piece)
+        data = self._file.read(len(memory))
+        memory[: len(data)] = data
+        return len(data)
 
     def check(self, offset: int | None = None) -> None:
-        """Look at the file; see `Source.check`."""
+        """Raise an error if the file on disk changed; see `Source.check`."""
         status = None if self._version is None else _status_of(self._file)
         if status is not None and self._version is not None and not self._version.matches(status):
             raise self._changed(offset)
@@ -498,7 +502,7 @@ class FileObjectSource(Source):
         return FileChangedError(reason, path=self.name, offset=offset, hint="Open it again")
 
     def sibling(self, name: str) -> Source:
-        """Open another file next to the one on disk that the object reads; see `Source.sibling`."""
+        """Open another file in the folder of the one on disk; see `Source.sibling`."""
         if self._folder is None:
             raise _without_folder(self, name)
         return LocalSource(str(Path(self._folder, *components(name))))
@@ -515,5 +519,5 @@ def _without_folder(source: Source, name: str) -> UnsupportedError:
 def _status_of(file: Any) -> os.stat_result | None:
     try:
         return os.fstat(file.fileno())
-    except (AttributeError, OSError):  # no file of the operating system, such as io.BytesIO
+    except (AttributeError, OSError):  # not a file of the operating system, such as io.BytesIO
         return None
