@@ -1,8 +1,8 @@
 r"""Encodings of parts: how stored bytes become decoded ones, and the other way round.
 
-What is decoded may be of unknown origin. Sizes that a stream claims are never trusted: the caller
-says how many bytes there must be, and no more are decoded. All errors are `FormatError` with
-``rule="Encoding"``, but for what does not fit in memory.
+Streams may be of unknown origin, so the sizes that they claim are never trusted: the caller passes
+the expected number of bytes, and no more are decoded. All errors are `FormatError` with
+``rule="Encoding"``, except `TooLargeError` for data that does not fit in memory.
 
 ``deflate`` is a stream of RFC 1951 without a header, as zip files have them.
 
@@ -22,10 +22,10 @@ from the frames that overlap it.
 bytes              table
 =================  ===================================================================
 4                  ``5E 2A 4D 18``
-4                  size of the rest of the table
+4                  size of the table after this field
 8 or 12, n times   stored size, decoded size, low 32 bits of XXH64 of the decoded bytes
 4                  n
-1                  bit 7: checksums are there; bits 6 to 2 are 0
+1                  bit 7: entries have checksums; bits 6 to 2 are 0
 4                  ``B1 EA 92 8F``
 =================  ===================================================================
 
@@ -65,11 +65,11 @@ T = TypeVar("T")
 
 DEFAULT_LEVEL = 3
 
-_COUNTING_NBYTES = 1 << 18  # decoded at a time where nobody wants the bytes
+_COUNTING_NBYTES = 1 << 18  # block size for decoded bytes that are dropped
 
 
 class LongStreamError(FormatError):
-    """A stream decodes to more bytes than are wanted."""
+    """A stream decodes to more bytes than the limit."""
 
 
 def _malformed(reason: str, offset: int | None = None) -> FormatError:
@@ -77,13 +77,13 @@ def _malformed(reason: str, offset: int | None = None) -> FormatError:
 
 
 class StreamDecoder(ABC):
-    """Decodes a stream from its start, which is the only way, of which `nbytes` bytes are wanted.
+    """Decoder for the first `nbytes` bytes of a stream that can only be decoded from its start.
 
-    ``is_whole`` says that the stream is to end after these.
+    With ``is_whole``, the stream must end after these.
     """
 
     name: ClassVar[str]
-    #: What the bytes of a stream are multiplied by at most, and how many more it decodes to.
+    #: Bounds of the decoded size: a factor of the stored size, and bytes to add.
     densest: ClassVar[tuple[int, int]]
 
     def __init__(self, stored: Stored, nbytes: int, *, is_whole: bool) -> None:
@@ -94,9 +94,9 @@ class StreamDecoder(ABC):
 
     @classmethod
     def most(cls, stored_nbytes: int) -> int:
-        """Return how many bytes a stream decodes to at most."""
-        times, more = cls.densest
-        return stored_nbytes * times + more
+        """Return an upper bound of the number of bytes that a stream decodes to."""
+        factor, extra = cls.densest
+        return stored_nbytes * factor + extra
 
     @abstractmethod
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
@@ -104,16 +104,16 @@ class StreamDecoder(ABC):
 
     @abstractmethod
     def _fill(self, memory: NDArray[np.uint8]) -> int:
-        """Decode into memory; fewer bytes than fit are the last ones."""
+        """Decode into memory and return the number of bytes; fewer than fit end the stream."""
 
     @abstractmethod
     def _expect_end(self) -> None:
         """Raise an error if the stream does not end here."""
 
     def _take(self, memory: NDArray[np.uint8]) -> None:
-        found = self._fill(memory)
-        if found < len(memory):
-            short = len(memory) - found
+        count = self._fill(memory)
+        if count < len(memory):
+            short = len(memory) - count
             raise _malformed(
                 f"a {self.name} stream ends {short} bytes too early: it decodes to fewer than "
                 f"{self._nbytes}, or is cut short"
@@ -128,7 +128,7 @@ class StreamDecoder(ABC):
     def decompress(
         cls, stored: Stored, nbytes: int, out: NDArray[np.uint8] | None = None
     ) -> memoryview:
-        """Decode a whole stream, which must have exactly so many bytes, as `out` has."""
+        """Decode a whole stream of exactly `nbytes` bytes, into `out` if it is given."""
         stream = cls(stored, nbytes, is_whole=True)
         decoded = _allocate(nbytes) if out is None else out
         stream._take(decoded)
@@ -137,7 +137,7 @@ class StreamDecoder(ABC):
 
     @classmethod
     def decompress_range(cls, stored: Stored, start: int, stop: int) -> memoryview:
-        """Decode a stream from its beginning up to `stop`, in memory for what is after `start`."""
+        """Decode a stream from its beginning, and return the bytes from `start` to `stop`."""
         stream = cls(stored, stop, is_whole=False)
         decoded = _allocate(stop - start)
         stream._skip(start)
@@ -148,9 +148,9 @@ class StreamDecoder(ABC):
     def decompressed_blocks(
         cls, stored: Stored, nbytes: int, block_nbytes: int, skip: int | None = None
     ) -> Iterator[memoryview]:
-        """Decode so many bytes after the first `skip` ones, block by block into the same memory.
+        """Yield `nbytes` decoded bytes after the first `skip`, in blocks that share memory.
 
-        Without `skip` the stream must end after them.
+        Without `skip`, the stream must end after these bytes.
         """
         stream = cls(stored, (skip or 0) + nbytes, is_whole=skip is None)
         stream._skip(skip or 0)
@@ -169,15 +169,15 @@ def _allocate(nbytes: int) -> NDArray[np.uint8]:
 
 
 class DeflateDecoder(StreamDecoder):
-    """Decodes a deflate stream."""
+    """Decoder for a deflate stream."""
 
     name = "deflate"
     densest = 1032, 1024  # 258 bytes for each pair of bits, after a few bytes for its codes
-    # Read and decoded at a time: zlib copies what it has not read yet with each call.
+    # Block sizes. They are small because each call of zlib copies its remaining input.
     _STORED_NBYTES, _DECODED_NBYTES = 1 << 16, 1 << 20
 
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
-        del is_whole  # a stream says that it ends
+        del is_whole  # a deflate stream marks its end
         self._blocks: Iterator[memoryview] = (
             iter([memoryview(stored).cast("B")])
             if isinstance(stored, memoryview | bytes)
@@ -196,13 +196,13 @@ class DeflateDecoder(StreamDecoder):
                 data = bytes(self._block[: self._STORED_NBYTES])
                 self._block = self._block[self._STORED_NBYTES :]
             try:
-                piece = self._zlib.decompress(data, min(len(view) - done, self._DECODED_NBYTES))
+                block = self._zlib.decompress(data, min(len(view) - done, self._DECODED_NBYTES))
             except zlib.error as error:
                 raise _malformed(f"a deflate stream does not decode: {error}") from error
-            if not data and not piece:
+            if not data and not block:
                 break
-            view[done : done + len(piece)] = piece
-            done += len(piece)
+            view[done : done + len(block)] = block
+            done += len(block)
         return done
 
     def _expect_end(self) -> None:
@@ -211,10 +211,10 @@ class DeflateDecoder(StreamDecoder):
 
 
 class ZstdDecoder(StreamDecoder):
-    """Decodes a Zstandard stream.
+    """Decoder for a Zstandard stream.
 
-    That it is cut short between two blocks cannot be seen. So a known frame is put after a stream
-    that is to end, and must follow what is wanted.
+    A stream that is truncated between two blocks does not raise an error in libzstd. Therefore, a
+    known frame is appended to a stream that must end, and must follow the requested bytes.
     """
 
     name = "zstd"
@@ -224,12 +224,12 @@ class ZstdDecoder(StreamDecoder):
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
         import zstandard
 
-        # In two halves: where a header is cut in two by the end of a buffer, libzstd looks for the
-        # frame at the start of the next buffer, and would find a whole one there.
+        # In two halves: if the end of a buffer splits a header, libzstd looks for the frame at the
+        # start of the next buffer, and a whole frame there would be accepted.
         frame = self.end_frame() if is_whole else b""
         parts: tuple[Stored, ...] = (stored, frame[:12], frame[12:])
-        # Each part is handed over whole: a frame that lies in one buffer, with its content size, is
-        # decoded straight into the destination, without a window in between.
+        # One buffer for each part: if a frame lies in one buffer and has a content size, libzstd
+        # decodes it straight into the destination, without a window in between.
         listed = ([part] if isinstance(part, memoryview | bytes) else part for part in parts)
         buffers = filter(len, chain.from_iterable(listed))
         chained: Any = SimpleNamespace(read=lambda _: next(buffers, b""))
@@ -240,7 +240,7 @@ class ZstdDecoder(StreamDecoder):
     @classmethod
     @cache
     def end_frame(cls) -> bytes:
-        """Return the known frame."""
+        """Return the frame that marks the end of a stream."""
         import zstandard
 
         return zstandard.ZstdCompressor(write_checksum=True).compress(cls.END)
@@ -263,7 +263,7 @@ class ZstdDecoder(StreamDecoder):
             )
 
     def count(self, limit: int) -> int:
-        """Return how many bytes there are, at most `limit`, in memory of constant size."""
+        """Count the decoded bytes in constant memory; raise `LongStreamError` above `limit`."""
         buffer = np.empty(_COUNTING_NBYTES, np.uint8)
         total, tail, end = 0, b"", self.END
         while count := self._fill(buffer):
@@ -277,7 +277,7 @@ class ZstdDecoder(StreamDecoder):
         return total - len(end)
 
 
-#: Encodings that can be decoded from their start only.
+#: Encodings that can only be decoded from their start.
 STREAMS: dict[str | None, type[StreamDecoder]] = {"deflate": DeflateDecoder, "zstd": ZstdDecoder}
 
 
@@ -292,7 +292,7 @@ def _decoding() -> Iterator[None]:
 
 
 def decompressed_nbytes(stored: Stored, limit: int) -> int:
-    """Count the bytes that a zstd stream decodes to, at most `limit`."""
+    """Count the bytes that a zstd stream decodes to; raise `LongStreamError` above `limit`."""
     return ZstdDecoder(stored, 0, is_whole=True).count(limit)
 
 
@@ -302,39 +302,39 @@ _UNKNOWN = (1 << 64) - 1
 
 
 def stated_nbytes(head: memoryview | bytes, nbytes: int) -> int | None:
-    """Return the size that the frames of a zstd stream state for it; None if they do not."""
+    """Return the decoded size of a zstd stream from its frame headers; None if unknown."""
     import zstandard
 
-    total = at = 0
-    while at < nbytes:
-        if len(head) < min(nbytes, at + _LONGEST_HEADER):
+    total = position = 0
+    while position < nbytes:
+        if len(head) < min(nbytes, position + _LONGEST_HEADER):
             return None
-        if int.from_bytes(head[at : at + 4], "little") in _SKIPPABLE:
-            at += 8 + int.from_bytes(head[at + 4 : at + 8], "little")
+        if int.from_bytes(head[position : position + 4], "little") in _SKIPPABLE:
+            position += 8 + int.from_bytes(head[position + 4 : position + 8], "little")
             continue
-        frame = head[at : at + _LONGEST_HEADER]
+        header = head[position : position + _LONGEST_HEADER]
         with _decoding():
-            said = zstandard.get_frame_parameters(frame)
-            start = zstandard.frame_header_size(frame)
-        if said.content_size == _UNKNOWN:
+            parameters = zstandard.get_frame_parameters(header)
+            header_nbytes = zstandard.frame_header_size(header)
+        if parameters.content_size == _UNKNOWN:
             return None
-        total += said.content_size
-        end = _end_of_blocks(head, at + start)
+        total += parameters.content_size
+        end = _end_of_blocks(head, position + header_nbytes)
         if end is None:
             break
-        at = end + 4 * bool(said.has_checksum)
+        position = end + 4 * bool(parameters.has_checksum)
     if total > ZstdDecoder.most(nbytes):
         raise _malformed(f"{nbytes} bytes of zstd cannot decode to {total}")
     return total
 
 
-def _end_of_blocks(head: memoryview | bytes, at: int) -> int | None:
-    """Return where the blocks that begin here end; None if that is after the head."""
-    while at + 3 <= len(head):
-        block = int.from_bytes(head[at : at + 3], "little")
-        at += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+def _end_of_blocks(head: memoryview | bytes, position: int) -> int | None:
+    """Return the end of the blocks that begin at a position; None if it is after the head."""
+    while position + 3 <= len(head):
+        block = int.from_bytes(head[position : position + 3], "little")
+        position += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
         if block & 1:
-            return at
+            return position
     return None
 
 
@@ -347,16 +347,16 @@ _LARGEST_FRAME = 16 << 20
 _RESERVED_BITS = 0b0111_1100
 _CHECKSUM_BIT = 0b1000_0000
 
-# From here on two threads halve the time; below, starting them costs what they save.
+# Above this size two threads halve the time; below, starting them costs as much as they save.
 _THREADS_FROM_NBYTES = 8 << 20
 _MOST_THREADS = 4
 
 
 class SeekTable(NamedTuple):
-    """Where the frames of a seekable stream begin, and where the last one ends."""
+    """Offsets of the frames of a seekable stream, and of the end of the last one."""
 
     stored: NDArray[np.uint64]  # offsets in the stream
-    decoded: NDArray[np.uint64]  # offsets in what it decodes to
+    decoded: NDArray[np.uint64]  # offsets in the decoded bytes
     checksums: NDArray[np.uint32] | None  # low 32 bits of XXH64 of each decoded frame
 
 
@@ -368,12 +368,12 @@ def read_seek_table(
     if nbytes < _TABLE_HEAD_NBYTES + _FOOTER_NBYTES:
         raise _malformed(f"{nbytes} bytes are too few for a seek table", offset)
     tail = read(end - min(nbytes, _TAIL_NBYTES), min(nbytes, _TAIL_NBYTES))
-    at = end - _FOOTER_NBYTES
+    footer = end - _FOOTER_NBYTES
     count, flags, magic = unpack("<IBI", tail[-_FOOTER_NBYTES:])
     if magic != _FOOTER_MAGIC:
-        raise _malformed(f"a seek table ends with {_FOOTER_MAGIC:#x}, found {magic:#x}", at + 5)
+        raise _malformed(f"a seek table ends with {_FOOTER_MAGIC:#x}, found {magic:#x}", footer + 5)
     if flags & _RESERVED_BITS:
-        raise _malformed(f"reserved bits are set in a seek table: {flags:#010b}", at + 4)
+        raise _malformed(f"reserved bits are set in a seek table: {flags:#010b}", footer + 4)
     width = 3 if flags & _CHECKSUM_BIT else 2
     size = _TABLE_HEAD_NBYTES + count * width * 4 + _FOOTER_NBYTES
     if size > nbytes:
@@ -390,29 +390,29 @@ def read_seek_table(
 
 
 def _check_entries(
-    entries: NDArray[np.uint32], stored_nbytes: int, decoded_nbytes: int, at: int
+    entries: NDArray[np.uint32], stored_nbytes: int, decoded_nbytes: int, offset: int
 ) -> None:
     stored, decoded = entries[:, 0], entries[:, 1]
     expected = {"stored": stored_nbytes, "decoded": decoded_nbytes}
-    for (what, size), sizes in zip(expected.items(), (stored, decoded), strict=True):
+    for (kind, size), sizes in zip(expected.items(), (stored, decoded), strict=True):
         total = int(sizes.sum(dtype=np.uint64))
         if total != size:
-            raise _malformed(f"the {what} sizes of frames add up to {total}, not {size}", at)
+            raise _malformed(f"the {kind} sizes of frames add up to {total}, not {size}", offset)
     if len(entries) == 0:
         return
     if not stored.all() or not decoded.all():
-        raise _malformed("a seek table has an empty frame", at)
+        raise _malformed("a seek table has an empty frame", offset)
     size = int(decoded[0])
     if size > _LARGEST_FRAME:
-        raise _malformed(f"a frame has {size} bytes, more than {_LARGEST_FRAME}", at)
+        raise _malformed(f"a frame has {size} bytes, more than {_LARGEST_FRAME}", offset)
     if (decoded[:-1] != size).any() or decoded[-1] > size:
-        raise _malformed("frames before the last one differ in size", at)
+        raise _malformed("frames before the last one differ in size", offset)
 
 
 def read_frames(
     read: Callable[[int, int], memoryview], offset: int, table: SeekTable, start: int, stop: int
 ) -> memoryview:
-    """Decode a range of a seekable stream, from the frames that overlap it."""
+    """Decode a range of a seekable stream, reading only the frames that overlap it."""
     from xxhash import xxh64_intdigest
 
     if not 0 <= start <= stop <= int(table.decoded[-1]):
@@ -430,57 +430,55 @@ def read_frames(
     decoded = _allocate(nbytes)
 
     def decode(number: int) -> None:
-        begin, end = (each - ends[0] for each in ends[number : number + 2])
-        low, high = (each - decoded_ends[0] for each in decoded_ends[number : number + 2])
+        begin, end = (position - ends[0] for position in ends[number : number + 2])
+        low, high = (position - decoded_ends[0] for position in decoded_ends[number : number + 2])
         out = decoded[low:high]
-        at = offset + ends[number]
+        frame_offset = offset + ends[number]
         try:
             ZstdDecoder.decompress(data[begin:end], len(out), out)
         except FormatError as error:
-            error.offset = at
+            error.offset = frame_offset
             raise
         if table.checksums is None:
             return
-        expected, found = (
-            int(table.checksums[first + number]),
-            xxh64_intdigest(out.data) & 0xFFFFFFFF,
-        )
-        if found != expected:
-            text = f"a frame has the checksum {found:#x}, its table says {expected:#x}"
-            raise _malformed(text, at)
+        expected = int(table.checksums[first + number])
+        checksum = xxh64_intdigest(out.data) & 0xFFFFFFFF
+        if checksum != expected:
+            text = f"a frame has the checksum {checksum:#x}, its table says {expected:#x}"
+            raise _malformed(text, frame_offset)
 
     workers = min(_MOST_THREADS, os.cpu_count() or 1, last - first)
-    _mapped(decode, range(last - first), workers if nbytes >= _THREADS_FROM_NBYTES else 1)
+    _map(decode, range(last - first), workers if nbytes >= _THREADS_FROM_NBYTES else 1)
     return decoded.data[start - decoded_ends[0] : stop - decoded_ends[0]]
 
 
-def _mapped(function: Callable[[Any], T], items: Sequence[Any], threads: int) -> list[T]:
+def _map(function: Callable[[Any], T], items: Sequence[Any], threads: int) -> list[T]:
     if min(threads, len(items)) < 2:
-        return [function(each) for each in items]
+        return [function(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as executor:
         return list(executor.map(function, items))
 
 
 class Encoder(Protocol):
-    """Compresses one part."""
+    """Compressor for one part."""
 
     def add(self, data: Any) -> bytes:
-        """Take more bytes, and return what of the stream is ready."""
+        """Compress more bytes, and return the bytes of the stream that are ready."""
 
     def end(self) -> bytes:
-        """Return the rest of the stream."""
+        """Finish the stream, and return its remaining bytes."""
 
 
 def new_encoder(
     encoding: str, nbytes: int, *, level: int = DEFAULT_LEVEL, threads: int = 1
 ) -> Encoder:
-    """Begin to compress a part."""
+    """Return an encoder for a part of `nbytes` bytes."""
     if encoding == "zstd":
         import zstandard
 
-        # Workers cost memory and time to start, and make another stream than a single thread.
+        # Worker threads cost memory and time to start, and change the compressed bytes.
         compressor = zstandard.ZstdCompressor(level=level, threads=threads if threads > 1 else 0)
-        # One frame that states its content size: many readers rely on that.
+        # One frame with its content size, because many readers require it.
         return _StreamEncoder(compressor.compressobj(size=nbytes))
     if encoding == "deflate":
         return _StreamEncoder(zlib.compressobj(min(level, 9), wbits=-zlib.MAX_WBITS))
@@ -500,38 +498,38 @@ class _StreamEncoder:
 
 
 class _SeekableEncoder:
-    """Frames of equal size, with checksums of their own, so that the table needs none."""
+    """Encoder for frames of equal size, which contain checksums, so that the table needs none."""
 
-    # What the writer of the reference implementation chooses; a row of a tensor decodes one frame.
+    # As in the reference implementation; reading one row of a tensor decodes a whole frame.
     _FRAME_NBYTES = 1 << 20
 
     def __init__(self, level: int, threads: int) -> None:
         self._level = level
         self._threads = threads
-        self._rest = b""
+        self._pending = b""
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, data: Any) -> bytes:
         view, size = memoryview(data).cast("B"), self._FRAME_NBYTES
-        if self._rest:
-            view = memoryview(self._rest + bytes(view))
-        whole = len(view) // size * size
-        self._rest = bytes(view[whole:])
-        return self._frames([view[at : at + size] for at in range(0, whole, size)])
+        if self._pending:
+            view = memoryview(self._pending + bytes(view))
+        end = len(view) // size * size
+        self._pending = bytes(view[end:])
+        return self._compress([view[start : start + size] for start in range(0, end, size)])
 
     def end(self) -> bytes:
-        last = self._frames([memoryview(self._rest)] if self._rest else [])
+        last = self._compress([memoryview(self._pending)] if self._pending else [])
         entries = np.array(self._sizes, "<u4").tobytes()
         head = pack("<II", _TABLE_MAGIC, len(entries) + _FOOTER_NBYTES)
         return last + head + entries + pack("<IBI", len(self._sizes), 0, _FOOTER_MAGIC)
 
-    def _frames(self, pieces: list[memoryview]) -> bytes:
+    def _compress(self, blocks: list[memoryview]) -> bytes:
         import zstandard
 
-        def frame(piece: memoryview) -> bytes:
+        def compress(block: memoryview) -> bytes:
             compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
-            return compressor.compress(piece)
+            return compressor.compress(block)
 
-        frames = _mapped(frame, pieces, self._threads)
-        self._sizes += [(len(f), len(p)) for f, p in zip(frames, pieces, strict=True)]
+        frames = _map(compress, blocks, self._threads)
+        self._sizes += [(len(f), len(b)) for f, b in zip(frames, blocks, strict=True)]
         return b"".join(frames)
