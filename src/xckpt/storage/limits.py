@@ -1,9 +1,9 @@
-"""How much memory a read may take, how many threads and open files: what cannot fit is not begun.
+"""Limits on memory, threads and open files; a read that cannot fit does not start.
 
-The limit of memory is ``xckpt.memory-limit`` of dask's configuration, by default what is available:
-to the machine, and to the control group of this process, which is what a container is. A tensor
-whose elements are repeated or implied, such as a broadcast view of a few bytes, is not gone through
-element by element above ``xckpt.expansion-limit``. Open files are shared and bounded in number.
+The memory limit is ``xckpt.memory-limit`` in dask's configuration; by default, the memory available
+to the machine and to the control group of this process, such as a container. A tensor whose
+elements are repeated or implied, such as a broadcast view of a few bytes, is not expanded above
+``xckpt.expansion-limit``. Open files are shared and bounded in number.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from xckpt.interrupts import uninterrupted
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-#: Less is never refused.
+#: Smaller reads are never refused.
 UNCHECKED_NBYTES = 1 << 20
-# To ask for what is available takes longer than to read so little.
+# Querying the available memory takes longer than a read of this size.
 _SMALL_NBYTES = 64 << 20
 
 # Decoded elements may take 32 times their stored bytes: codes of one bit become float32.
@@ -41,7 +41,7 @@ _MACHINE = Path("/proc/meminfo")
 
 
 def cpu_count() -> int:
-    """Return how many threads to use: dask's ``num_workers``, else what this process may use."""
+    """Return the number of threads: dask's ``num_workers``, or the CPUs of this process."""
     import dask
     from dask.system import CPU_COUNT
 
@@ -49,29 +49,29 @@ def cpu_count() -> int:
 
 
 def require_memory(nbytes: int, hint: str = "Select less of it at once") -> None:
-    """Raise `TooLargeError` if a read that takes so much memory may not be begun."""
+    """Raise `TooLargeError` if a read would take more memory than the limit."""
     if nbytes < UNCHECKED_NBYTES:
         return
     import dask
     from dask.utils import format_bytes, parse_bytes
 
-    stated = dask.config.get("xckpt.memory-limit", None)
-    if stated is None and nbytes < _SMALL_NBYTES:
+    option = dask.config.get("xckpt.memory-limit", None)
+    if option is None and nbytes < _SMALL_NBYTES:
         return
-    limit = available_nbytes() if stated is None else int(parse_bytes(stated))
+    limit = available_nbytes() if option is None else int(parse_bytes(option))
     if nbytes <= (sys.maxsize if limit is None else limit):
         return
-    what = "is available" if stated is None else "is the limit (xckpt.memory-limit)"
-    said = "" if limit is None else f": {format_bytes(limit)} {what}"
+    origin = "is available" if option is None else "is the limit (xckpt.memory-limit)"
+    reason = "" if limit is None else f": {format_bytes(limit)} {origin}"
     raise TooLargeError(
-        f"{nbytes} bytes ({format_bytes(nbytes)}) of memory are needed at once, too many{said}",
+        f"{nbytes} bytes ({format_bytes(nbytes)}) of memory are needed at once, too many{reason}",
         rule="Memory",
         hint=f"{hint}. {_OPTION}",
     )
 
 
 def exceeds_expansion(nbytes: int, stored_nbytes: int) -> bool:
-    """Return whether elements take far more bytes than are stored, and more than the limit."""
+    """Return whether elements take far more memory than their stored bytes, above the limit."""
     if nbytes <= max(UNCHECKED_NBYTES, _EXPANSION * stored_nbytes):
         return False
     import dask
@@ -81,7 +81,7 @@ def exceeds_expansion(nbytes: int, stored_nbytes: int) -> bool:
 
 
 def require_expansion(nbytes: int, stored_nbytes: int) -> None:
-    """Raise `TooLargeError` if a few stored bytes stand for too many to read them all."""
+    """Raise `TooLargeError` if a few stored bytes expand to more than the limit."""
     if exceeds_expansion(nbytes, stored_nbytes):
         from dask.utils import format_bytes
 
@@ -94,24 +94,25 @@ def require_expansion(nbytes: int, stored_nbytes: int) -> None:
 
 
 def available_nbytes() -> int | None:
-    """Return how many bytes of memory can be had; None where that is not known."""
-    found = [each for each in (_of_machine(), *_of_groups()) if each is not None]
-    return min(found, default=None)
+    """Return the number of bytes of available memory; None if it is unknown."""
+    machine = _available_to_machine()
+    sizes = [*_available_to_groups()] if machine is None else [machine, *_available_to_groups()]
+    return min(sizes, default=None)
 
 
-def _of_machine() -> int | None:
+def _available_to_machine() -> int | None:
     with suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in _MACHINE.read_text("ascii").splitlines())
-        # With memory that can be written to the swap.
+        # The swap counts, because other memory can be moved there.
         free = [int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree")]
         return sum(free) * 1024
-    with suppress(AttributeError, OSError, ValueError):  # macOS says how much there is
+    with suppress(AttributeError, OSError, ValueError):  # macOS: total memory
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
-def _of_groups() -> Iterator[int]:
-    """Return what is left to each control group that this process is in."""
+def _available_to_groups() -> Iterator[int]:
+    """Yield the available memory of each control group of this process that has a limit."""
     with suppress(OSError, ValueError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -122,25 +123,25 @@ def _of_groups() -> Iterator[int]:
                 root = _GROUPS / "memory"
             else:
                 continue
-            # Inside a container the path may be that on the outside; then the root is the group.
+            # Inside a container the path may be the one outside; then the root is the group.
             group = root / path.lstrip("/")
             for folder in (group, *group.parents):
-                left = _left_to(folder, *names)
-                if left is not None:
-                    yield left
+                available = _available_to_group(folder, *names)
+                if available is not None:
+                    yield available
                 if folder == root:
                     break
 
 
-def _left_to(group: Path, limit: str, used: str, cached: str) -> int | None:
+def _available_to_group(group: Path, limit: str, used: str, cached: str) -> int | None:
     with suppress(OSError, ValueError):
         text = (group / limit).read_text("ascii").strip()
         if text == "max":
             return None
-        # Pages of files that were not used lately are dropped when memory is short.
+        # The kernel drops inactive pages of files when memory is short.
         statistics = (group / "memory.stat").read_text("ascii").split()
-        dropped = dict(zip(statistics[::2], statistics[1::2], strict=True)).get(cached, 0)
-        return max(0, int(text) - int((group / used).read_text("ascii")) + int(dropped))
+        inactive = dict(zip(statistics[::2], statistics[1::2], strict=True)).get(cached, 0)
+        return max(0, int(text) - int((group / used).read_text("ascii")) + int(inactive))
     return None
 
 
@@ -148,7 +149,7 @@ T = TypeVar("T")
 
 
 class Locks:
-    """Locks by key, some of which are shared; a forked child waits for no thread of its parent."""
+    """Locks by key, which keys may share. A forked child gets new ones."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -166,22 +167,22 @@ class Locks:
 
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
-# Those that hold open files.
+# Pools that hold open files.
 _pools_of_files: WeakSet[Pool[Any]] = WeakSet()
 
 
 def most_open() -> int:
-    """Return how many files one pool may keep open: a quarter of what the process may have."""
+    """Return how many files one pool may keep open: a quarter of the process's limit."""
     if sys.platform == "win32":
         return 64
     import resource
 
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 64 if allowed == resource.RLIM_INFINITY else max(4, min(64, allowed // 4))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 64 if limit == resource.RLIM_INFINITY else max(4, min(64, limit // 4))
 
 
 def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> int:
-    """Return the descriptor of a file, closing idle files if too many are open."""
+    """Open a file and return its descriptor, closing idle files if too many are open."""
     try:
         return os.open(path, flags, mode)
     except OSError as error:
@@ -192,18 +193,18 @@ def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> in
 
 
 def close_idle_files() -> None:
-    """Drop all open files that are kept for later."""
+    """Drop the open files in all pools."""
     for pool in list(_pools_of_files):
         pool.clear()
 
 
 class Pool(Generic[T]):
-    """Opened things by key; the least recently used are let go above a limit.
+    """Opened resources by key; above a limit, the least recently used are dropped.
 
-    Letting go drops the pool's reference and no more: whoever still uses the thing keeps it, so
-    a memory map lives as long as views of it do. The things themselves are to close when they
-    are no longer referred to. `measure` says what one counts for the limit, by default 1; what
-    counts for more than the limit is not held. A pool of `files` gives way to other open files.
+    Dropping removes only the pool's reference: a memory map lives as long as views of it do.
+    Resources must close themselves when nothing refers to them any more. `measure` returns the
+    share of a resource in the limit, by default 1; larger ones than the limit are not kept. A pool
+    of `files` is emptied when other files cannot be opened.
 
     A forked child starts with an empty pool: it must not share seek positions with its parent,
     nor wait for locks that a thread of the parent held.
@@ -221,37 +222,37 @@ class Pool(Generic[T]):
             os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        # Reentrant, because the garbage collector may run a finalizer that comes back here.
+        # Reentrant, because the garbage collector may run a finalizer that uses the pool.
         self._lock = threading.RLock()
-        self._held: OrderedDict[Hashable, T] = OrderedDict()
+        self._items: OrderedDict[Hashable, T] = OrderedDict()
         self._total = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._items)
 
     def get(self, key: Hashable, opener: Callable[[], T]) -> T:
-        """Return what is held under a key, opening it if need be."""
+        """Return the resource of a key, opening it if it is missing."""
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-        # Outside the lock: a slow file system holds up only those who wait for it.
+            if key in self._items:
+                self._items.move_to_end(key)
+                return self._items[key]
+        # Outside the lock, so that a slow file system does not delay other keys.
         opened = self.make_room(opener)
         with uninterrupted():  # a file closes when it is dropped
             dropped: list[T] = []
             with self._lock:
-                if key not in self._held:
+                if key not in self._items:
                     self._total += self._measure(opened)
-                held = self._held.setdefault(key, opened)
-                self._held.move_to_end(key)
+                item = self._items.setdefault(key, opened)
+                self._items.move_to_end(key)
                 while self._total > self.limit:
-                    dropped.append(self._held.popitem(last=False)[1])
+                    dropped.append(self._items.popitem(last=False)[1])
                     self._total -= self._measure(dropped[-1])
             del dropped
-        return held
+        return item
 
     def make_room(self, opener: Callable[[], T]) -> T:
-        """Open something; if too many files are open, close all that are idle and try again."""
+        """Open a resource; if too many files are open, close idle ones and try again."""
         try:
             return opener()
         except OSError as error:
@@ -262,17 +263,17 @@ class Pool(Generic[T]):
         return opener()
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all resources."""
         with uninterrupted():
             with self._lock:
-                idle, self._held = self._held, OrderedDict()
+                idle, self._items = self._items, OrderedDict()
                 self._total = 0
             del idle
 
     def discard(self, key: Hashable) -> T | None:
-        """Drop the object held under a key, and return it; None if there is none."""
+        """Drop the resource of a key and return it; None if it is missing."""
         with uninterrupted(), self._lock:
-            dropped = self._held.pop(key, None)
+            dropped = self._items.pop(key, None)
             if dropped is not None:
                 self._total -= self._measure(dropped)
         return dropped
