@@ -1,8 +1,8 @@
-"""Sparse tensors: stored elements of some rows, checked, and the selections made of them.
+"""Sparse tensors: the stored elements of rows, checked, and selections of them.
 
-What is chosen is picked among the stored elements before anything of the size of the tensor is
-made: shapes cost nothing to claim. A list of coordinates, which is in no order, and what is
-compressed from its start to its end, are read as a whole and sorted once; what is small is kept.
+A selection picks stored elements before it allocates an array, because a file can claim any shape
+at no cost. Lists of coordinates, which are unordered, and parts that are compressed as one stream
+are read as a whole and sorted once. Small ones are cached.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# A shape of any size is cut into no more chunks than these, and one for each MiB that is stored.
+# The number of chunks is at most 256, plus one for each stored MiB, however large the shape is.
 _MOST_CHUNKS = 256
 _NBYTES_PER_CHUNK = 1 << 20
 
-# Sorted elements that this process keeps, of all tensors together.
+# Size of the cache of sorted elements, for all tensors in this process.
 _KEPT_NBYTES = 128 << 20
 
-# Of rows and of stored elements, at a time, where all are read.
+# Block sizes for reading all elements: rows, stored elements, and bytes of a part.
 _MOST_ROWS = 1 << 17
 _MOST_ELEMENTS = 1 << 18
 _PIECE_NBYTES = 1 << 20
@@ -48,32 +48,32 @@ _TOGETHER = "So many stored elements have to be in memory together"
 
 
 class StoredElements(NamedTuple):
-    """The elements of some rows that are stored, in the order of their positions, each once."""
+    """The stored elements of some rows, unique and sorted by position."""
 
     start: int  # half-open range of rows
     stop: int
-    coords: tuple[Array, ...]  # for each axis, where in the tensor they are, as int64
+    coords: tuple[Array, ...]  # positions in the tensor along each axis, as int64
     values: Array
 
     @property
     def nbytes(self) -> int:
-        """How much memory they take."""
-        return sum(each.nbytes for each in (*self.coords, self.values))
+        """Size of the coordinates and values in memory."""
+        return sum(array.nbytes for array in (*self.coords, self.values))
 
     def rows(self, start: int, stop: int) -> StoredElements:
-        """Return those of fewer rows."""
+        """Return the elements of a smaller range of rows."""
         low, high = np.searchsorted(self.coords[0], (start, stop))
-        coords = tuple([each[low:high] for each in self.coords])
+        coords = tuple([along[low:high] for along in self.coords])
         return StoredElements(start, stop, coords, self.values[low:high])
 
 
-_kept: Pool[StoredElements] = Pool(_KEPT_NBYTES, lambda each: each.nbytes)
-# Chunks that are read at the same time wait for one of them to read what they share.
+_kept: Pool[StoredElements] = Pool(_KEPT_NBYTES, lambda elements: elements.nbytes)
+# Chunks that are read in parallel wait while one of them reads the elements of the tensor.
 _loading = Locks(16)
 
 
 class SparseArray(LazyArray):
-    """What CSR and COO share: typed parts, order, selections as dense or `sparse.COO` blocks."""
+    """Base class of sparse tensors, whose selections are dense arrays or `sparse.COO`."""
 
     __slots__ = ("readers", "shapes", "sparse", "strict")
 
@@ -99,7 +99,7 @@ class SparseArray(LazyArray):
         return self._whole().rows(start, stop)
 
     def blocks(self) -> Iterator[StoredElements]:
-        """Read all stored elements once, in order, a block of whole rows at a time."""
+        """Yield all stored elements in order, in blocks of whole rows."""
         yield self._load()
 
     @abstractmethod
@@ -108,29 +108,29 @@ class SparseArray(LazyArray):
 
     @property
     def nbytes_stored(self) -> int:
-        """Size of all parts, decoded where the file says how large they are then."""
+        """Size of all parts, decoded if the file states the decoded size."""
         parts = [reader.part for reader in self.readers.values()]
         return sum([part.decoded_nbytes or part.nbytes for part in parts])
 
     @property
     def reads_whole(self) -> bool:
-        """Whether any row costs what all cost, where it cannot be kept."""
+        """Whether reading any row means reading all, unless they are cached."""
         return True
 
     @property
     def nbytes_read(self) -> int:
-        """How much has to be read for the smallest selection, about."""
+        """Approximate number of bytes that the smallest selection reads."""
         if not self.reads_whole:
             return self.nbytes_stored // max(1, self.shape[0])
         return self.nbytes_stored if self.nbytes_stored > _KEPT_NBYTES else 0
 
     def chunks(self, target: int) -> Chunks:
-        """Return chunks that are no smaller than what is read for each, and not too many."""
+        """Return chunks, each at least as large as its read, and of a bounded number."""
         if not self.sparse and self.is_expanded:
             return tuple((size,) for size in self.shape)
-        most = _MOST_CHUNKS + self.nbytes_stored // _NBYTES_PER_CHUNK
+        max_chunks = _MOST_CHUNKS + self.nbytes_stored // _NBYTES_PER_CHUNK
         total = prod(self.shape) * self.dtype.itemsize
-        target = max(target, self.nbytes_read, total // most)
+        target = max(target, self.nbytes_read, total // max_chunks)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
 
     def empty(self, shape: tuple[int, ...]) -> Any:
@@ -151,23 +151,23 @@ class SparseArray(LazyArray):
         coords, values = self.stored(run.start, run.start + run.shape[0])[2:]
         places: list[Array] = []
         extents: list[int] = []
-        rest: list[AxisKey] = []
+        remaining: list[AxisKey] = []
         for axis, entry in enumerate(key):
-            chosen, place, extent, again = _along(coords[axis], entry, self.shape[axis])
-            if chosen is not None and not chosen.all():
-                coords = tuple([each[chosen] for each in coords])
-                places = [each[chosen] for each in places]
-                values, place = values[chosen], place[chosen]
+            mask, place, extent, remaining_entry = _along(coords[axis], entry, self.shape[axis])
+            if mask is not None and not mask.all():
+                coords = tuple([along[mask] for along in coords])
+                places = [along[mask] for along in places]
+                values, place = values[mask], place[mask]
             if extent is not None:
                 places.append(place)
                 extents.append(extent)
-                rest.append(again)
+                remaining.append(remaining_entry)
         if not extents:
             return values[0] if len(values) else self.dtype.type(0)
-        return take(self._block(tuple(extents), places, values), rest)
+        return take(self._block(tuple(extents), places, values), remaining)
 
     def _block(self, shape: tuple[int, ...], places: Sequence[Array], values: Array) -> Any:
-        """Put values at places that are inside `shape`, no two of them at one."""
+        """Return a block with values at unique places inside `shape`."""
         count = prod(shape)
         if not self.sparse:
             require_memory(count * self.dtype.itemsize, self.advice)
@@ -180,11 +180,11 @@ class SparseArray(LazyArray):
             reason = f"{count} elements are too many for one array"
             raise TooLargeError(reason, rule="Memory", hint="Select less of it at once")
         flat = flat_positions(places, shape)
-        if (flat[1:] < flat[:-1]).any():  # an axis was turned round
+        if (flat[1:] < flat[:-1]).any():  # an axis is reversed
             order = np.argsort(flat)
-            places, values = [each[order] for each in places], values[order]
+            places, values = [along[order] for along in places], values[order]
         coords = np.stack(places)
-        # What is kept for the next selection must not change with what this one is used for.
+        # A copy, so that changes to this result do not reach the cached elements.
         values = values if values.flags.owndata else values.copy()
         return sparse.COO(coords, values, shape=shape, has_duplicates=False, sorted=True)
 
@@ -198,41 +198,41 @@ class SparseArray(LazyArray):
         return elements(data, part.dtype, decode=True, byteorder=part.byteorder, strict=self.strict)
 
     def _require_memory(self, count: int) -> None:
-        """Refuse to sort more stored elements than memory has room for, twice and for an order."""
+        """Raise if memory cannot hold the elements twice and their order, as sorting needs."""
         require_memory(count * (16 * self.ndim + 2 * self.dtype.itemsize + 8), _TOGETHER)
 
     def _whole(self) -> StoredElements:
-        """Return all stored elements, of a small tensor those that were read before."""
+        """Return all stored elements, from the cache if the tensor is small."""
         parts: Hashable = tuple(
-            (role, each.source.name, each.source.identity, each.part, each.verify)
-            for role, each in self.readers.items()
+            (role, reader.source.name, reader.source.identity, reader.part, reader.verify)
+            for role, reader in self.readers.items()
         )
         key = (type(self), self.shape, self.strict, parts)
         with _loading.of(key):
             return _kept.get(key, self._load)
 
     def _in_order(self, coords: Sequence[Array], values: Array) -> tuple[list[Array], Array]:
-        """Sort elements by their positions, and add up those that are stored more than once."""
-        rank = list(coords)
+        """Sort elements by position, and add up duplicates."""
+        keys = list(coords)
         if prod(self.shape) <= sys.maxsize:
-            rank = [flat_positions(coords, self.shape)]
-        # Sorted and unique is the common case, and the cheapest to find out.
-        if len(rank) == 1 and (rank[0][1:] > rank[0][:-1]).all():
+            keys = [flat_positions(coords, self.shape)]
+        # Sorted and unique is the common case, and cheap to detect.
+        if len(keys) == 1 and (keys[0][1:] > keys[0][:-1]).all():
             return list(coords), values
-        order = np.lexsort(rank[::-1])
-        coords, values = [each[order] for each in coords], values[order]
+        order = np.lexsort(keys[::-1])
+        coords, values = [along[order] for along in coords], values[order]
         is_new = np.ones(len(values), np.bool_)
-        is_new[1:] = np.any([each[order][1:] != each[order][:-1] for each in rank], axis=0)
+        is_new[1:] = np.any([key[order][1:] != key[order][:-1] for key in keys], axis=0)
         if is_new.all():
             return coords, values
         if self.strict:
             raise FormatError("an element is given more than once", rule="LayoutData")
         total = np.zeros(np.count_nonzero(is_new), values.dtype)
         np.add.at(total, np.cumsum(is_new) - 1, values)
-        return [each[is_new] for each in coords], total
+        return [along[is_new] for along in coords], total
 
     def _check_below(self, indices: Array, bound: int, role: str) -> None:
-        """Refuse indices outside their axis, comparing as unsigned before any cast to signed."""
+        """Raise if an index is outside its axis; compare before unsigned ones become signed."""
         for index in (indices.max(), indices.min()) if indices.size else ():
             if not 0 <= int(index) < bound:
                 raise self._broken(
@@ -250,7 +250,7 @@ def dense_values(block: Any) -> Array:
 
 
 def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
-    """Return positions in a flat array; unlike `numpy.ravel_multi_index`, of any number of axes."""
+    """Return positions in the flat array. `numpy.ravel_multi_index` limits the number of axes."""
     flat = coords[0]
     for along, extent in zip(coords[1:], shape[1:], strict=True):
         flat = flat * extent + along
@@ -258,64 +258,68 @@ def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
 
 
 def _along(
-    where: Array, entry: AxisKey, length: int
+    coords: Array, entry: AxisKey, length: int
 ) -> tuple[Array | None, Array, int | None, AxisKey]:
-    """Apply the entry of an index to the coordinates along its axis."""
+    """Apply the entry of an index to the coordinates along its axis.
+
+    Return a mask of the selected elements (None if all are), their places in the result, its
+    extent (None if the axis is dropped), and the index to apply to it.
+    """
     everything = slice(None)
     if isinstance(entry, int):
-        return where == entry, where, None, everything
+        return coords == entry, coords, None, everything
     if isinstance(entry, slice):
         steps = range(length)[entry]
         if steps == range(length):
-            return None, where, length, everything
-        chosen = (where >= min(steps[0], steps[-1])) & (where <= max(steps[0], steps[-1]))
+            return None, coords, length, everything
+        mask = (coords >= min(steps[0], steps[-1])) & (coords <= max(steps[0], steps[-1]))
         if abs(entry.step) > 1:
-            chosen &= (where - entry.start) % entry.step == 0
-        return chosen, (where - entry.start) // entry.step, len(steps), everything
-    positions, again = np.unique(entry, return_inverse=True)
-    place = np.minimum(np.searchsorted(positions, where), len(positions) - 1)
+            mask &= (coords - entry.start) % entry.step == 0
+        return mask, (coords - entry.start) // entry.step, len(steps), everything
+    positions, inverse = np.unique(entry, return_inverse=True)
+    place = np.minimum(np.searchsorted(positions, coords), len(positions) - 1)
     is_ascending = len(positions) == len(entry) and bool((positions == entry).all())
-    taken: AxisKey = everything if is_ascending else again
-    return positions[place] == where, place, len(positions), taken
+    remaining: AxisKey = everything if is_ascending else inverse
+    return positions[place] == coords, place, len(positions), remaining
 
 
 class CSRArray(SparseArray):
-    """A matrix in compressed sparse rows; a block of rows reads only its own non-zeros."""
+    """A matrix in compressed sparse rows; a block of rows reads only its stored elements."""
 
     __slots__ = ()
 
     @property
     def reads_whole(self) -> bool:
-        """Whether a part is compressed from its start to its end."""
-        return any(each.part.encoding == "zstd" for each in self.readers.values())
+        """Whether a part is compressed as one stream."""
+        return any(reader.part.encoding == "zstd" for reader in self.readers.values())
 
     def stored(self, start: int, stop: int) -> StoredElements:
         """Return the stored elements of some rows; see `SparseArray.stored`."""
         return super().stored(start, stop) if self.reads_whole else self._read(start, stop)
 
     def blocks(self) -> Iterator[StoredElements]:
-        """Read all stored elements; see `SparseArray.blocks`."""
+        """Yield all stored elements; see `SparseArray.blocks`."""
         nrows = self.shape[0]
         count = self._count()
         pointers = _ElementStream(self, "indptr", nrows + 1)
-        columns, values = [_ElementStream(self, each, count) for each in ("indices", "values")]
-        known = pointers.take(1)
-        self._check_indptr(known, count, first=True)
+        columns, values = [_ElementStream(self, role, count) for role in ("indices", "values")]
+        indptr = pointers.take(1)
+        self._check_indptr(indptr, count, first=True)
         for start in range(0, nrows, _MOST_ROWS):
             rows = min(_MOST_ROWS, nrows - start)
-            known = np.concatenate([known[-1:], pointers.take(rows)])
-            self._check_indptr(known, count)
-            bounds = known.astype(np.int64)
-            at = 0
-            while at < rows:
-                fitting = np.searchsorted(bounds, bounds[at] + _MOST_ELEMENTS, "right") - 1
-                end = max(at + 1, int(fitting))
-                number = int(bounds[end] - bounds[at])
-                if number > _MOST_ELEMENTS:  # a row cannot be cut
-                    self._require_memory(number)
-                some = columns.take(number), values.take(number)
-                yield self._rows(start + at, bounds[at : end + 1], *some)
-                at = end
+            indptr = np.concatenate([indptr[-1:], pointers.take(rows)])
+            self._check_indptr(indptr, count)
+            bounds = indptr.astype(np.int64)
+            begin = 0
+            while begin < rows:
+                last = np.searchsorted(bounds, bounds[begin] + _MOST_ELEMENTS, "right") - 1
+                end = max(begin + 1, int(last))
+                size = int(bounds[end] - bounds[begin])
+                if size > _MOST_ELEMENTS:  # a row cannot be cut
+                    self._require_memory(size)
+                block = columns.take(size), values.take(size)
+                yield self._rows(start + begin, bounds[begin : end + 1], *block)
+                begin = end
         for stream in (pointers, columns, values):
             stream.finish()
 
@@ -342,7 +346,7 @@ class CSRArray(SparseArray):
         return self._rows(start, indptr.astype(np.int64), columns, values)
 
     def _rows(self, start: int, indptr: Array, columns: Array, values: Array) -> StoredElements:
-        """Make the elements of rows of what is stored for them."""
+        """Return the elements of rows, given the stored parts of these rows."""
         self._check_below(columns, self.shape[1], "indices")
         stop = start + len(indptr) - 1
         row = np.repeat(np.arange(start, stop), np.diff(indptr))
@@ -353,7 +357,7 @@ class CSRArray(SparseArray):
         return StoredElements(start, stop, tuple(coords), values)
 
     def _count(self, last: Any = None) -> int:
-        """Check the last row pointer, which is the number of stored elements."""
+        """Check and return the last row pointer, which is the number of stored elements."""
         nrows = self.shape[0]
         if last is None:
             (last,) = self._part("indptr", nrows, nrows + 1, nrows + 1)
@@ -376,36 +380,36 @@ class CSRArray(SparseArray):
 
 
 class _ElementStream:
-    """The elements of a part one after the other."""
+    """The elements of a part, read in sequence."""
 
     def __init__(self, array: SparseArray, role: str, count: int) -> None:
         reader = array.readers[role]
         nbytes = nbytes_of(reader.part.dtype, count)
         self._blocks = (array._typed(role, data) for data in reader.blocks(nbytes, _PIECE_NBYTES))  # noqa: SLF001
-        # At once, because what cannot be read at all is found out then.
-        self._left = next(self._blocks, array._typed(role, memoryview(b"")))  # noqa: SLF001
+        # The first block is read immediately, so that an unreadable part raises here.
+        self._block = next(self._blocks, array._typed(role, memoryview(b"")))  # noqa: SLF001
 
     def take(self, count: int) -> Array:
-        """Return the next elements, in memory of their own: the next block may reuse its buffer."""
-        taken = np.empty(count, self._left.dtype)
-        at = 0
+        """Return the next elements as a copy, because the next block may reuse the buffer."""
+        result = np.empty(count, self._block.dtype)
+        done = 0
         while True:
-            some = self._left[: count - at]
-            taken[at : at + len(some)] = some
-            self._left = self._left[len(some) :]
-            at += len(some)
-            if at == count:
-                return taken
-            self._left = next(self._blocks)
+            head = self._block[: count - done]
+            result[done : done + len(head)] = head
+            self._block = self._block[len(head) :]
+            done += len(head)
+            if done == count:
+                return result
+            self._block = next(self._blocks)
 
     def finish(self) -> None:
-        """Read to the end: that nothing follows, and the digest, are checked there."""
+        """Read to the end, where the size and the digest are checked."""
         for _ in self._blocks:
             pass
 
 
 class CSCArray(SparseArray):
-    """A matrix in compressed sparse columns, the rows of its transpose; each row is in all."""
+    """A matrix in compressed sparse columns; every row is spread over all of them."""
 
     __slots__ = ("turned",)
 
@@ -416,13 +420,13 @@ class CSCArray(SparseArray):
         self.turned = CSRArray(replace(tensor, shape=tensor.shape[::-1]), readers)
 
     def _load(self) -> StoredElements:
-        found = self.turned.whole()
-        coords, values = self._in_order(found.coords[::-1], found.values)
+        transpose = self.turned.whole()
+        coords, values = self._in_order(transpose.coords[::-1], transpose.values)
         return StoredElements(0, self.shape[0], tuple(coords), values)
 
 
 class COOArray(SparseArray):
-    """A tensor as a list of coordinates in no order, one row of `coords` for each axis."""
+    """A tensor as an unordered list of coordinates, one row of `coords` for each axis."""
 
     __slots__ = ()
 
