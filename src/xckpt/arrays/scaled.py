@@ -1,4 +1,4 @@
-"""Quantised tensors as float32: of codes, scales, and whatever else their scheme has."""
+"""Quantised tensors as float32, computed from codes, scales and the other parts of a scheme."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
-# Elements between those that are asked for that may be decoded as well.
+# Elements between the selected ones that may be decoded as well.
 _LARGEST_WASTE = 1 << 22
 _NOTHING = np.empty((0, 0), np.float32)
 
@@ -42,14 +42,14 @@ _NOTHING = np.empty((0, 0), np.float32)
 def quantized_array(
     tensor: Tensor, readers: Mapping[str, PartReader]
 ) -> QuantizedArray | CodebookArray:
-    """Return the numbers that a quantised tensor stands for."""
+    """Return the array of numbers that a quantised tensor represents."""
     if isinstance(tensor.quantization, Codebook):
         return CodebookArray(tensor, readers)
     return QuantizedArray(tensor, readers)
 
 
 class _Box(NamedTuple):
-    """From where to where along each axis."""
+    """A half-open range along each axis."""
 
     start: Shape
     stop: Shape
@@ -59,12 +59,12 @@ class _Box(NamedTuple):
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def along(self, axes: Sequence[int]) -> tuple[slice, ...]:
-        """Return it as an index of an array that has the axes in another order."""
+        """Return the box as an index of an array whose axes are in another order."""
         return tuple([slice(self.start[axis], self.stop[axis]) for axis in axes])
 
 
 class _OfParts(LazyArray):
-    """An array of float32 that is made of several parts, which may be in different files."""
+    """A float32 array computed from several parts, which may be in different files."""
 
     __slots__ = ("readers",)
 
@@ -76,7 +76,7 @@ class _OfParts(LazyArray):
 
     @property
     def sources(self) -> Collection[Source]:
-        """All files that it is in."""
+        """Files of all parts."""
         return dict.fromkeys(reader.source for reader in self.readers.values())
 
     @property
@@ -89,7 +89,7 @@ class _OfParts(LazyArray):
 
 
 class QuantizedArray(_OfParts):
-    """A quantised tensor with a grid of scales; of a selection, the box around it is decoded."""
+    """A quantised tensor with a grid of scales; selecting decodes the box around the selection."""
 
     __slots__ = ("quantization", "strict")
 
@@ -104,35 +104,35 @@ class QuantizedArray(_OfParts):
 
     @property
     def is_turned(self) -> bool:
-        """Whether codes are stored in another order of axes, so that a row is not a run of them."""
+        """Whether codes are stored in another order of axes, so that rows are not contiguous."""
         axes = self.quantization.axes
         return axes != tuple(sorted(axes))
 
     @property
     def code_values(self) -> Array:
-        """Values of all codes of at most 8 bits, less the zero point if that is one number."""
+        """Values of all codes of at most 8 bits, minus the zero point if it is one number."""
         scheme, dtype = self.quantization, self.readers["data"].part.dtype
-        is_apart = scheme.word_bits == scheme.bits
-        bits = ELEMENT_TYPES[dtype].bits if is_apart else scheme.bits
-        return _values(dtype if is_apart else scheme.code, bits) - (scheme.zero or 0)
+        is_unpacked = scheme.word_bits == scheme.bits
+        bits = ELEMENT_TYPES[dtype].bits if is_unpacked else scheme.bits
+        return _values(dtype if is_unpacked else scheme.code, bits) - (scheme.zero or 0)
 
     def codes(self, start: Shape, stop: Shape) -> Array:
-        """Return the codes of at most 8 bits of a box, as they are stored."""
+        """Return the codes in a box, which have at most 8 bits, as they are stored."""
         return self._codes(_Box(start, stop))[1]
 
     def scales(self, start: Shape, stop: Shape) -> Array:
-        """Return the scale of every element of a box."""
+        """Return the scale of every element in a box."""
         box = _Box(start, stop)
         entries = [self._entries(axis, box) for axis in range(self.ndim)]
-        first = tuple([int(each.min()) for each in entries])
-        grid = _Box(first, tuple([int(each.max()) + 1 for each in entries]))
-        at = np.ix_(*(each - begin for each, begin in zip(entries, first, strict=True)))
-        scales: Array = self._scales(grid)[at]
+        first = tuple([int(along.min()) for along in entries])
+        grid = _Box(first, tuple([int(along.max()) + 1 for along in entries]))
+        index = np.ix_(*(along - begin for along, begin in zip(entries, first, strict=True)))
+        scales: Array = self._scales(grid)[index]
         factor = self.quantization.factor
         return scales if factor is None else scales * np.float32(factor)
 
     def chunks(self, target: int) -> Chunks:
-        """Return chunks along the slowest axis of what is stored; see `LazyArray.chunks`."""
+        """Return chunks along the slowest axis of the stored codes; see `LazyArray.chunks`."""
         axes = self.quantization.axes or tuple(range(self.ndim))
         stored = tuple([self.shape[axis] for axis in axes])
         chunks = chunks_along_slowest(stored, self.dtype.itemsize, target)
@@ -145,16 +145,16 @@ class QuantizedArray(_OfParts):
         if 0 in shape or any(run.shape == (0,) for run in runs):
             return self.empty(shape)
         if prod(n for run in runs for n in run.shape) > _LARGEST_WASTE + 4 * prod(shape):
-            return self._select_apart(key, [run.shape[0] for run in runs])
+            return self._select_halves(key, [run.shape[0] for run in runs])
         starts = tuple([run.start for run in runs])
         stops = tuple([run.start + run.shape[0] for run in runs])
         return take(self._numbers(_Box(starts, stops)), [run.key[0] for run in runs])
 
-    def _select_apart(self, key: tuple[AxisKey, ...], extents: Sequence[int]) -> Array:
-        """Select what is scattered in two steps, along the axis where most is between."""
+    def _select_halves(self, key: tuple[AxisKey, ...], extents: Sequence[int]) -> Array:
+        """Make a scattered selection in two steps, cut along the axis with the largest gaps."""
         chosen = [positions(entry, size) for entry, size in zip(key, self.shape, strict=True)]
-        between = [extent / len(each) for extent, each in zip(extents, chosen, strict=True)]
-        axis = between.index(max(between))
+        spacing = [extent / len(along) for extent, along in zip(extents, chosen, strict=True)]
+        axis = spacing.index(max(spacing))
         half = -(-len(chosen[axis]) // 2)
         halves = [self.select(part) for _, part in cut_along(axis, half, self.shape, key)]
         return np.concatenate(halves, axis=len(result_shape(self.shape[:axis], key[:axis])))
@@ -163,8 +163,8 @@ class QuantizedArray(_OfParts):
         scheme = self.quantization
         entries = [self._entries(axis, box) for axis in range(self.ndim)]
         grid = _Box(
-            tuple([int(each.min()) for each in entries]),
-            tuple([int(each.max()) + 1 for each in entries]),
+            tuple([int(along.min()) for along in entries]),
+            tuple([int(along.max()) + 1 for along in entries]),
         )
         if scheme.bits > 8 or scheme.wide:
             return self._numbers_by_numpy(box, grid, entries)
@@ -174,7 +174,7 @@ class QuantizedArray(_OfParts):
             zeros = self._zeros(grid)
         elif scheme.zero:
             table = table - scheme.zero
-        with np.errstate(all="ignore"):  # what scales are is what the file says
+        with np.errstate(all="ignore"):  # scales are whatever the file has
             scales = self._scales(grid)
         biases = self._grid("biases", grid) if scheme.biases else _NOTHING
         rows = np.zeros(1, np.int64)
@@ -190,9 +190,9 @@ class QuantizedArray(_OfParts):
         return numbers
 
     def _numbers_by_numpy(self, box: _Box, grid: _Box, entries: Sequence[Array]) -> Array:
-        """Compute numbers of codes that need more than float32 or a table of 256 values."""
+        """Compute numbers from codes that need more than float32 or a table of 256 values."""
         scheme = self.quantization
-        block = np.ix_(*(each - start for each, start in zip(entries, grid.start, strict=True)))
+        block = np.ix_(*(along - start for along, start in zip(entries, grid.start, strict=True)))
         if scheme.bits > 8:
             codes = self._dense("data", self.shape)[box.along(tuple(range(self.ndim)))]
         else:
@@ -203,7 +203,7 @@ class QuantizedArray(_OfParts):
         else:
             wide = codes.astype(np.int64) if scheme.bits > 8 else codes
             numbers = (wide - scheme.zero).astype(np.float32)
-        with np.errstate(all="ignore"):  # scales are whatever the file says
+        with np.errstate(all="ignore"):  # scales are whatever the file has
             products: Array = (numbers * self._scales(grid)[block]).astype(np.float32)
         return products
 
@@ -219,8 +219,10 @@ class QuantizedArray(_OfParts):
         count = -(-self.shape[axis] // scheme.block[axis])
         wrong = np.flatnonzero((index < 0) | (index >= count))
         if wrong.size:
-            at = int(wrong[0])
-            reason = f"entry {at} of the index of groups is {index[at]}, but there are {count}"
+            first = int(wrong[0])
+            reason = (
+                f"entry {first} of the index of groups is {index[first]}, but there are {count}"
+            )
             raise FormatError(reason, offset=self.readers["index"].part.offset, rule="GroupIndex")
         return index[start:stop]
 
@@ -237,8 +239,10 @@ class QuantizedArray(_OfParts):
             table = _values(reader.part.dtype, ELEMENT_TYPES[reader.part.dtype].bits)
             return table, np.transpose(codes.view(np.uint8), np.argsort(axes))
         table = _values(scheme.code, scheme.bits)
-        how: Any = {"name": self.name, "shape": self.shape, "axes": axes, "axis": scheme.axis}
-        return table, _unpacked(reader, scheme, box, **how)
+        codes = _unpack(
+            reader, scheme, box, name=self.name, shape=self.shape, axes=axes, axis=scheme.axis
+        )
+        return table, codes
 
     def _zeros(self, grid: _Box) -> Array:
         """Return stored zero points."""
@@ -247,8 +251,16 @@ class QuantizedArray(_OfParts):
             return self._grid("zeros", grid) + np.float32(scheme.zero_add)
         axis = scheme.axis if scheme.zero_axis is None else scheme.zero_axis
         axes = scheme.scale_axes or tuple(range(self.ndim))
-        how: Any = {"name": self.name, "shape": self._stored_grid, "axes": axes, "axis": axis}
-        codes = _unpacked(self.readers["zeros"], scheme, grid, **how, add=scheme.zero_add)
+        codes = _unpack(
+            self.readers["zeros"],
+            scheme,
+            grid,
+            name=self.name,
+            shape=self._stored_grid,
+            axes=axes,
+            axis=axis,
+            add=scheme.zero_add,
+        )
         return _values(scheme.code, scheme.bits)[codes]
 
     def _scales(self, grid: _Box) -> Array:
@@ -257,8 +269,8 @@ class QuantizedArray(_OfParts):
         if scheme.reciprocal:
             scales = np.float32(1) / scales
         if scheme.global_scale:
-            whole = self._dense("global", (1,))[:].astype(np.float32)
-            scales = scales / whole if scheme.global_divides else whole * scales
+            global_scale = self._dense("global", (1,))[:].astype(np.float32)
+            scales = scales / global_scale if scheme.global_divides else global_scale * scales
         return scales
 
     @property
@@ -276,7 +288,7 @@ class QuantizedArray(_OfParts):
 
 
 class CodebookArray(_OfParts):
-    """A tensor of codes that a table has the values of; see `xckpt.index.Codebook`."""
+    """A tensor of codes whose values are in a table; see `xckpt.index.Codebook`."""
 
     __slots__ = ("quantization",)
 
@@ -301,8 +313,15 @@ class CodebookArray(_OfParts):
         return self._codes(int(first), int(first) + count)
 
     def _codes(self, start: int, stop: int) -> Array:
-        how: Any = {"name": self.name, "shape": (prod(self.shape),), "axes": (0,), "axis": 0}
-        return _unpacked(self.readers["data"], _NIBBLES, _Box((start,), (stop,)), **how)
+        return _unpack(
+            self.readers["data"],
+            _NIBBLES,
+            _Box((start,), (stop,)),
+            name=self.name,
+            shape=(prod(self.shape),),
+            axes=(0,),
+            axis=0,
+        )
 
     def select(self, key: tuple[AxisKey, ...]) -> Any:
         """Return a selection; see `LazyArray.select`."""
@@ -314,13 +333,13 @@ class CodebookArray(_OfParts):
         return take(self._numbers(run.start, run.start + size).reshape(run.shape), run.key)
 
     def _numbers(self, start: int, stop: int) -> Array:
-        """Return some elements of the flat tensor."""
+        """Return a range of elements of the flat tensor."""
         book, count = self.quantization, prod(self.shape)
         codes = self._codes(start, stop)
         first, last = start // book.block, (stop - 1) // book.block + 1
         blocks = np.arange(last - first)
         starts = np.clip((blocks + first) * book.block - start, 0, None)
-        with np.errstate(all="ignore"):  # what scales are is what the file says
+        with np.errstate(all="ignore"):  # scales are whatever the file has
             scales = self._scales(first, last, -(-count // book.block))
         grids, table = (_NOTHING, scales[None], _NOTHING), self._flat("table", 16)[:]
         ends, rows = np.append(starts, stop - start), np.zeros(1, np.int64)
@@ -341,7 +360,7 @@ class CodebookArray(_OfParts):
         return DenseArray(self.name, self.readers[role], (count,))
 
 
-# How the codes of a codebook share bytes.
+# Packing of the codes of a codebook.
 _NIBBLES = Quantization((1,), "uint8", 4, 8, 0, msb_first=True)
 
 
@@ -386,24 +405,24 @@ def _packing(scheme: Quantization) -> _Packing:
     else:
         codes, words = word_bits // bits, 1
         order = scheme.order or range(codes)
-        turned = [codes - 1 - place for place in order] if scheme.msb_first else order
-        places = [[(place * bits, bits)] for place in turned]
+        positions_in_word = [codes - 1 - n for n in order] if scheme.msb_first else order
+        places = [[(position * bits, bits)] for position in positions_in_word]
     pieces = np.zeros((codes, 2 * max(map(len, places)), 5), np.int64)
-    for code, of in enumerate(places):
-        left = number = 0
-        for begin, width in of:
-            at, end = begin, begin + width
-            while at < end:
-                # As much of it as lies in one byte.
-                taken = min(end, at // 8 * 8 + 8) - at
-                where = at // word_bits, at % word_bits // 8, at % 8
-                pieces[code, number] = (*where, (1 << taken) - 1, left)
-                left, number, at = left + taken, number + 1, at + taken
+    for code, runs in enumerate(places):
+        shift = number = 0
+        for begin, width in runs:
+            bit, end = begin, begin + width
+            while bit < end:
+                # A piece does not cross the end of a byte.
+                count = min(end, bit // 8 * 8 + 8) - bit
+                address = bit // word_bits, bit % word_bits // 8, bit % 8
+                pieces[code, number] = (*address, (1 << count) - 1, shift)
+                shift, number, bit = shift + count, number + 1, bit + count
     most = int((pieces[..., 3] > 0).sum(axis=1).max())
     return _Packing(codes, words, np.ascontiguousarray(pieces[:, :most]))
 
 
-def _unpacked(
+def _unpack(
     reader: PartReader,
     scheme: Quantization,
     box: _Box,
@@ -414,25 +433,25 @@ def _unpacked(
     axis: int,
     add: int = 0,
 ) -> Array:
-    """Return the codes in a box; those along `axis` share words, each line has whole ones."""
+    """Return the codes in a box; codes along `axis` share words, and lines begin a new word."""
     from xckpt.arrays.code_loops import unpack_pieces
 
     packing, nbytes = _packing(scheme), scheme.word_bits // 8
     place = axes.index(axis)
-    # As many words as the codes of a line need.
-    whole, rest = divmod(shape[axis], packing.codes)
-    words = whole * packing.words
-    if rest:
-        in_words = -(-rest * scheme.bits // scheme.word_bits)
-        words += in_words if scheme.stream else packing.words
+    # Number of words for the codes of a line.
+    periods, remainder = divmod(shape[axis], packing.codes)
+    words = periods * packing.words
+    if remainder:
+        stream_words = -(-remainder * scheme.bits // scheme.word_bits)
+        words += stream_words if scheme.stream else packing.words
     before = box.start[axis] // packing.codes
     after = -(-box.stop[axis] // packing.codes)
-    stored = [words if each == axis else shape[each] for each in axes]
+    stored = [words if number == axis else shape[number] for number in axes]
     key = list(box.along(axes))
     key[place] = slice(before * packing.words, min(after * packing.words, words))
     raw = replace(reader, part=replace(reader.part, dtype="uint8"))
     data = DenseArray(name, raw, (*stored, nbytes), decode=False)[tuple(key)]
-    sizes = [box.shape[each] for each in axes]
+    sizes = [box.shape[number] for number in axes]
     outer, inner = prod(sizes[:place]), prod(sizes[place + 1 :])
     lines = np.ascontiguousarray(data).reshape(outer, -1, inner, nbytes)
     codes = np.empty((outer, sizes[place], inner), np.uint8)
@@ -450,7 +469,7 @@ def _scaled(
     starts: Array,
     columns: Array,
 ) -> Array:
-    """Compute the numbers of codes; see `scale_codes`."""
+    """Compute numbers from codes; see `scale_codes`."""
     from xckpt.arrays.code_loops import scale_codes
 
     lines = _contiguous(codes).reshape(-1, codes.shape[-1])
@@ -465,7 +484,7 @@ def _scaled(
 
 
 def _contiguous(codes: Array) -> Array:
-    """Return codes in C order; numpy takes long to swap the last two axes."""
+    """Return codes in C order; numpy is slow to swap the last two axes."""
     from xckpt.arrays.code_loops import turn
 
     if codes.ndim < 2 or codes.flags.c_contiguous:
@@ -474,6 +493,6 @@ def _contiguous(codes: Array) -> Array:
     if not lines.flags.c_contiguous:
         return np.ascontiguousarray(codes)
     out = np.empty(codes.shape, np.uint8)
-    for each in np.ndindex(codes.shape[:-2]):
-        turn(lines[each], out[each])
+    for index in np.ndindex(codes.shape[:-2]):
+        turn(lines[index], out[index])
     return out
