@@ -1,8 +1,8 @@
-"""New tensors in the types, layouts, orders and attributes that a format has.
+"""Fitting of new tensors to the types, layouts, orders and attributes that a format supports.
 
-The compression, digests and memory order of the old file are kept if the format has them. A request
-that the format cannot meet is an error before anything is written. One warning lists everything
-that changes its form or has no place.
+The compression, digests and memory order of the old file are kept if the format supports them. A
+request that the format cannot meet raises before anything is written. One warning lists all data
+that is dropped or changes its form.
 """
 
 from __future__ import annotations
@@ -58,75 +58,76 @@ _OTHERWISE = {
     _OF_TENSORS: "attributes of tensors that the file states otherwise",
 }
 _SHARED = "tensors that shared their bytes with others are written by themselves"
-# The parts that have the element type of the tensor.
+# Part with the element type of the tensor, by layout.
 _VALUES = {"dense": "data", "sparse_csr": "values", "sparse_csc": "values", "sparse_coo": "values"}
 TENSOR_OPTIONS = ("compression", "level", "digest", "dtype", "layout")
 
 
 class Changes:
-    """Everything that is left out or changes its form, collected for one warning."""
+    """Data that is dropped or changes its form, collected for one warning."""
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, None]] = defaultdict(dict)
-        #: How many tensors change from which element type to which.
+        #: Number of tensors by their old and new element types.
         self.recast: Counter[tuple[str, str]] = Counter()
 
-    def add(self, what: str, name: str) -> None:
+    def add(self, change: str, name: str) -> None:
         """Add a name to a kind of change."""
-        self._names[what][name] = None
+        self._names[change][name] = None
 
     def warn(self, path: str) -> None:
         """Warn of all changes, if there are any."""
         if self._names:
             listed = [
-                f"{what}: {some(list(names), '', _SHOWN_NAMES)}"
-                for what, names in self._names.items()
+                f"{change}: {some(list(names), '', _SHOWN_NAMES)}"
+                for change, names in self._names.items()
             ]
             text = f"{path}: " + "; ".join(listed)
             warn(text)
 
 
-# --- what is asked for ---------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 
 class Requests:
-    """``encoding=``: how a user wants tensors to be stored; see `xckpt.save`."""
+    """The user's storage options by glob of tensor names; ``encoding=`` of `xckpt.save`."""
 
     def __init__(self, encoding: Mapping[str, Mapping[str, Any]] | None) -> None:
         self._requests = [
-            (glob, re.compile(translate(glob)).match, _parsed(glob, wanted))
-            for glob, wanted in (encoding or {}).items()
+            (glob, re.compile(translate(glob)).match, _parse_request(glob, options))
+            for glob, options in (encoding or {}).items()
         ]
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the request for a tensor; of several globs that match, later ones win."""
-        wanted: dict[str, Any] = {}
-        for glob, matches, request in self._requests:
-            # A glob with brackets matches the name that is spelled like it, too.
+        """Return the options for a tensor; if several globs match, later ones win."""
+        request: dict[str, Any] = {}
+        for glob, matches, options in self._requests:
+            # Brackets are special in globs, but a name that is spelled with them matches too.
             if glob == name or matches(name):
-                wanted |= request
-        return wanted
+                request |= options
+        return request
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raise if a glob matches no tensor; this is usually a typo."""
         names = list(names)
         for glob, matches, _ in self._requests:
             if glob != "*" and not any(glob == name or matches(name) for name in names):
-                alike = ", ".join(map(shown, get_close_matches(glob, names, n=3)))
-                hint = f"; similar names: {alike}" if alike else ""
+                similar = ", ".join(map(shown, get_close_matches(glob, names, n=3)))
+                hint = f"; similar names: {similar}" if similar else ""
                 raise ValueError(f"encoding: {shown(glob)} matches no tensor{hint}")
 
 
-def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    if not hasattr(wanted, "items"):
+def _parse_request(glob: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a glob with a parsed element type; raise if they are invalid."""
+    if not hasattr(options, "items"):
         raise TypeError("encoding maps globs of tensor names to mappings")
-    for key in wanted:
+    for key in options:
         if key not in TENSOR_OPTIONS:
-            alike = get_close_matches(str(key), TENSOR_OPTIONS, n=1)
-            known = f"known are {', '.join(TENSOR_OPTIONS)}"
-            hint = f"did you mean {alike[0]!r}?" if alike else known
+            similar = get_close_matches(str(key), TENSOR_OPTIONS, n=1)
+            choices = f"known are {', '.join(TENSOR_OPTIONS)}"
+            hint = f"did you mean {similar[0]!r}?" if similar else choices
             raise ValueError(f"encoding[{shown(glob)}]: {key!r} is not known; {hint}")
-    request = dict(wanted)
+    request = dict(options)
     if "dtype" in request:
         name = str(request["dtype"]).lower()
         if name in BLOCK_TYPES:
@@ -145,11 +146,11 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return request
 
 
-# --- what a format has ---------------------------------------------------------------------------
+# --- fitting to a format -------------------------------------------------------------------------
 
 
 class Fitting:
-    """Brings tensors into a form that a format has, and collects the changes."""
+    """Converts tensors to forms that a format supports, and collects the changes."""
 
     def __init__(self, writer: Format, requests: Requests, cast: Cast) -> None:
         if cast not in get_args(Cast):
@@ -161,47 +162,50 @@ class Fitting:
         """Return the draft of a new file, and its tensors with their data."""
         can = self.writer.can_in(path)
         fitted: dict[str, Payload] = {}
-        more: dict[str, dict[str, Any]] = {}
+        extra_attrs: dict[str, dict[str, Any]] = {}
         names = {payload.name for payload in gathered.payloads}
         places: set[Hashable] = set()
-        for payload, wanted in self._asked_for(gathered.payloads):
+        for payload, request in self._with_requests(gathered.payloads):
             place = _place(payload)
             if place in places:
                 self.changes.add(_SHARED, payload.name)
             elif place is not None:
                 places.add(place)
-            for shaped in self._in_layout(payload, wanted, names):
+            for shaped in self._in_layout(payload, request, names):
                 name = shaped.name
                 if name in fitted:
                     raise ValueError(f"two tensors are called {shown(name)}")
-                stored = self._stored(shaped, wanted)
+                stored = self._encoded(shaped, request)
                 if stored.dtype != shaped.dtype:
                     self.changes.recast[shaped.dtype, stored.dtype] += 1
-                attrs, rest = _kept_attrs(stored.attrs, can.tensor_attrs)
-                for key in rest:
-                    if can.arrangement and is_json(key) and is_json(rest[key]):
-                        more.setdefault(name, {})[key] = rest[key]
+                attrs, unsupported = _split_attrs(stored.attrs, can.tensor_attrs)
+                for key in unsupported:
+                    if can.arrangement and is_json(key) and is_json(unsupported[key]):
+                        extra_attrs.setdefault(name, {})[key] = unsupported[key]
                     else:
                         self.changes.add(_OF_TENSORS, str(key))
                 fitted[name] = stored if attrs == stored.attrs else replace(stored, attrs=attrs)
         self.requests.check_used([*names, *fitted])
         inline = [payload for payload in fitted.values() if self.writer.is_inline(payload)]
         fitted |= {payload.name: payload for payload in self._with_values(inline)}
-        kept, rest = _kept_attrs(gathered.attrs, can.file_attrs)
-        for key in rest:
+        file_attrs, unsupported = _split_attrs(gathered.attrs, can.file_attrs)
+        for key in unsupported:
             self.changes.add(_OF_FILE, key)
         arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
-        return Draft(fitted, kept, path, arrangement, more, gathered.attr_types), fitted
+        draft = Draft(fitted, file_attrs, path, arrangement, extra_attrs, gathered.attr_types)
+        return draft, fitted
 
-    def _asked_for(self, payloads: Iterable[Payload]) -> Iterator[tuple[Payload, dict[str, Any]]]:
-        """Return tensors with their requests; for a quantised weight, the tensors in its place."""
+    def _with_requests(
+        self, payloads: Iterable[Payload]
+    ) -> Iterator[tuple[Payload, dict[str, Any]]]:
+        """Yield tensors with their requests; a quantised weight yields its stored tensors."""
         for payload in payloads:
-            wanted = self.requests.of(payload.name)
-            if not payload.stored or wanted.get("layout") == "dense":
-                yield payload, wanted
+            request = self.requests.of(payload.name)
+            if not payload.stored or request.get("layout") == "dense":
+                yield payload, request
                 continue
             for stored in payload.stored:
-                options = wanted | self.requests.of(stored.name)
+                options = request | self.requests.of(stored.name)
                 if "dtype" in options:
                     raise UnsupportedError(
                         "the element type of codes and scales cannot be chosen",
@@ -211,19 +215,19 @@ class Fitting:
                 yield stored, options
 
     def _in_layout(
-        self, payload: Payload, wanted: Mapping[str, Any], names: set[str]
+        self, payload: Payload, request: Mapping[str, Any], names: set[str]
     ) -> Iterator[Payload]:
-        """Return a tensor in a layout that the format has: as it is, dense, or as its parts."""
+        """Yield a tensor in a layout that the format supports: unchanged, dense, or its parts."""
         layout = payload.layout
-        if layout in self.writer.can.layouts and wanted.get("layout", layout) == layout:
+        if layout in self.writer.can.layouts and request.get("layout", layout) == layout:
             yield payload
             return
-        is_asked, may_change = "layout" in wanted, self.cast != "never"
-        if layout != "structural" and payload.values is not None and (is_asked or may_change):
-            if not is_asked:
+        is_requested, may_change = "layout" in request, self.cast != "never"
+        if layout != "structural" and payload.values is not None and (is_requested or may_change):
+            if not is_requested:
                 self.changes.add(f"{layout} tensors written dense", payload.name)
             values = payload.values()
-            # Values of sparse tensors keep the type that they are stored as.
+            # Values of sparse tensors keep their stored type.
             dtype = payload.dtype if layout.startswith("sparse_") else values.dtype.name
             yield Payload(
                 payload.name,
@@ -256,29 +260,30 @@ class Fitting:
                 hint=None if may_change else "cast='exact' writes the values dense",
             )
 
-    def _stored(self, tensor: Payload, wanted: Mapping[str, Any]) -> Payload:
-        """Choose element type, memory order, compression and digests of a tensor."""
+    def _encoded(self, tensor: Payload, request: Mapping[str, Any]) -> Payload:
+        """Return a tensor with its new element type, memory order, compression and digests."""
         can, name, dtype, parts = self.writer.can, tensor.name, tensor.dtype, dict(tensor.parts)
         role = _VALUES.get(tensor.layout)
         if role is not None:
             part = parts[role]
-            dtype = choose_type(wanted.get("dtype", part.dtype), can.types, self.cast, tensor=name)
+            dtype = request.get("dtype", part.dtype)
+            dtype = choose_type(dtype, can.types, self.cast, tensor=name)
             if dtype != part.dtype:
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
-        elif "dtype" in wanted:
+        elif "dtype" in request:
             reason = f"the element type of a {tensor.layout} tensor cannot be chosen"
             raise UnsupportedError(reason, tensor=name)
-        for what, known in (("compression", can.compressions), ("digest", can.digests)):
-            choice = wanted.get(what)
-            if choice is not None and choice not in known:
-                has = f"has {', '.join(known)}" if known else "has none"
-                reason = f"the {what} {choice!r} is not one of this format, which {has}"
+        for option, supported in (("compression", can.compressions), ("digest", can.digests)):
+            choice = request.get(option)
+            if choice is not None and choice not in supported:
+                has = f"has {', '.join(supported)}" if supported else "has none"
+                reason = f"the {option} {choice!r} is not one of this format, which {has}"
                 raise UnsupportedError(reason, tensor=name, rule="Encoding")
-        level = wanted.get("level")
+        level = request.get("level")
         for role, part in parts.items():
-            compression = _alike(wanted, "compression", part.compression, can.compressions)
-            algorithm = _alike(wanted, "digest", part.algorithm, can.digests)
-            # Files have 90,000 tensors of which nothing changes.
+            compression = _choose_option(request, "compression", part.compression, can.compressions)
+            algorithm = _choose_option(request, "digest", part.algorithm, can.digests)
+            # Copies take time: files have up to 90,000 tensors, and most stay unchanged.
             if (compression, algorithm, level) != (part.compression, part.algorithm, None):
                 parts[role] = part._replace(
                     compression=compression, algorithm=algorithm, level=level
@@ -289,36 +294,42 @@ class Fitting:
         return replace(tensor, dtype=dtype, parts=parts, order=order)
 
     def _with_values(self, payloads: Sequence[Payload]) -> Iterator[Payload]:
-        """Read or compute, all at once, the values that a format writes into its header."""
-        data = [each.part_data("data", each.parts["data"], self.cast) for each in payloads]
-        lazy = [each.array for each in data if isinstance(each, ArrayData) and each.is_dask]
-        if lazy:
+        """Yield tensors with the values that a format writes into its header.
+
+        All dask arrays are computed at once, because they may share work.
+        """
+        sources = [
+            payload.part_data("data", payload.parts["data"], self.cast) for payload in payloads
+        ]
+        arrays = [data.array for data in sources if isinstance(data, ArrayData) and data.is_dask]
+        if arrays:
             import dask
 
-            lazy = list(dask.compute(*lazy))
-        for payload, known in zip(payloads, data, strict=True):
-            if isinstance(known, ArrayData) and known.is_dask:
-                known = replace(known, array=lazy.pop(0))  # noqa: PLW2901
+            arrays = list(dask.compute(*arrays))
+        for payload, data in zip(payloads, sources, strict=True):
+            if isinstance(data, ArrayData) and data.is_dask:
+                data = replace(data, array=arrays.pop(0))  # noqa: PLW2901
             try:
-                value = b"".join(known.blocks())
+                value = b"".join(data.blocks())
             except CheckpointError as error:
                 raise error.located(tensor=payload.name) from error.__cause__
             part = payload.parts["data"]._replace(inline=value)
             yield replace(payload, parts={"data": part})
 
-    def _arrangement(self, wanted: Arrangement, can: Can) -> Arrangement:
+    def _arrangement(self, arrangement: Arrangement, can: Can) -> Arrangement:
+        """Return the parts of an arrangement that the format can write."""
         if not can.arrangement:
-            for name in wanted.coords:
+            for name in arrangement.coords:
                 self.changes.add("coordinates that open as data variables", name)
-            wanted = Arrangement(modules=wanted.modules)
+            arrangement = Arrangement(modules=arrangement.modules)
         modules = {}
-        for path, attrs in wanted.modules.items():
-            kept = _without_numpy(dict(attrs))
-            if can.arrangement and is_json(path) and is_json(kept):
-                modules[path] = kept
+        for path, attrs in arrangement.modules.items():
+            plain_attrs = _without_numpy(dict(attrs))
+            if can.arrangement and is_json(path) and is_json(plain_attrs):
+                modules[path] = plain_attrs
             elif attrs:
                 self.changes.add("attributes of modules are not written", path)
-        return replace(wanted, modules=modules)
+        return replace(arrangement, modules=modules)
 
     def tell_stated(
         self,
@@ -329,65 +340,79 @@ class Fitting:
         before: Callable[[], Index | None],
         grown: Readable | None,
     ) -> None:
-        """Add attributes that do not come back because the file states something in their place.
+        """Add attributes that are lost because the file states other values for them.
 
-        The reader of the format reads the planned file to find them. `given` are options that take
-        the place of attributes. `before` returns the index of the old file if it has the same
-        format: attributes that it states itself are not lost. `grown` is a file that the plan adds
-        to.
+        To find them, the reader of the format reads the planned file.
+
+        Parameters
+        ----------
+        draft, plan : Draft, Plan
+            The new file.
+        given : collection of str
+            Options of the format, which replace attributes of the file with the same name.
+        before : callable
+            Returns the index of the old file if it has the same format. An attribute with the
+            value that the old file stated is not lost, because the format derives it.
+        grown : Readable or None
+            The file that the plan appends to.
         """
         can = self.writer.can_in(draft.path)
         names = {
-            what: {*can.stated_attrs, *(kept if isinstance(kept, tuple) else ())}
-            for what, kept in ((_OF_FILE, can.file_attrs), (_OF_TENSORS, can.tensor_attrs))
+            change: {*can.stated_attrs, *(supported if isinstance(supported, tuple) else ())}
+            for change, supported in ((_OF_FILE, can.file_attrs), (_OF_TENSORS, can.tensor_attrs))
         }
         names[_OF_FILE].difference_update(given)
-        every = [(_OF_TENSORS, each.name, each.attrs) for each in draft.tensors.values()]
-        wanted = [
-            (what, tensor, key, attrs[key])
-            for what, tensor, attrs in [(_OF_FILE, None, draft.attrs), *every]
-            for key in attrs
-            if key in names[what]
+        tensor_attrs = [
+            (_OF_TENSORS, tensor.name, tensor.attrs) for tensor in draft.tensors.values()
         ]
-        if not wanted:
+        candidates = [
+            (change, tensor, key, attrs[key])
+            for change, tensor, attrs in [(_OF_FILE, None, draft.attrs), *tensor_attrs]
+            for key in attrs
+            if key in names[change]
+        ]
+        if not candidates:
             return
         files = _planned_files(draft.path, plan, grown)
-        # An index of shards belongs to no format.
-        read = [
+        # An index of shards has no format, so its shards are read instead.
+        indexes = [
             self.writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])
         ]
         offsets = {planned.tensor: planned.offset for planned in reversed(plan.parts)}
-        stated = _stated(read, offsets)
+        attrs_of = _stated_attrs(indexes, offsets)
         lost = []
-        for what, tensor, key, value in wanted:
-            now = stated(tensor)
-            if key not in now or not _is_same(value, now[key]):
-                lost.append((what, key, value, key in now))
+        for change, tensor, key, value in candidates:
+            stated = attrs_of(tensor)
+            if key not in stated or not _is_same(value, stated[key]):
+                lost.append((change, key, value, key in stated))
         old = before() if lost else None
-        described: dict[str, set[tuple[str, str]]] = {_OF_FILE: set(), _OF_TENSORS: set()}
+        derived: dict[str, set[tuple[str, str]]] = {_OF_FILE: set(), _OF_TENSORS: set()}
         if old is not None:
-            described[_OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
-            of = [tensor.attrs for tensor in old.tensors.values()]
-            described[_OF_TENSORS] = {(key, repr(each[key])) for each in of for key in each}
-        for what, key, value, is_stated in lost:
+            derived[_OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
+            derived[_OF_TENSORS] = {
+                (key, repr(value))
+                for tensor in old.tensors.values()
+                for key, value in tensor.attrs.items()
+            }
+        for change, key, value, is_stated in lost:
             if not is_stated and key not in can.stated_attrs:
-                self.changes.add(what, key)
-            elif (key, repr(value)) not in described[what]:
-                self.changes.add(_OTHERWISE[what] if is_stated else what, key)
+                self.changes.add(change, key)
+            elif (key, repr(value)) not in derived[change]:
+                self.changes.add(_OTHERWISE[change] if is_stated else change, key)
 
 
-def _alike(
-    wanted: Mapping[str, Any], what: str, before: str | None, known: Sequence[str]
+def _choose_option(
+    request: Mapping[str, Any], option: str, before: str | None, supported: Sequence[str]
 ) -> str | None:
-    """Return the requested choice, the choice of the old file, or the format's own."""
-    if what in wanted:
-        found: str | None = wanted[what]
-        return found
-    return before if before is None or before in known else next(iter(known), None)
+    """Return the requested value of an option, the old file's, or the format's default."""
+    if option in request:
+        choice: str | None = request[option]
+        return choice
+    return before if before is None or before in supported else next(iter(supported), None)
 
 
 def _place(payload: Payload) -> Hashable:
-    """Return the file and range of the bytes of a tensor; None if there are none."""
+    """Return the file and byte range of a dense tensor; None if it is not a range of a file."""
     array = payload.data.get("data")
     if not isinstance(array, OnePartArray) or not array.part_nbytes:
         return None
@@ -398,20 +423,32 @@ def _place(payload: Payload) -> Hashable:
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
-    """Return the element type that a tensor is written as."""
+    """Return the element type for writing a tensor: its own, an exact one, or the widest.
+
+    Parameters
+    ----------
+    name : str
+        Element type of the tensor, or the requested one.
+    writes : sequence of str
+        Element types of the format.
+    cast : {"exact", "allow", "never"}
+        Permitted conversions.
+    tensor : str
+        Name for the error if no type fits.
+    """
     if name in writes:
         return name
     kind = ELEMENT_TYPES[name].kind
-    types = [ELEMENT_TYPES[each] for each in writes]
+    types = [ELEMENT_TYPES[supported] for supported in writes]
     if cast != "never":
-        holding = [each for each in types if holds(each.name, name)]
-        if holding:
-            return min(holding, key=lambda each: (each.kind != kind, each.bits)).name
+        exact = [target for target in types if holds(target.name, name)]
+        if exact:
+            return min(exact, key=lambda target: (target.kind != kind, target.bits)).name
     if cast == "allow":
-        alike = [each for each in types if each.kind == kind]
-        alike = alike or [each for each in types if each.kind == "float"]
-        if alike and kind != "complex":
-            return max(alike, key=lambda each: each.bits).name
+        lossy = [target for target in types if target.kind == kind]
+        lossy = lossy or [target for target in types if target.kind == "float"]
+        if lossy and kind != "complex":
+            return max(lossy, key=lambda target: target.bits).name
     hint = "Convert it with .astype(...), or pass cast='allow' to lose some precision"
     raise UnsupportedError(
         f"{name} elements have no place in this format, which has {', '.join(writes)}",
@@ -421,24 +458,24 @@ def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) ->
     )
 
 
-def _kept_attrs(
-    attrs: Mapping[str, Any], known: tuple[str, ...] | re.Pattern[str] | None
+def _split_attrs(
+    attrs: Mapping[str, Any], supported: tuple[str, ...] | re.Pattern[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes that have a place, and the others."""
-    kept: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    """Split attributes into supported and unsupported ones; None supports all names."""
+    writable: dict[str, Any] = {}
+    unsupported: dict[str, Any] = {}
     for name, value in attrs.items():
-        if isinstance(known, re.Pattern):
-            has_place = known.fullmatch(str(name)) is not None
+        if isinstance(supported, re.Pattern):
+            is_supported = supported.fullmatch(str(name)) is not None
         else:
-            has_place = known is None or name in known
-        place = kept if has_place else rest
-        place[name] = _without_numpy(value)
-    return kept, rest
+            is_supported = supported is None or name in supported
+        group = writable if is_supported else unsupported
+        group[name] = _without_numpy(value)
+    return writable, unsupported
 
 
 def _without_numpy(value: Any) -> Any:
-    """Return values of numpy as plain Python values."""
+    """Convert numpy scalars and arrays, also nested ones, to plain Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
@@ -449,34 +486,38 @@ def _without_numpy(value: Any) -> Any:
     return value
 
 
-# --- attributes that the file will state itself --------------------------------------------------
+# --- attributes that the file states itself ------------------------------------------------------
 
 
-def _stated(
-    read: Sequence[Index], offsets: Mapping[str, int | None]
+def _stated_attrs(
+    indexes: Sequence[Index], offsets: Mapping[str, int | None]
 ) -> Callable[[str | None], Mapping[str, Any]]:
-    """Return a function from the name of a tensor to its attributes; None is the file."""
-    of_file: dict[str, Any] = {}
+    """Return a function from a tensor's name to its attributes; None stands for the file.
+
+    `offsets` has the planned offset of each tensor, for formats that rename tensors.
+    """
+    file_attrs: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    places: dict[int | None, Tensor] = {}
-    for index in reversed(read):
-        of_file |= index.attrs
+    by_offset: dict[int | None, Tensor] = {}
+    for index in reversed(indexes):
+        file_attrs |= index.attrs
         tensors |= index.tensors
-        for each in index.tensors.values():
-            places |= {part.offset: each for part in each.parts.values() if part.shard is None}
+        for tensor in index.tensors.values():
+            by_offset |= {
+                part.offset: tensor for part in tensor.parts.values() if part.shard is None
+            }
 
-    def find(name: str | None) -> Mapping[str, Any]:
+    def attrs_of(name: str | None) -> Mapping[str, Any]:
         if name is None:
-            return of_file
-        # A format may have a name of its own for a tensor.
-        tensor = tensors.get(name) or places.get(offsets.get(name))
-        return {} if tensor is None else tensor.attrs
+            return file_attrs
+        stated = tensors.get(name) or by_offset.get(offsets.get(name))
+        return {} if stated is None else stated.attrs
 
-    return find
+    return attrs_of
 
 
 def _is_same(value: Any, stated: Any) -> bool:
-    """Return whether a stated value equals another, as text, in 32 bits, or as a part of it."""
+    """Return whether a file states a value: exactly, as text, in 32 bits, or with more keys."""
     if isinstance(value, dict) and isinstance(stated, dict):
         return all(key in stated and _is_same(value[key], stated[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(stated, list | tuple):
@@ -487,7 +528,7 @@ def _is_same(value: Any, stated: Any) -> bool:
 
 
 class _PlannedFile:
-    """A planned file for a reader of headers, with zeros in place of data."""
+    """A planned file for a reader of headers, with zeros instead of data."""
 
     def __init__(self, name: str, files: Mapping[str, _PlannedFile], old: Readable | None) -> None:
         self.name, self._files, self._old = name, files, old
@@ -507,18 +548,19 @@ class _PlannedFile:
         end = offset + nbytes
         if not 0 <= offset <= end <= self.size:
             raise FormatError("what is read is not planned", path=self.name, offset=offset)
-        read = bytearray(nbytes)
+        buffer = bytearray(nbytes)
         if self._old is not None and offset < self._old.size:
-            known = self._old.read(offset, min(end, self._old.size) - offset)
-            read[: len(known)] = known
+            prefix = self._old.read(offset, min(end, self._old.size) - offset)
+            buffer[: len(prefix)] = prefix
         first = bisect_right(self._literals, offset, key=itemgetter(0)) - 1
-        for at, data in self._literals[max(first, 0) :]:
-            if at >= end:
+        for position, data in self._literals[max(first, 0) :]:
+            if position >= end:
                 break
-            start, stop = max(at, offset), min(at + len(data), end)
+            start, stop = max(position, offset), min(position + len(data), end)
             if start < stop:
-                read[start - offset : stop - offset] = data[start - at : stop - at]
-        return memoryview(read)
+                literal = data[start - position : stop - position]
+                buffer[start - offset : stop - offset] = literal
+        return memoryview(buffer)
 
     def sibling(self, name: str) -> _PlannedFile:
         """Return another file of the plan."""
@@ -528,28 +570,30 @@ class _PlannedFile:
 
 
 def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _PlannedFile]:
-    """Return the planned files by name; the one that is opened has the name ""."""
+    """Return the planned files by name; the main file has the name ""."""
     plans = {**plan.companions, "": plan}
     files: dict[str, _PlannedFile] = {}
     written: dict[tuple[str, str], Written] = {}
-    folder, slash, own = path.rpartition("/")
-    for name, each in plans.items():
-        file = _PlannedFile(folder + slash + (name or own), files, None if name else old)
+    folder, slash, basename = path.rpartition("/")
+    for name, file_plan in plans.items():
+        file = _PlannedFile(folder + slash + (name or basename), files, None if name else old)
         files[name] = file
         position = file.size
-        for planned in each.parts:
+        alignment = file_plan.alignment
+        for planned in file_plan.parts:
             part, offset = planned.part, planned.offset
             if offset is None:
-                offset = -(-(position + planned.gap) // each.alignment) * each.alignment
+                offset = -(-(position + planned.gap) // alignment) * alignment
             digest = None
             if part.algorithm is not None:
                 digest = f"{part.algorithm}:{Hasher(part.algorithm).value().hex()}"
-            # The compressed size is unknown, and does not matter here.
+            # The compressed size is unknown, but no attribute depends on it.
             written[planned.tensor, planned.role] = Written(offset, part.nbytes, digest)
             position = offset + part.nbytes
             file.size = max(file.size, position)
-        file.put(each.literals)
-    for name, each in plans.items():
-        files[name].put(each.finish(written))
-        files[name].size = files[name].size if each.nbytes is None else each.nbytes
+        file.put(file_plan.literals)
+    for name, file_plan in plans.items():
+        file = files[name]
+        file.put(file_plan.finish(written))
+        file.size = file.size if file_plan.nbytes is None else file_plan.nbytes
     return files
