@@ -1,9 +1,9 @@
-"""`save`, `convert` and `append`: an xarray object or a checkpoint becomes a file of a format.
+"""`save`, `convert` and `append`: write an xarray object or a checkpoint to a file.
 
-What `append` adds lies after the end of the old file (`Format.append`), but a file that grows in
-place cannot be read while it does, nor after a crash. So the old bytes are the first item of a new
-file, which is written and renamed like any other. The kernel copies them; where the file system
-can share blocks between files (Btrfs, XFS, bcachefs, NFS 4.2, SMB) they are not copied at all.
+`append` adds bytes after the end of the old file (`Format.append`). A file that grew in place would
+be unreadable meanwhile, and after a crash. Instead, a new file is written and renamed like any
+other, and starts with the old bytes. The kernel copies them, or shares their blocks between the
+files if the file system supports it (Btrfs, XFS, bcachefs, NFS 4.2, SMB).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversion", "Recast", "append", "convert", "save", "writer_of"]
 
-# Those that all formats have.
+# Options that all formats have.
 _OPTIONS = (
     *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
     *("tensors", "names", "verify", "source_engine"),
@@ -82,35 +82,35 @@ def save(
 ) -> Any:  # a Delayed or None, which depends on the value of `compute`
     """Write a Dataset, DataTree, DataArray or mapping of arrays, without loading it into memory.
 
-    The file is complete under its name, or not there: it is written next to its place and renamed,
-    so that after an error, Ctrl-C or a full disk an old file is as it was. What xckpt opened and
-    nobody touched is copied as it is stored; what was computed is converted back to the element
-    type that it was stored with.
+    The new file appears under its name only when it is complete: it is written next to its
+    destination and renamed. After an error, Ctrl-C or a full disk, an old file is unchanged.
+    Unchanged variables of an opened checkpoint are copied as stored; computed ones are converted
+    back to the element type that they were stored with.
 
     Parameters
     ----------
     obj : xarray.Dataset, xarray.DataTree, xarray.DataArray, or mapping of str to array
-        Its variables become tensors, and so do coordinates with numbers.
+        Data to write. Variables become tensors, and so do coordinates with numbers.
     path : str or os.PathLike
         The new file, a path or an fsspec URL.
     engine : str, optional
-        Name of the format; by default the one that the ending of `path` belongs to.
+        Name of the format; inferred from the suffix of `path` by default.
     encoding : mapping of str to mapping, optional
-        How tensors are stored: globs of names to ``compression`` (``"zstd"``,
+        Storage options by glob of tensor names: ``compression`` (``"zstd"``,
         ``"zstd-seekable"`` or None), ``level`` (1 to 22), ``digest`` (``"crc32c"``,
         ``"sha256"``, ... or None), ``dtype``, and ``layout`` (``"dense"`` for the values of
-        sparse and quantised tensors). Later globs have the last word.
+        sparse and quantised tensors). Later globs take precedence.
     cast : {"exact", "allow", "never"}
-        How much a change of element type may lose: nothing, bit for bit (exact), or precision
-        (allow). With ``"never"`` a type or layout that the format does not have is an error.
+        Permitted changes of element type: lossless ones (``"exact"``), or also ones that lose
+        precision (``"allow"``). With ``"never"`` an unsupported type or layout is an error.
     compute : bool, default True
         False returns a `dask.delayed.Delayed` that writes when it is computed.
     overwrite : bool, default False
-        Whether an existing file is replaced.
+        Replace an existing file.
     progress : bool or callable, optional
-        As for `xckpt.stats`.
+        Progress bar or callback, as for `xckpt.stats`.
     storage_options : dict, optional
-        For fsspec, where `path` is a URL.
+        Options of fsspec if `path` is a URL.
     **format_options
         Options of the format itself.
 
@@ -124,16 +124,16 @@ def save(
     FileExistsError
         If the file exists and `overwrite` is false.
     FileChangedError
-        If another process wrote a file that is read, also while it is replaced by this save.
+        If another process changed a source file, including one that this save replaces.
     UnsupportedError
-        If the format cannot hold something, or a conversion would lose something.
+        If the format cannot represent part of the data, or a conversion would lose information.
     OSError
         If the file cannot be written.
 
     Warns
     -----
     CheckpointWarning
-        If something is not written, or is written in another form; it says what.
+        If data is dropped or changes its form; the warning lists the changes.
 
     Examples
     --------
@@ -155,21 +155,21 @@ def save(
     if compute:
         job.run(progress)
         return None
-    job.target.check()  # errors of the target are raised now
+    job.target.check()  # raise errors of the target now, not when the result is computed
     delayed: Delayed = job.delayed()
     return delayed
 
 
 def _opened_as(obj: Any, format: str) -> Index | None:
-    """Return the index of the file that an object was opened from, if that is of a format."""
-    whole = obj.root if isinstance(obj, xr.DataTree) else obj
-    if whole.encoding.get("format") != format:
+    """Return the index of the file that an object was opened from; None for other formats."""
+    root = obj.root if isinstance(obj, xr.DataTree) else obj
+    if root.encoding.get("format") != format:
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            source, index = open_index(whole.encoding["source"], format)
-    except (LookupError, OSError, ValueError, CheckpointError):  # it is gone, or needs options
+            source, index = open_index(root.encoding["source"], format)
+    except (LookupError, OSError, ValueError, CheckpointError):  # deleted, or needs options
         return None
     source.close()
     return index
@@ -191,70 +191,71 @@ def convert(
     storage_options: dict[str, Any] | None = None,
     **format_options: Unpack[FormatOptions],
 ) -> Conversion:
-    """Write a checkpoint in another format, or anew in its own.
+    """Write a checkpoint in another format, or rewrite it in its own.
 
-    Values are copied as they are stored wherever the new format stores them so: nothing is loaded
-    into memory, and digests that the old file states are checked on the way. Names, element
-    types, memory order, names of axes, compression, digests and attributes are kept as far as the
-    new format has them; anything that it cannot hold is reported in one warning.
+    Values are copied as stored if the new format supports it, without loading them into memory.
+    Digests in the old file are checked during the copy. Names, element types, memory order, names
+    of axes, compression, digests and attributes are kept as far as the new format supports them;
+    one warning lists everything else.
 
     Parameters
     ----------
     src : str, os.PathLike, bytes or binary file object
-        The checkpoint, as `xckpt.read_index` takes it.
+        The checkpoint, as for `xckpt.read_index`.
     dst : str or os.PathLike
         The new file, a path or an fsspec URL.
     engine : str, optional
-        Name of the new format; by default the one that the ending of `dst` belongs to.
+        Name of the new format; inferred from the suffix of `dst` by default.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Which tensors, by their old names, as ``xr.open_dataset(..., tensors=)`` takes it; by
-        default all.
+        Tensors to write, by their old names, as for ``xr.open_dataset(..., tensors=)``; all by
+        default.
     names : mapping, callable, or pair of a regular expression and its replacement, optional
-        From old names to new ones, such as ``found.ckpt.names`` of a comparison; a mapping need not
-        have those that stay the same, a pair is used as by `re.sub`. Values are copied all the
-        same.
+        New names by old names, such as ``found.ckpt.names`` of a comparison. A mapping may omit
+        names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
+        copied as well.
     encoding : mapping of str to mapping, optional
-        How tensors are stored, as `xckpt.save` takes it.
+        Storage options by glob of tensor names, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
-        What conversions of element types may lose, as `xckpt.save` takes it.
+        Permitted changes of element type, as for `xckpt.save`.
     overwrite : bool, default False
-        Whether an existing file is replaced.
+        Replace an existing file.
     progress : bool or callable, optional
-        As `xckpt.save` takes it.
+        Progress bar or callback, as for `xckpt.save`.
     verify : bool, optional
-        False does not check the digests of the old file.
+        Check the digests of the old file, unless False.
     source_engine : str, optional
-        Name of the format of the old file; by default it is detected from the content.
+        Name of the format of the old file; detected from the content by default.
     storage_options : dict, optional
-        For fsspec, of both files.
+        Options of fsspec for both files.
     **format_options
         Options of the new format itself.
 
     Returns
     -------
     Conversion
-        What was written, and which element types changed.
+        The new file, its size, and the element types that changed.
 
     Raises
     ------
     FileExistsError
         If the new file exists and `overwrite` is false.
     FileChangedError
-        If another process wrote the old file meanwhile, or the new one, where that is the same.
+        If another process changed the old file during the conversion.
     IntegrityError
-        If values are not those that the old file has a digest of.
+        If values do not match their digest in the old file.
     UnsupportedError
-        If the new format cannot hold something, or a conversion would lose something.
+        If the new format cannot represent part of the data, or a conversion would lose
+        information.
     OSError
         If a file cannot be read or written.
     ValueError
-        If no tensor matches `tensors`, or `names` has a name that no tensor has, or gives two
-        tensors one name.
+        If no tensor matches `tensors`, or `names` has an unknown name or gives two tensors the
+        same name.
 
     Warns
     -----
     CheckpointWarning
-        If something is not written, or is written in another form; it says what.
+        If data is dropped or changes its form; the warning lists the changes.
 
     Examples
     --------
@@ -266,58 +267,60 @@ def convert(
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
-            new = new_names(index.tensors, names)
-            chosen = _chosen(index, tensors, new)
+            renamed = new_names(index.tensors, names)
+            selected = _select_tensors(index, tensors, renamed)
             payloads = [
                 stored_payload(
                     tensor,
                     part_readers(tensor, sources, verify=verify),
                     dense_values(tensor, sources, verify=verify),
                 )
-                for tensor in chosen
+                for tensor in selected
             ]
             gathered = Gathered(
                 payloads,
                 read_later(index.attrs, sources),
-                index.arrangement.renamed(new),
+                index.arrangement.renamed(renamed),
                 index.attr_types,
             )
-            same = index if index.format == fitting.writer.name else None
+            old = index if index.format == fitting.writer.name else None
             job = _write_job(
                 gathered,
                 fitting,
                 target,
                 format_options,
                 sources=files_of(source),
-                before=lambda: same,
+                before=lambda: old,
             )
         nbytes = job.run(progress)
     recasts = tuple(
         Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
         for types, count in fitting.changes.recast.items()
     )
-    before = sum([tensor.nbytes for tensor in chosen])
+    source_nbytes = sum([tensor.nbytes for tensor in selected])
     count = len(job.tensors)
-    return Conversion(job.target.path, fitting.writer.name, count, nbytes, before, recasts)
+    return Conversion(job.target.path, fitting.writer.name, count, nbytes, source_nbytes, recasts)
 
 
-def _chosen(index: Index, tensors: TensorFilter | None, new: Mapping[str, str]) -> list[Tensor]:
-    """Return the tensors that are written, under their new names."""
-    chosen = {name: new[name] for name in select_or_raise(index.tensors, tensors)}
-    new_names(chosen, chosen, unique=True)
-    found = []
-    for old, name in chosen.items():
+def _select_tensors(
+    index: Index, tensors: TensorFilter | None, renamed: Mapping[str, str]
+) -> list[Tensor]:
+    """Return the tensors to write, under their new names."""
+    names = {old: renamed[old] for old in select_or_raise(index.tensors, tensors)}
+    new_names(names, names, unique=True)
+    selected = []
+    for old, name in names.items():
         before = after = index.tensors[old]
         if name != old:
             after = replace(before.named(name), path=None)
         if before.stored is not None and after.stored is None:
-            stored = ", ".join([shown(each.name) for each in before.stored.values()])
+            stored = ", ".join([shown(tensor.name) for tensor in before.stored.values()])
             raise ValueError(
                 f"names gives {shown(old)} the name {shown(name)}, but it is stored as {stored}: "
                 "the new name must end as the old one"
             )
-        found.append(after)
-    return found
+        selected.append(after)
+    return selected
 
 
 def append(
@@ -333,55 +336,56 @@ def append(
 ) -> None:
     """Add the tensors of a Dataset, DataTree or DataArray to a checkpoint.
 
-    Nothing that is in the file is read or written anew. The longer file is complete under its
-    name, or the old one is as it was: it is written next to it and renamed. It begins with the
-    bytes of the old file, which the kernel copies, or shares where the file system can (see below).
+    Tensors already in the file are neither parsed nor rewritten. The new file starts with the
+    bytes of the old one, which the kernel copies, or shares if the file system supports it (see
+    below). It is written next to the old file and renamed when it is complete, so that the old
+    file is unchanged after an error.
 
     Parameters
     ----------
     obj : xarray.Dataset, xarray.DataTree, xarray.DataArray, or mapping of str to array
-        What is added; see `xckpt.save`. Attributes of it replace those of the same name that the
-        file has.
+        Data to add, as for `xckpt.save`. Its attributes replace attributes of the file with the
+        same name.
     path : str or os.PathLike
-        A file that is there, of a format that lets files grow: zTensor 1.0 or 2.
+        An existing file of a format that supports appending: zTensor 1.0 or 2.
     replace : bool, default False
-        Whether tensors replace those of the same name. The bytes of these stay in the file;
-        `xckpt.convert` of the file to itself leaves them out.
+        Replace tensors with the same name. Their old bytes stay in the file until it is
+        rewritten, such as by `xckpt.convert` of the file to itself.
     encoding : mapping of str to mapping, optional
-        How the added tensors are stored, as `xckpt.save` takes it.
+        Storage options of the added tensors, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
-        What conversions may lose, as `xckpt.save` takes it.
+        Permitted changes of element type, as for `xckpt.save`.
     progress : bool or callable, optional
-        As `xckpt.save` takes it; the old file counts.
+        Progress bar or callback, as for `xckpt.save`; includes the bytes of the old file.
     storage_options : dict, optional
-        For fsspec, where `path` is a URL: the file is downloaded, and the longer one uploaded.
+        Options of fsspec if `path` is a URL. The file is downloaded, and the longer one uploaded.
     **format_options
         Options of the format itself.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file.
+        If the file does not exist.
     ValueError
-        If the file has a tensor of the same name, and `replace` is false.
+        If the file has a tensor with the same name, and `replace` is false.
     UnsupportedError
-        If files of this format do not grow, or cannot hold something.
+        If the format does not support appending, or cannot represent part of the data.
     FileChangedError
-        If another process wrote the file meanwhile.
+        If another process changed the file in the meantime.
     BlockingIOError
-        If another process appends to it.
+        If another process is appending to the file.
     OSError
         If the file cannot be written.
 
     Warns
     -----
     CheckpointWarning
-        If something is not written, or is written in another form; it says what.
+        If data is dropped or changes its form; the warning lists the changes.
 
     Notes
     -----
     On Btrfs, XFS, bcachefs and some network file systems the new file shares the blocks of the
-    old one. Elsewhere (ext4, tmpfs) appending copies the old file once, and needs space for that.
+    old one. Elsewhere (ext4, tmpfs) appending copies the old file once, and needs space for it.
 
     Examples
     --------
@@ -407,7 +411,7 @@ def append(
             grown=source,
             replace=replace,
         )
-        with _alone(source):
+        with _append_lock(source):
             job.run(progress)
     except CheckpointError as error:
         raise error.located(path=source.name) from error.__cause__
@@ -416,8 +420,8 @@ def append(
 
 
 @contextmanager
-def _alone(source: Source) -> Iterator[None]:
-    """Keep others from appending to the same file: one of the two would be lost."""
+def _append_lock(source: Source) -> Iterator[None]:
+    """Lock a local file against appends by other processes, which would be lost."""
     if not isinstance(source, LocalSource) or sys.platform == "win32":
         yield
         return
@@ -431,14 +435,14 @@ def _alone(source: Source) -> Iterator[None]:
         raise BlockingIOError(error.errno, text, source.name) from None
     except OSError:  # the file system has no locks
         pass
-    source.check()  # who had the lock before may have replaced the file
+    source.check()  # the previous owner of the lock may have replaced the file
     try:
         yield
     finally:
-        del descriptor  # which closes it, and that unlocks
+        del descriptor  # closing the file releases the lock
 
 
-# --- where to, and as what ------------------------------------------------------------------------
+# --- target and format ----------------------------------------------------------------------------
 
 
 def writer_of(
@@ -446,13 +450,13 @@ def writer_of(
     engine: str | None = None,
     format_options: Mapping[str, Any] | None = None,
 ) -> formats.Format:
-    """Return the format of a new file; raise if it lacks one of the options."""
+    """Return the format of a new file; raise `TypeError` for options that it does not have."""
     writer = formats.writable(engine or _format_of(os.fspath(path)))
-    known = tuple(writer.write_options)
+    supported = tuple(writer.write_options)
     for option in format_options or {}:
-        if option not in known:
-            similar = get_close_matches(option, (*_OPTIONS, *known), n=1)
-            hint = f"it has {', '.join(known) or 'none'}"
+        if option not in supported:
+            similar = get_close_matches(option, (*_OPTIONS, *supported), n=1)
+            hint = f"it has {', '.join(supported) or 'none'}"
             if option in TENSOR_OPTIONS:
                 hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
             elif similar:
@@ -480,10 +484,26 @@ def _write_job(
     grown: Source | None = None,
     replace: bool = False,
 ) -> WriteJob:
-    """Lay out a file, and warn of changes; nothing is written yet.
+    """Return the job that writes a planned file, and warn of changes; nothing is written yet.
 
-    `before` returns the index of the file that is written anew, if it has the same format. `grown`
-    is the file that is added to, and `replace` is whether tensors of it are replaced.
+    Parameters
+    ----------
+    gathered : Gathered
+        Tensors and attributes to write.
+    fitting : Fitting
+        The format, with the requests of the user.
+    target : Target
+        Destination of the file.
+    format_options : mapping
+        Options of the format.
+    sources : iterable of Source
+        Files that the tensors are read from.
+    before : callable
+        Returns the index of the file that the tensors come from, if it has the same format.
+    grown : Source, optional
+        The file to append to.
+    replace : bool, default False
+        Replace tensors of `grown` that have the same name.
     """
     path, writer = target.path, fitting.writer
     try:
@@ -505,8 +525,8 @@ def _write_job(
             target = target._replace(path=path + plan.suffix)
             paths.append(target.path)
         elif not is_remote(path) and os.path.lexists(path + INDEX_SUFFIX):
-            what = "readers may prefer what is next to it; remove it"
-            fitting.changes.add(what, label + INDEX_SUFFIX)
+            change = "readers may prefer what is next to it; remove it"
+            fitting.changes.add(change, label + INDEX_SUFFIX)
         overwritten = {_resolved(name) for name in paths if target.overwrite}
         job = WriteJob(
             plan,
@@ -529,45 +549,50 @@ def _resolved(path: str) -> str:
 
 
 def _format_of(path: str) -> str:
-    """Find the format that a file name ends like."""
+    """Return the format that the suffix of a path belongs to; raise unless there is exactly one.
+
+    Suffixes that only one format uses take precedence over suffixes that formats share.
+    """
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
     is_index = name.endswith(INDEX_SUFFIX)
     name = name.removesuffix(INDEX_SUFFIX)
-    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
-    every = [formats.get(known) for known in named]
-    found = {
-        each.name: suffix
-        for each in every
-        if each.can.types and (not is_index or "max_shard_size" in each.write_options)
-        for suffix in each.suffixes
+    engines = [engine for engine in formats.names() if name.endswith(formats.suffixes(engine))]
+    candidates = [formats.get(engine) for engine in engines]
+    matches = {
+        format.name: suffix
+        for format in candidates
+        if format.can.types and (not is_index or "max_shard_size" in format.write_options)
+        for suffix in format.suffixes
         if name.endswith(suffix)
     }
-    if len(found) > 1:
-        own = {each.name: each.own_suffixes for each in every}
-        found = {each: s for each, s in found.items() if s in own[each]} or found
-    shared = [s for each in every for s in each.shared_suffixes]
-    # Of one word, like .bin: who writes it may mean the format of another program.
-    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
-    if len(found) == 1 and not is_common:
-        return next(iter(found))
-    for each in every:
-        if not found and name.endswith(each.own_suffixes):
-            formats.writable(each.name)  # says which formats are
-    hint, engines = "", ", ".join(map(repr, found))
-    if not found:
-        known = [each for each in map(formats.get, formats.names()) if each.can.types]
-        suffixes = [suffix for each in known for suffix in each.suffixes]
+    if len(matches) > 1:
+        exclusive = {format.name: format.own_suffixes for format in candidates}
+        matches = {
+            engine: suffix for engine, suffix in matches.items() if suffix in exclusive[engine]
+        } or matches
+    shared = [suffix for format in candidates for suffix in format.shared_suffixes]
+    # A shared suffix of one word, such as .bin, may be meant for another program's format.
+    is_common = any(suffix in shared and suffix.count(".") == 1 for suffix in matches.values())
+    if len(matches) == 1 and not is_common:
+        return next(iter(matches))
+    for format in candidates:
+        if not matches and name.endswith(format.own_suffixes):
+            formats.writable(format.name)  # raises an error that lists the writable formats
+    hint, choices = "", ", ".join(map(repr, matches))
+    if not matches:
+        writable = [format for format in map(formats.get, formats.names()) if format.can.types]
+        suffixes = [suffix for format in writable for suffix in format.suffixes]
         ending = os.path.splitext(name)[1]  # noqa: PTH122
-        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
-            hint = f" (did you mean {alike!r}?)"
-        engines = ", ".join(repr(each.name) for each in known)
-    which = "several programs use" if found else "no format that is written has"
+        for similar in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
+            hint = f" (did you mean {similar!r}?)"
+        choices = ", ".join(repr(format.name) for format in writable)
+    problem = "several programs use" if matches else "no format that is written has"
     raise ValueError(
-        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
+        f"{problem} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {choices}"  # noqa: PTH119
     )
 
 
-# --- what a conversion did ------------------------------------------------------------------------
+# --- results of a conversion ----------------------------------------------------------------------
 
 
 class Recast(NamedTuple):
@@ -578,10 +603,10 @@ class Recast(NamedTuple):
     stored, written : str
         Element types in the old and in the new file.
     tensors : int
-        How many.
+        Number of tensors.
     exact : bool
-        Whether no value changed: the new type has all values of the old one, or each was checked.
-        Else they were rounded, as ``cast="allow"`` asked for.
+        True if no value changed: the new type has all values of the old one, or each value was
+        checked. False if values may be rounded, which requires ``cast="allow"``.
     """
 
     stored: str
@@ -601,22 +626,22 @@ class Recast(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Conversion:
-    """What `convert` wrote.
+    """Summary of a conversion, returned by `convert`.
 
     Parameters
     ----------
     path : str
-        The new file; of several, the one to open.
+        The new file, or the one to open if there are several.
     format : str
-        Its format.
+        Name of its format.
     tensors : int
-        How many it has.
+        Number of tensors.
     nbytes : int
         Size of the new file, or of all new files, in bytes.
     source_nbytes : int
         Stored size of the tensors in the old file, in bytes.
     recasts : tuple of Recast
-        Which element types changed.
+        Changes of element types.
     """
 
     path: str
@@ -628,7 +653,7 @@ class Conversion:
 
     @property
     def exact(self) -> bool:
-        """Whether no value was rounded."""
+        """True if no value was rounded."""
         return all(recast.exact for recast in self.recasts)
 
     def __repr__(self) -> str:
