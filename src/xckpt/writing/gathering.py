@@ -1,10 +1,9 @@
 """The tensors of an xarray object, with stored bytes for unchanged variables.
 
-Data variables become tensors, and so do coordinates with numbers; the `Arrangement` lists them.
-Coordinates of stacks are part of the names of tensors. An unchanged variable is the tensor that its
-file describes, and is copied as it is stored. For a computed or changed variable, the encoding
-has the old type, layout and order. Variables computed from a stack are unstacked as well if their
-coordinates name the modules.
+Data variables become tensors, and so do coordinates with numbers; the `Arrangement` lists these
+coordinates. Coordinates of stacks become part of the names of tensors. Unchanged variables are
+copied as stored. Computed or changed variables keep the type, layout and order in their encoding.
+Variables computed from a stack are unstacked as well if their coordinates name the modules.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc",
 
 
 class Stored(NamedTuple):
-    """A tensor that is in a file, unchanged; `values` makes a dense array of one that is not."""
+    """An unchanged tensor of a file; `values` returns a dense array if it is stored otherwise."""
 
     tensor: Tensor
     readers: Mapping[str, PartReader]
@@ -72,7 +71,23 @@ class Stored(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A tensor that is in no file, with the type and layout it is stored in."""
+    """A computed tensor, with the type and layout for storing it.
+
+    Parameters
+    ----------
+    name : str
+        Name in the new file.
+    array : array
+        Values, possibly lazy or sparse.
+    dtype : str
+        Element type in the new file.
+    is_sparse : bool
+        Store the tensor sparse.
+    encoding : mapping
+        Encoding of the variable, if xckpt set it.
+    about : dict
+        Attributes, names of axes and path of the tensor, as keywords of `Payload`.
+    """
 
     name: str
     array: Any
@@ -82,44 +97,51 @@ class Computed(NamedTuple):
     about: dict[str, Any]
 
     def payload(self) -> Payload:
-        """Return the tensor in the type and layout that it is stored in."""
-        name, array, stored, is_stored_sparse, encoding, about = self
+        """Return the tensor with the parts and data to write."""
+        name, array, stored, is_stored_sparse, encoding, metadata = self
         if is_stored_sparse:
             is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
             layout: Any = "sparse_coo" if is_coo else "sparse_csr"
             parts, arrays = sparse_parts(array, layout, stored, name)
             values = partial(densified, array)
             return Payload(
-                name, stored, array.shape, parts, layout, **about, data=arrays, values=values
+                name, stored, array.shape, parts, layout, **metadata, data=arrays, values=values
             )
         compression, digest = encoding.get("stored_compression"), encoding.get("digest")
         offset = encoding.get("offset", 0)
         part = WantedPart.of(stored, array.shape, compression, digest, offset)
         order: Any = encoding.get("stored_order", "C")
         data = {"data": array}
-        return Payload(name, stored, array.shape, {"data": part}, order=order, **about, data=data)
+        return Payload(
+            name, stored, array.shape, {"data": part}, order=order, **metadata, data=data
+        )
 
 
 def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
-    """List the tensors and attributes of an xarray object."""
+    """Return the tensors, attributes and arrangement of an xarray object.
+
+    `format` is the format of the new file. If the object was opened from a file of the same format,
+    axes without a name in that file stay unnamed.
+    """
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, changes, format)
-    payloads = [each.payload() for each in tensors]
+    payloads = [tensor.payload() for tensor in tensors]
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
         modules = {
             node.path: node.attrs
             for node in obj.descendants
-            # No tensor says that an empty one is there.
+            # The names of tensors do not imply empty modules.
             if node.attrs
             or not any(
-                each.data_vars or each.to_dataset(inherit=False).variables for each in node.subtree
+                inner.data_vars or inner.to_dataset(inherit=False).variables
+                for inner in node.subtree
             )
         }
-    whole = obj.root if isinstance(obj, xr.DataTree) else obj
+    root = obj.root if isinstance(obj, xr.DataTree) else obj
     attrs = {str(name): value for name, value in obj.attrs.items()}
-    # The order of a file is no order of its own.
-    ordered = "format" not in whole.encoding or whole.encoding.get("ordered", False)
+    # Tensors of an opened file follow the file, unless its arrangement lists an order.
+    ordered = "format" not in root.encoding or root.encoding.get("ordered", False)
     order = [payload.name for payload in payloads] if ordered else ()
     arrangement = Arrangement(tuple(coords), tuple(order), modules)
     return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}))
@@ -128,15 +150,16 @@ def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
 def listed(
     obj: Any, changes: Changes, format: str | None = None
 ) -> tuple[Iterator[Stored | Computed], list[str]]:
-    """List the tensors of an xarray object, and name those that are coordinates."""
+    """Return the tensors of an xarray object, and the names of coordinates among them."""
     obj = _as_dataset(obj)
     variables, coords = _named_variables(obj, changes)
-    whole = obj.root if isinstance(obj, xr.DataTree) else obj
-    again = format is not None and whole.encoding.get("format") == format
-    return _listed(variables, changes, again=again), coords
+    root = obj.root if isinstance(obj, xr.DataTree) else obj
+    same_format = format is not None and root.encoding.get("format") == format
+    return _iter_tensors(variables, changes, same_format=same_format), coords
 
 
 def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
+    """Return a DataArray as a Dataset, and Datasets and DataTrees unchanged; raise for others."""
     if isinstance(obj, xr.DataArray):
         if obj.name is None:
             raise ValueError("a DataArray is saved under its name: .rename('weight')")
@@ -150,18 +173,18 @@ def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
 
 
 def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
-    """Return the files that values are read, or computed, from."""
-    found: dict[Source, None] = {}
+    """Yield the files that the values of tensors are read or computed from."""
+    sources: dict[Source, None] = {}
     for payload in payloads:
         for array in payload.data.values():
             if isinstance(array, OnePartArray):
-                found[array.source] = None
+                sources[array.source] = None
                 continue
             graph = getattr(array, "dask", None)
             for layer in graph.layers.values() if isinstance(graph, HighLevelGraph) else ():
                 if isinstance(layer, TensorLayer):
-                    found |= dict.fromkeys(layer.lazy.sources)
-    for source in found:
+                    sources |= dict.fromkeys(layer.lazy.sources)
+    for source in sources:
         yield from files_of(source)
 
 
@@ -171,7 +194,7 @@ def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
 def _named_variables(
     obj: xr.Dataset | xr.DataTree, changes: Changes
 ) -> tuple[dict[str, xr.Variable], list[str]]:
-    """List the variables that become tensors, and the names of coordinates among them."""
+    """Return variables by the names of their tensors, and the names of coordinates among them."""
     tensors = OpenTensors(obj)
     variables = tensors.unstacked()
     for name in variables:
@@ -192,94 +215,98 @@ def _named_variables(
 
 
 def untouched(variable: xr.Variable) -> LazyArray | None:
-    """Return the stored array of an unchanged variable; None for others."""
+    """Return the stored array of an unchanged variable; None for other variables."""
     return lazy_of(data_of(variable))
 
 
-def _listed(
-    variables: Mapping[str, xr.Variable], changes: Changes, *, again: bool
+def _iter_tensors(
+    variables: Mapping[str, xr.Variable], changes: Changes, *, same_format: bool
 ) -> Iterator[Stored | Computed]:
-    """List the tensors of all variables; parts that make a whole tensor become that again."""
-    wholes = _wholes(variables)
-    whole_of = {part: whole for whole, parts in wholes.items() for part in parts.values()}
+    """Yield the tensors of all variables; variables for all parts of a tensor are joined."""
+    joined = _join_parts(variables)
+    tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
     for name, variable in variables.items():
-        whole = whole_of.get(name)
-        if whole is None:
-            yield _tensor(name, variable, changes, again=again)
-        elif whole in wholes:
-            parts = wholes.pop(whole)
-            lazy: dict[str, Any] = {
-                role: untouched(variables[each]) for role, each in parts.items()
+        tensor_name = tensor_of.get(name)
+        if tensor_name is None:
+            yield _tensor(name, variable, changes, same_format=same_format)
+        elif tensor_name in joined:
+            parts = joined.pop(tensor_name)
+            arrays: dict[str, Any] = {
+                role: untouched(variables[part]) for role, part in parts.items()
             }
-            role, first = next(iter(parts.items()))
-            tensor, shown_as = lazy[role].origin.tensor, variables[first]
-            path = tensor.path if "path" in shown_as.encoding else None
-            readers = {role: each.readers["data"] for role, each in lazy.items()}
-            named = replace(tensor, name=whole, attrs=shown_as.attrs, path=path)
-            yield Stored(named, readers)
+            role, first_name = next(iter(parts.items()))
+            tensor, first = arrays[role].origin.tensor, variables[first_name]
+            path = tensor.path if "path" in first.encoding else None
+            readers = {role: array.readers["data"] for role, array in arrays.items()}
+            yield Stored(replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers)
 
 
-def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
-    """Return tensors of which all parts are unchanged: their variables by role."""
-    found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
+    """Return the variables of tensors whose parts are all unchanged, by tensor and role."""
+    candidates: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     roles: dict[tuple[str, str, str], list[str]] = {}
     for name, variable in variables.items():
         lazy = untouched(variable)
         origin = None if lazy is None else lazy.origin
         if origin is None or origin.role is None:
             continue
-        tensor, part = origin.tensor.name, f":{origin.role}"
-        # Colons are added to names that are taken; who renames a part may rename the whole.
-        renamed = re.fullmatch(f"({re.escape(tensor)}|.+?){re.escape(part)}:*", name, re.DOTALL)
-        if renamed is not None and renamed[1] not in variables:
-            key = (renamed[1], tensor, str(variable.encoding.get("source")))
-            found[key][origin.role] = name
+        tensor, suffix = origin.tensor.name, f":{origin.role}"
+        # Names in use get colons at the end, and users may rename all parts of a tensor.
+        match = re.fullmatch(f"({re.escape(tensor)}|.+?){re.escape(suffix)}:*", name, re.DOTALL)
+        if match is not None and match[1] not in variables:
+            key = (match[1], tensor, str(variable.encoding.get("source")))
+            candidates[key][origin.role] = name
             roles[key] = list(origin.tensor.parts)
-    wholes: dict[str, dict[str, str]] = {}
-    for key, parts in found.items():
+    joined: dict[str, dict[str, str]] = {}
+    for key, parts in candidates.items():
         if parts.keys() == set(roles[key]):
-            wholes.setdefault(key[0], {role: parts[role] for role in roles[key]})
-    return wholes
+            joined.setdefault(key[0], {role: parts[role] for role in roles[key]})
+    return joined
 
 
 def _tensor(
-    name: str, variable: xr.Variable, changes: Changes, *, again: bool
+    name: str, variable: xr.Variable, changes: Changes, *, same_format: bool
 ) -> Stored | Computed:
+    """Return the tensor of a variable; raise if its values cannot be read or written."""
     lazy: Any = untouched(variable)
     if isinstance(lazy, UnreadableArray):
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
-    common: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "attrs": variable.attrs,
-        "dims": _dims(name, variable, again=again),
+        "dims": _dims(name, variable, same_format=same_format),
         "path": variable.encoding.get("path"),
     }
     origin = None if lazy is None else lazy.origin
     if origin is not None and origin.role is None:
-        tensor = replace(origin.tensor.named(name), **common)
+        tensor = replace(origin.tensor.named(name), **metadata)
         if origin.tensor.stored is not None and tensor.stored is None:
             changes.add("quantised tensors that are called otherwise are written dense", name)
-            return _computed(name, variable, common)
+            return _computed(name, variable, metadata)
         is_dense = tensor.layout in {"dense", "chunked"}
         values = None if is_dense else lambda: densified(variable.data)
         return Stored(tensor, lazy.readers, values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
-        tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict, **common)
+        parts = {"data": part}
+        tensor = Tensor(name, part.dtype, lazy.shape, parts, strict=lazy.strict, **metadata)
         return Stored(tensor, lazy.readers)
     if _layout(variable.encoding) in {"quantized", "blocks"}:
         changes.add("quantised tensors whose values were computed are written dense", name)
-    return _computed(name, variable, common)
+    return _computed(name, variable, metadata)
 
 
-def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | None:
-    """Return the names of axes, as the file stated them if they were shown otherwise."""
+def _dims(name: str, variable: xr.Variable, *, same_format: bool) -> tuple[str | None, ...] | None:
+    """Return the names of axes, as in the old file if xckpt showed other ones.
+
+    An axis without a name is None, and so is the result if no axis has a name.
+    """
     stated = variable.encoding.get("axes", {})
     dims = []
     for dim in variable.dims:
-        # None is not a name of the file: the role of the tensor in its module gave the one shown.
-        is_stated = dim in stated and (again or stated[dim] is not None)
+        # None: the file has no name for the axis, and the tensor's role in its module gave one.
+        is_stated = dim in stated and (same_format or stated[dim] is not None)
         dims.append(stated[dim] if is_stated else explicit_name(dim))
-    # In other Datasets every name is the user's, also one that looks like ours.
+    # If xckpt did not open the Dataset, the user gave all names, even those like xckpt's own.
     if "layout" not in variable.encoding and None in dims:
         shown = _shown_dims(variable.shape, tuple(dims))
         if shown != variable.dims or not {name, name.rpartition(".")[2]}.isdisjoint(shown):
@@ -289,14 +316,15 @@ def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None,
 
 @lru_cache
 def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple[str, ...]:
-    """Return the names of axes after opening a file that has names for some of them."""
+    """Return the names of all axes after opening a file that names some of them."""
     return AxisNamer().name_axes("", shape, stated)
 
 
 # --- computed variables ---------------------------------------------------------------------------
 
 
-def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Computed:
+def _computed(name: str, variable: xr.Variable, metadata: dict[str, Any]) -> Computed:
+    """Return the tensor of a computed variable; raise if its values are not numbers."""
     array = array_of(variable)
     dtype = element_type(array.dtype)
     if dtype is None:
@@ -312,12 +340,12 @@ def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Comput
     encoding = variable.encoding if "layout" in variable.encoding else {}
     layout, before = _layout(encoding), encoding.get("stored_dtype")
     is_stored_sparse = bool(array.ndim) and (is_sparse(array) or layout in _SPARSE)
-    # What was decoded gets the type back that it was stored with.
+    # Decoded values are stored with their old type again.
     if layout in {"dense", "chunked", *_SPARSE} and isinstance(before, np.dtype):
         stored = element_type(before) or dtype
-        # Booleans of 32 bits are shown as what numpy has for them.
+        # numpy has no 32-bit booleans: they are bool in memory, and their stored type is uint32.
         dtype = "bool32" if (dtype, stored) == ("bool", "uint32") else stored
-    return Computed(name, array, dtype, is_stored_sparse, encoding, about)
+    return Computed(name, array, dtype, is_stored_sparse, encoding, metadata)
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:
@@ -327,7 +355,8 @@ def _layout(encoding: Mapping[Any, Any]) -> Any:
 
 def array_of(variable: xr.Variable) -> Any:
     """Return the array of a variable; lazy arrays of other engines become dask arrays."""
-    # `_in_memory` is false of sparse arrays too, and adapters may have what is in memory.
+    # Neither check suffices: sparse arrays are not `_in_memory`, and adapters may wrap arrays
+    # that are.
     is_adapter = isinstance(data_of(variable), ExplicitlyIndexed)
     if is_adapter and not is_in_memory(variable):
         variable = variable.chunk(dict.fromkeys(variable.dims, "auto"))
