@@ -1,18 +1,18 @@
 """New files: written next to their targets under other names, and renamed when they are complete.
 
-One file takes the place of another by one rename. Several files cannot, and readers may want the
-same names always. So where the names are taken (`publish`)
+One rename replaces one file. It cannot replace several, and readers may expect the same names. So
+if the names are taken, `publish` takes four steps:
 
-1. all files are brought to the disk under temporary names;
-2. companions get aliases, and a file that refers to the aliases takes the place of the main file:
-   this one rename changes the old checkpoint into the new one;
-3. companions get their names, then the main file does, which refers to these;
-4. the aliases are removed.
+1. All files are synced to the disk under temporary names.
+2. Companions get aliases, and a file that refers to the aliases replaces the main file: this one
+   rename changes the old checkpoint into the new one.
+3. Companions get their names, then the main file does, which refers to these.
+4. The aliases are removed.
 
-Between any two of these steps, and before the main file gets its name, the folders are brought to
-the disk: not all file systems keep the order of renames when the power fails. Whenever it ends, the
-main file refers to files that are there, all old or all new. What is left over is removed by the
-next writer, see `xckpt.storage.partial`.
+Between any two steps, and before the main file gets its name, the folders are synced: not all file
+systems keep the order of renames when the power fails. Wherever the writer is interrupted, the main
+file refers to existing files, all old or all new. The next writer removes leftovers, see
+`xckpt.storage.partial`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from xckpt.storage.source import Source
 
 _WRITE_NBYTES = 64 << 20
-# What is written by one call is brought to the disk at once from this size on.
+# Writes of at least this size start going to the disk immediately.
 _EARLY_NBYTES = 1 << 20
 _O_BINARY = getattr(os, "O_BINARY", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_NOBODY = -1  # no process has this number
-# File systems that cannot do something say so in different ways.
+_NOBODY = -1  # not the number of any process
+# Errors that file systems raise for unsupported operations.
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOLCK}
 
 _NO_ACCESS = "its folder cannot be written to; save to another one"
@@ -65,9 +65,9 @@ _ADVICE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
     errno.EFBIG: "the file system, or a limit of the process, allows no file of this size",
 }
-# Old files that are kept open while new ones take their names.
+# Replaced files that stay open during the renames, at most.
 _MOST_HELD = 8
-# Of errors that libraries raise without one.
+# Error numbers for exceptions that libraries raise without one.
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -76,11 +76,11 @@ _NUMBERS = {
 
 
 class Place(NamedTuple):
-    """A temporary file, and the name that errors have for it: the one that the user gave."""
+    """A temporary file, and the name for it in errors: the one that the user gave."""
 
     path: str
     name: str
-    is_upload: bool = False  # the file is not next to its target
+    is_upload: bool = False  # the file is not in the folder of its target
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Place(NamedTuple):
             raise OSError(number, text, self.name) from error
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read back what was written: exactly so many bytes."""
+        """Read back exactly `nbytes` written bytes; raise `OSError` if there are fewer."""
         with self.named():
             with os.fdopen(open_file(self.path, os.O_RDONLY | _O_BINARY), "rb") as file:
                 file.seek(offset)
@@ -110,7 +110,7 @@ class Place(NamedTuple):
 
 
 class _Descriptor:
-    """An open file, which closes when it is no longer referred to."""
+    """An open file, which closes when nothing refers to it any more."""
 
     __slots__ = ("__weakref__", "close", "fileno")
 
@@ -119,7 +119,7 @@ class _Descriptor:
         self.close = weakref.finalize(self, let_go, fileno)
 
 
-# Of files whose locks need not be kept.
+# Open temporary files that do not hold a lock.
 _descriptors: Pool[_Descriptor] = Pool(most_open() // 2, files=True)
 
 
@@ -136,14 +136,14 @@ def _discard(path: str, owner: int) -> None:
 class Sink:
     """A file that is complete under its name, or not there at all.
 
-    Everything is written at positions, by any number of threads; other processes may write to
-    `path` too. It pickles as a reference that does not own the file. A sink that is let go of
-    without `commit` removes what it wrote. Through a symbolic link, the file that it leads to is
+    Any number of threads write at positions; other processes may write to `path` too. A sink
+    pickles as a reference that does not own the file. If it is dropped without `commit`, the
+    temporary file is removed. If the target is a symbolic link, the file that it points to is
     replaced. Errors of the operating system name the file as the user does.
     """
 
     name: str  # for messages
-    target: str  # where the file is to be, links resolved
+    target: str  # final path of the file, links resolved
     path: str  # of the temporary file
     _is_upload: ClassVar[bool] = False
 
@@ -161,7 +161,7 @@ class Sink:
                 replaced = _status_of_target(self.target, name, overwrite=overwrite)
                 self._create(name, replaced, beside, overwrite=overwrite)
         except BaseException:
-            self.abort()  # a traceback may keep it, and so the file
+            self.abort()  # a traceback may keep the sink alive, and so the file
             raise
 
     def _create(
@@ -173,7 +173,7 @@ class Sink:
         overwrite: bool,
         private: bool = False,
     ) -> None:
-        """Make the temporary file; it is removed with the sink."""
+        """Create the temporary file; it is removed with the sink."""
         self.name, self.overwrite = name, overwrite
         folder = os.path.dirname(self.target)  # noqa: PTH120
         guards = (sink.path for sink in beside if os.path.dirname(sink.path) == folder)  # noqa: PTH120
@@ -184,7 +184,7 @@ class Sink:
             self._own(path, _Descriptor(fileno), keep=guard is None)
 
     def _own(self, path: str, descriptor: _Descriptor, *, keep: bool, owner: int = 0) -> None:
-        """Take over a temporary file, which stays open if its lock is to be kept."""
+        """Take ownership of a temporary file, which stays open if `keep`, to hold its lock."""
         self.path = path
         self._descriptor = descriptor if keep else None
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(
@@ -196,7 +196,7 @@ class Sink:
             _descriptors.get(path, lambda: descriptor)
 
     def opened(self) -> _Descriptor:
-        """Return the open file; of many, few are open at a time."""
+        """Return the open file, reopening it if the pool has closed it."""
         if self._descriptor is not None:
             return self._descriptor
         return _descriptors.get(self.path, self._open)
@@ -220,22 +220,22 @@ class Sink:
 
     @property
     def place(self) -> Place:
-        """Where other processes write, and what errors call it."""
+        """The temporary file, for writers in other processes, and its name in errors."""
         return Place(self.path, self.name, self._is_upload)
 
     def another(self) -> Sink:
-        """Begin another temporary file in the same place."""
+        """Create another temporary file for the same target."""
         return Sink(self.name, overwrite=True, beside=[self])
 
     def resize(self, nbytes: int) -> None:
-        """Give the file its size; what is not written reads as zero and takes no space."""
+        """Set the size of the file; unwritten bytes are zero and take no space."""
         with self.place.named():
             if nbytes > sys.maxsize:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             os.ftruncate(self.opened().fileno, nbytes)
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take space for a range of bytes, so that a memory map of it can be written to safely."""
+        """Reserve space for a range of bytes, so that writing to a memory map of it is safe."""
         if nbytes == 0 or not hasattr(os, "posix_fallocate"):
             return
         try:
@@ -246,19 +246,19 @@ class Sink:
                 raise
 
     def write(self, data: Any, offset: int) -> None:
-        """Write contiguous bytes at a position, all of them."""
+        """Write all of some contiguous bytes at a position."""
         with self.place.named():
             descriptor = self.opened()
             write_at(descriptor.fileno, data, offset)
         nbytes = memoryview(data).nbytes
         if nbytes >= _EARLY_NBYTES and hasattr(os, "posix_fadvise") and not self._is_upload:
-            # The disk begins now, and not only when `sync` waits for it: on Linux this writes what
-            # is not written yet, and forgets none of that.
+            # Start writing to the disk now, before `sync` waits for it. On Linux this call writes
+            # dirty pages and does not drop them.
             with suppress(OSError):
                 os.posix_fadvise(descriptor.fileno, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Make what was written durable, under the name of the temporary file."""
+        """Make the written bytes durable, under the name of the temporary file."""
         with self.place.named():
             os.fsync(self.opened().fileno)
 
@@ -267,10 +267,10 @@ class Sink:
         publish(self)
 
     def abort(self) -> None:
-        """Remove what was written; nothing happens after `commit`."""
+        """Remove the temporary file; do nothing after `commit`."""
         with uninterrupted():
             if hasattr(self, "_finalizer"):
-                # Removed first: once it is closed, it has no lock.
+                # Close it after the removal, because closing it releases the lock.
                 try:
                     self._finalizer()
                 finally:
@@ -281,19 +281,19 @@ class Sink:
 
     @property
     def folders(self) -> set[str]:
-        """Those that names are in: of the file, and of what a link in its place leads to."""
+        """Folders of the file's names: of the link, if it is one, and of the link's target."""
         return {os.path.dirname(self.name), os.path.dirname(self.target)}  # noqa: PTH120
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other writers, and Ctrl-C, from changing what is under the name."""
+        """Hold the lock of the name against other writers, and defer Ctrl-C."""
         with uninterrupted(), ExitStack() as stack:
             with self.place.named():
                 stack.enter_context(alone(self.target))
             yield
 
     def is_taken(self) -> bool:
-        """Whether there is a file of that name."""
+        """Return whether the target exists."""
         with self.place.named():
             try:
                 Path(self.target).lstat()
@@ -302,7 +302,7 @@ class Sink:
             return True
 
     def take_name(self) -> None:
-        """Give the file its name, in one step."""
+        """Rename the file to its target, in one step."""
         with self.place.named():
             try:
                 if self.overwrite:
@@ -310,19 +310,19 @@ class Sink:
                 else:
                     _rename_to_new(self.path, self.target, self.name)
             except OSError:
-                # A server may say so of what it has done, when it was asked twice.
+                # A server may report an error for a repeated request that has succeeded.
                 if not self.has_name():
                     raise
 
     def has_name(self) -> bool:
-        """Whether this file is the one of that name."""
+        """Return whether the target is this file."""
         with suppress(OSError):
             status = Path(self.target).stat()
             return (status.st_ino, status.st_dev) == self._identity
         return False
 
     def remove(self) -> None:
-        """Remove the file of that name."""
+        """Remove the target."""
         Path(self.target).unlink(missing_ok=True)
 
     def add_alias(self, name: str) -> None:
@@ -331,15 +331,15 @@ class Sink:
             _link_or_copy(self.path, Path(self._next_to(name)))
 
     def remove_alias(self, name: str) -> None:
-        """Take the other name away."""
+        """Remove an alias, if it exists."""
         Path(self._next_to(name)).unlink(missing_ok=True)
 
     def remove_aliases(self, companions: Iterable[Sink]) -> None:
-        """Remove the aliases that earlier writers of this file left."""
-        remove_aliases(self.target, self.folders.union(*(each.folders for each in companions)))
+        """Remove aliases left by earlier writers of this file."""
+        remove_aliases(self.target, self.folders.union(*(sink.folders for sink in companions)))
 
     def _next_to(self, name: str) -> str:
-        # Where readers look for it, also through a link.
+        # Readers look next to the name, which may be a link, and not next to its target.
         return str(Path(self.name).with_name(name.rpartition("/")[2]))
 
 
@@ -351,21 +351,21 @@ def publish(
     referring: Callable[[Mapping[str, str]], Sink] | None = None,
     superseded: str | None = None,
 ) -> None:
-    """Give the files of a checkpoint their names: at every moment it is the old or the new one.
+    """Rename the files of a checkpoint so that it is the old or the new one at every moment.
 
-    `companions` are by the names that the main file has for them; ``referring(names)`` makes a
-    main file that has other names for them. `replaced` are files that the new ones were made of:
-    that another writer changed one of them is an error. `superseded` is the name of a file in the
-    same folder that these stand for: it is removed when they are there.
+    The keys of `companions` are their names in the main file; ``referring(names)`` returns a main
+    file with other names for them. `replaced` are files that the new ones were made from: raise an
+    error if another writer changed one. `superseded` is the name of a file in the same folder that
+    the new files replace: remove it once they are in place.
     """
-    others = companions or {}
-    sinks = [*others.values(), main]
+    companions = companions or {}
+    sinks = [*companions.values(), main]
     interim = None
     try:
         for sink in sinks:
             sink.sync()
-        aliases = new_aliases(main.target, others)
-        if others and main.overwrite and referring is not None:
+        aliases = new_aliases(main.target, companions)
+        if companions and main.overwrite and referring is not None:
             interim = referring(aliases)
             interim.sync()
         with main.alone():
@@ -375,9 +375,9 @@ def publish(
                 if not sink.overwrite and sink.is_taken():
                     raise _exists(sink.name)
             if interim is None or not any(sink.is_taken() for sink in sinks):
-                problem = _take_names(main, others)
+                problem = _take_names(main, companions)
             else:
-                problem = _replace(main, others, interim, aliases)
+                problem = _replace(main, companions, interim, aliases)
             if superseded is not None:
                 problem = _remove_superseded(main, superseded, problem)
     finally:
@@ -388,7 +388,7 @@ def publish(
 
 
 def _take_names(main: Sink, companions: Mapping[str, Sink]) -> str | None:
-    """Give files their names, those of companions being free; return what goes wrong then."""
+    """Rename files to new names; return a warning if the names may not be durable."""
     try:
         for sink in companions.values():
             sink.take_name()
@@ -403,7 +403,7 @@ def _take_names(main: Sink, companions: Mapping[str, Sink]) -> str | None:
                         sink.remove()
         raise
     problem = _unsynced(main, [])
-    if main.overwrite:  # an interrupted writer may have left a file that refers to aliases
+    if main.overwrite:  # an interrupted writer may have left aliases
         main.remove_aliases(companions.values())
     return problem
 
@@ -411,7 +411,7 @@ def _take_names(main: Sink, companions: Mapping[str, Sink]) -> str | None:
 def _replace(
     main: Sink, companions: Mapping[str, Sink], interim: Sink, aliases: Mapping[str, str]
 ) -> str | None:
-    """Replace several files; return what goes wrong when the new ones are there already."""
+    """Replace several files; return a warning if a step fails after the switch to the new ones."""
     sinks = [*companions.values(), main]
     with ExitStack() as stack:
         try:
@@ -419,7 +419,7 @@ def _replace(
                 sink.add_alias(aliases[label])
             _sync_folders(main, companions.values())
             for sink in sinks[:_MOST_HELD] if sys.platform != "win32" else ():
-                # To free the space of a file takes longer than all renames.
+                # Open files keep their space until later: freeing it takes longer than all renames.
                 with suppress(OSError):
                     stack.callback(let_go, os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
             interim.take_name()
@@ -429,9 +429,9 @@ def _replace(
                     with suppress(OSError):
                         sink.remove_alias(aliases[label])
             raise
-        # The new checkpoint is there now. Readers that know no aliases refuse it until the last
-        # rename. If the power fails, the old main file must not be back next to new companions,
-        # nor the last one be there next to old ones.
+        # The new checkpoint is in place. Readers that do not know aliases refuse it until the last
+        # rename. After a power failure, the old main file must not be next to new companions, nor
+        # the final one next to old companions.
         try:
             _sync_folders(main, companions.values())
             for sink in companions.values():
@@ -452,7 +452,7 @@ def _replace(
 
 
 def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
-    """Make names durable, and return what goes wrong: the files have them."""
+    """Make names durable; return a warning if that fails, because the files are in place."""
     try:
         _sync_folders(main, companions)
     except OSError as error:
@@ -465,8 +465,8 @@ def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
 
 
 def _remove_superseded(main: Sink, name: str, problem: str | None) -> str | None:
-    """Remove a file that the new ones stand for, and return what goes wrong: they are there."""
-    if problem is not None:  # they may be gone after a power failure
+    """Remove a file that the new ones replace; return a warning if that fails."""
+    if problem is not None:  # the new files may be gone after a power failure
         return f"{problem}. What it replaces, {name}, was not removed"
     try:
         main.remove_alias(name)
@@ -480,22 +480,22 @@ def _remove_superseded(main: Sink, name: str, problem: str | None) -> str | None
 
 
 def write_at(fileno: int, data: Any, offset: int) -> None:
-    """Write contiguous bytes to an open file at a position, all of them."""
+    """Write all of some contiguous bytes to an open file at a position."""
     view = memoryview(data).cast("B")
     while view:
         # One call writes at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
-        piece = view[:_WRITE_NBYTES]
+        block = view[:_WRITE_NBYTES]
         if hasattr(os, "pwrite"):
-            done = os.pwrite(fileno, piece, offset)
+            count = os.pwrite(fileno, block, offset)
         else:  # Windows: positions belong to the descriptor, so threads take turns
-            with _taking_turns:
+            with _seek_lock:
                 os.lseek(fileno, offset, os.SEEK_SET)
-                done = os.write(fileno, piece)
-        view = view[done:]
-        offset += done
+                count = os.write(fileno, block)
+        view = view[count:]
+        offset += count
 
 
-_taking_turns = threading.Lock()
+_seek_lock = threading.Lock()
 
 
 def _status_of_target(target: str, name: str, *, overwrite: bool) -> os.stat_result | None:
@@ -521,24 +521,23 @@ def _exists(name: str) -> FileExistsError:
 
 
 def _rename_to_new(path: str, target: str, name: str) -> None:
-    """Rename a file, unless there is one of the new name."""
+    """Rename a file; raise `FileExistsError` if the new name is taken."""
     try:
         os.link(path, target)
     except FileExistsError:
         raise _exists(name) from None
     except (OSError, AttributeError):
-        # No hard links here. The name may be taken between the two calls, which only file
-        # systems without hard links cannot prevent.
+        # Without hard links, another process may take the name between these two calls.
         if os.path.lexists(target):
             raise _exists(name) from None
         Path(path).rename(target)
     else:
-        with suppress(OSError):  # the next writer removes it
+        with suppress(OSError):  # the next writer removes the file
             Path(path).unlink()
 
 
 def _link_or_copy(path: str, new: Path) -> None:
-    """Give a file a second name; where there are no hard links, to a copy."""
+    """Give a file a second name, or copy it if the file system lacks hard links."""
     with suppress(OSError, AttributeError):
         os.link(path, new)
         return
@@ -552,7 +551,7 @@ def _link_or_copy(path: str, new: Path) -> None:
 
 
 def _sync_folders(main: Sink, companions: Iterable[Sink]) -> None:
-    """Make names durable."""
+    """Make names durable, by syncing their folders."""
     folders = main.folders.union(*(sink.folders for sink in companions))
     for path in folders if sys.platform != "win32" else ():
         with main.place.named():
@@ -560,14 +559,14 @@ def _sync_folders(main: Sink, companions: Iterable[Sink]) -> None:
             try:
                 os.fsync(folder)
             except OSError as error:
-                if error.errno not in _CANNOT:  # some network file systems have no such call
+                if error.errno not in _CANNOT:  # unsupported by some network file systems
                     raise
             finally:
                 let_go(folder)
 
 
 def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # noqa: FBT001  pickle
-    """Open the temporary file of a sink of another process."""
+    """Return a sink for the temporary file of another process's sink."""
     sink = object.__new__(Sink)
     sink.name, sink.target, sink.overwrite = name, target, overwrite
     descriptor = _Descriptor(open_file(path, os.O_RDWR | _O_BINARY))
@@ -576,10 +575,10 @@ def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # no
 
 
 class UploadSink(Sink):
-    """A file of any file system that fsspec can write to.
+    """A file on any file system that fsspec can write to.
 
-    Stores of objects show an object when it is complete; of other file systems a reader may see
-    the file grow while it is uploaded.
+    Object stores show an object once it is complete; on other file systems, readers may see the
+    file grow during the upload.
     """
 
     _is_upload = True
@@ -601,7 +600,7 @@ class UploadSink(Sink):
         self._is_there = False
         if not overwrite and self.is_taken():
             raise _exists(url)
-        # The target of temporary files only: their names cannot be guessed, and others cannot
+        # Temporary files go here: their names cannot be guessed, and other users cannot
         # read them.
         self.target = os.path.join(tempfile.gettempdir(), "xckpt-upload")  # noqa: PTH118
         try:
@@ -618,7 +617,7 @@ class UploadSink(Sink):
         )
 
     def another(self) -> Sink:
-        """Begin another temporary file for the same URL."""
+        """Create another temporary file for the same URL."""
         options = self._options
         return UploadSink(self.name, overwrite=True, beside=[self], storage_options=options)
 
@@ -626,21 +625,21 @@ class UploadSink(Sink):
 
     @property
     def folders(self) -> set[str]:
-        """None that have to be brought to a disk."""
+        """Empty: remote folders need no sync."""
         return set()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """There are no locks."""
+        """Do nothing: remote file systems have no locks."""
         yield
 
     def is_taken(self) -> bool:
-        """Whether there is a file; see `Sink.is_taken`."""
-        found: bool = self._filesystem.exists(self._remote)
-        return found
+        """Return whether the file exists; see `Sink.is_taken`."""
+        exists: bool = self._filesystem.exists(self._remote)
+        return exists
 
     def take_name(self) -> None:
-        """Upload the file, or copy it there from its alias."""
+        """Upload the file, or copy it from its alias."""
         self._is_there = True
         if self._alias is not None:
             with suppress(NotImplementedError):
@@ -649,11 +648,11 @@ class UploadSink(Sink):
         self._transfer(self._filesystem.put_file, self.path)
 
     def has_name(self) -> bool:
-        """Whether it was uploaded, or may have been."""
+        """Return whether an upload under this name has begun."""
         return self._is_there
 
     def remove(self) -> None:
-        """Remove what was uploaded."""
+        """Remove the uploaded file."""
         self._filesystem.rm_file(self._remote)
 
     def add_alias(self, name: str) -> None:
@@ -663,22 +662,22 @@ class UploadSink(Sink):
         self._alias = alias
 
     def remove_alias(self, name: str) -> None:
-        """Remove the other file."""
+        """Remove an alias, if it exists."""
         with suppress(FileNotFoundError):
             self._filesystem.rm_file(self._next_to(name))
 
     def remove_aliases(self, companions: Iterable[Sink]) -> None:
-        """Nothing: whether others use them is not known, without locks."""
+        """Do nothing: without locks, other writers may still use them."""
 
     def _next_to(self, name: str) -> str:
         folder, slash, _ = str(self._remote).rpartition("/")
         return folder + slash + name.rpartition("/")[2]
 
-    def _transfer(self, how: Any, start: str, end: str | None = None) -> None:
-        """Copy or upload a file; errors of libraries become those of the operating system."""
+    def _transfer(self, method: Any, origin: str, target: str | None = None) -> None:
+        """Copy or upload a file, with errors of libraries converted to `OSError`."""
         with Place(self.name, self.name).named():
             try:
-                how(start, end or self._remote)
+                method(origin, target or self._remote)
             except Exception as error:
                 problem = as_os_error(error, self.name, "upload")
                 if problem is error:
