@@ -39,10 +39,6 @@ class Positions(NamedTuple):
     names: dict[str, str]  # on the axis, by the names of the file
     stages: list[str]  # by position; empty if positions are the numbers themselves
 
-    def place_of(self, position: int) -> str:
-        """Return the words for a position."""
-        return self.stages[position] if self.stages else f"{self.along} {position}"
-
 
 def positions_of(names: Sequence[str], along: str | None) -> Positions | None:
     """Return the positions of tensors, or None if no names have numbers."""

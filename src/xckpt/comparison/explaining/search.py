@@ -57,11 +57,6 @@ class StepChain(NamedTuple):
         """Whether numbers are left out, which explains nothing."""
         return any(isinstance(step, Cut) for step in self.steps)
 
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether rows are in no known order, which explains nothing."""
-        return any(isinstance(step, Permuted) for step in self.steps)
-
 
 def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
     """Return how `a` may be arranged in `b`, best first."""
