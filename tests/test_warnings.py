@@ -202,6 +202,12 @@ def test_one_shard_of_several_needs_no_match(tmp_path: Path) -> None:
         assert list(ds.variables) == ["head"]
 
 
+def test_an_iterator_of_globs_is_a_filter(path: Path) -> None:
+    assert list(xckpt.open(path, tensors=iter(["embed"])).variables) == ["embed"]
+    ds = xr.open_dataset(path, engine="safetensors", tensors=iter(["embed"]))
+    assert list(ds.variables) == ["embed"]
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> str:
     """Return a glob for three files, which have no tensor in common."""

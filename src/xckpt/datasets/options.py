@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,6 +75,10 @@ class OpenOptions:
     mmap: bool = False
     storage_options: dict[str, Any] | None = None
     format_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tensors, Iterator):  # several readers apply the filter
+            object.__setattr__(self, "tensors", tuple(self.tensors))
 
     @property
     def reading(self) -> ReadOptions:

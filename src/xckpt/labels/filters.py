@@ -16,6 +16,7 @@ from xckpt.errors import shown
 
 __all__ = [
     "TensorFilter",
+    "has_match",
     "no_match",
     "select",
     "select_or_raise",
@@ -39,6 +40,11 @@ def select(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
         return list(names)
     matches = _predicate(name_filter)
     return [name for name in names if matches(name)]
+
+
+def has_match(names: Iterable[str], name_filter: TensorFilter) -> bool:
+    """Return whether a filter matches any name."""
+    return any(map(_predicate(name_filter), names))
 
 
 def _predicate(name_filter: Any) -> Callable[[str], Any]:

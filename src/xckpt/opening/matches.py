@@ -8,8 +8,7 @@ from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, warn
-from xckpt.labels import select
-from xckpt.labels.filters import no_match
+from xckpt.labels.filters import has_match, no_match
 from xckpt.opening import open_silently
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
     # A glob may also match the name of a stack, which no tensor has.
     globs = [] if options.stack or not options.dims else list(options.dims)
     filters = globs if options.tensors is None else [*globs, options.tensors]
-    absent = [pattern for pattern in filters if not select(index.tensors, pattern)]
+    absent = [pattern for pattern in filters if not has_match(index.tensors, pattern)]
     if not absent:
         return options
     first, *others = _opened_together(path)
@@ -39,7 +38,7 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
         if not unmatched:
             break
         more = _tensor_names(other, options)
-        unmatched = [pattern for pattern in unmatched if not select(more, pattern)]
+        unmatched = [pattern for pattern in unmatched if not has_match(more, pattern)]
         names += more
     if options.tensors in unmatched and names:
         warn(f"{index.source}: {no_match(names, options.tensors)}")
