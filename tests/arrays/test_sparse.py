@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.sources import CountingSource
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
 from xckpt.errors import FormatError, TooLargeError, UnsupportedError
 from xckpt.index import Part, Tensor
 from xckpt.storage.limits import Pool
@@ -50,8 +50,8 @@ def tensor_of(
     tensor = Tensor("t", dtype, shape, parts, layout=layout, strict=strict)
     source = CountingSource(data)
     readers = {role: PartReader(source, part) for role, part in parts.items()}
-    kind = CSRArray if layout == "sparse_csr" else COOArray
-    return kind(tensor, readers, sparse=sparse)
+    kinds: dict[str, Any] = {"sparse_csr": CSRArray, "sparse_csc": CSCArray, "sparse_coo": COOArray}
+    return kinds[layout](tensor, readers, sparse=sparse)
 
 
 def csr(dense: np.ndarray, **kwargs: bool) -> Any:
@@ -251,6 +251,18 @@ def test_row_pointers_that_make_no_sense(indptr: list[int], reason: str) -> None
     }
     with pytest.raises(FormatError, match=reason):
         tensor_of("sparse_csr", (2, 3), parts)[:]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+def test_matrices_without_elements_are_checked(shape: tuple[int, int]) -> None:
+    parts = {"values": np.ones(0, "<f4"), "indices": np.zeros(0, U8)}
+    for layout, count in (("sparse_csr", shape[0]), ("sparse_csc", shape[1])):
+        lazy = tensor_of(layout, shape, parts | {"indptr": np.zeros(count + 1, U8)})
+        assert lazy[:].shape == shape
+    pointers = np.zeros(shape[0] + 1, U8)
+    pointers[-1] = 2**60
+    with pytest.raises(FormatError, match="row pointer is 1152921504606846976"):
+        tensor_of("sparse_csr", shape, parts | {"indptr": pointers})[:]
 
 
 def test_a_hostile_last_row_pointer_allocates_nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
+from collections import deque
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,6 +147,8 @@ class SparseArray(LazyArray):
         """Return a selection; see `LazyArray.select`."""
         shape = result_shape(self.shape, key)
         if 0 in shape:
+            if 0 in self.shape:  # its parts may be damaged all the same
+                deque(self.blocks(), maxlen=0)
             return self.empty(shape)
         run = contiguous_run(self.shape[:1], key[:1])
         coords, values = self.stored(run.start, run.start + run.shape[0])[2:]
@@ -330,6 +333,9 @@ class CSRArray(SparseArray):
     def _load(self) -> StoredElements:
         self._require_memory(self._count())
         blocks = list(self.blocks())
+        if not blocks:  # a matrix without rows
+            columns, values = [self._part(role, 0, 0, 0) for role in ("indices", "values")]
+            return self._rows(0, np.zeros(1, np.int64), columns, values)
         coords = [np.concatenate(along) for along in zip(*(b.coords for b in blocks), strict=True)]
         values = np.concatenate([block.values for block in blocks])
         return StoredElements(0, self.shape[0], tuple(coords), values)
