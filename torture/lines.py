@@ -39,6 +39,7 @@ class Lines:
             line = self._monitoring.events.LINE
             self._monitoring.register_callback(self._tool, line, self._told)
             self._monitoring.set_events(self._tool, line)
+            self._monitoring.restart_events()
 
     def __len__(self) -> int:
         return len(self.reached)

@@ -19,7 +19,7 @@ import signal
 import time
 import warnings
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -325,14 +325,15 @@ def run(trial: Trial) -> Iterator[Tally]:
     warnings.simplefilter("ignore", CheckpointWarning)
     warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, of numbers that are anything
     signal.signal(signal.SIGALRM, _alarmed)
-    lines = Lines()
     names = [trial.only] if trial.only else formats.names()
     with dask.config.set({"scheduler": "sync", "xckpt.memory-limit": "256 MiB"}):
         for number, name in enumerate(names):
-            campaign = _Campaign(trial, name, lines)
-            gc.collect()
-            gc.freeze()
-            campaign.run(max(9.0, trial.remaining) / (len(names) - number))
+            # Lines of its own, so that its files do not depend on how long others took.
+            with closing(Lines()) as lines:
+                campaign = _Campaign(trial, name, lines)
+                gc.collect()
+                gc.freeze()
+                campaign.run(max(9.0, trial.remaining) / (len(names) - number))
             campaign.now.close()
             yield from campaign.tallies()
 
