@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_MIN := .venv-min
+VENV_NIGHTLY := .venv-nightly
 BIN := $(VENV)/bin
 # uv takes seconds where pip takes a minute; `make UV= ...` uses pip all the same.
 UV ?= $(shell command -v uv)
@@ -14,12 +15,13 @@ PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
 MINUTES ?= 10
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-min lint bench torture release-check docs clean
+.PHONY: help venv demo test test-min test-nightly lint bench torture release-check docs clean
 
 help:
 	@echo "make demo      write a sample checkpoint, open it, print its summary and statistics"
 	@echo "make test      run the tests; says what it skips and why"
 	@echo "make test-min  run the tests with the lowest versions of all dependencies"
+	@echo "make test-nightly  run the tests with nightly builds of numpy, xarray and dask"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make bench     run the benchmarks"
 	@echo "make torture   try what is promised on damaged files; MINUTES=5 SEED=1 PARTS=reading"
@@ -39,6 +41,15 @@ test: $(VENV)/.test
 
 test-min: $(VENV_MIN)/.test
 	$(VENV_MIN)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# https://scientific-python.org/specs/spec-0004 describes these wheels.
+test-nightly: $(VENV_NIGHTLY)/bin/python
+	$(VENV_NIGHTLY)/bin/python -m pip --quiet install --editable '.[test]'
+	$(VENV_NIGHTLY)/bin/python -m pip --quiet install --upgrade --pre --extra-index-url \
+		https://pypi.anaconda.org/scientific-python-nightly-wheels/simple numpy xarray
+	$(VENV_NIGHTLY)/bin/python -m pip --quiet install --upgrade git+https://github.com/dask/dask \
+		git+https://github.com/dask/distributed
+	$(VENV_NIGHTLY)/bin/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check
@@ -63,7 +74,7 @@ docs: $(VENV)/.docs
 	@echo "docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) $(VENV_MIN) demo docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_NIGHTLY) demo docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		torture-failures
 
 
