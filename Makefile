@@ -74,8 +74,8 @@ docs: $(VENV)/.docs
 	@echo "docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_NIGHTLY) demo docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache \
-		torture-failures
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_NIGHTLY) demo docs/_build .hypothesis .mypy_cache \
+		.pytest_cache .ruff_cache torture-failures
 
 
 $(VENV)/.user: pyproject.toml | $(BIN)/python
