@@ -11,7 +11,7 @@ from xckpt.interrupts import uninterrupted
 with uninterrupted():
     from xckpt.statistics.codes import OF_CODES
     from xckpt.statistics.computing import QUANTILES, known_stats, stats
-    from xckpt.statistics.describe import statistic_names
+    from xckpt.statistics.definitions import statistic_names
     from xckpt.statistics.histograms import histogram
     from xckpt.statistics.singular import STATISTICS as OF_MATRICES
     from xckpt.statistics.spectra import spectrum

@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: The statistics that follow from it, after all others.
 OF_CHANNELS = (
-    *("subnormal", "at_ends", "spare_bits", "dead_columns", "dead_block"),
+    *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
 )
 #: Magnitudes from which an element of a channel is an outlier, in standard deviations.
@@ -146,17 +146,9 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
     kind = sketch.kind
     if not sketch.count:
         return list(found.values())
-    if kind.is_float:
-        codes, counts = sketch.counted()
-        if kind.exact:
-            found["subnormal"] = float(counts[_subnormal(kind)[codes]].sum())
-        else:
-            # Seven bits of the fraction are in a code, and no bit of the exponent is set.
-            tiny = codes & ((1 << (kind.code_bits - 1)) - 1) < 1 << 7
-            found["subnormal"] = float(counts[tiny].sum()) - sketch.zero
-        if not kind.exact:
-            lowest = (sketch.bits & -sketch.bits).bit_length() - 1
-            found["spare_bits"] = float(lowest if sketch.bits else kind.bits)
+    if kind.is_float and not kind.exact:
+        lowest = (sketch.bits & -sketch.bits).bit_length() - 1
+        found["spare_bits"] = float(lowest if sketch.bits else kind.bits)
     if kind.exact and kind.bits <= 8 and kind.dtype.kind != "b":
         found["at_ends"] = count_at_ends(sketch)
     if sketch.width:
@@ -196,16 +188,6 @@ def _ends(kind: Kind) -> Array:
     # Of integers, -127 is an end as 127 is: scales are the same on both sides of zero.
     ends: Array = (values <= max(low, -high) if low < 0 else values == low) | (values == high)
     return ends & np.isfinite(values)
-
-
-@cache
-def _subnormal(kind: Kind) -> Array:
-    """Return which codes of an exact kind of floats are subnormal numbers."""
-    if kind.element.float_format is None:
-        raise TypeError(f"{kind.name} is not a float")
-    magnitudes = np.abs(kind.values)
-    subnormal: Array = (magnitudes > 0) & (magnitudes < kind.element.float_format.smallest_normal)
-    return subnormal
 
 
 def _magnitudes(patterns: Array, kind: Kind) -> Array:

@@ -15,14 +15,19 @@ from xckpt.scan.entries import contents_of, deferred, entries_of, laid, laid_out
 from xckpt.scan.scanning import gather, load_cached
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.channel_sketches import (
-    OF_CHANNELS,
     ChannelSketch,
     channel_statistics,
     is_turned,
     width_of,
 )
 from xckpt.statistics.counts import Sketch
-from xckpt.statistics.describe import OF_REAL_NUMBERS, describe_all, statistic_names
+from xckpt.statistics.definitions import (
+    FIRST_QUANTILE,
+    STATISTICS,
+    of_real_numbers,
+    statistic_names,
+)
+from xckpt.statistics.describe import describe_all
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.rows import describe_rows
 
@@ -40,7 +45,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # Of sketches that are described together: few enough to stay in the second-level cache.
 _CODES_AT_ONCE = 1 << 16
-_FIRST_QUANTILE = len(statistic_names(())) - 1
 
 #: Default quantiles.
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -103,16 +107,8 @@ def stats(
         join of layers left empty are not counted: all of their statistics are NaN, and a table
         does not have them.
 
-        ============================  =========================================================
-        ``count``                     number of elements
-        ``nan``, ``inf``, ``zero``    how many of them are NaN, infinite, zero
-        ``min``, ``max``, ``absmax``  of the finite elements, as is all that follows
-        ``mean``, ``std``             the latter of the population (``ddof=0``)
-        ``rms``, ``l2``               root of the mean, and of the sum, of the squares
-        ``skew``, ``kurtosis``        standardised; the kurtosis of a normal distribution is 0
-        ``q0.001`` to ``q0.999``      as numpy.quantile(method="nearest")
-        ``unique``                    distinct values, NaN left out, of types of 8 and 16 bits
-        ============================  =========================================================
+        {statistics}
+        - ``q0.001`` to ``q0.999``: quantiles, as numpy.quantile(method="nearest")
 
     Raises
     ------
@@ -151,6 +147,12 @@ def stats(
         return laid_out(options.names, entries, found, attrs, contents)
 
 
+stats.__doc__ = (stats.__doc__ or "").replace(
+    "{statistics}",
+    "\n        ".join([f"- ``{s.name}``: {s.description}" for s in STATISTICS if not s.channels]),
+)
+
+
 class _StatsOptions(NamedTuple):
     """Options of `stats`."""
 
@@ -160,14 +162,9 @@ class _StatsOptions(NamedTuple):
     cache: bool
 
     @property
-    def of_channels(self) -> tuple[str, ...]:
-        """The statistics that follow from rows and columns."""
-        return OF_CHANNELS if self.channels else ()
-
-    @property
     def names(self) -> list[str]:
         """All statistics, in their order."""
-        return [*statistic_names(self.quantiles), *self.of_channels]
+        return statistic_names(self.quantiles, channels=self.channels)
 
 
 def _stored_as(entry: Described) -> dict[str, Any]:
@@ -241,8 +238,8 @@ def _describe_all(
                 found.append(values[start])
             if entry.absent is not None and entry.gone is not None:
                 some = _at_places(some, entry.gone)
-                # But for `count` and `nan`, the first two, statistics are of the finite elements.
-                found[-1][:2] -= entry.absent
+                # Absent tensors are filled with NaN; other statistics ignore these elements.
+                found[-1][[options.names.index(name) for name in ("count", "nan")]] -= entry.absent
                 found[-1][:, entry.gone] = np.nan
             every.append(some)
     return found, every
@@ -264,6 +261,8 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
     codes = 0
 
     def describe_waiting() -> None:
+        if not waiting:
+            return
         _describe_some(waiting, readers, options, rows)
         for number, quantiles in _inexact_quantiles(waiting, rows, options):
             if not readers[number].complex:
@@ -283,7 +282,7 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
     if any(wanted):
         refined = refine(readers, wanted, bar)
         for values, known in zip(rows, refined, strict=True):
-            for at, quantile in enumerate(options.quantiles, _FIRST_QUANTILE):
+            for at, quantile in enumerate(options.quantiles, FIRST_QUANTILE):
                 values[at] = known.get(quantile, values[at])
     return rows
 
@@ -298,8 +297,8 @@ def _inexact_quantiles(
     if options.exact:
         return [(number, options.quantiles) for number in sketches]
     numbers = list(sketches)
-    end = _FIRST_QUANTILE + len(options.quantiles)
-    sizes = np.abs(rows[numbers, _FIRST_QUANTILE:end])
+    end = FIRST_QUANTILE + len(options.quantiles)
+    sizes = np.abs(rows[numbers, FIRST_QUANTILE:end])
     normal = np.array([sketch.kind.smallest_normal for sketch in sketches.values()])
     is_between = np.array([0 < quantile < 1 for quantile in options.quantiles], np.bool_)
     is_subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between  # the ends are exact
@@ -316,15 +315,14 @@ def _describe_some(
     sketches: Mapping[int, Sketch], readers: Sequence[Reader], options: _StatsOptions, rows: Array
 ) -> None:
     """Write the rows of tensors whose sketches are complete."""
-    names = statistic_names(options.quantiles)
-    found = describe_all(list(sketches.values()), options.quantiles)
-    for row, (number, sketch) in zip(found, sketches.items(), strict=True):
-        if readers[number].complex:
-            row[[names.index(name) for name in OF_REAL_NUMBERS]] = np.nan
-            row[_FIRST_QUANTILE:] = np.nan
-        rows[number, : len(names)] = row
+    described = describe_all(list(sketches.values()), options.quantiles, channels=options.channels)
+    is_real = of_real_numbers(options.quantiles, channels=options.channels)
+    for row, (number, sketch) in zip(described, sketches.items(), strict=True):
+        rows[number, : len(row)] = (
+            np.where(is_real, np.nan, row) if readers[number].complex else row
+        )
         if isinstance(sketch, ChannelSketch):
-            std, turned = float(row[names.index("std")]), is_turned(readers[number])
-            rows[number, len(names) : -1] = channel_statistics(sketch, std, turned=turned)
+            std, turned = float(row[options.names.index("std")]), is_turned(readers[number])
+            rows[number, len(row) : -1] = channel_statistics(sketch, std, turned=turned)
         if sketch.rows.length:
             rows[number, -1] = sketch.rows.dead

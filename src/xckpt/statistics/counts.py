@@ -190,7 +190,7 @@ class Sketch(Accumulator):
     def merge(self, other: Sketch) -> None:
         """Add the sketch of other elements of the same tensor."""
         self._add_counts(*other.counted())
-        for name in ("nan", "inf", "zero", "negative_zero", "total", "implied"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.low is not None and other.high is not None:
             self.low = other.low if self.low is None else min(self.low, other.low)
@@ -216,7 +216,7 @@ class Sketch(Accumulator):
         codes, counts = self.counted()
         steps = codes.copy()
         steps[1:] -= codes[:-1]
-        return {name: getattr(self, name) for name in _NUMBERS} | {
+        return {name: getattr(self, name) for name in ("count", *_SUMS)} | {
             "row": self.rows.length,
             "dead": self.rows.dead,
             "kind": self.kind.name,
@@ -238,7 +238,7 @@ class Sketch(Accumulator):
         return sketch
 
     def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
-        for name in _NUMBERS:
+        for name in ("count", *_SUMS):
             setattr(self, name, int(fields[name]))
         self.codes = np.cumsum(_unpack_integers(fields["codes"]), dtype=np.uint32)
         self.counts = _unpack_integers(fields["counts"]).astype(np.int64)
@@ -248,7 +248,8 @@ class Sketch(Accumulator):
         self.rows.open = {row: (count, alive) for row, count, alive in fields["open"]}
 
 
-_NUMBERS = ("count", "nan", "inf", "zero", "negative_zero", "total", "implied")
+# Fields that are added up.
+_SUMS = ("nan", "inf", "zero", "negative_zero", "total", "implied")
 _WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 

@@ -11,29 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.scan.kinds import kind_named
+from xckpt.statistics.definitions import Elements, describe_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from xckpt.scan.kinds import Kind
     from xckpt.statistics.counts import Sketch
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-#: Statistics that the magnitudes of complex numbers lack, besides quantiles and distinct values.
-OF_REAL_NUMBERS = ("min", "max", "mean", "std", "skew", "kurtosis")
-
-_FIXED_NAMES = (
-    *("count", "nan", "inf", "zero", "min", "max", "absmax"),
-    *("mean", "std", "rms", "l2", "skew", "kurtosis"),
-)
-# Zero without finite elements, as an empty sum; other statistics of values are NaN then.
-_L2 = _FIXED_NAMES.index("l2")
-
-
-def statistic_names(quantiles: Sequence[float]) -> list[str]:
-    """List the names of the statistics, in the order of the columns of `describe_all`."""
-    return [*_FIXED_NAMES, *(f"q{q:g}" for q in quantiles), "unique"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,45 +85,63 @@ def describe(sketch: Sketch, quantiles: Sequence[float]) -> list[float]:
     return row
 
 
-def describe_all(sketches: Sequence[Sketch], quantiles: Sequence[float]) -> Array:
-    """Return a row of statistics for each tensor; each kind is computed in one go."""
-    table = np.full((len(sketches), len(_FIXED_NAMES) + len(quantiles) + 1), math.nan)
+def describe_all(
+    sketches: Sequence[Sketch], quantiles: Sequence[float], *, channels: bool = False
+) -> Array:
+    """Return a row of statistics for each of at least one tensor; each kind in one go."""
     groups: dict[str, list[int]] = {}
-    elements: dict[str, int] = {}
+    total: dict[str, int] = {}
     for number, sketch in enumerate(sketches):
         name = sketch.kind.name
-        elements[name] = elements.get(name, 0) + sketch.count
-        if elements[name] >> 62:  # sums over the group would overflow int64
+        total[name] = total.get(name, 0) + sketch.count
+        if total[name] >> 62:  # sums over the group would overflow int64
             name = f"{name} {number}"
         groups.setdefault(name, []).append(number)
-    levels = np.array(quantiles, np.float64)
-    with np.errstate(all="ignore"):
-        for numbers in groups.values():
-            group = [sketches[number] for number in numbers]
-            describe_group = _describe_exact if group[0].kind.exact else _describe_wide
-            rows = np.full((len(group), table.shape[1]), math.nan)
-            describe_group(rows, group, levels)
-            table[numbers] = rows
-    return table
+    tables = []
+    for numbers in groups.values():
+        group = [sketches[number] for number in numbers]
+        elements = (ExactElements if group[0].kind.exact else WideElements)(group)
+        tables.append(describe_elements(elements, quantiles, channels=channels))
+    rows: Array = np.concatenate(tables)[np.argsort(np.concatenate(list(groups.values())))]
+    return rows
 
 
-class _Pool:
-    """Codes and counts of several tensors of the same kind, concatenated."""
+class _CodePool:
+    """Codes and counts of several tensors of the same kind, in the order of the tensors."""
 
-    def __init__(self, sketches: Sequence[Sketch]) -> None:
+    def __init__(self, codes: Array, counts: Array, owner: Array, ends: Array) -> None:
+        self.codes = codes
+        self.counts = counts
+        #: Position of the tensor that each code belongs to.
+        self.owner = owner
+        #: The codes of tensor n are those from ``ends[n]`` to ``ends[n + 1]``.
+        self.ends = ends
+
+    @classmethod
+    def of(cls, sketches: Sequence[Sketch]) -> _CodePool:
+        """Concatenate the codes and counts of sketches."""
         counted = [sketch.counted() for sketch in sketches]
         lengths = [len(codes) for codes, _ in counted]
-        self.codes = np.concatenate([codes for codes, _ in counted], dtype=np.int64)
-        self.counts = np.concatenate([counts for _, counts in counted])
-        #: Position of the tensor that each code belongs to.
-        self.owner = np.repeat(np.arange(len(sketches)), lengths)
-        self.ends = np.append(0, np.cumsum(lengths))
+        codes = np.concatenate([codes for codes, _ in counted], dtype=np.int64)
+        counts = np.concatenate([counts for _, counts in counted])
+        owner = np.repeat(np.arange(len(sketches)), lengths)
+        return cls(codes, counts, owner, np.append(0, np.cumsum(lengths)))
+
+    def take(self, positions: Array) -> _CodePool:
+        """Return the codes at some positions, which are ascending by tensor."""
+        owner = self.owner[positions]
+        ends = owner.searchsorted(np.arange(len(self.ends)))
+        return _CodePool(self.codes[positions], self.counts[positions], owner, ends)
 
     def sums(self, numbers: Array) -> Array:
         """Return the sum for each tensor of numbers that belong to its codes."""
         total = np.append(0, np.cumsum(numbers))
         tensor_sums: Array = total[self.ends[1:]] - total[self.ends[:-1]]
         return tensor_sums
+
+    def count_where(self, mask: Array) -> Array:
+        """Count the elements of each tensor whose codes are selected."""
+        return self.sums(np.where(mask, self.counts, 0))
 
 
 def _ranks(count: Array, quantiles: Array) -> Array:
@@ -152,112 +156,151 @@ def _replace_ends(values: Array, ranks: Array, last_rank: Array, low: Array, hig
     return np.where(ranks == 0, low[:, None], values)
 
 
-def _describe_wide(rows: Array, sketches: Sequence[Sketch], quantiles: Array) -> None:
-    kind = sketches[0].kind
-    rows[:, :4] = [(sketch.count, sketch.nan, sketch.inf, sketch.zero) for sketch in sketches]
-    rows[:, _L2] = 0.0
-    positions = [position for position, sketch in enumerate(sketches) if sketch.low is not None]
-    if not positions:
-        return
-    sketches = [sketches[position] for position in positions]
-    moments = np.array([sketch.moments() for sketch in sketches]).T
-    n, upper, lower, m2, m3, m4, exponent = moments
-    scale = exponent.astype(np.int32)
-    low, high = np.array([(sketch.low, sketch.high) for sketch in sketches], np.float64).T
-    mean, variance = upper + lower, m2 / n
-    variance[[sketch.low == sketch.high for sketch in sketches]] = 0.0
-    std = np.sqrt(variance)
-    # As the C library computes them; numpy rounds some results differently.
-    rms = np.array(list(map(math.hypot, mean.tolist(), std.tolist())))
-    cubes, squares = np.array([(v**1.5, v**2) for v in variance.tolist()]).T
-    is_spread = variance * variance > 0.0
-    skew = np.where(is_spread, m3 / n / cubes, math.nan)
-    kurtosis = np.where(is_spread, m4 / n / squares - 3.0, math.nan)
-    l2 = np.ldexp(np.sqrt(n) * rms, scale)
-    mean = np.ldexp(mean, scale)
-    if kind.integer:
-        mean = np.array([sketch.total / sketch.count for sketch in sketches])
-    absmax = np.maximum(np.abs(low), np.abs(high))
-    std, rms = np.ldexp(std, scale), np.ldexp(rms, scale)
-    statistics = (low, high, absmax, mean, std, rms, l2, skew, kurtosis)
-    rows[positions, 4 : len(_FIXED_NAMES)] = np.stack(statistics, axis=1)
-    if len(quantiles):
-        rows[positions, len(_FIXED_NAMES) : -1] = _wide_quantiles(sketches, low, high, quantiles)
+class _SketchedElements(Elements):
+    """Elements of one kind, from the sketches of their tensors."""
+
+    kind: Kind
+    #: Positions of the tensors with finite elements.
+    positions: Any
+
+    def __init__(self, sketches: Sequence[Sketch]) -> None:
+        self.kind = sketches[0].kind
+        self.count = np.array([sketch.count for sketch in sketches])
+
+    def _spread(self, values: Any, fill: float = math.nan) -> Array:
+        """Return an array for all tensors, from numbers of those with finite elements."""
+        spread = np.full((len(self.count), *np.shape(values)[1:]), fill)
+        spread[self.positions] = values
+        return spread
 
 
-def _wide_quantiles(sketches: Sequence[Sketch], low: Array, high: Array, quantiles: Array) -> Array:
-    """Return quantiles as `spectrum` orders the elements, without sorting the codes."""
-    kind, pool = sketches[0].kind, _Pool(sketches)
-    # Codes ascend with the magnitude; codes with the sign bit come last.
-    keys = pool.owner << kind.code_bits | pool.codes
-    prefixes = np.arange(len(sketches))[:, None] << kind.code_bits
-    bounds = keys.searchsorted(prefixes | kind.landmarks)
-    total = np.append(0, np.cumsum(pool.counts))
-    zero, positive, beyond, _, minus_zero, negative, end, _ = total[bounds].T
-    zeros, minus_zeros = np.array([(sketch.zero, sketch.negative_zero) for sketch in sketches]).T
-    # Ranks at which the regions end: negative, tiny negative with the code of zero, zero, tiny
-    # positive with the code of zero.
-    below = end - negative
-    tiny_below = below + (negative - minus_zero) - minus_zeros
-    to_zero = tiny_below + zeros
-    tiny_above = to_zero + (positive - zero) - (zeros - minus_zeros)
-    count = tiny_above + (beyond - positive)
-    ranks = _ranks(count, quantiles)
-    ends = [end_rank[:, None] for end_rank in (below, tiny_below, to_zero, tiny_above)]
-    region = sum(ranks >= end_rank for end_rank in ends)
-    places = np.where(
-        region == 0,
-        total.searchsorted(end[:, None] - ranks) - 1,
-        total.searchsorted(positive[:, None] + ranks - ends[3], side="right") - 1,
-    )
-    codes = pool.codes[places.clip(0, len(pool.codes) - 1)]
-    sign = 1 << (kind.code_bits - 1)
-    codes = np.where(region == 1, sign, np.where(region == 3, 0, codes))
-    values = kind.middles(codes)
-    if kind.integer:
+class WideElements(_SketchedElements):
+    """Elements of more than 16 bits; codes have their leading bits, rounded."""
+
+    def __init__(self, sketches: Sequence[Sketch]) -> None:
+        super().__init__(sketches)
+        self.pool = _CodePool.of(sketches)
+        counts = [(s.nan, s.inf, s.zero, s.negative_zero) for s in sketches]
+        self.nan, self.inf, self.zero, self.negative_zero = np.array(counts).T
+        self.unique = np.full(len(sketches), math.nan)
+        self.positions = [n for n, sketch in enumerate(sketches) if sketch.low is not None]
+        sketches = [sketches[position] for position in self.positions]
+        extremes = np.array([(s.low, s.high) for s in sketches], np.float64).reshape(-1, 2)
+        self.low, self.high = self._spread(extremes).T
+        with np.errstate(all="ignore"):
+            self._set_moments(sketches)
+
+    def _set_moments(self, sketches: Sequence[Sketch]) -> None:
+        moments = np.array([sketch.moments() for sketch in sketches]).reshape(-1, 7).T
+        n, upper, lower, m2, m3, m4, exponent = moments
+        scale = exponent.astype(np.int32)
+        mean, variance = upper + lower, m2 / n
+        variance[[sketch.low == sketch.high for sketch in sketches]] = 0.0
+        std = np.sqrt(variance)
+        # As the C library computes them; numpy rounds some results differently.
+        rms = np.array(list(map(math.hypot, mean.tolist(), std.tolist())))
+        cubes, squares = np.array([(v**1.5, v**2) for v in variance.tolist()]).reshape(-1, 2).T
+        is_spread = variance * variance > 0.0
+        self.skew = self._spread(np.where(is_spread, m3 / n / cubes, math.nan))
+        self.kurtosis = self._spread(np.where(is_spread, m4 / n / squares - 3.0, math.nan))
+        self.l2 = self._spread(np.ldexp(np.sqrt(n) * rms, scale), 0.0)
+        if self.kind.integer:
+            mean = np.array([sketch.total / sketch.count for sketch in sketches])
+        else:
+            mean = np.ldexp(mean, scale)
+        self.mean = self._spread(mean)
+        self.std, self.rms = (self._spread(np.ldexp(x, scale)) for x in (std, rms))
+
+    def _rounded(self, codes: Array) -> Array:
+        values = self.kind.middles(codes)
         # Codes up to 255 are single integers. Beyond, rounding the middle costs no accuracy.
-        values = np.trunc(values)
-    # Zeros are positive, whatever the sign of an extreme that is zero.
-    values = np.where(region == 2, 0.0, values.clip(low[:, None], high[:, None]))
-    return _replace_ends(values, ranks, count - 1, low, high)
+        return np.trunc(values) if self.kind.integer else values
+
+    def count_where(self, condition: Callable[[Array], Array]) -> Array:
+        """Count the elements by their codes; zeros share codes with tiny elements."""
+        codes, owner, counts = self.pool.codes, self.pool.owner, self.pool.counts.copy()
+        minus_zero = self.kind.landmarks[4]
+        for code, zeros in ((0, self.zero - self.negative_zero), (minus_zero, self.negative_zero)):
+            is_code = codes == code
+            counts[is_code] -= zeros[owner[is_code]]
+        values = self._rounded(codes).clip(self.low[owner], self.high[owner])
+        total = self.pool.sums(np.where(np.isfinite(values) & condition(values), counts, 0))
+        counted: Array = total + self.zero * condition(np.zeros(1))
+        return counted
+
+    def quantiles(self, levels: Array) -> Array:
+        """Return quantiles as `spectrum` orders the elements, without sorting the codes."""
+        kind, pool = self.kind, self.pool
+        if not self.positions:
+            return np.full((len(self.count), len(levels)), math.nan)
+        # Codes ascend with the magnitude; codes with the sign bit come last.
+        keys = pool.owner << kind.code_bits | pool.codes
+        prefixes = np.arange(len(self.count))[:, None] << kind.code_bits
+        bounds = keys.searchsorted(prefixes | kind.landmarks)
+        total = np.append(0, np.cumsum(pool.counts))
+        zero, positive, beyond, _, minus_zero, negative, end, _ = total[bounds].T
+        # Ranks at which the regions end: negative, tiny negative with the code of zero, zero, tiny
+        # positive with the code of zero.
+        below = end - negative
+        tiny_below = below + (negative - minus_zero) - self.negative_zero
+        to_zero = tiny_below + self.zero
+        tiny_above = to_zero + (positive - zero) - (self.zero - self.negative_zero)
+        count = tiny_above + (beyond - positive)
+        ranks = _ranks(count, levels)
+        ends = [end_rank[:, None] for end_rank in (below, tiny_below, to_zero, tiny_above)]
+        region = sum(ranks >= end_rank for end_rank in ends)
+        places = np.where(
+            region == 0,
+            total.searchsorted(end[:, None] - ranks) - 1,
+            total.searchsorted(positive[:, None] + ranks - ends[3], side="right") - 1,
+        )
+        codes = pool.codes[places.clip(0, len(pool.codes) - 1)]
+        sign = 1 << (kind.code_bits - 1)
+        values = self._rounded(np.where(region == 1, sign, np.where(region == 3, 0, codes)))
+        # Zeros are positive, whatever the sign of an extreme that is zero.
+        low, high = self.low, self.high
+        values = np.where(region == 2, 0.0, values.clip(low[:, None], high[:, None]))
+        return _replace_ends(values, ranks, count - 1, low, high)
 
 
-def _describe_exact(rows: Array, sketches: Sequence[Sketch], quantiles: Array) -> None:
-    kind, pool = sketches[0].kind, _Pool(sketches)
-    values, counts = kind.values[pool.codes], pool.counts
-    rows[:, 0] = [sketch.count for sketch in sketches]
-    is_finite, is_infinite = np.isfinite(values), np.isinf(values)
-    is_zero = values == 0
-    for column, mask in ((1, np.isnan(values)), (2, is_infinite), (3, is_zero)):
-        rows[:, column] = pool.sums(np.where(mask, counts, 0))
-    rows[:, _L2] = 0.0
-    unique = pool.sums(is_infinite)
-    # Sort by tensor and value; equal values stay in the order of their codes.
-    order = np.flatnonzero(is_finite)
-    keys = pool.owner[order] << kind.code_bits | _order(kind.name)[pool.codes[order]]
-    order = order[np.argsort(keys)]
-    codes, counts, values, owner = (
-        part[order] for part in (pool.codes, counts, values, pool.owner)
-    )
-    owners, first, size = np.unique(owner, return_index=True, return_counts=True)
-    unique += np.bincount(owners, minlength=len(rows))
-    is_next = (owner[1:] == owner[:-1]) & (values[1:] != values[:-1])
-    unique += np.bincount(owner[1:][is_next], minlength=len(rows))
-    rows[:, -1] = unique
-    if not len(owners):
-        return
-    low, high = values[first], values[first + size - 1]
-    rows[owners, 4:7] = np.stack([low, high, np.maximum(np.abs(low), np.abs(high))], axis=1)
-    rows[owners, 7 : len(_FIXED_NAMES)] = exact_moments(kind, codes, counts, first)
-    total = np.append(0, np.cumsum(counts))
-    before = total[first]
-    count = total[first + size] - before
-    targets = _ranks(count, quantiles)
-    places = total.searchsorted(before[:, None] + targets, side="right") - 1
-    quantile_values = values[places]
-    rows[owners, len(_FIXED_NAMES) : -1] = _replace_ends(
-        quantile_values, targets, count - 1, low, high
-    )
+class ExactElements(_SketchedElements):
+    """Elements of at most 16 bits; each code is a value."""
+
+    def __init__(self, sketches: Sequence[Sketch]) -> None:
+        super().__init__(sketches)
+        kind, pool = self.kind, _CodePool.of(sketches)
+        values = kind.values[pool.codes]
+        is_infinite = np.isinf(values)
+        masks = (np.isnan(values), is_infinite, values == 0)
+        self.nan, self.inf, self.zero = (pool.count_where(mask) for mask in masks)
+        # Sort by tensor and value; equal values stay in the order of their codes.
+        order = np.flatnonzero(np.isfinite(values))
+        keys = pool.owner[order] << kind.code_bits | _order(kind.name)[pool.codes[order]]
+        self.pool = finite = pool.take(order[np.argsort(keys)])
+        self.values = values = kind.values[finite.codes]
+        is_new = (np.diff(values, prepend=math.nan) != 0) | (np.diff(finite.owner, prepend=-1) != 0)
+        self.unique = pool.sums(is_infinite) + finite.sums(is_new)
+        self.positions = np.flatnonzero(np.diff(finite.ends))
+        first = finite.ends[self.positions]
+        self.low = self._spread(values[first])
+        self.high = self._spread(values[finite.ends[self.positions + 1] - 1])
+        moments = np.array(exact_moments(kind, finite.codes, finite.counts, first)).reshape(-1, 6)
+        self.mean, self.std, self.rms, l2, self.skew, self.kurtosis = self._spread(moments).T
+        self.l2 = np.where(np.isnan(l2), 0.0, l2)
+
+    def count_where(self, condition: Callable[[Array], Array]) -> Array:
+        """Count the elements by their values."""
+        return self.pool.count_where(condition(self.values))
+
+    def quantiles(self, levels: Array) -> Array:
+        """Return quantiles from the sorted values."""
+        total = np.append(0, np.cumsum(self.pool.counts))
+        before, end = (total[self.pool.ends[self.positions + n]] for n in (0, 1))
+        targets = _ranks(end - before, levels)
+        places = total.searchsorted(before[:, None] + targets, side="right") - 1
+        low, high = self.low[self.positions], self.high[self.positions]
+        values = _replace_ends(self.values[places], targets, end - before - 1, low, high)
+        return self._spread(values)
 
 
 @cache
@@ -286,7 +329,9 @@ def exact_moments(kind: Kind, codes: Array, counts: Array, first: Array) -> list
     `codes` has the codes of all tensors one after another, each in ascending order of the values;
     `first` has the position where each tensor begins.
     """
-    moments = []
+    moments: list[list[float]] = []
+    if not len(first):
+        return moments
     total = np.append(0, np.cumsum(counts))
     sizes = (total[np.append(first[1:], len(counts))] - total[first]).tolist()
     for n, (s1, s2, s3, s4), unit in zip(

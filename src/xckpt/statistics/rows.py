@@ -13,12 +13,14 @@ import numpy as np
 
 from xckpt.scan.entries import LONGEST_ROW
 from xckpt.scan.kinds import kind_of, magnitudes
-from xckpt.statistics.describe import OF_REAL_NUMBERS, statistic_names
+from xckpt.statistics.definitions import Elements, describe_elements, of_real_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import xarray as xr
+
+    from xckpt.scan.kinds import Kind
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,16 +39,14 @@ def describe_rows(
     length = prod(rows.shape[len(dims) :])
     step = max(1, LONGEST_ROW // max(1, length))
     tables = [_table(rows, slab, length) for slab in _slabs(shape, step)] or [np.empty((0, 0))]
-    statistics = np.concatenate([describe_table(table, quantiles) for table in tables], axis=1)
     stored = np.dtype(variable.encoding.get("stored_dtype", variable.dtype))
     kind = kind_of(stored) or kind_of(variable.dtype)
-    if kind is None or not kind.exact:
-        statistics[-1] = np.nan  # distinct values are counted of small types only
+    statistics = np.concatenate(
+        [describe_elements(TableElements(table, kind), quantiles) for table in tables]
+    )
     if variable.dtype.kind == "c":
-        names = statistic_names(quantiles)
-        is_real = [name in OF_REAL_NUMBERS or name.startswith("q") for name in names]
-        statistics[is_real] = np.nan
-    return statistics.reshape(len(statistics), *shape)
+        statistics[:, of_real_numbers(quantiles)] = np.nan
+    return statistics.T.reshape(statistics.shape[1], *shape)
 
 
 def _slabs(shape: tuple[int, ...], step: int) -> list[tuple[Any, ...]]:
@@ -73,27 +73,45 @@ def _table(rows: xr.Variable, slab: tuple[Any, ...], length: int) -> Array:
     return table
 
 
-def describe_table(table: Array, quantiles: Sequence[float]) -> Array:
-    """Describe each row of a table of integers or float64."""
-    wide = table.astype(np.float64)
-    finite = np.isfinite(wide)
-    n = finite.sum(axis=1)
-    size = np.full(len(wide), wide.shape[1], np.float64)
-    nan, inf = np.isnan(wide).sum(axis=1), np.isinf(wide).sum(axis=1)
-    zero = (wide == 0).sum(axis=1)
-    ordered = np.sort(np.where(finite, wide, np.nan), axis=1)
-    low, high = _at(ordered, np.zeros_like(n), n), _at(ordered, n - 1, n)
-    most = np.maximum(np.abs(low), np.abs(high))
-    chosen = [_at(ordered, np.rint((n - 1) * q).astype(np.int64), n) for q in quantiles]
-    distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(axis=1) + (n > 0)
-    for infinity in (np.inf, -np.inf):
-        distinct = distinct + (wide == infinity).any(axis=1)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
-        if table.dtype.kind in "iu" and wide.size and np.abs(wide).max() * len(wide[0]) > _EXACT:
-            moments = _moments_of_integers(table)
-        else:
-            moments = _moments(wide, finite, low, high)
-    return np.array([size, nan, inf, zero, low, high, most, *moments, *chosen, distinct])
+class TableElements(Elements):
+    """The elements of each row of a table of integers or float64."""
+
+    def __init__(self, table: Array, kind: Kind | None) -> None:
+        self.kind = kind
+        self._wide = wide = table.astype(np.float64)
+        self._finite = finite = np.isfinite(wide)
+        self._number = n = finite.sum(axis=1)
+        self.count = np.full(len(wide), wide.shape[1])
+        self.nan, self.inf = np.isnan(wide).sum(axis=1), np.isinf(wide).sum(axis=1)
+        self.zero = (wide == 0).sum(axis=1)
+        self._ordered = ordered = np.sort(np.where(finite, wide, np.nan), axis=1)
+        self.low, self.high = _at(ordered, np.zeros_like(n), n), _at(ordered, n - 1, n)
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
+            if (
+                table.dtype.kind in "iu"
+                and wide.size
+                and np.abs(wide).max() * len(wide[0]) > _EXACT
+            ):
+                moments = _moments_of_integers(table)
+            else:
+                moments = _moments(wide, finite, self.low, self.high)
+        self.mean, self.std, self.rms, self.l2, self.skew, self.kurtosis = moments
+        self.unique = np.full(len(wide), np.nan)
+        if kind is not None and kind.exact:
+            self.unique = (ordered[:, 1:] > ordered[:, :-1]).sum(axis=1) + (n > 0)
+            for infinity in (np.inf, -np.inf):
+                self.unique = self.unique + (wide == infinity).any(axis=1)
+
+    def quantiles(self, levels: Array) -> Array:
+        """Return quantiles from the sorted rows."""
+        n = self._number
+        ranks = [np.rint((n - 1) * level).astype(np.int64) for level in levels]
+        return np.array([_at(self._ordered, rank, n) for rank in ranks]).reshape(-1, len(n)).T
+
+    def count_where(self, condition: Callable[[Array], Array]) -> Array:
+        """Count the elements that meet a condition."""
+        counted: Array = (condition(self._wide) & self._finite).sum(axis=1)
+        return counted
 
 
 def _at(ordered: Array, positions: Array, n: Array) -> Array:

@@ -10,6 +10,7 @@ from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.scan.entries import member_names
+from xckpt.statistics.definitions import STATISTICS
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _PARTNERS = ("other_name", "matched_by")
 _STATED = dict.fromkeys(_PARTNERS, "") | {
     key: "" if key in EXPLANATION_TEXTS else np.nan for key in EXPLANATION_COLUMNS
 }
-_WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
+_WHOLE_NUMBERS = tuple(statistic.name for statistic in STATISTICS if statistic.whole)
 
 
 def table(result: xr.Dataset) -> pd.DataFrame:

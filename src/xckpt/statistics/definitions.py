@@ -1,0 +1,146 @@
+"""The statistics of a tensor: their names, what they mean, and how each follows from its elements.
+
+A new statistic is a line in `STATISTICS`. It gets the `Elements` of several tensors, and returns
+an array with a number for each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from xckpt.scan.kinds import Kind
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Elements:
+    """The elements of several tensors: each attribute is an array with a number per tensor.
+
+    `low` and all attributes after it are of the finite elements, and NaN without any.
+    """
+
+    #: How the elements are counted; None for elements that have no code.
+    kind: Kind | None
+    count: Array
+    nan: Array
+    inf: Array
+    zero: Array
+    low: Array
+    high: Array
+    mean: Array
+    std: Array
+    rms: Array
+    #: Zero without finite elements, as an empty sum.
+    l2: Array
+    skew: Array
+    kurtosis: Array
+    #: Number of distinct values, infinities included; NaN for types of more than 16 bits.
+    unique: Array
+
+    def quantiles(self, levels: Array) -> Array:
+        """Return the finite elements at these quantiles, in a row for each tensor."""
+        raise NotImplementedError
+
+    def count_where(self, condition: Callable[[Array], Array]) -> Array:
+        """Count the finite elements that meet a condition, such as ``lambda x: x < 0``.
+
+        Elements of more than 16 bits are rounded to eight significant bits, except for zeros,
+        subnormal elements and the extremes.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A number that describes a tensor."""
+
+    name: str
+    description: str
+    compute: Callable[[Elements], Array]
+    #: Whether complex numbers have it; it describes their magnitudes.
+    complex: bool = False
+    #: Whether it is computed only with ``channels=True``.
+    channels: bool = False
+    #: Whether tables show it as an integer.
+    whole: bool = False
+
+
+def _subnormal(elements: Elements) -> Array:
+    float_format = None if elements.kind is None else elements.kind.element.float_format
+    if float_format is None:
+        return np.full(len(elements.count), np.nan)
+    smallest = float_format.smallest_normal
+    tiny = elements.count_where(lambda x: (x != 0) & (np.abs(x) < smallest))
+    return np.where(elements.count > 0, tiny, np.nan)
+
+
+#: In the order of the results. Quantiles come right before `unique`.
+STATISTICS = (
+    Statistic("count", "number of elements", lambda t: t.count, complex=True, whole=True),
+    Statistic("nan", "number of NaN elements", lambda t: t.nan, complex=True, whole=True),
+    Statistic("inf", "number of infinite elements", lambda t: t.inf, complex=True, whole=True),
+    Statistic("zero", "number of elements that are 0", lambda t: t.zero, complex=True, whole=True),
+    Statistic("min", "smallest finite element", lambda t: t.low),
+    Statistic("max", "largest finite element", lambda t: t.high),
+    Statistic(
+        "absmax",
+        "largest finite magnitude",
+        lambda t: np.maximum(np.abs(t.low), np.abs(t.high)),
+        complex=True,
+    ),
+    Statistic("mean", "mean of the finite elements", lambda t: t.mean),
+    Statistic("std", "standard deviation of the population (``ddof=0``)", lambda t: t.std),
+    Statistic("rms", "root of the mean square", lambda t: t.rms, complex=True),
+    Statistic("l2", "root of the sum of the squares", lambda t: t.l2, complex=True),
+    Statistic("skew", "standardised third moment", lambda t: t.skew),
+    Statistic("kurtosis", "0 for a normal distribution", lambda t: t.kurtosis),
+    Statistic("unique", "number of distinct values, for 8- and 16-bit types", lambda t: t.unique),
+    Statistic(
+        "subnormal",
+        "elements that are too small for all digits of their type",
+        _subnormal,
+        complex=True,
+        channels=True,
+    ),
+)
+
+
+#: Position of the first quantile among the statistics.
+FIRST_QUANTILE = [statistic.name for statistic in STATISTICS].index("unique")
+
+
+def statistic_names(quantiles: Sequence[float], *, channels: bool = False) -> list[str]:
+    """List the names of the statistics, in the order of the results."""
+    from xckpt.statistics.channel_sketches import OF_CHANNELS
+
+    names = [statistic.name for statistic in _chosen(channels=channels)]
+    names[FIRST_QUANTILE:FIRST_QUANTILE] = [f"q{q:g}" for q in quantiles]
+    return [*names, *(OF_CHANNELS if channels else ())]
+
+
+def describe_elements(
+    elements: Elements, quantiles: Sequence[float], *, channels: bool = False
+) -> Array:
+    """Return the statistics of each tensor, in the order of `statistic_names`."""
+    with np.errstate(all="ignore"):
+        columns = [statistic.compute(elements) for statistic in _chosen(channels=channels)]
+        of_levels = elements.quantiles(np.array(quantiles, np.float64)).T
+    columns[FIRST_QUANTILE:FIRST_QUANTILE] = of_levels
+    return np.stack(columns, axis=1)
+
+
+def of_real_numbers(quantiles: Sequence[float], *, channels: bool = False) -> Array:
+    """Return which of the statistics complex numbers lack, as a mask."""
+    mask = [not statistic.complex for statistic in _chosen(channels=channels)]
+    mask[FIRST_QUANTILE:FIRST_QUANTILE] = [True] * len(quantiles)
+    return np.array(mask)
+
+
+def _chosen(*, channels: bool) -> list[Statistic]:
+    return [statistic for statistic in STATISTICS if channels or not statistic.channels]
