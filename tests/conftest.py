@@ -112,7 +112,7 @@ def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Path]
     Only those in folders with the name of a format, and where a pattern is for all of them, of one
     that is written; with `with_suffix`, only those next to which a file with that suffix lies.
     """
-    known = [
+    paths = [
         name
         for name in formats.names()
         if not pattern.startswith("*") or formats.get(name).can.types
@@ -120,6 +120,6 @@ def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Path]
     return sorted(
         path
         for path in GOLDEN.glob(pattern)
-        if path.relative_to(GOLDEN).parts[0] in known
+        if path.relative_to(GOLDEN).parts[0] in paths
         and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )

@@ -54,9 +54,9 @@ def write_files(folder: Path) -> None:
     for name, golden in _QUANTIZED.items():
         if GOLDEN.is_dir():
             shutil.copytree(GOLDEN / "hf-quantized" / golden, folder / name)
-            whole = folder / "Llama-3.1-8B" / "model.safetensors"
+            merged = folder / "Llama-3.1-8B" / "model.safetensors"
             encoding = {"*": {"layout": "dense"}}
-            xckpt.convert(folder / name, whole, encoding=encoding, cast="allow", overwrite=True)
+            xckpt.convert(folder / name, merged, encoding=encoding, cast="allow", overwrite=True)
     (folder / "run").mkdir()
     shutil.copy(folder / "m.zt", folder / "run/m.zt")
     for step in (500, 1000):
@@ -73,11 +73,11 @@ def write_files(folder: Path) -> None:
 
 def _write_formats(folder: Path) -> None:
     """Write the files that the pages of formats speak of."""
-    ones = np.ones((16, 8), "f4")
-    (folder / "old.bpk").write_bytes(burnpack({"w": dense(ones)}, legacy=True))
-    model = {"conv1.weight": dense(ones, param_id=7)}
+    weight = np.ones((16, 8), "f4")
+    (folder / "old.bpk").write_bytes(burnpack({"w": dense(weight)}, legacy=True))
+    model = {"conv1.weight": dense(weight, param_id=7)}
     (folder / "model-3.bpk").write_bytes(burnpack(model))
-    moments = {"7.momentum.moment_1": dense(ones, param_id=7)}
+    moments = {"7.momentum.moment_1": dense(weight, param_id=7)}
     (folder / "optim-3.bpk").write_bytes(burnpack(moments))
     tokens = [struct.pack("<Q", 3) + f"{number:03}".encode() for number in range(300)]
     attrs = {
@@ -88,24 +88,24 @@ def _write_formats(folder: Path) -> None:
     }
     (folder / "Llama-3.1-8B-Q4_K_M.gguf").write_bytes(_gguf(attrs))
     vocabulary = {
-        name: record(name, ones, flag=1, stored_id=id_bytes(name))
+        name: record(name, weight, flag=1, stored_id=id_bytes(name))
         for name in ("tok_embeddings.weight", "lm_head")
     }
     config = tagged("gpt", {"vocab_size": 16, "embed_dim": 8, "num_layers": 1})
     (folder / "model.bin").write_bytes(indexed_file(list(vocabulary.values()), config))
     for name in ("step_100.checkpoint", "step_100.metadata.json"):
-        xckpt.save({"w": ones}, folder / name)
-    xckpt.save({"layer.0.w": ones}, folder / "weights.npz")
-    weights = primitiv_files.parameter(primitiv_files.tensor(ones))
+        xckpt.save({"w": weight}, folder / name)
+    xckpt.save({"layer.0.w": weight}, folder / "weights.npz")
+    weights = primitiv_files.parameter(primitiv_files.tensor(weight))
     content = primitiv_files.model((["w"], weights))
     (folder / "m.model").write_bytes(primitiv_files.file(0x300, content))
     settings = primitiv_files.optimizer([("Optimizer.epoch", 1)], [("Adam.alpha", 0.1)])
     (folder / "m.optimizer").write_bytes(primitiv_files.file(0x400, settings))
     for name in ("model.pt", "lightning.ckpt"):
-        (folder / name).write_bytes(torch_files.checkpoint({"fc.weight": ones}))
+        (folder / name).write_bytes(torch_files.checkpoint({"fc.weight": weight}))
     step = folder / "checkpoint" / "step-1000"
     step.mkdir(parents=True)
-    for name, data in torch_files.distributed({"w": {(0, 0): ones}}, {"w": ones.shape}).items():
+    for name, data in torch_files.distributed({"w": {(0, 0): weight}}, {"w": weight.shape}).items():
         (step / name).write_bytes(data)
 
 
@@ -135,8 +135,10 @@ def write_optimizers(folder: Path) -> None:
         state[f"optimizer.state.module.{name}.exp_avg_sq"] = array / 16
     files: dict[str, dict[str, Any]] = {"model": weights, "optimizer": state}
     for path, arrays in files.items():
-        named = {n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()}
-        xckpt.save(xr.Dataset(named), folder / f"{path}.safetensors")
+        variables = {
+            n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()
+        }
+        xckpt.save(xr.Dataset(variables), folder / f"{path}.safetensors")
     (folder / "training.pt").write_bytes(_training(weights))
 
 

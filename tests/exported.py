@@ -49,33 +49,33 @@ def assert_same_values(actual: xr.Variable, expected: xr.Variable) -> None:
 
 def told(attrs: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Turn attributes back, and give what is said of the object besides."""
-    found = dict(attrs)
-    for name in json.loads(found.pop("xckpt_json", "[]")):
-        found[name] = json.loads(found[name])
-    names = found.pop("xckpt_attrs", {})
+    attributes = dict(attrs)
+    for name in json.loads(attributes.pop("xckpt_json", "[]")):
+        attributes[name] = json.loads(attributes[name])
+    names = attributes.pop("xckpt_attrs", {})
     words = ("xckpt_name", "xckpt_dims", "xckpt_dtype")
-    said = {word: found.pop(word) for word in words if word in found}
-    return {names.get(name, name): value for name, value in found.items()}, said
+    conventions = {word: attributes.pop(word) for word in words if word in attributes}
+    return {names.get(name, name): value for name, value in attributes.items()}, conventions
 
 
 def restored(ds: xr.Dataset) -> xr.Dataset:
     """Turn back all that was replaced in a Dataset."""
     variables = {}
     for name, variable in ds.variables.items():
-        attrs, said = told(variable.attrs)
+        attrs, conventions = told(variable.attrs)
         values = variable.values
         dims = variable.dims
-        if said.get("xckpt_dtype") == "json":
+        if conventions.get("xckpt_dtype") == "json":
             texts = [json.loads(text) for text in values.ravel().tolist()]
             values = np.array(texts, object).reshape(values.shape)
-        elif "xckpt_dtype" in said:
-            dtype = stored_dtype(said["xckpt_dtype"])
+        elif "xckpt_dtype" in conventions:
+            dtype = stored_dtype(conventions["xckpt_dtype"])
             if dtype.kind == "c":
                 values, dims = np.ascontiguousarray(values).view(dtype)[..., 0], dims[:-1]
             else:
                 values = narrow(values, dtype)
-        dims = tuple(said.get("xckpt_dims", dims))
-        variables[said.get("xckpt_name", name)] = xr.Variable(dims, values, attrs)
+        dims = tuple(conventions.get("xckpt_dims", dims))
+        variables[conventions.get("xckpt_name", name)] = xr.Variable(dims, values, attrs)
     return xr.Dataset(variables, attrs=told(ds.attrs)[0])
 
 

@@ -46,8 +46,8 @@ def test_help_describes_the_parameters_of_a_method(ds: xr.Dataset, name: str) ->
     function: Any = getattr(xckpt, name)
     text = pydoc.plain(pydoc.render_doc(getattr(ds.ckpt, name)))
     assert str(getdoc(function)).splitlines()[0] in text
-    first, *others = signature(function).parameters
-    for parameter in others:
+    first, *parameters = signature(function).parameters
+    for parameter in parameters:
         is_described = f"    {parameter} : " in text or f"    **{parameter}" in text
         assert is_described == (parameter not in FUNCTIONS[name])
     assert f"    {first} : " not in text

@@ -183,8 +183,8 @@ class TestFindings:
     def test_in_the_explorer(self, ds: xr.Dataset) -> None:
         pytest.importorskip("anywidget")
         findings = ds.ckpt.findings()
-        told = ds.ckpt.explore()._found
-        assert {finding.explanation for finding in told} == set(findings["explanation"])
+        shown = ds.ckpt.explore()._found
+        assert {finding.explanation for finding in shown} == set(findings["explanation"])
 
 
 class TestRoles:

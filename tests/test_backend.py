@@ -180,14 +180,14 @@ def test_without_an_engine(path: Path, tmp_path: Path) -> None:
     assert_values(xr.open_dataset(bare))
     assert_values(xr.open_dataset(str(bare)))
     assert_values(xr.open_dataset(io.BytesIO(path.read_bytes())))
-    other = tmp_path / "other.zt"
-    other.write_bytes(b"something else, but long enough to be looked at")
+    unknown = tmp_path / "other.zt"
+    unknown.write_bytes(b"something else, but long enough to be looked at")
     with pytest.raises(ValueError, match="did not find a match"):
-        xr.open_dataset(other)
+        xr.open_dataset(unknown)
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "message"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Run `git lfs pull`"),
         (b"<!DOCTYPE html><html>404 not found</html>", "a web page"),
@@ -196,11 +196,11 @@ def test_without_an_engine(path: Path, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("suffix", [".zt", ".safetensors", ".gguf", ".pt"])
 def test_a_file_that_is_not_what_it_is_called(
-    tmp_path: Path, content: bytes, what: str, suffix: str
+    tmp_path: Path, content: bytes, message: str, suffix: str
 ) -> None:
     wrong = tmp_path / f"m{suffix}"
     wrong.write_bytes(content)
-    with pytest.raises(xckpt.FormatError, match=what):
+    with pytest.raises(xckpt.FormatError, match=message):
         xr.open_dataset(wrong)
     wrong.rename(tmp_path / "m.json")
     with pytest.raises(ValueError, match="did not find a match"):
@@ -212,8 +212,8 @@ def test_a_path_with_a_typo(path: Path, options: dict[str, Any]) -> None:
     for open_ in (xr.open_dataset, xr.open_datatree):
         with pytest.raises(FileNotFoundError, match=r"did you mean 'm\.zt'\?: .*/mm\.zt'"):
             open_(path.parent / "mm.zt", **options)
-    for other in ("m.nc", "m.bin", "m"):
-        assert not ZTensorBackend().guess_can_open(path.parent / other)
+    for name in ("m.nc", "m.bin", "m"):
+        assert not ZTensorBackend().guess_can_open(path.parent / name)
     with pytest.raises(FileNotFoundError):
         xr.open_dataset(path.parent / "nowhere" / "m.zt", engine="ztensor")
 
@@ -435,12 +435,12 @@ def test_a_tree_of_hostile_names() -> None:
     names = ["a", "a.b", "a.b.c", "", ".", "..", "a..b", "x/y", "nul\0", "%", "d1", "q.d1"]
     data = v1_file({name: dense(np.full(1, i, "<f4")) for i, name in enumerate(names)})
     tree = xr.open_datatree(data, engine="ztensor")
-    found = {
+    values = {
         variable.encoding["tensor"]: float(variable.values[0])
         for node in tree.subtree
         for variable in node.variables.values()
     }
-    assert found == {name: float(i) for i, name in enumerate(names)}
+    assert values == {name: float(i) for i, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -464,9 +464,9 @@ def test_several_files(tmp_path: Path, parallel: bool) -> None:
 
 def test_a_file_that_changed(path: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(path, engine="ztensor")
-    other = tmp_path / "other.zt"
-    other.write_bytes(path.read_bytes())
-    other.replace(path)
+    replacement = tmp_path / "other.zt"
+    replacement.write_bytes(path.read_bytes())
+    replacement.replace(path)
     with pytest.raises(xckpt.FileChangedError, match=r"m\.zt"):
         ds["scale"].compute()
 
@@ -492,8 +492,8 @@ def test_the_accessor_summarises(sample: Path) -> None:
     tree = xr.open_datatree(sample, engine="ztensor")
     assert repr(tree.ckpt).splitlines()[0] == header
     assert "model.layers.{0..2}" in repr(ds.ckpt)
-    some = ds[[name for name in ds.variables if str(name).endswith("q_proj.weight")]]
-    assert "3 tensors" in repr(some.ckpt)
+    queries = ds[[name for name in ds.variables if str(name).endswith("q_proj.weight")]]
+    assert "3 tensors" in repr(queries.ckpt)
 
 
 def test_the_accessor_of_other_datasets() -> None:

@@ -139,6 +139,8 @@ def test_nothing_is_read(path: Path) -> None:
 def test_dimensions_are_called_as_in_the_whole_file(path: Path, kind: str, expected: str) -> None:
     opener = xr.open_dataset if kind == "stacked" else xr.open_datatree
     full = flatten(opener(path, stack=True)).variables
-    some = flatten(opener(path, stack=True, tensors=expected)).variables
-    assert some
-    assert {name: some[name].dims for name in some} == {name: full[name].dims for name in some}
+    selected = flatten(opener(path, stack=True, tensors=expected)).variables
+    assert selected
+    assert {name: selected[name].dims for name in selected} == {
+        name: full[name].dims for name in selected
+    }

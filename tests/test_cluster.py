@@ -116,10 +116,10 @@ class TestTwoWorkers:
         read: list[tuple[str, str]] = []
         scan_cuts = cuts.scan_cuts
 
-        def looking(task: list[cuts.Cut], *rest: Any) -> list[Any]:
+        def looking(task: list[cuts.Cut], *args: Any) -> list[Any]:
             worker = distributed.get_worker().address
             read.extend((worker, cut.reader.place[0]) for cut in task)
-            return scan_cuts(task, *rest)
+            return scan_cuts(task, *args)
 
         monkeypatch.setattr(scanning, "scan_cuts", looking)
         monkeypatch.setattr(scanning, "_CLUSTER_TASK_NBYTES", 1 << 16)

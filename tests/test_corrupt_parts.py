@@ -138,10 +138,10 @@ def test_all_else_names_it_too(
 ) -> None:
     path = written(tmp_path, damaged)
     tensor = damaged.partition(":")[0]
-    named = rf"m\.zt: tensor '{tensor}': byte \d+: a zstd stream is corrupt"
-    with pytest.raises(xckpt.FormatError, match=named):
+    message = rf"m\.zt: tensor '{tensor}': byte \d+: a zstd stream is corrupt"
+    with pytest.raises(xckpt.FormatError, match=message):
         xckpt.stats(path, progress=False, cache=False)
-    with pytest.raises(xckpt.FormatError, match=named):
+    with pytest.raises(xckpt.FormatError, match=message):
         xckpt.convert(path, tmp_path / "n.zt", version="2", cast="allow")
     findings = xckpt.verify(path).findings
     assert [finding.tensor for finding in findings] == [tensor]

@@ -65,17 +65,17 @@ def values(path: Path) -> None:
 def slices(path: Path) -> None:
     """Read rows and a column."""
     for name, array in opened(path).variables.items():
-        wanted = expected(array, str(name))
+        values = expected(array, str(name))
         for row in range(0, array.shape[0], array.shape[0] // 16):
-            np.testing.assert_array_equal(array[row].values, wanted[row])
-        np.testing.assert_array_equal(array[:, 3].values, wanted[:, 3])
+            np.testing.assert_array_equal(array[row].values, values[row])
+        np.testing.assert_array_equal(array[:, 3].values, values[:, 3])
 
 
 def total(path: Path) -> None:
     """Compute with values, lazily."""
     for name, array in opened(path).variables.items():
-        wanted = expected(array, str(name)).sum(dtype=np.float64)
-        np.testing.assert_allclose(float(array.sum(dtype=np.float64)), wanted, 1e-12)
+        exact = expected(array, str(name)).sum(dtype=np.float64)
+        np.testing.assert_allclose(float(array.sum(dtype=np.float64)), exact, 1e-12)
 
 
 def convert(path: Path) -> None:
@@ -103,22 +103,22 @@ def stats(path: Path) -> None:
     """Describe all values."""
     table = xckpt.stats(opened(path), cache=False, progress=False)
     for name, array in VALUES.items():
-        found = float(table[name].sel(statistic="mean"))
-        np.testing.assert_allclose(found, array.mean(dtype=np.float64), 1e-6)
+        mean = float(table[name].sel(statistic="mean"))
+        np.testing.assert_allclose(mean, array.mean(dtype=np.float64), 1e-6)
 
 
 def compare(path: Path) -> None:
     """Compare with a checkpoint that nobody changes."""
-    other = path.with_name("other" + path.suffix)
-    table = xckpt.compare(opened(path), opened(other), cache=False, progress=False)
+    second = path.with_name("other" + path.suffix)
+    table = xckpt.compare(opened(path), opened(second), cache=False, progress=False)
     for name in VALUES:
         assert float(table[name].sel(statistic="max_abs")) == 0
 
 
 CASES = [
-    *((each, "raw") for each in (compute, values, slices, total, convert, save, stats, compare)),
+    *((use, "raw") for use in (compute, values, slices, total, convert, save, stats, compare)),
     (verify, "digest"),
-    *((each, "zstd") for each in (compute, slices, convert, verify, stats)),
+    *((use, "zstd") for use in (compute, slices, convert, verify, stats)),
 ]
 IDS = [f"{use.__name__}-{kind}" for use, kind in CASES]
 
@@ -213,7 +213,7 @@ def test_no_process_is_ended(tmp_path: Path) -> None:
             path = write(tmp_path / kind, kind, repeat=16)
             shutil.copy(path, path.with_name("other" + path.suffix))
             shutil.copy(path, path.with_name("whole"))
-            for use in (use for use, of in CASES if of == kind):
+            for use in (use for use, case_kind in CASES if case_kind == kind):
                 for trial in range(TRIALS):
                     stdin.write(f"{use.__name__} {path}\n")
                     stdin.flush()
@@ -222,8 +222,8 @@ def test_no_process_is_ended(tmp_path: Path) -> None:
                     if trial > 1:  # the first one imports and compiles, the second one is timed
                         time.sleep(random.uniform(0, seconds))  # noqa: S311
                         os.truncate(path, path.stat().st_size // 2)
-                    found = answers.readline()
+                    answer = answers.readline()
                     seconds = time.perf_counter() - start
-                    assert found in ({"right\n", "error\n"} if trial > 1 else {"right\n"}), use
+                    assert answer in ({"right\n", "error\n"} if trial > 1 else {"right\n"}), use
         stdin.close()
         assert process.wait() == 0

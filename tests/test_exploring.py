@@ -182,8 +182,8 @@ def test_a_selection_has_fewer_tensors(path: Path) -> None:
     names = [row.name for row in tensors.rows if "input_layernorm" in row.name]
     assert names == [f"model.layers.{n}.input_layernorm.weight" for n in (0, 2)]
     assert tensors.code(names[1]) == 'ds["model.layers.input_layernorm.weight"].sel(layers=2)'
-    one = OpenTensors(ds.isel(layers=1))
-    assert one.code(names[1]) == 'ds["model.layers.input_layernorm.weight"]'
+    layer = OpenTensors(ds.isel(layers=1))
+    assert layer.code(names[1]) == 'ds["model.layers.input_layernorm.weight"]'
 
 
 def test_where_it_cannot_be_told_which_are_left_the_variable_is_shown(path: Path) -> None:

@@ -90,10 +90,10 @@ def test_no_key_of_an_encoding_is_a_request_to_a_writer_of_xarray(sample: Path) 
 @pytest.mark.parametrize("stack", [False, True])
 def test_an_encoding_can_be_copied_and_pickled(sample: Path, stack: bool) -> None:
     ds = xr.open_dataset(sample, stack=stack)
-    for other in (ds.copy(deep=True), copy.deepcopy(ds), pickle.loads(pickle.dumps(ds))):
-        assert other.encoding == ds.encoding
+    for copied in (ds.copy(deep=True), copy.deepcopy(ds), pickle.loads(pickle.dumps(ds))):
+        assert copied.encoding == ds.encoding
         for name, variable in ds.variables.items():
-            assert other.variables[name].encoding.keys() == variable.encoding.keys()
+            assert copied.variables[name].encoding.keys() == variable.encoding.keys()
 
 
 # --- what xarray can write as it is --------------------------------------------------------------

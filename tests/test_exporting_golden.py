@@ -46,21 +46,21 @@ def opened(path: Path) -> Iterator[tuple[str, Any, dict[str, xr.Dataset]]]:
     Yields the way, what is open, and its Datasets by path, computed.
     """
     before: list[Any] = []
-    for way, options in WAYS.items():
+    for opening, options in WAYS.items():
         ds = xr.open_dataset(path, **options)
         kinds = kinds_of(ds)
         if kinds in before:
             continue
         before.append(kinds)
-        left, computed = with_values(few(ds))
-        yield way, left, {"/": computed}
+        lazy, computed = with_values(few(ds))
+        yield opening, lazy, {"/": computed}
     tree = xr.open_datatree(path, stack=True)
     if not tree.children and kinds_of(tree.dataset) in before:
         return
     values = {}
     for node in tree.subtree:
-        left, values[node.path] = with_values(few(node.to_dataset(inherit=False)))
-        node.dataset = left
+        lazy, values[node.path] = with_values(few(node.to_dataset(inherit=False)))
+        node.dataset = lazy
     yield "tree", tree, values
 
 
@@ -77,9 +77,9 @@ def few(ds: xr.Dataset) -> xr.Dataset:
     count: Counter[Any] = Counter()
     surplus = []
     for name, kind in kinds_of(ds).items():
-        alike = kind, frozenset(ds.variables[name].attrs)
-        count[alike] += 1
-        if count[alike] > ALIKE:
+        group = kind, frozenset(ds.variables[name].attrs)
+        count[group] += 1
+        if count[group] > ALIKE:
             surplus.append(name)
     return ds.drop_vars(surplus)
 
@@ -124,12 +124,12 @@ def datasets(obj: Any) -> dict[str, xr.Dataset]:
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_golden_files(path: Path, tmp_path: Path) -> None:
-    for way, obj, before in opened(path):
+    for opening, obj, before in opened(path):
         plain, changes = made_plain(obj)
         assert len(changes) <= 1
         computed = plain.compute()
         exported = datasets(computed)
-        if not changes and way in DIRECTLY:
+        if not changes and opening in DIRECTLY:
             # Then nothing is in the way of xarray either, and what is open is written.
             for at, ds in exported.items():
                 assert_same(ds, before[at])
@@ -137,7 +137,7 @@ def test_golden_files(path: Path, tmp_path: Path) -> None:
         for writer in WRITERS:
             # One of those of netCDF gets what is in memory.
             to_write = computed if writer == "h5netcdf" else plain
-            again = datasets(written(to_write, tmp_path / f"{way}.{writer}", writer))
+            again = datasets(written(to_write, tmp_path / f"{opening}.{writer}", writer))
             assert_told(again, exported, before)
 
 

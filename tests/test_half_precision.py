@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_moments_are_those_of_the_numbers(path: Path) -> None:
     w = xr.open_dataset(path)["w"]
-    assert {each.dtype.name for each in (w, w.data, w.data._meta)} == {"float32"}
+    assert {array.dtype.name for array in (w, w.data, w.data._meta)} == {"float32"}
     wide = VALUES.astype(np.float64)
     np.testing.assert_allclose([w.mean(), w.std(), w.sum()], [f(wide) for f in MOMENTS], rtol=1e-5)
     assert w.encoding["stored_dtype"] == np.float16
@@ -69,8 +69,8 @@ def test_statistics_are_those_of_the_stored_elements(path: Path) -> None:
 
 
 def test_compared_with_another_type_of_16_bits(path: Path) -> None:
-    other = path.with_name("other.zt")
-    xckpt.save(xr.Dataset({"w": (("i", "j"), VALUES.astype(ml_dtypes.bfloat16))}), other)
-    differences = xckpt.compare(xr.open_dataset(path)[["w"]], other)["w"]
+    bfloat_path = path.with_name("other.zt")
+    xckpt.save(xr.Dataset({"w": (("i", "j"), VALUES.astype(ml_dtypes.bfloat16))}), bfloat_path)
+    differences = xckpt.compare(xr.open_dataset(path)[["w"]], bfloat_path)["w"]
     expected = np.abs(VALUES.astype("f8") - VALUES.astype(ml_dtypes.bfloat16).astype("f8")).max()
     assert differences.sel(statistic="max_abs").item() == expected

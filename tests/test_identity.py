@@ -48,8 +48,8 @@ def test_names_without_an_id() -> None:
 
 
 @given(st.text(st.characters()), st.text(st.characters()), st.integers(0, 2**128 - 1))
-def test_every_name_has_a_stable_id(name: str, other: str, namespace: int) -> None:
-    assert (stable_id(namespace, name) == stable_id(namespace, other)) == (name == other)
+def test_every_name_has_a_stable_id(name: str, other_name: str, namespace: int) -> None:
+    assert (stable_id(namespace, name) == stable_id(namespace, other_name)) == (name == other_name)
     assert stable_id(namespace, name) != stable_id(namespace ^ 1, name)
     assert stable_id(1, "\ud800") != stable_id(1, "?")
 

@@ -54,9 +54,9 @@ print(json.dumps(found))
 """
 
 
-def all_of(dtypes: Iterable[str], **of: Any) -> list[WantedTensor]:
+def all_of(dtypes: Iterable[str], **fields: Any) -> list[WantedTensor]:
     return [
-        dense(f"{dtype}/{'x'.join(map(str, shape))}", dtype, shape, **of)
+        dense(f"{dtype}/{'x'.join(map(str, shape))}", dtype, shape, **fields)
         for dtype in dtypes
         for shape in SHAPES
     ]
@@ -107,12 +107,12 @@ def with_indices(index: Draft, data: dict[tuple[str, str], bytes]) -> None:
 def test_the_maintained_reader_reads_version_2(
     tmp_path: Path, encoding: str | None, alignment: int | None
 ) -> None:
-    made = [
+    tensors = [
         *all_of(ours.can.types, compression=encoding),
         *sparse("uint32"),
         dense("Ünïcode 名", algorithm="sha256", dims=("a", None), attrs={"k": [1, None, 0.5]}),
     ]
-    index = draft_of(*made, epoch=3, note="ünï", nested={"κ": [1.5, True]})
+    index = draft_of(*tensors, epoch=3, note="ünï", nested={"κ": [1.5, True]})
     data = contents(index)
     with_indices(index, data)
     path = tmp_path / "m.zt"
@@ -217,7 +217,7 @@ def read_old(release: Path, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "of",
+    "fields",
     [
         {},
         {"compression": "zstd"},
@@ -227,14 +227,14 @@ def read_old(release: Path, path: str) -> dict[str, Any]:
     ids=str,
 )
 def test_the_release_of_version_1_reads_it(
-    tmp_path: Path, old_release: Path, of: dict[str, Any]
+    tmp_path: Path, old_release: Path, fields: dict[str, Any]
 ) -> None:
-    made = [
-        *all_of(LONG, **of),
+    tensors = [
+        *all_of(LONG, **fields),
         *sparse("uint64"),
         dense("Ünïcode 名", dims=("a", None), attrs={"k": [1, None, 0.5]}),
     ]
-    index = draft_of(*made, license="MIT")
+    index = draft_of(*tensors, license="MIT")
     data = contents(index)
     with_indices(index, data)
     path = tmp_path / "m.zt"

@@ -49,12 +49,12 @@ class TestOneDimension:
     def test_members_are_at_their_places_and_all_else_is_nan(self) -> None:
         ds = joined()
         for layer in range(LAYERS):
-            found = ds.sel(layers=layer)
+            selected = ds.sel(layers=layer)
             w = ARRAYS.get(f"layers.{layer}.mlp.w", np.full((4, 6), np.nan))
-            np.testing.assert_array_equal(found["layers.mlp.w"], w)
+            np.testing.assert_array_equal(selected["layers.mlp.w"], w)
             for e in range(EXPERTS):
                 w = ARRAYS.get(f"layers.{layer}.experts.{e}.w", np.full((4, 5), np.nan))
-                np.testing.assert_array_equal(found["layers.experts.w"].sel(experts=e), w)
+                np.testing.assert_array_equal(selected["layers.experts.w"].sel(experts=e), w)
         np.testing.assert_array_equal(
             ds["layers.mlp.w"].mean(("d4", "d6")).isnull(), np.arange(LAYERS) >= DENSE
         )
@@ -107,15 +107,15 @@ class TestOneDimension:
         arrays: dict[str, Any] = {f"h.{i}.w": (("x", "y"), coo) for i in (1, 2)}
         arrays |= {f"h.{i}.n": ("x", np.zeros(3)) for i in range(3)}
         ds = xr.Dataset(arrays)
-        for each in (ds, ds.chunk()):
-            assert each.ckpt.stack(join="outer")["h.w"].dims == ("h_1", "x", "y")
+        for dataset in (ds, ds.chunk()):
+            assert dataset.ckpt.stack(join="outer")["h.w"].dims == ("h_1", "x", "y")
 
     def test_attributes_that_differ(self) -> None:
         attrs = {"unit": "m", "id": "a", "scale": 0.5, "number": 3}
         arrays: dict[str, Any] = {f"h.{i}.n": ("x", np.zeros(2)) for i in range(3)}
         for i in (1, 2):
-            own = {"id": f"a{i}", "scale": i / 2, "number": i}
-            arrays[f"h.{i}.w"] = ("x", np.zeros(2), attrs | own)
+            differing = {"id": f"a{i}", "scale": i / 2, "number": i}
+            arrays[f"h.{i}.w"] = ("x", np.zeros(2), attrs | differing)
         ds = xr.Dataset(arrays)
         stacked = ds.ckpt.stack(join="outer")
         assert stacked["h.w"].attrs == {"unit": "m"}
@@ -146,13 +146,13 @@ class TestNothingIsReadForWhatIsAbsent:
         source.reads.clear()
         ds = make_dataset(source, index, OpenOptions(stack=True, join="outer"))
         assert not source.reads
-        name, top, of = ("h.e.w", "h", "e")
+        name, top, inner = ("h.e.w", "h", "e")
         if arrays is ARRAYS:
-            name, top, of = ("layers.experts.w", "layers", "experts")
+            name, top, inner = ("layers.experts.w", "layers", "experts")
         assert ds[name].isel({top: 0}).isnull().all().compute()
         assert not source.reads
-        one = ds[name].isel({top: -1, of: 1}).compute()
-        assert source.nbytes_read == one.nbytes
+        member = ds[name].isel({top: -1, inner: 1}).compute()
+        assert source.nbytes_read == member.nbytes
         source.reads.clear()
         ds.compute()
         assert source.nbytes_read == sum(array.nbytes for array in arrays.values())
@@ -178,7 +178,7 @@ class TestStatistics:
         elif form == "computed":
             obj, flat = obj * 2, flat * 2
         stats = obj.ckpt.stats()
-        table, expected = (each.ckpt.table() for each in (stats, flat.ckpt.stats()))
+        table, expected = (statistics.ckpt.table() for statistics in (stats, flat.ckpt.stats()))
         assert table.sort_index().equals(expected.sort_index())
         assert obj.ckpt.findings().empty
         counts = obj.ckpt.histogram(7)
@@ -210,10 +210,10 @@ class TestStatistics:
         for call in ("stats", "histogram", "spectrum"):
             first, again = (getattr(ds.ckpt, call)() for ds in (flat, stacked))
             names, rows = tensor_rows(first)
-            found = dict(zip(*tensor_rows(again), strict=True))
-            assert found.keys() == set(names)
+            cached = dict(zip(*tensor_rows(again), strict=True))
+            assert cached.keys() == set(names)
             for name, row in zip(names, rows, strict=True):
-                np.testing.assert_array_equal(found[name], row)
+                np.testing.assert_array_equal(cached[name], row)
 
     def test_nan_of_the_file_is_counted(self) -> None:
         arrays = {name: array.copy() for name, array in ARRAYS.items()}
@@ -227,8 +227,8 @@ class TestStatistics:
         changed["layers.2.experts.0.w"] += 1
         del changed["layers.1.mlp.w"]
         exact = xr.open_dataset(zt(changed), engine="ztensor", stack=True)
-        for other in (exact, joined(changed)):
-            table = joined().ckpt.compare(other).ckpt.table()
+        for second in (exact, joined(changed)):
+            table = joined().ckpt.compare(second).ckpt.table()
             assert len(table) == len(ARRAYS)
             status = table["status"].astype(str)
             assert status[status != "same"].to_dict() == {
@@ -241,8 +241,8 @@ class TestStatistics:
         ds = joined()
         spectrum = xckpt.spectrum(ds, progress=False, values=values)
         name = "layers.experts.w"
-        one = xckpt.spectrum(ds.ckpt["layers.3.experts.1.w"], progress=False, values=values)
-        (expected,) = one.values()
+        member = xckpt.spectrum(ds.ckpt["layers.3.experts.1.w"], progress=False, values=values)
+        (expected,) = member.values()
         at = spectrum[name].sel(layers=3, experts=1)
         np.testing.assert_array_equal(at.to_numpy(), expected.to_numpy())
         assert spectrum[name].sel(layers=0).isnull().all()
@@ -324,7 +324,7 @@ class TestAllElse:
         tensors = OpenTensors(joined())
         names = [row.name for row in tensors.rows]
         results = compute(tensors, names, lambda *_: None)
-        assert {name: each["count"] for name, each in results.statistics.items()} == {
+        assert {name: statistics["count"] for name, statistics in results.statistics.items()} == {
             name: array.size for name, array in ARRAYS.items()
         }
 
@@ -340,8 +340,8 @@ class TestWhichNumbersThereAre:
         dims: list[str | None] = ["layers", "layers_1", "layers_2"]
         if join != "exact":
             dims = [join and "layers"] * 3
-        found = number_sets(ds)
-        assert found == [
+        sets = number_sets(ds)
+        assert sets == [
             NumberSet("layers", (0, 1, 2, 3), dims[0], (self.NORM,)),
             NumberSet("layers", (0, 1), dims[1], (self.DENSE_,)),
             NumberSet("layers", (2, 3), dims[2], (self.MOE,)),
@@ -349,12 +349,12 @@ class TestWhichNumbersThereAre:
         ]
         table = ds.ckpt.modules()
         assert table["numbers"].tolist() == ["{0..3}", "{0,1}", "{2,3}", "{0..2}"]
-        assert table["dim"].tolist() == [each.dim or "" for each in found]
+        assert table["dim"].tolist() == [layers.dim or "" for layers in sets]
 
     def test_numbers_of_a_part_and_of_a_tree(self) -> None:
         ds = xr.open_dataset(zt(ARRAYS), engine="ztensor", stack="experts")
         selected = number_sets(ds.ckpt.sel(layers=[1, 2]))
-        assert {(each.module, each.numbers) for each in selected} == {
+        assert {(layers.module, layers.numbers) for layers in selected} == {
             ("layers", (1, 2)),
             ("layers", (1,)),
             ("layers", (2,)),

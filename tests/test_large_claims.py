@@ -75,7 +75,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Count blocks of stored elements; nothing may be selected of a sparse tensor."""
-    seen: list[Any] = []
+    decoded: list[Any] = []
 
     def refused(*_: Any) -> None:
         raise AssertionError("a selection was made")
@@ -85,12 +85,12 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
         def counted(self: Any, real: Any = kind.blocks) -> Iterator[Any]:
             for block in real(self):
-                seen.append(block)
+                decoded.append(block)
                 yield block
 
         monkeypatch.setattr(kind, "blocks", counted)
     with dask.config.set({"xckpt.memory-limit": "1 MiB", "scheduler": "sync"}):
-        yield seen
+        yield decoded
 
 
 def test_verifying_looks_once_at_what_is_stored(path: Path, blocks: list[Any]) -> None:
@@ -126,10 +126,10 @@ def test_statistics_read_what_is_stored(path: Path, blocks: list[Any]) -> None:
 
 
 def test_comparing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
-    other = path.with_name("n.zt")
-    xckpt.convert(path, other)
+    second = path.with_name("n.zt")
+    xckpt.convert(path, second)
     blocks.clear()
-    comparison = xckpt.compare(path, other, progress=False, cache=False)["t"]
+    comparison = xckpt.compare(path, second, progress=False, cache=False)["t"]
     assert comparison.sel(statistic="status") == 0
     assert len(blocks) <= 2
 
@@ -177,8 +177,8 @@ def test_a_dense_copy_is_refused(path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("blocks")
 def test_complex_numbers(tmp_path: Path) -> None:
-    path, other = tmp_path / "m.zt", tmp_path / "n.zt"
-    for target, number in ((path, 3 + 4j), (other, 3 + 5j)):
+    path, second = tmp_path / "m.zt", tmp_path / "n.zt"
+    for target, number in ((path, 3 + 4j), (second, 3 + 5j)):
         parts = {
             "values": stored(np.array([number], "<c8").tobytes(), dtype="f32", type="complex64"),
             "coords": stored(np.array([5, 7], "<u4").tobytes(), dtype="u32"),
@@ -189,7 +189,7 @@ def test_complex_numbers(tmp_path: Path) -> None:
     result = xckpt.stats(path, progress=False, cache=False)["t"]
     assert result.sel(statistic="absmax") == 5
     assert result.sel(statistic="zero") == (1 << 60) - 1
-    result = xckpt.compare(path, other, progress=False, cache=False)["t"]
+    result = xckpt.compare(path, second, progress=False, cache=False)["t"]
     assert result.sel(statistic="max_abs") == 1
     assert result.sel(statistic="rel_l2") == pytest.approx(1 / 5)
 
@@ -266,10 +266,10 @@ def test_streams_need_no_room_for_all_of_what_they_decode_to(kind: str, tmp_path
 def test_all_of_what_they_decode_to_has_a_limit(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.zt"
     path.write_bytes(compressed(kind))
-    named = r"m\.zt: tensor 't': .*\d+ bytes \(.* MiB\) of memory .*16\.00 MiB is the limit"
+    message = r"m\.zt: tensor 't': .*\d+ bytes \(.* MiB\) of memory .*16\.00 MiB is the limit"
     with dask.config.set({"xckpt.memory-limit": "16 MiB"}):
         for variable in xr.open_dataset(path, engine="ztensor").variables.values():
-            with pytest.raises(xckpt.TooLargeError, match=named):
+            with pytest.raises(xckpt.TooLargeError, match=message):
                 variable.values  # noqa: B018
             # The end of a stream costs its beginning, but no memory.
             assert not variable[-5:].values.any()
@@ -335,11 +335,11 @@ def view(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_broadcast_tensor_of_terabytes_is_refused(view: Path, way: str) -> None:
+@pytest.mark.parametrize("operation", WAYS)
+def test_a_broadcast_tensor_of_terabytes_is_refused(view: Path, operation: str) -> None:
     refusal = r"'w'.*xckpt\.\w+-limit|File too large"
     with pytest.raises((xckpt.TooLargeError, OSError), match=refusal):
-        WAYS[way](view)
+        WAYS[operation](view)
     assert [path.name for path in view.parent.iterdir()] == ["m.pt"]
 
 

@@ -99,19 +99,19 @@ def test_it_is_described_as_a_dataset(mapping: Any) -> None:
 
 
 def test_every_function_takes_it(tmp_path: Path) -> None:
-    other = {**ARRAYS, "embed": ARRAYS["embed"] + 1}
+    changed = {**ARRAYS, "embed": ARRAYS["embed"] + 1}
     path = tmp_path / "m.npz"
     xckpt.save(ARRAYS, path)
     assert set(xckpt.compare(ARRAYS, path).ckpt.table()["status"]) == {"same"}
-    assert list(xckpt.compare(path, other).ckpt.table()["status"]) == ["changed", "same", "same"]
+    assert list(xckpt.compare(path, changed).ckpt.table()["status"]) == ["changed", "same", "same"]
     assert xckpt.histogram(ARRAYS).identical(xckpt.histogram(DS))
-    assert xckpt.spectrum(ARRAYS, minus=other).identical(xckpt.spectrum(DS, minus=other))
+    assert xckpt.spectrum(ARRAYS, minus=changed).identical(xckpt.spectrum(DS, minus=changed))
     assert xckpt.findings(ARRAYS).equals(xckpt.findings(DS))
     assert xckpt.manifest(ARRAYS) == xckpt.manifest(path) == xckpt.manifest(DS)
     xckpt.save(ARRAYS, tmp_path / "m.zt")
     xckpt.append({"new": np.ones(3)}, tmp_path / "m.zt")
     assert set(xckpt.read_index(tmp_path / "m.zt")) == {*ARRAYS, "new"}
-    DS.ckpt.report(tmp_path / "other.md", other)
+    DS.ckpt.report(tmp_path / "other.md", changed)
     assert "embed" in (tmp_path / "other.md").read_text()
 
 

@@ -63,8 +63,8 @@ def test_it_runs(path: Path, folder: Path, kernel: Any) -> None:
 
     notebook = read(path)
     notebook.cells.insert(0, importlib.import_module("nbformat").v4.new_code_cell(_ANEW))
-    where = {"metadata": {"path": str(folder)}}
-    client: Any = NotebookClient(notebook, timeout=_LONGEST_SECONDS, km=kernel, resources=where)
+    resources = {"metadata": {"path": str(folder)}}
+    client: Any = NotebookClient(notebook, timeout=_LONGEST_SECONDS, km=kernel, resources=resources)
     start = time.monotonic()
     try:
         client.execute()
@@ -73,8 +73,8 @@ def test_it_runs(path: Path, folder: Path, kernel: Any) -> None:
     assert time.monotonic() - start < _LONGEST_SECONDS
     assert not list(folder.iterdir())
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    said = [output.text for output in outputs if output.get("name") == "stderr"]
-    assert not said
+    messages = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert not messages
     assert any("image/png" in output.get("data", ()) for output in outputs)
 
 
@@ -89,9 +89,9 @@ def test_it_is_stored_without_outputs(path: Path) -> None:
 def test_it_begins_with_a_title_and_a_question(path: Path) -> None:
     first = read(path).cells[0]
     assert first.cell_type == "markdown"
-    title, *rest = first.source.splitlines()
+    title, *lines = first.source.splitlines()
     assert title.startswith("# ")
-    assert "?" in "".join(rest)
+    assert "?" in "".join(lines)
 
 
 def test_the_readme_lists_them_all() -> None:

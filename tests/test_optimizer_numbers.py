@@ -66,10 +66,10 @@ class Saved:
         }
         written = []
         for at, group in enumerate(groups):
-            about = {"lr": number(1), "params": listed(*map(number, group))}
+            entry = {"lr": number(1), "params": listed(*map(number, group))}
             if names:
-                about["param_names"] = listed(*map(text, names[at]))
-            written.append(torch_files.mapping(about))
+                entry["param_names"] = listed(*map(text, names[at]))
+            written.append(torch_files.mapping(entry))
         value = {"state": by_number(state), "param_groups": listed(*written)}
         return torch_files.mapping(value)
 
@@ -115,8 +115,8 @@ def test_parameters_are_counted_in_the_order_of_the_model() -> None:
 
 def test_groups_of_other_shapes_are_told_apart() -> None:
     decayed = [name for name in TRAINED if len(NET[name]) > 1]
-    others = [name for name in TRAINED if len(NET[name]) < 2]
-    order = [*decayed, *others]
+    undecayed = [name for name in TRAINED if len(NET[name]) < 2]
+    order = [*decayed, *undecayed]
     groups = [range(len(decayed)), range(len(decayed), len(order))]
     joined = xckpt.join_optimizer(model(), state([NET[name] for name in order], groups))
     assert numbers(joined) == {name: at for at, name in enumerate(order)}
@@ -255,9 +255,9 @@ def test_a_whole_training_in_one_file(*, split: bool) -> None:
 def test_adafactor_keeps_rows_and_columns() -> None:
     saved = Saved()
     fields = {"exp_avg_sq_row": (4,), "exp_avg_sq_col": (2,), "RMS": ()}
-    kept = torch_files.mapping({f: saved.array(shape, 3) for f, shape in fields.items()})
+    state = torch_files.mapping({f: saved.array(shape, 3) for f, shape in fields.items()})
     group = torch_files.mapping({"params": listed(number(0))})
-    value = {"state": by_number({0: kept}), "param_groups": listed(group)}
+    value = {"state": by_number({0: state}), "param_groups": listed(group)}
     joined = xckpt.join_optimizer(
         model({"a.weight": (2, 4), "b.weight": (4, 2), "b.bias": (4,)}),
         saved.opened(torch_files.mapping(value)),
@@ -323,14 +323,14 @@ def test_state_that_no_group_lists() -> None:
 
 def test_state_of_one_parameter_in_two_shapes() -> None:
     saved = Saved()
-    kept = {"exp_avg": saved.array((4,), 0), "exp_avg_sq": saved.array((2,), 0)}
-    value = {"state": by_number({0: torch_files.mapping(kept)})}
+    state = {"exp_avg": saved.array((4,), 0), "exp_avg_sq": saved.array((2,), 0)}
+    value = {"state": by_number({0: torch_files.mapping(state)})}
     value["param_groups"] = listed(torch_files.mapping({"params": listed(number(0))}))
     optimizer = saved.opened(torch_files.mapping(value))
     refused(NET, optimizer, r"'state.0.exp_avg' and others of parameter 0 have several shapes")
 
 
 def test_an_order_for_an_optimizer_that_has_names() -> None:
-    named = xr.Dataset({"fc.bias.exp_avg": ("x", np.zeros(2))})
+    optimizer = xr.Dataset({"fc.bias.exp_avg": ("x", np.zeros(2))})
     with pytest.raises(ValueError, match="numbers its parameters"):
-        xckpt.join_optimizer(model(), named, parameters=["fc.bias"])
+        xckpt.join_optimizer(model(), optimizer, parameters=["fc.bias"])

@@ -157,11 +157,11 @@ def test_parts_belong_to_one_parameter(tmp_path: Path) -> None:
 def test_two_optimizers_may_be_joined(
     tmp_path: Path, model: xr.Dataset, optimizer: xr.Dataset
 ) -> None:
-    other = opened(tmp_path, "other", {"7.average": dense(BIAS, param_id=7)})
-    joined = xckpt.join_optimizer(xckpt.join_optimizer(model, optimizer), other)
+    second = opened(tmp_path, "other", {"7.average": dense(BIAS, param_id=7)})
+    joined = xckpt.join_optimizer(xckpt.join_optimizer(model, optimizer), second)
     assert len(joined.variables) == 3 + 5 + 1
     assert joined.variables["fc.bias:average"].dims == ("out",)
-    again = xckpt.join_optimizer(joined, other)
+    again = xckpt.join_optimizer(joined, second)
     assert "fc.bias:average:" in again.variables
 
 
@@ -169,7 +169,7 @@ def test_files_that_do_not_belong_together(
     tmp_path: Path, model: xr.Dataset, optimizer: xr.Dataset
 ) -> None:
     unmarked = opened(tmp_path, "unmarked", {"w": dense(BIAS)})
-    other = opened(tmp_path, "other", {"9.m": dense(BIAS, param_id=9)})
+    unrelated = opened(tmp_path, "other", {"9.m": dense(BIAS, param_id=9)})
     with pytest.raises(ValueError, match="no parameters with the attribute 'param_id'"):
         xckpt.join_optimizer(unmarked, optimizer)
     with pytest.raises(ValueError, match="no parameters with the attribute 'param_id'"):
@@ -177,7 +177,7 @@ def test_files_that_do_not_belong_together(
     with pytest.raises(ValueError, match="no variables with names of the form"):
         xckpt.join_optimizer(model, unmarked)
     with pytest.raises(ValueError, match=r"'9.m' is in the optimizer, 7 in the model"):
-        xckpt.join_optimizer(model, other)
+        xckpt.join_optimizer(model, unrelated)
 
 
 FIELDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")

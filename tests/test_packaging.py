@@ -202,8 +202,8 @@ def roots(modules: dict[str, float]) -> set[str]:
 
 def test_importing_costs_next_to_nothing() -> None:
     def shares() -> tuple[float, float]:
-        found = import_times("import xarray, xarray.backends; import xckpt, xckpt.backend")
-        return found["xckpt"] / found["xarray"], found["xckpt.backend"] / found["xarray"]
+        seconds = import_times("import xarray, xarray.backends; import xckpt, xckpt.backend")
+        return seconds["xckpt"] / seconds["xarray"], seconds["xckpt.backend"] / seconds["xarray"]
 
     # A busy machine is asked again.
     assert any(max(shares()) < 0.05 for _ in range(3))

@@ -49,12 +49,12 @@ class TestPausedCollector:
     def test_few_objects_stay_young(self) -> None:
         with paused_collector():
             lists: list[list[int]] = [[] for _ in range(1000)]
-        assert not any(each is lists for each in gc.get_objects(generation=2))
+        assert not any(obj is lists for obj in gc.get_objects(generation=2))
 
     def test_frozen_objects_stay_frozen(self) -> None:
-        kept: list[int] = []
+        frozen: list[int] = []
         gc.freeze()
         with paused_collector():
             lists: list[list[int]] = [[] for _ in range(150_000)]
         assert lists
-        assert not any(each is kept for each in gc.get_objects())  # what is frozen is left out
+        assert not any(obj is frozen for obj in gc.get_objects())  # what is frozen is left out

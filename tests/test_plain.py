@@ -179,8 +179,8 @@ def test_values_of_attributes(tmp_path: Path, writer: str) -> None:
     plain, _ = made_plain(ds)
     reopened = written(plain, tmp_path / "m", writer)
     for got in (reopened.attrs, reopened["w"].attrs):
-        back, said = told(got)
-        assert said == {}
+        back, conventions = told(got)
+        assert conventions == {}
         assert back.keys() == attrs.keys()
         for name, value in attrs.items():
             assert same(back[name], value), value

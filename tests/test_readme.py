@@ -46,11 +46,11 @@ def test_the_session_shows_what_it_says(shown: dict[str, Any]) -> None:
     assert "{0..2}" in repr(shown["ds.ckpt"])
     assert shown["w[42].values"].shape == (64,)
     assert shown["w.std().compute()"].item() == pytest.approx(0.02, rel=0.1)
-    some, named, stored, sparse, remote = (
+    selected, with_axes, stored, sparse, remote = (
         value for source, value in shown.items() if source.startswith("xckpt.open(")
     )
-    assert len(some.variables) == 3
-    assert {"out", "in"} <= set(named.dims)
+    assert len(selected.variables) == 3
+    assert {"out", "in"} <= set(with_axes.dims)
     assert stored["lm_head.weight"].dtype == "float16"
     assert "lm_head.delta:coords" in stored.variables
     assert type(sparse["lm_head.delta"].data._meta).__name__ == "COO"

@@ -186,8 +186,8 @@ class TestOfTwo:
     @pytest.mark.parametrize("explain", [True, False])
     def test_says_why(self, explain: bool, model: xr.Dataset, report: Callable[..., str]) -> None:
         norm = "model.norm.weight"
-        other = model.assign({norm: model[norm] + 1}).rename({"lm_head.weight": "output"})
-        text = report(model, other, suffix=".md", names="auto", explain=explain)
+        changed = model.assign({norm: model[norm] + 1}).rename({"lm_head.weight": "output"})
+        text = report(model, changed, suffix=".md", names="auto", explain=explain)
         assert ("## Causes" in text) == explain
         row = f"| `{norm}` | changed | {'changed | offset | b is a + 1 | ' if explain else ''}"
         assert row in re.sub(r"` \| `.*?` \| ", "` | ", text)
@@ -200,8 +200,8 @@ class TestOfTwo:
     def test_report_on_unrelated_checkpoints(
         self, model: xr.Dataset, report: Callable[..., str]
     ) -> None:
-        other = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
-        text = report(model, other, suffix=".md")
+        unrelated = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
+        text = report(model, unrelated, suffix=".md")
         assert "1 only in the second." in text
 
     def test_report_on_a_path(
@@ -272,8 +272,8 @@ class TestTheFile:
         ds = xr.open_dataset(tmp_path / "a.safetensors", engine="safetensors")
         for suffix in (".html", ".md"):
             assert len(report(ds, suffix=suffix).encode()) < 250_000
-            other = tmp_path / "b.safetensors"
-            assert len(report(ds, other, suffix=suffix, explain=False).encode()) < 250_000
+            second = tmp_path / "b.safetensors"
+            assert len(report(ds, second, suffix=suffix, explain=False).encode()) < 250_000
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

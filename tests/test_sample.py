@@ -192,8 +192,8 @@ def test_spread_grows_with_depth(container: Container) -> None:
 
 def test_one_tensor_has_nans(container: Container) -> None:
     names = [n for n, t in container.tensors.items() if t["format"] == "dense"]
-    found = {n: int(np.isnan(container.float64(n)).sum()) for n in names}
-    assert {n: c for n, c in found.items() if c} == {"model.layers.2.mlp.up_proj.weight": 7}
+    counts = {n: int(np.isnan(container.float64(n)).sum()) for n in names}
+    assert {n: c for n, c in counts.items() if c} == {"model.layers.2.mlp.up_proj.weight": 7}
 
 
 def test_one_bias_is_zero(container: Container) -> None:
@@ -214,9 +214,9 @@ def test_one_column_of_a_gate_has_outliers(container: Container) -> None:
 
 def test_equal_arguments_give_equal_bytes(path: Path, tmp_path: Path) -> None:
     again = write_checkpoint(tmp_path / "again.zt", layers=LAYERS, width=WIDTH)
-    other = write_checkpoint(tmp_path / "other.zt", layers=LAYERS, width=WIDTH, seed=1)
+    other_seed = write_checkpoint(tmp_path / "other.zt", layers=LAYERS, width=WIDTH, seed=1)
     assert again.read_bytes() == path.read_bytes()
-    assert other.read_bytes() != path.read_bytes()
+    assert other_seed.read_bytes() != path.read_bytes()
 
 
 def test_a_failed_write_leaves_the_old_file(

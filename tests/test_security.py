@@ -55,11 +55,11 @@ LIMITS = {
 
 @pytest.mark.parametrize("row", LIMITS)
 def test_limits(row: str) -> None:
-    results = [stated for of, stated in ROWS.items() if of.startswith(row)]
+    results = [stated for module, stated in ROWS.items() if module.startswith(row)]
     assert len(results) == 1
     numbers = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", results[0])]
     code = [place.rpartition(".") for place in LIMITS[row].split()]
-    assert numbers == [getattr(import_module(f"xckpt.{of}"), name) for of, _, name in code]
+    assert numbers == [getattr(import_module(f"xckpt.{module}"), name) for module, _, name in code]
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,9 @@ def printed(*arguments: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("what", SHOWN)
-def test_names_are_escaped_wherever_they_are_shown(hostile: dict[str, Any], what: str) -> None:
-    text = SHOWN[what](hostile)
+@pytest.mark.parametrize("view", SHOWN)
+def test_names_are_escaped_wherever_they_are_shown(hostile: dict[str, Any], view: str) -> None:
+    text = SHOWN[view](hostile)
     assert not set(text) & {"\x1b", "\u202e", "\x07", "\r"}
 
 
@@ -128,5 +128,5 @@ def test_limits_of_servers() -> None:
     from xckpt.storage.requests import Limits
 
     timeout, read_timeout, retries = Limits()
-    (stated,) = [text for of, text in ROWS.items() if of.startswith("a server: ")]
+    (stated,) = [text for module, text in ROWS.items() if module.startswith("a server: ")]
     assert stated == f"{timeout:g}; {read_timeout:g}; {retries}"

@@ -213,13 +213,13 @@ def test_a_damaged_shard_is_like_a_missing_one(
     path = sharded(tmp_path)
     damaged = tmp_path / f"model-0000{position + 1}-of-00002.safetensors"
     parts: list[dict[str, Any]] = [A, B]
-    data, lost, there = damaged.read_bytes(), parts[position], parts[1 - position]
+    data, lost, intact = damaged.read_bytes(), parts[position], parts[1 - position]
     cut = {"empty": 0, "in the header": 20, "in the data": len(data) - 5, "other bytes": 0}[damage]
     damaged.write_bytes(b"PK and more" * 20 if damage == "other bytes" else data[:cut])
     with pytest.warns(CheckpointWarning, match=f"{damaged.name}' cannot be read, nor can"):
         ds = xr.open_dataset(path, engine=engine)
     assert set(ds.data_vars) == {*A, *B}
-    for name, values in there.items():
+    for name, values in intact.items():
         np.testing.assert_array_equal(ds[name], values)
     for name in lost:
         with pytest.raises(FormatError, match=damaged.name) as caught:
@@ -229,7 +229,7 @@ def test_a_damaged_shard_is_like_a_missing_one(
     for shown in (repr(ds.ckpt), ds.ckpt._repr_html_()):
         assert f"{len(lost)} tensors cannot be read" in shown
     with pytest.warns(CheckpointWarning, match="have no statistics"):
-        assert set(ds.ckpt.stats(cache=False).data_vars) == set(there)
+        assert set(ds.ckpt.stats(cache=False).data_vars) == set(intact)
     report = xckpt.verify(path)
     assert {finding.tensor for finding in report.findings if finding.tensor} == set(lost)
     assert not report.ok

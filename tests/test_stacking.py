@@ -89,12 +89,12 @@ def assert_same(actual: xr.Dataset, expected: xr.Dataset) -> None:
     assert list(actual.variables) == list(expected.variables)
     assert dict(actual.sizes) == dict(expected.sizes)
     for name, variable in expected.variables.items():
-        other = actual.variables[name]
-        assert other.dims == variable.dims
-        assert other.attrs == variable.attrs
-        assert other.encoding == variable.encoding
-        assert other.chunks == variable.chunks
-        assert other.data.name == variable.data.name
+        counterpart = actual.variables[name]
+        assert counterpart.dims == variable.dims
+        assert counterpart.attrs == variable.attrs
+        assert counterpart.encoding == variable.encoding
+        assert counterpart.chunks == variable.chunks
+        assert counterpart.data.name == variable.data.name
     assert actual.attrs == expected.attrs
     assert _told(actual) == _told(expected)
     xr.testing.assert_identical(actual, expected)
@@ -116,8 +116,8 @@ def test_layers_and_experts_are_dimensions() -> None:
     assert ds["layers.experts.w"].dims == ("layers_2", "experts", "d4", "d5")
     for dim, indices in {"layers": [0, 1, 2, 3], "layers_1": [0, 1], "layers_2": [2, 3]}.items():
         assert ds.indexes[dim].tolist() == indices
-    one = ds["layers.experts.w"].sel(layers_2=3, experts=1)
-    np.testing.assert_array_equal(one, arrays["layers.3.experts.1.w"])
+    member = ds["layers.experts.w"].sel(layers_2=3, experts=1)
+    np.testing.assert_array_equal(member, arrays["layers.3.experts.1.w"])
     np.testing.assert_array_equal(ds["layers.norm"].sel(layers=2), arrays["layers.2.norm"])
     assert isinstance(ds["layers.norm"].data, da.Array)
 
@@ -214,9 +214,11 @@ def test_names_of_axes_with_stacking() -> None:
     with pytest.raises(ValueError, match=r"ds.rename\(\{'layers_2': 'depth'\}\)"):
         xr.open_dataset(data, engine="ztensor", stack=True, dims=wrong)
     # Members whose axes have other names are no stack.
-    apart = xr.open_dataset(data, engine="ztensor", stack=True, dims={"layers.0.norm": ("one",)})
-    assert apart["layers.0.norm"].dims == ("one",)
-    assert apart["layers.norm"].shape == (LAYERS - 1, 4)
+    with_dims = xr.open_dataset(
+        data, engine="ztensor", stack=True, dims={"layers.0.norm": ("one",)}
+    )
+    assert with_dims["layers.0.norm"].dims == ("one",)
+    assert with_dims["layers.norm"].shape == (LAYERS - 1, 4)
 
 
 def test_dropping_tensors_and_stacks() -> None:
@@ -243,8 +245,8 @@ def test_opening_reads_nothing_and_a_member_reads_itself() -> None:
     arrays = moe()
     source, ds = counted(arrays, stack=True)
     assert not source.reads
-    one = ds["layers.experts.w"].sel(layers_2=3, experts=1).compute()
-    np.testing.assert_array_equal(one, arrays["layers.3.experts.1.w"])
+    member = ds["layers.experts.w"].sel(layers_2=3, experts=1).compute()
+    np.testing.assert_array_equal(member, arrays["layers.3.experts.1.w"])
     assert source.nbytes_read == arrays["layers.3.experts.1.w"].nbytes
     source.reads.clear()
     ds["layers.experts.w"].isel(layers_2=0, d4=1, d5=slice(2, 4)).compute()
@@ -344,13 +346,13 @@ def test_unstacking_a_tree_is_the_inverse(bag: dict[str, Any], modules: Any, joi
 def test_selections_unstack_to_what_they_have() -> None:
     arrays = moe()
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)
-    some = ds.sel(layers=[3, 0], layers_2=3, experts=[2]).ckpt.unstack()
-    left = {"embed", "layers.0.norm", "layers.3.norm", "layers.3.experts.2.w"}
-    left |= {name for name in arrays if name.endswith("mlp.w")}
-    assert list(some.variables) == [name for name in arrays if name in left]
-    for name in left:
-        np.testing.assert_array_equal(some[name], arrays[name])
-        assert some[name].encoding["tensor"] == name
+    unstacked = ds.sel(layers=[3, 0], layers_2=3, experts=[2]).ckpt.unstack()
+    expected = {"embed", "layers.0.norm", "layers.3.norm", "layers.3.experts.2.w"}
+    expected |= {name for name in arrays if name.endswith("mlp.w")}
+    assert list(unstacked.variables) == [name for name in arrays if name in expected]
+    for name in expected:
+        np.testing.assert_array_equal(unstacked[name], arrays[name])
+        assert unstacked[name].encoding["tensor"] == name
 
 
 def test_changes_survive_unstacking() -> None:
@@ -378,13 +380,13 @@ def test_variables_that_cannot_be_unstacked() -> None:
 def test_stacking_of_what_is_no_checkpoint() -> None:
     arrays = {f"h.{i}.w": ("x", np.arange(3.0) + i, {"unit": "m", "i": i}) for i in range(3)}
     ds = xr.Dataset({**arrays, "h.0.b": ("y", [1]), 7: ("y", [2])}, {"x": [1, 2, 3]})
-    for made in (ds, ds.chunk(), ds.chunk({"x": 2})):
-        stacked = made.ckpt.stack()
+    for dataset in (ds, ds.chunk(), ds.chunk({"x": 2})):
+        stacked = dataset.ckpt.stack()
         assert stacked["h.w"].dims == ("h", "x")
         assert stacked["h.w"].attrs == {"unit": "m"}
         assert stacked["h.w:i"].values.tolist() == [0, 1, 2]
-        assert stacked.chunks.keys() == made.chunks.keys() | ({"h"} if made.chunks else set())
-        xr.testing.assert_identical(stacked.ckpt.unstack(), made)
+        assert stacked.chunks.keys() == dataset.chunks.keys() | ({"h"} if dataset.chunks else set())
+        xr.testing.assert_identical(stacked.ckpt.unstack(), dataset)
 
 
 def test_other_engines_stay_lazy(tmp_path: Path) -> None:
@@ -430,9 +432,9 @@ def test_attributes_along_the_stack() -> None:
 
 def test_a_tensor_by_its_id_in_a_stack() -> None:
     arrays = {f"h.{i}.w": ("x", np.full(2, i), {"base_id": f"{i:032x}"}) for i in range(3)}
-    found = xr.Dataset(arrays).ckpt.stack().ckpt.by_base_id(2)
-    assert found.name == "h.2.w"
-    assert found.values.tolist() == [2, 2]
+    tensor = xr.Dataset(arrays).ckpt.stack().ckpt.by_base_id(2)
+    assert tensor.name == "h.2.w"
+    assert tensor.values.tolist() == [2, 2]
 
 
 def test_stable_ids_of_stacked_tensors() -> None:

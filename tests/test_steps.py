@@ -74,9 +74,9 @@ def test_layers_are_dimensions_after_the_steps(tmp_path: Path) -> None:
     lazy = experts.data.dask.lazy
     assert isinstance(lazy, StackedArray)
     assert lazy.grid == (3, 2, 3)
-    one = experts.sel(step=10, layers_2=3, experts=1)
-    np.testing.assert_array_equal(one, moe()["layers.3.experts.1.w"] + 10)
-    assert len(dict(one.data.dask)) == 1
+    member = experts.sel(step=10, layers_2=3, experts=1)
+    np.testing.assert_array_equal(member, moe()["layers.3.experts.1.w"] + 10)
+    assert len(dict(member.data.dask)) == 1
     only = opened(paths, stack="experts")
     assert only["layers.3.experts.w"].dims[:2] == ("step", "experts")
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(ds))["embed"], ds["embed"])

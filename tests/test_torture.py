@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 pytest.importorskip("resource", reason="limits are those of POSIX")
 
 
-def ran(seed: int, kept: Path, **options: Any) -> list[Tally]:
-    title, tallies = torture.part("tests.torture_part", seed, 0.2, kept=kept, **options)
+def ran(seed: int, folder: Path, **options: Any) -> list[Tally]:
+    title, tallies = torture.part("tests.torture_part", seed, 0.2, kept=folder, **options)
     assert title == torture_part.__doc__
     return tallies
 
@@ -37,8 +37,8 @@ def test_everything_random_follows_from_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_part_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    *found, last = ran(torture_part.ENDLESS, tmp_path, grace=0.5)
-    assert [tally.what for tally in found] == ["drawn"]
+    *finished, last = ran(torture_part.ENDLESS, tmp_path, grace=0.5)
+    assert [tally.what for tally in finished] == ["drawn"]
     assert (last.failures, last.said) == (1, "the part did not end in time")
 
 
@@ -82,7 +82,7 @@ def test_a_false_claim_is_a_failure(tmp_path: Path) -> None:
     assert not verdict.false
     assert not verdict.unnamed
     assert verdict.explained > 0.9 * verdict.undamaged
-    pair.damaged = {made.name for made in pair.b} - pair.damaged
+    pair.damaged = {tensor.name for tensor in pair.b} - pair.damaged
     assert explaining.judged(pair, tmp_path).false
 
 
@@ -96,17 +96,17 @@ SMALL = {
 @pytest.mark.parametrize("data", SMALL.values(), ids=SMALL)
 def test_files_are_changed_item_by_item(data: bytes) -> None:
     """Headers of every format are found and put back, and most changes are within them."""
-    found = frames(data)
-    assert found
-    for frame in found:
+    parsed = frames(data)
+    assert parsed
+    for frame in parsed:
         stream = frame.grammar.stream(frame.data)
         assert b"".join(stream.tokens) == frame.data
         assert len(stream.tokens) == len(stream.kinds)
         again = frames(frame.put(frame.data))
-        assert frame.data in [each.data for each in again]
-    assert max(len(frame.grammar.stream(frame.data).tokens) for frame in found) > 4
-    made, same = (Mutator(Random(1)) for _ in range(2))  # noqa: S311
-    changed = [made.mutated(data) for _ in range(50)]
+        assert frame.data in [item.data for item in again]
+    assert max(len(frame.grammar.stream(frame.data).tokens) for frame in parsed) > 4
+    mutator, same = (Mutator(Random(1)) for _ in range(2))  # noqa: S311
+    changed = [mutator.mutated(data) for _ in range(50)]
     assert changed == [same.mutated(data) for _ in range(50)]
     assert len(set(changed)) > 25
     refused = 0

@@ -44,8 +44,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def case(root: Path) -> Case:
     with dask.config.set(scheduler="sync"):
-        (found,) = cases(root, CASE)
-    return found
+        (matching,) = cases(root, CASE)
+    return matching
 
 
 class InPlace(Sink):
@@ -86,7 +86,7 @@ TROUBLES = [
 ]
 
 
-@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: " ".join(map(str, each)))
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: " ".join(map(str, trouble)))
 def test_trouble_happens_and_breaks_nothing(root: Path, case: Case, trouble: Trouble) -> None:
     assert writing._try(case, root, trouble)
 

@@ -52,12 +52,12 @@ def test_a_tree_is_the_one_that_xarray_makes_of_its_groups(
     assert type(tree) is xr.DataTree
     xr.testing.assert_identical(tree, expected)
     assert [node.path for node in tree.subtree] == [node.path for node in expected.subtree]
-    for node, other in zip(tree.subtree, expected.subtree, strict=True):
+    for node, expected_node in zip(tree.subtree, expected.subtree, strict=True):
         assert node.parent is None or node.parent.children[str(node.name)] is node
-        assert node.to_dataset().sizes == other.to_dataset().sizes
+        assert node.to_dataset().sizes == expected_node.to_dataset().sizes
         for name, variable in node.variables.items():
-            assert variable.encoding.keys() == other.variables[name].encoding.keys()
-            assert variable.chunks == other.variables[name].chunks
+            assert variable.encoding.keys() == expected_node.variables[name].encoding.keys()
+            assert variable.chunks == expected_node.variables[name].chunks
 
 
 def test_a_tree_can_be_changed_and_copied_like_any_other(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_modules_that_do_not_fit_together_are_refused_as_by_xarray() -> None:
     # A file cannot bring them: its names of axes are made to fit.
     from xckpt.upstream.xarray_trees import make_tree
 
-    one, two = (xr.Dataset({"w": ("y", np.ones(n))}, {"y": np.arange(n)}) for n in (2, 3))
-    for modules in ({"/": one, "/a": two}, {"/": one, "/w": xr.Dataset()}):
+    first, second = (xr.Dataset({"w": ("y", np.ones(n))}, {"y": np.arange(n)}) for n in (2, 3))
+    for modules in ({"/": first, "/a": second}, {"/": first, "/w": xr.Dataset()}):
         with pytest.raises((ValueError, KeyError)) as error:
             make_tree(modules)
         with pytest.raises(type(error.value)):
@@ -112,7 +112,7 @@ def test_a_tree_of_thousands_of_modules_opens_in_a_small_multiple_of_a_dataset(
     path = tmp_path / "moe.zt"
     write_ztensor(path, dict(mixture_of_experts(layers=6, experts=256)))
     flat, tree = least_seconds(
-        [partial(each, path, engine="ztensor") for each in (xr.open_dataset, xr.open_datatree)]
+        [partial(opener, path, engine="ztensor") for opener in (xr.open_dataset, xr.open_datatree)]
     )
     # About twice as long; by way of `DataTree.from_dict` it would be 20 times.
     assert tree < 4 * flat
@@ -122,8 +122,8 @@ def least_seconds(functions: list[Callable[[], Any]]) -> list[float]:
     """Return the least time of a processor that each takes; they are called by turns."""
     seconds = [[] for _ in functions]  # type: ignore[var-annotated]
     for _ in range(3):
-        for own, function in zip(seconds, functions, strict=True):
+        for times, function in zip(seconds, functions, strict=True):
             start = time.process_time()
             function()
-            own.append(time.process_time() - start)
-    return [min(own) for own in seconds]
+            times.append(time.process_time() - start)
+    return [min(times) for times in seconds]

@@ -135,7 +135,7 @@ def mlcp_checkpoint() -> bytes:
 
 def mlcp_metadata() -> bytes:
     shards = [[mlcp_files.tensor("w", VALUES)]]
-    infos = [each.entry(0) for each in shards[0]]
+    infos = [tensor.entry(0) for tensor in shards[0]]
     return json.dumps(mlcp_files.fields(shards, tensorInfos=infos)).encode()
 
 
@@ -182,8 +182,8 @@ def test_any_value_of_a_header_may_be_of_any_type(name: str, tmp_path: Path) -> 
         file = v1_file({tensor: dense_v1(DATA, [2, 3], "float32")})
         (tmp_path / f"{tensor}.zt").write_bytes(file)
     assert xckpt.read_index(path).tensors
-    for where, value in changed(header.value):
-        assert_takes(path, header.rebuilt, value, where)
+    for place, value in changed(header.value):
+        assert_takes(path, header.rebuilt, value, place)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_so_may_those_of_golden_files(golden_file: Path, tmp_path: Path) -> None
     # The same ones each time.
     choice = random.Random(golden_file.name)  # noqa: S311
     values = list(changed(header.value))
-    for where, value in choice.sample(values, min(_SAMPLED, len(values))):
-        assert_takes(tmp_path / golden_file.name, header.rebuilt, value, where)
+    for place, value in choice.sample(values, min(_SAMPLED, len(values))):
+        assert_takes(tmp_path / golden_file.name, header.rebuilt, value, place)
 
 
-def assert_takes(path: Path, rebuilt: Callable[[Any], bytes], value: Any, where: Any) -> None:
+def assert_takes(path: Path, rebuilt: Callable[[Any], bytes], value: Any, place: Any) -> None:
     try:
         data = rebuilt(value)
     except (TypeError, ValueError, OverflowError):
@@ -217,7 +217,7 @@ def assert_takes(path: Path, rebuilt: Callable[[Any], bytes], value: Any, where:
     try:
         _use(path)
     except Exception as error:
-        error.add_note(f"at {where}")
+        error.add_note(f"at {place}")
         raise
 
 

@@ -116,7 +116,7 @@ def test_unpacking_inverts_packing(bits: int, nbytes: int, random: Random) -> No
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("alias", "name"),
     [
         ("bf16", "bfloat16"),
         ("BF16", "bfloat16"),
@@ -140,8 +140,8 @@ def test_unpacking_inverts_packing(bits: int, nbytes: int, random: Random) -> No
         (bool, "bool"),
     ],
 )
-def test_types_are_known_by_the_names_that_others_use(told: Any, name: str) -> None:
-    assert element_type_of(told) == name
+def test_types_are_known_by_the_names_that_others_use(alias: Any, name: str) -> None:
+    assert element_type_of(alias) == name
 
 
 def test_a_type_that_nobody_knows() -> None:

@@ -99,18 +99,18 @@ def test_tasks_are_made_when_they_are_needed() -> None:
 
 
 def test_a_slice_makes_only_its_own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    computed = []
     original = TensorLayer.__getitem__
 
     def counted(layer: TensorLayer, key: Any) -> Any:
-        made.append(key)
+        computed.append(key)
         return original(layer, key)
 
     monkeypatch.setattr(TensorLayer, "__getitem__", counted)
     array = array_of(target=8)
     assert array.npartitions == 3000
     np.testing.assert_array_equal(array[3, 1, 10:12].compute(), VALUES[3, 1, 10:12])
-    assert len(made) < 10
+    assert len(computed) < 10
 
 
 def test_it_mixes_with_other_dask_arrays() -> None:
@@ -215,8 +215,8 @@ class TestComputedTogether:
         np.testing.assert_array_equal(full, VALUES)
         np.testing.assert_array_equal(part, VALUES[3])
         assert total == VALUES[:2].sum()
-        kept, row = dask.persist(array, array[5])
-        np.testing.assert_array_equal(kept.compute(), VALUES)
+        persisted, row = dask.persist(array, array[5])
+        np.testing.assert_array_equal(persisted.compute(), VALUES)
         np.testing.assert_array_equal(row.compute(), VALUES[5])
         (same,) = dask.optimize(array)
         np.testing.assert_array_equal(same.compute(), VALUES)

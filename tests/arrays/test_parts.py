@@ -40,11 +40,11 @@ def test_the_digest_of_a_raw_part_is_compared_where_wanted() -> None:
     assert info.value.offset == 8
 
 
-@pytest.mark.parametrize("how", ["read", "blocks"])
+@pytest.mark.parametrize("consumer", ["read", "blocks"])
 @pytest.mark.parametrize("encoding", ["zstd", "deflate"])
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_stored_bytes_with_a_digest_are_read_once(
-    encoding: str, how: str, is_damaged: bool
+    encoding: str, consumer: str, is_damaged: bool
 ) -> None:
     values = bytes(range(256)) * 8192
     encoder = encodings.new_encoder(encoding, len(values), level=3)
@@ -54,7 +54,7 @@ def test_stored_bytes_with_a_digest_are_read_once(
     part = Part("uint8", (len(values),), 0, len(stored), encoding=encoding, digest=digest)
     reader = PartReader(source, part)
     with pytest.raises(IntegrityError) if is_damaged else nullcontext():
-        if how == "read":
+        if consumer == "read":
             assert reader.read(0, len(values), len(values)) == values
         else:
             assert b"".join(reader.blocks(len(values), 1 << 16)) == values
@@ -72,11 +72,11 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_checks(
     checking, done = threading.Event(), threading.Event()
     checked, parent = digests.checked, os.getpid()
 
-    def slow(*of: Any) -> Any:
+    def slow(*args: Any) -> Any:
         if os.getpid() == parent:
             checking.set()
             done.wait(30)
-        return checked(*of)
+        return checked(*args)
 
     monkeypatch.setattr(digests, "checked", slow)
     thread = threading.Thread(target=reader.read, args=(0, len(data), len(data)))

@@ -83,9 +83,9 @@ def test_blocks_of_rows_equal_the_definition(
         block, code, bits, word_bits, axis, msb_first, None if stored_zeros else 3,
         scale_axes=scale_axes,
     )  # fmt: skip
-    where = tuple(np.indices(shape)[d] // block[d] for d in range(len(shape)))
-    zero = zeros[where] if stored_zeros else 3
-    expected = ((codes - zero) * scales[where]).astype(np.float32)
+    blocks = tuple(np.indices(shape)[d] // block[d] for d in range(len(shape)))
+    zero = zeros[blocks] if stored_zeros else 3
+    expected = ((codes - zero) * scales[blocks]).astype(np.float32)
     lazy = quantized(shape, scheme, parts)
     np.testing.assert_array_equal(lazy[...], expected)
     rows = data.draw(st.slices(shape[0]))

@@ -27,10 +27,18 @@ if TYPE_CHECKING:
 START = 3
 
 
-def array_in(path: Path, values: np.ndarray[Any, Any], order: Any = "C", **how: Any) -> DenseArray:
+def array_in(
+    path: Path, values: np.ndarray[Any, Any], order: Any = "C", **part_fields: Any
+) -> DenseArray:
     """Write values to a file, and make a lazy array of them."""
     path.write_bytes(bytes(START) + values.tobytes(order))
-    part = Part(how.pop("dtype", values.dtype.name), values.shape, START, values.nbytes, **how)
+    part = Part(
+        part_fields.pop("dtype", values.dtype.name),
+        values.shape,
+        START,
+        values.nbytes,
+        **part_fields,
+    )
     return DenseArray("t", PartReader(open_source(path), part), values.shape, order=order)
 
 
@@ -81,17 +89,17 @@ def test_groups_of_an_entry(length: int, data: st.DataObject, size: int) -> None
     )
     chosen = list(positions(entry, length))
     cut = [list(positions(group, length)) for group in groups(entry, length, size)]
-    assert [position for each in cut for position in each] == chosen
-    assert all(len(each) <= size for each in cut)
+    assert [position for part in cut for position in part] == chosen
+    assert all(len(part) <= size for part in cut)
 
 
 def test_axes_that_are_read_one_by_one() -> None:
-    every, one = slice(0, 100, 1), 5
-    assert leading_axes((100, 1000), (every, one), 10) == 1
-    assert leading_axes((100, 1000), (every, one), 2000) == 0
-    assert leading_axes((100, 100, 1000), (every, slice(0, 2, 1), one), 10) == 2
-    assert leading_axes((100, 100, 10), (every, slice(0, 2, 1), one), 30) == 1
-    assert leading_axes((100, 1000), (one, every), 0) == 0
+    every, index = slice(0, 100, 1), 5
+    assert leading_axes((100, 1000), (every, index), 10) == 1
+    assert leading_axes((100, 1000), (every, index), 2000) == 0
+    assert leading_axes((100, 100, 1000), (every, slice(0, 2, 1), index), 10) == 2
+    assert leading_axes((100, 100, 10), (every, slice(0, 2, 1), index), 30) == 1
+    assert leading_axes((100, 1000), (index, every), 0) == 0
 
 
 class Counted:

@@ -67,9 +67,9 @@ def test_two_indices_give_what_dask_gives(first: Any, data: st.DataObject) -> No
     theirs = xr.Variable(DIMS, ours.data, {"kind": "w"}, {"tensor": "t"})
     expected = VALUES
     keys = [first]
-    rest = np.asarray(VALUES[first])
-    if rest.ndim and 0 not in rest.shape:
-        keys.append(data.draw(basic_indices(rest.shape, allow_newaxis=False).filter(forward)))
+    selected = np.asarray(VALUES[first])
+    if selected.ndim and 0 not in selected.shape:
+        keys.append(data.draw(basic_indices(selected.shape, allow_newaxis=False).filter(forward)))
     for key in keys:
         ours, theirs, expected = ours[key], theirs[key], np.asarray(expected)[key]
     assert type(ours) is LazyVariable
@@ -133,9 +133,9 @@ def test_any_number_of_selections_reads_what_is_left(
 
 def test_a_label_selects_one_chunk() -> None:
     array = xr.Dataset({"w": variable_of(target=10**6)}, {"layers": [10, 20, 30, 40]})["w"]
-    one = array.sel(layers=20, experts=2)[3, :5]
-    assert len(dict(one.data.dask)) == 1
-    np.testing.assert_array_equal(one, VALUES[1, 2, 3, :5])
+    row = array.sel(layers=20, experts=2)[3, :5]
+    assert len(dict(row.data.dask)) == 1
+    np.testing.assert_array_equal(row, VALUES[1, 2, 3, :5])
 
 
 def test_all_of_an_array_is_that_array() -> None:
@@ -147,12 +147,12 @@ def test_all_of_an_array_is_that_array() -> None:
 def test_whole_members_are_what_they_were() -> None:
     lazy = stacked(CountingSource(VALUES.tobytes()))
     assert lazy.sliced(normalize((2, 1), lazy.shape)) is lazy.members[7]
-    some = lazy.sliced(normalize((slice(0, 4, 2), 1), lazy.shape))
-    assert isinstance(some, StackedArray)
-    assert some.grid == (2,)
-    assert list(some.members) == [lazy.members[1], lazy.members[7]]
+    members = lazy.sliced(normalize((slice(0, 4, 2), 1), lazy.shape))
+    assert isinstance(members, StackedArray)
+    assert members.grid == (2,)
+    assert list(members.members) == [lazy.members[1], lazy.members[7]]
     # An index of an index is one index of the whole.
-    part = some.sliced(normalize((0, slice(2, 8)), some.shape))
+    part = members.sliced(normalize((0, slice(2, 8)), members.shape))
     assert isinstance(part, SlicedArray)
     deep = part.sliced(normalize((slice(1, 3),), part.shape))
     assert isinstance(deep, SlicedArray)

@@ -118,11 +118,11 @@ def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """Draw an index: an integer, a slice or an array for each axis."""
     key: list[Any] = []
     for size in shape:
-        some: st.SearchStrategy[Any] = st.slices(size)
+        indices: st.SearchStrategy[Any] = st.slices(size)
         if size:
             positions = st.lists(st.integers(-size, size - 1), max_size=4)
-            some |= st.integers(-size, size - 1) | positions.map(lambda p: np.array(p, int))
-        key.append(draw(some))
+            indices |= st.integers(-size, size - 1) | positions.map(lambda p: np.array(p, int))
+        key.append(draw(indices))
     return tuple(key)
 
 
@@ -358,7 +358,7 @@ def test_a_selection_does_not_change_the_cache() -> None:
 
 def test_large_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xckpt.arrays.sparse._KEPT_NBYTES", 100)
-    monkeypatch.setattr("xckpt.arrays.sparse._kept", Pool(100, lambda each: each.nbytes))
+    monkeypatch.setattr("xckpt.arrays.sparse._kept", Pool(100, lambda tensor: tensor.nbytes))
     dense = random_matrix(6, (50, 10))
     lazy = coo(dense)
     np.testing.assert_array_equal(lazy[3:9], dense[3:9])

@@ -46,10 +46,10 @@ VALUES = np.arange(400, dtype="f4")
 @pytest.fixture(params=["mapped", "not mapped", "deflated"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
     value = {label: files.view(files.storage("0", 400), *view) for label, view in VIEWS.items()}
-    how = zipfile.ZIP_DEFLATED if request.param == "deflated" else zipfile.ZIP_STORED
-    found = tmp_path / "m.pt"
-    found.write_bytes(files.archive(files.mapping(value), {"0": VALUES.tobytes()}, method=how))
-    return found, request.param == "mapped"
+    method = zipfile.ZIP_DEFLATED if request.param == "deflated" else zipfile.ZIP_STORED
+    archive = tmp_path / "m.pt"
+    archive.write_bytes(files.archive(files.mapping(value), {"0": VALUES.tobytes()}, method=method))
+    return archive, request.param == "mapped"
 
 
 @pytest.mark.parametrize("block_nbytes", [64, 1 << 22])
@@ -111,8 +111,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         stops = [next(end for end in ends[axis] if end > at) for axis, at in enumerate(origin)]
         block = WHOLE[tuple(slice(*stop) for stop in zip(origin, stops, strict=True))]
         chunks[origin] = np.asfortranarray(block) if sum(origin) % 2 else block.copy()
-    one: dict[tuple[int, ...], Any] = {(0, 0, 0): WHOLE}
-    arrays = files.distributed({"w": chunks, "one": one}, {"w": WHOLE.shape, "one": WHOLE.shape})
+    single_chunk: dict[tuple[int, ...], Any] = {(0, 0, 0): WHOLE}
+    arrays = files.distributed(
+        {"w": chunks, "one": single_chunk}, {"w": WHOLE.shape, "one": WHOLE.shape}
+    )
     for name, data in arrays.items():
         (tmp_path / name).write_bytes(data)
     return tmp_path

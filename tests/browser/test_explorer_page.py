@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROWS = list(gpt2())
-NAMES = [each.name for each in ROWS]
+NAMES = [row.name for row in ROWS]
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
     "model.<b>bold</b>.\"'&amp;",
@@ -60,14 +60,14 @@ def select(page: Page, label: str, option: str) -> None:
 def all_names(page: Page) -> list[str]:
     """Scroll through the list, and return the names in it."""
     box = page.locator(".xckpt-list")
-    found = dict.fromkeys(shown_rows(page))
+    names = dict.fromkeys(shown_rows(page))
     while box.evaluate("(b) => b.scrollTop + b.clientHeight < b.scrollHeight"):
         box.evaluate("(b) => (b.scrollTop += 200)")
         page.evaluate(
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
-        found |= dict.fromkeys(shown_rows(page))
-    return list(found)
+        names |= dict.fromkeys(shown_rows(page))
+    return list(names)
 
 
 # --- search --------------------------------------------------------------------------------------
@@ -96,13 +96,13 @@ STRANGE = [
 
 
 def test_globs_match_as_they_do_in_python(page: Page) -> None:
-    found = page.evaluate(
+    matches = page.evaluate(
         "([globs, names]) => globs.map((glob) => names.filter(explorer.matcher(glob)))",
         [GLOBS, STRANGE],
     )
     wild = [glob for glob in GLOBS if set(glob) & set("*?[")]
     assert len(wild) > 30
-    for glob, names in zip(GLOBS, found, strict=True):
+    for glob, names in zip(GLOBS, matches, strict=True):
         if glob in wild:
             assert names == [name for name in STRANGE if fnmatch.fnmatchcase(name, glob)], glob
         else:
@@ -421,8 +421,10 @@ def test_the_column_of_names_has_an_edge_that_moves(page: Page) -> None:
 # --- what is wrong -------------------------------------------------------------------------------
 
 
-def tell_findings(page: Page, *found: tuple[int, str, str, str]) -> None:
-    page.evaluate("(found) => model.tell({ tell: 'findings', found }, [])", list(map(list, found)))
+def tell_findings(page: Page, *findings: tuple[int, str, str, str]) -> None:
+    page.evaluate(
+        "(found) => model.tell({ tell: 'findings', found }, [])", list(map(list, findings))
+    )
     page.wait_for_function("document.querySelector('.xckpt-wrong-only').offsetHeight > 0")
 
 
@@ -462,8 +464,8 @@ def test_findings_are_marked_and_can_be_filtered(page: Page) -> None:
 
 def test_a_finding_is_a_whole_sentence(page: Page) -> None:
     sentence = "1 column of 256 has elements beyond 20 standard deviations, up to 46 in column 85"
-    found = [9, "outlier_channels", "info", "46", sentence]
-    page.evaluate("(found) => model.tell({ tell: 'findings', found: [found] }, [])", found)
+    finding = [9, "outlier_channels", "info", "46", sentence]
+    page.evaluate("(found) => model.tell({ tell: 'findings', found: [found] }, [])", finding)
     page.evaluate("model.set('_row', 9)")
     tell_statistics(page, [9], np.zeros((1, len(STATISTICS))))
     mark = page.locator(".xckpt-figures .xckpt-mark")
@@ -498,15 +500,15 @@ def asked(page: Page) -> list[int]:
 def test_all_that_is_found_and_not_known_is_asked_for(page: Page) -> None:
     assert page.evaluate("model.sent.map(([message]) => message)") == [{"ask": "known"}]
     page.get_by_role("searchbox").fill("*.attn.c_proj.bias")
-    found = [n for n, name in enumerate(NAMES) if name.endswith("attn.c_proj.bias")]
-    tell_statistics(page, found[:2], np.zeros((2, len(STATISTICS))))
+    matches = [n for n, name in enumerate(NAMES) if name.endswith("attn.c_proj.bias")]
+    tell_statistics(page, matches[:2], np.zeros((2, len(STATISTICS))))
     page.get_by_role("button", name="Compute all 12").click()
-    assert asked(page) == found[2:]
+    assert asked(page) == matches[2:]
     page.evaluate("model.set('_busy', true)")
     assert page.get_by_role("button", name="Computing…").is_disabled()
     done = page.get_by_role("progressbar", name="Tensors with statistics")
     assert done.evaluate("(bar) => [bar.value, bar.max]") == [0, 10]
-    tell_statistics(page, found[2:], np.zeros((10, len(STATISTICS))))
+    tell_statistics(page, matches[2:], np.zeros((10, len(STATISTICS))))
     page.evaluate("model.set('_busy', false)")
     assert page.get_by_role("button", name="Statistics are complete").is_disabled()
 

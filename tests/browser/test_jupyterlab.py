@@ -106,10 +106,10 @@ def ran(
     request: pytest.FixtureRequest, shared: tuple[list[str], list[Locator]]
 ) -> Iterator[list[Locator]]:
     """Return the cells of a test, on a page on which nothing goes wrong."""
-    complaints, found = shared
+    complaints, outputs = shared
     before = [*CELLS].index(request.node.name)
     start = sum(len(CELLS[name]) for name in [*CELLS][:before])
-    yield found[start : start + len(CELLS[request.node.name])]
+    yield outputs[start : start + len(CELLS[request.node.name])]
     assert complaints == []
 
 
@@ -172,13 +172,13 @@ def test_a_tensor_is_searched_for_selected_and_described(ran: list[Locator], lab
     expected = dict(
         zip(result.statistic.values.tolist(), result[name].values.tolist(), strict=True)
     )
-    known = {key: value for key, value in expected.items() if not math.isnan(value)}
+    finite = {key: value for key, value in expected.items() if not math.isnan(value)}
     names = box.locator(".xckpt-plain dt").all_inner_texts()
     shown = box.locator(".xckpt-plain dd").evaluate_all("(all) => all.map((one) => one.title)")
     assert {n: float(v) for n, v in zip(names, shown, strict=True)} == {
-        key: value for key, value in known.items() if not key.startswith("q")
+        key: value for key, value in finite.items() if not key.startswith("q")
     }
-    count = sum(1 for key in known if key.startswith("q"))
+    count = sum(1 for key in finite if key.startswith("q"))
     assert box.locator(".xckpt-quantiles dd").count() == count
 
 
@@ -225,15 +225,15 @@ def test_all_statistics_are_computed_and_sorted_by(ran: list[Locator], lab: Lab)
 
 
 def test_the_kernel_stays_free_and_work_can_be_cancelled(page: Page, lab: Lab) -> None:
-    slow, other = run_cells(page, lab, OPEN + SLOW, "1 + 1")
+    slow, quick = run_cells(page, lab, OPEN + SLOW, "1 + 1")
     box = slow.locator(".xckpt-explorer")
     box.get_by_role("button", name="Compute all").click()
     cancel = slow.get_by_role("button", name="Cancel")
     expect(cancel).to_be_visible()
     expect(slow.get_by_text("0 of 45 tensors")).to_be_visible()
-    other.locator(".cm-content").click()
+    quick.locator(".cm-content").click()
     page.keyboard.press("Control+Enter")
-    prompt = other.locator(".jp-InputPrompt")
+    prompt = quick.locator(".jp-InputPrompt")
     expect(prompt).to_have_text("[3]:", timeout=3_000)
     cancel.click()
     expect(cancel).to_be_hidden()
@@ -243,8 +243,12 @@ def test_the_kernel_stays_free_and_work_can_be_cancelled(page: Page, lab: Lab) -
 @cells(OPEN + "ds.ckpt.explore()  # to be saved")
 def test_a_saved_notebook_is_small_and_has_the_summary(ran: list[Locator], lab: Lab) -> None:
     notebook = saved(ran[0].page, lab)
-    (cell,) = [each for each in notebook["cells"] if "to be saved" in "".join(each["source"])]
-    (data,) = [each["data"] for each in cell["outputs"]]
+    (cell,) = [
+        candidate
+        for candidate in notebook["cells"]
+        if "to be saved" in "".join(candidate["source"])
+    ]
+    (data,) = [output["data"] for output in cell["outputs"]]
     html = "".join(data["text/html"])
     text = "".join(data["text/plain"])
     assert html.startswith("<div")
@@ -309,5 +313,5 @@ def test_notebooks_that_are_not_trusted_show_the_same(page: Page, lab: Lab) -> N
 
 def styles(html: str) -> list[str]:
     """List the inline styles without spaces."""
-    found = re.findall(r'style="([^"]*)"', html)
-    return [style.replace(" ", "").replace("&quot;", '"').rstrip(";") for style in found]
+    values = re.findall(r'style="([^"]*)"', html)
+    return [style.replace(" ", "").replace("&quot;", '"').rstrip(";") for style in values]

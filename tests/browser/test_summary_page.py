@@ -84,17 +84,17 @@ def test_every_text_has_contrast(browser: Browser, tmp_path: Path, theme: str) -
         assert len(keys) == 3 + 10
         assert min(keys) >= 3
         assert len(texts) > 60
-        assert min(each for each in texts if each[1] != "■") >= [4.5]
+        assert min(measured for measured in texts if measured[1] != "■") >= [4.5]
 
 
 def test_bars_are_as_wide_as_their_shares(browser: Browser, tmp_path: Path) -> None:
     summary = a_mixture_of_experts()
     with summary_page(browser, tmp_path, summary) as page:
         bar = page.locator("div[style*='height:9px']")
-        whole = bar.evaluate("(element) => element.clientWidth")
+        full_width = bar.evaluate("(element) => element.clientWidth")
         widths = bar.locator("span").evaluate_all("(all) => all.map((one) => one.clientWidth)")
         shares = [total.nbytes / summary.nbytes for total in summary.dtypes]
-        assert widths == pytest.approx([share * whole for share in shares], abs=2)
+        assert widths == pytest.approx([share * full_width for share in shares], abs=2)
 
 
 def test_lists_open_with_the_keyboard(browser: Browser, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--sort", "size"], "there is no column 'size', only status, count"),
         (["--columns", "sqnr"], "did you mean 'sqnr_db'?"),
@@ -107,12 +107,12 @@ def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_wrong_usage(
-    options: list[str], said: str, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *pair, *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert message in err
 
 
 def test_a_missing_file_is_no_difference(

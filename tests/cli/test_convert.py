@@ -94,7 +94,7 @@ def test_an_existing_file_is_replaced_only_when_asked(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("new.xyz", [], "name the format with --to"),
         ("new.zt", ["--option", "version"], "'version' is not KEY=VALUE"),
@@ -112,7 +112,7 @@ def test_an_existing_file_is_replaced_only_when_asked(
 def test_wrong_options_write_nothing(
     name: str,
     options: list[str],
-    said: str,
+    message: str,
     checkpoint: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -120,7 +120,7 @@ def test_wrong_options_write_nothing(
     assert main(["convert", str(checkpoint), str(tmp_path / name), *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert message in err
     assert not list(tmp_path.iterdir())
 
 

@@ -168,17 +168,17 @@ def test_an_engine_that_is_not_the_files(
 def test_storage_options_go_to_fsspec(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def open_index(path: str, engine: str | None, **options: Any) -> tuple[Any, Index]:
-        given.update(options, path=path, engine=engine)
+        received.update(options, path=path, engine=engine)
         return open_source(b""), Index("ztensor", "1.0", {})
 
     monkeypatch.setattr("xckpt.opening.open_index", open_index)
     options = ["anon=true", "key=a=b", 'client={"region": "x"}']
     flags = [word for option in options for word in (flag, option)]
     assert main(["info", "s3://b/m.zt", *flags]) == 0
-    assert given == {
+    assert received == {
         "path": "s3://b/m.zt",
         "engine": None,
         "storage_options": {"anon": True, "key": "a=b", "client": {"region": "x"}},

@@ -32,11 +32,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other(path: Path) -> Path:
-    other = path.with_name("other.safetensors")
+def copy(path: Path) -> Path:
+    copy = path.with_name("other.safetensors")
     values = np.array([[0.0, 1.0], [2.0, 4.0]], np.float32)
-    xckpt.save(xr.Dataset(dict.fromkeys(NAMES, (("a", "b"), values))), other)
-    return other
+    xckpt.save(xr.Dataset(dict.fromkeys(NAMES, (("a", "b"), values))), copy)
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def other(path: Path) -> Path:
         ["info"],
         ["stats"],
         ["stats", "--findings"],
-        ["compare", "other"],
+        ["compare", "COPY"],
         ["verify"],
         ["stats", "--tensors", LONG],
         ["stats", "--tensors", LONG + "x"],
@@ -53,9 +53,9 @@ def other(path: Path) -> Path:
     ids=lambda arguments: " ".join(arguments)[:30],
 )
 def test_no_line_is_wider_than_a_name_needs(
-    path: Path, other: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    path: Path, copy: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, *options = [str(other) if argument == "other" else argument for argument in arguments]
+    command, *options = [str(copy) if argument == "COPY" else argument for argument in arguments]
     main([command, str(path), *options])
     out, err = capsys.readouterr()
     assert max(map(columns, out.splitlines()), default=0) <= MOST + len(str(path))
@@ -74,9 +74,9 @@ def test_the_ends_of_a_name_stay(path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_programs_get_whole_names(
-    path: Path, other: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["info"], ["stats"], ["compare", str(other)]):
+    for arguments in (["info"], ["stats"], ["compare", str(copy)]):
         main([arguments[0], str(path), *arguments[1:], "--json"])
         document = json.loads(capsys.readouterr().out)
         assert {tensor["name"] for tensor in document["tensors"]} == set(NAMES)

@@ -83,10 +83,10 @@ def test_quantiles_that_are_asked_for(checkpoint: Path, capsys: pytest.CaptureFi
 
 def test_findings_have_a_status(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", str(checkpoint), "--findings"]) == 1
-    first, *others = capsys.readouterr().out.splitlines()
+    first, *findings = capsys.readouterr().out.splitlines()
     name = "model.layers.2.mlp.up_proj.weight"
     assert first == f"  error: tensor '{name}': 7 of 704 elements are NaN [nan]"
-    assert {line.split(":")[0].strip() for line in others} == {"warning"}
+    assert {line.split(":")[0].strip() for line in findings} == {"warning"}
 
 
 def test_findings_are_ignored(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,13 +105,13 @@ class Burnpack(Declared):
             if "quant" not in tensor:
                 as_stored[name] = data[start:end]
                 continue
-            for role, of in (("data", "value"), ("scales", "scale"), ("global", "global")):
-                if nbytes := tensor[f"{of}_bytes"]:
+            for role, field in (("data", "value"), ("scales", "scale"), ("global", "global")):
+                if nbytes := tensor[f"{field}_bytes"]:
                     as_stored[f"{name}:{role}"] = data[start : start + nbytes]
                     start += nbytes
             assert as_stored[f"{name}:data"] == arrays[f"{tensor['key']}.q"].tobytes()
-        for name, wanted in expected["scalars"].items():
-            ((kind, value),) = wanted.items()
+        for name, tagged in expected["scalars"].items():
+            ((kind, value),) = tagged.items()
             tensors[name] = Want(np.array(value, SCALARS[kind]), attrs={"scalar": kind})
         legacy = expected["layout"].startswith("legacy")
         version = "1-legacy" if legacy else "1"
@@ -143,10 +143,13 @@ class Burnpack(Declared):
 
 def _rooted(drawn: tuple[Any, Any, Any]) -> list[bytes]:
     """Write tensors in both layouts, and with metadata and scalars."""
-    of = [{"tensors": drawn[0]}, dict(zip(("tensors", "metadata", "scalars"), drawn, strict=True))]
+    contents = [
+        {"tensors": drawn[0]},
+        dict(zip(("tensors", "metadata", "scalars"), drawn, strict=True)),
+    ]
     return [
         container(cbor2.dumps(root), bytes(64), legacy=legacy)
-        for root, legacy in ((of[0], False), (of[0], True), (of[1], False))
+        for root, legacy in ((contents[0], False), (contents[0], True), (contents[1], False))
     ]
 
 

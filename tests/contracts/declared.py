@@ -209,9 +209,9 @@ def computed(variables: Mapping[Any, xr.Variable]) -> dict[Any, Array]:
     lazy = {name: array for name, array in arrays.items() if dask.is_dask_collection(array)}
     graph = {key: task for array in lazy.values() for key, task in array.dask.items()}
     chunks = dask.get(graph, [array.__dask_keys__() for array in lazy.values()])
-    for (name, array), found in zip(lazy.items(), chunks, strict=True):
+    for (name, array), array_chunks in zip(lazy.items(), chunks, strict=True):
         joined, more = array.__dask_postcompute__()
-        arrays[name] = joined(found, *more)
+        arrays[name] = joined(array_chunks, *more)
     return {name: np.asarray(values) for name, values in arrays.items()}
 
 

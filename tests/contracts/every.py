@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def declared(name: str) -> Declared:
     """Return what a format declares."""
-    found: Declared = import_module(f"tests.contracts.{name}").DECLARED
-    assert found.name == name
-    return found
+    declaration: Declared = import_module(f"tests.contracts.{name}").DECLARED
+    assert declaration.name == name
+    return declaration
 
 
 DECLARED = [declared(name) for name in formats.names()]

@@ -49,9 +49,9 @@ class Gguf(Declared):
     def expected(self, path: Path) -> Expected:
         is_split = path.stem.startswith("split-")
         beside = path.with_name("split.gguf") if is_split else path
-        told, arrays = golden_json(beside), golden_arrays(beside)
+        content, arrays = golden_json(beside), golden_arrays(beside)
         tensors, stored = {}, {}
-        for tensor in told["tensors"]:
+        for tensor in content["tensors"]:
             values = arrays[tensor.get("f32_npz", tensor["npz"])]
             block = tensor["ggml_type"].lower()
             name = block if block in BLOCK_TYPES else None
@@ -62,10 +62,10 @@ class Gguf(Declared):
             data = data[tensor["offset"] : tensor["offset"] + tensor["nbytes"]]
             if name:
                 stored[f"{tensor['name']}:data"] = data
-            elif told.get("byteorder", "little") == "little":
+            elif content.get("byteorder", "little") == "little":
                 stored[tensor["name"]] = data
-        version = str(told.get("gguf_version", 3))
-        attrs, warns = told["metadata"], path.stem in WARNED
+        version = str(content.get("gguf_version", 3))
+        attrs, warns = content["metadata"], path.stem in WARNED
         return Expected(tensors, stored, None if is_split else version, attrs, warns=warns)
 
     def attributes(
@@ -77,12 +77,12 @@ class Gguf(Declared):
         return [file for file in golden_files("gguf/bad/*.gguf") if with_verdict(file)]
 
     def verdict(self, path: Path) -> Bad:
-        when, _, rule = verdict_of(path)
+        failures, _, rule = verdict_of(path)
         if rule.startswith(" open"):  # questionable, but to be opened
             return Bad(path, "ok|warn")
         if "every tensor" in rule or "all data" in rule:
-            when = "open|read:blk.0.a"  # the first of them
-        return Bad(path, "either" if "either" in when else when)
+            failures = "open|read:blk.0.a"  # the first of them
+        return Bad(path, "either" if "either" in failures else failures)
 
     def small(self) -> dict[str, bytes]:
         tensors = [("a.w", [3, 2], 0, 0), ("a.q", [32], 8, 32)]
@@ -125,7 +125,7 @@ def spelled(value: Any) -> Any:
         return {"__float__": str(value)}
     if isinstance(value, str | int | float):
         return value
-    return [spelled(each) for each in value]
+    return [spelled(element) for element in value]
 
 
 DECLARED = Gguf(name="gguf", may_be_cut=True)

@@ -67,14 +67,14 @@ class Gptrs(Declared):
         for number, entry in enumerate(entries):
             values = arrays[f"k{number}"]
             as_stored[entry["name"]] = values.tobytes()
-            attrs = {key: entry.get(of) for key, of in ATTRS.items()}
-            where = {"offset": entry["offset"], "nbytes": entry["byte_len"]}
+            attrs = {key: entry.get(field) for key, field in ATTRS.items()}
+            encoding = {"offset": entry["offset"], "nbytes": entry["byte_len"]}
             values = widened(values) if entry["dtype"] == "bf16" else values
-            tensors[entry["name"]] = Want(values, where, attrs)
+            tensors[entry["name"]] = Want(values, encoding, attrs)
         attrs = {}
         if is_checkpoint:
-            known = {key: expected[key] for key in ("kind", "config", "runtime")}
-            attrs = {key: value for key, value in known.items() if value or key != "runtime"}
+            content = {key: expected[key] for key in ("kind", "config", "runtime")}
+            attrs = {key: value for key, value in content.items() if value or key != "runtime"}
             if any(int(entry.get("stored_base_id") or "0", 16) for entry in entries):
                 attrs["ids"] = "stored"
         dialect = "-bincode" if expected["index_encoding"] == "bincode1" else ""

@@ -30,7 +30,7 @@ class Mlcp(Declared):
         mode = expected.get("payload_mode", "companion")
         arrays = {} if mode == "none" else _arrays(path, expected)
         as_stored = {}
-        for key, name, dtype, where in _listed(path, expected):
+        for key, name, dtype, place in _listed(path, expected):
             encoding = {"stored_dtype": STORED.get(dtype, dtype.lower())}
             values = arrays.get(key)
             if values is None:
@@ -38,7 +38,7 @@ class Mlcp(Declared):
                 continue
             as_stored[name] = values.tobytes()
             values = widened(values) if dtype == "BFloat16" else values
-            tensors[name] = Want(values, encoding | where)
+            tensors[name] = Want(values, encoding | place)
         attrs = {"payload": mode}
         if path.suffix == ".json":
             attrs["format"] = "multishard"
@@ -52,8 +52,8 @@ class Mlcp(Declared):
         """Leave out the text of the metadata, which has the same attributes."""
         assert json.loads(actual["metadata_json"]).items() <= actual.items()
         is_all = "timestamp" in expected
-        kept = actual.keys() - {"metadata_json"} if is_all else expected.keys()
-        return {key: actual[key] for key in kept}
+        keys = actual.keys() - {"metadata_json"} if is_all else expected.keys()
+        return {key: actual[key] for key in keys}
 
     def verdict(self, path: Path) -> Bad:
         verdict = golden_json(path.with_name("INDEX"), ".json")[path.name]["verdict"]
@@ -80,11 +80,13 @@ class Mlcp(Declared):
 
 def _arrays(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """Load values by ``s{shard}_t{tensor}``; some files share those of another."""
-    named = expected.get("same_arrays_as", f"{path.name}.expected.npz")
+    file_name = expected.get("same_arrays_as", f"{path.name}.expected.npz")
     prefix = path.name.partition(".")[0]
-    own = path.parent / named
-    found = own if own.exists() else path.parent / f"{prefix}.metadata.json.expected.npz"
-    return arrays_in(found)
+    beside = path.parent / file_name
+    arrays_path = (
+        beside if beside.exists() else path.parent / f"{prefix}.metadata.json.expected.npz"
+    )
+    return arrays_in(arrays_path)
 
 
 def _listed(path: Path, expected: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
@@ -96,13 +98,13 @@ def _listed(path: Path, expected: dict[str, Any]) -> list[tuple[str, str, str, d
     names = [tensor["name"] for shard in shards for tensor in shard]
     listed = []
     for s, shard in enumerate(shards):
-        for t, each in enumerate(shard):
-            is_unique = names.count(each["name"]) == 1
-            name = each["name"] if is_unique else f"{each['name']}@rank_{s}"
-            where = {"offset": each["payload_offset"]} if each.get("payload_offset") else {}
+        for t, record in enumerate(shard):
+            is_unique = names.count(record["name"]) == 1
+            name = record["name"] if is_unique else f"{record['name']}@rank_{s}"
+            place = {"offset": record["payload_offset"]} if record.get("payload_offset") else {}
             if files and "shards" in expected:
-                where = {"shard": files[s]["file"], "offset": each["file_offset"]}
-            listed.append((f"s{s}_t{t}", name, each["dtype"], where))
+                place = {"shard": files[s]["file"], "offset": record["file_offset"]}
+            listed.append((f"s{s}_t{t}", name, record["dtype"], place))
     return listed
 
 

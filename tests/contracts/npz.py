@@ -61,9 +61,9 @@ def head(text: str | bytes, data: bytes = b"", version: bytes = b"\1\0") -> byte
     return b"\x93NUMPY" + version + struct.pack(size, len(text)) + text + data
 
 
-def described(**of: Any) -> bytes:
+def described(**changes: Any) -> bytes:
     """Write four bytes of data with a head that says something else."""
-    fields = {"descr": "<f4", "fortran_order": False, "shape": (1,)} | of
+    fields = {"descr": "<f4", "fortran_order": False, "shape": (1,)} | changes
     return head(repr(fields), bytes(4))
 
 
@@ -167,8 +167,8 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 class Npz(Declared):
     def good(self) -> list[Any]:
-        found = GOOD | WARNS
-        return [pytest.param(data, id=label) for label, (data, _) in found.items()]
+        files = GOOD | WARNS
+        return [pytest.param(data, id=label) for label, (data, _) in files.items()]
 
     def expected(self, path: Any) -> Expected:
         label, arrays = next((n, a) for n, (d, a) in (GOOD | WARNS).items() if d == path)
@@ -180,7 +180,7 @@ class Npz(Declared):
         return [pytest.param(data, id=label) for label, (data, _) in BAD.items()]
 
     def verdict(self, path: Any) -> Bad:
-        return Bad(path, next(when for data, when in BAD.values() if data == path))
+        return Bad(path, next(failure for data, failure in BAD.values() if data == path))
 
     def small(self) -> dict[str, bytes]:
         arrays = {"w": np.ones((2, 3)), "v": np.arange(4, dtype=">i4")}

@@ -52,9 +52,9 @@ class Primitiv(Declared):
         expected, arrays = golden_json(path), golden_arrays(path)
         tensors = {}
         for entry in expected.get("entries", []):
-            where = {"offset": entry["payload_offset"], "nbytes": entry["payload_nbytes"]}
+            encoding = {"offset": entry["payload_offset"], "nbytes": entry["payload_nbytes"]}
             key = [text(element) for element in entry["key_hex"]] if "key_hex" in entry else None
-            tensors[expected_name(entry)] = Want(arrays[entry["npz"]], where, {"key": key})
+            tensors[expected_name(entry)] = Want(arrays[entry["npz"]], encoding, {"key": key})
         attrs = {"data_type": expected["type"]}
         return Expected(tensors, {}, "0.1", attrs, path.stem in WARNED)
 
@@ -84,9 +84,9 @@ class Primitiv(Declared):
         }
 
     def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
-        one, two = tensor(np.array(1, "f4")), tensor(np.arange(2, dtype="f4"))
+        scalar, vector = tensor(np.array(1, "f4")), tensor(np.arange(2, dtype="f4"))
         name, counts = text_of("a"), [uint32(0), uint32(1)]
-        pieces = [one, two, *counts, name, array(name), mapping(), b"\xc4\x04"]
+        pieces = [scalar, vector, *counts, name, array(name), mapping(), b"\xc4\x04"]
         types = st.sampled_from([SHAPE, TENSOR, PARAMETER, MODEL, OPTIMIZER])
         patched = st.lists(st.sampled_from(pieces)).map(b"".join)
         return {

@@ -47,7 +47,7 @@ every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda each: ea
 
 def read(declared: Declared, data: bytes) -> dict[Any, Any]:
     """Compute what can be, of a file whose index can be read."""
-    found: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         ds = xr.open_dataset(data, engine=declared.name, decode=False, verify=True)
@@ -59,10 +59,10 @@ def read(declared: Declared, data: bytes) -> dict[Any, Any]:
             return computed(small)
         for name, variable in small.items():
             try:
-                found[name] = variable.values
+                values[name] = variable.values
             except CheckpointError as error:
                 assert_told(error, len(data))
-    return found
+    return values
 
 
 @small_files
@@ -116,16 +116,16 @@ def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
         read(declared, bytes(changed))
 
 
-@of_files([each for each in SMALL if each.declared.guards_data])
+@of_files([declared for declared in SMALL if declared.declared.guards_data])
 def test_any_bit_of_what_is_not_data_flipped(small: Small) -> None:
     """Data are right, or an error says that something is wrong."""
     declared, _, data = small
     full = outcome(declared, data)
     assert isinstance(full, Index)
-    known = {name: meaning(tensor, data) for name, tensor in full.tensors.items()}
+    meanings = {name: meaning(tensor, data) for name, tensor in full.tensors.items()}
     parts = [part for tensor in full.tensors.values() for part in tensor.parts.values()]
     stored = [range(p.offset, p.offset + p.nbytes) for p in parts if p.inline is None]
-    texts = [range(*found.span()) for found in re.finditer(rb"[\n\x20-\x7e]{64,}", data)]
+    texts = [range(*match.span()) for match in re.finditer(rb"[\n\x20-\x7e]{64,}", data)]
     for at in set(range(len(data))).difference(*stored):
         # Of metadata that are text, one bit of each byte.
         for bit in [at % 8] if any(at in text for text in texts) else range(8):
@@ -133,10 +133,10 @@ def test_any_bit_of_what_is_not_data_flipped(small: Small) -> None:
             changed[at] ^= 1 << bit
             index = outcome(declared, bytes(changed))
             if isinstance(index, Index):
-                for name in index.tensors.keys() & known.keys():
+                for name in index.tensors.keys() & meanings.keys():
                     tensor = index.tensors[name]
                     if tensor.problem is None and tensor.size:
-                        assert meaning(tensor, bytes(changed)) == known[name]
+                        assert meaning(tensor, bytes(changed)) == meanings[name]
 
 
 def meaning(tensor: Tensor, data: bytes) -> Any:
@@ -156,9 +156,9 @@ def meaning(tensor: Tensor, data: bytes) -> Any:
 @pytest.mark.parametrize(
     ("declared", "kind"),
     [
-        pytest.param(each, kind, id=f"{each.name}-{kind}")
-        for each in DECLARED
-        for kind in each.hostile()
+        pytest.param(declared, kind, id=f"{declared.name}-{kind}")
+        for declared in DECLARED
+        for kind in declared.hostile()
     ],
 )
 @given(data=st.data())
@@ -181,6 +181,6 @@ def test_bytes_after_what_a_file_begins_with(declared: Declared, data: st.DataOb
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(600), b"[]", b"\xff" * 600])
 def test_other_content_is_refused(declared: Declared, data: bytes) -> None:
     assert isinstance(outcome(declared, data), CheckpointError)
-    found = formats.get(declared.name)
-    for other in (data, b"{}", b"\x89HDF" + bytes(600)):
-        assert not found.detect(other[: formats.HEAD_BYTES], len(other), "m.bin")
+    file_format = formats.get(declared.name)
+    for content in (data, b"{}", b"\x89HDF" + bytes(600)):
+        assert not file_format.detect(content[: formats.HEAD_BYTES], len(content), "m.bin")

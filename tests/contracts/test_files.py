@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def cases(files: str) -> list[Any]:
     """List the good or the bad files of all formats as parameters."""
     results = []
-    for each in DECLARED:
-        for file in getattr(each, files)():
+    for declared in DECLARED:
+        for file in getattr(declared, files)():
             marks, obj = getattr(file, "marks", ()), getattr(file, "values", (file,))[0]
             label = getattr(file, "id", None) or getattr(obj, "name", files)
-            results.append(pytest.param(each, obj, id=f"{each.name}-{label}", marks=marks))
+            results.append(pytest.param(declared, obj, id=f"{declared.name}-{label}", marks=marks))
     return results
 
 
@@ -62,9 +62,9 @@ class TestGoodFiles:
     def test_stored_values(self, declared: Declared, file: Any) -> None:
         ds, _ = opened(file, engine=declared.name, decode=False)
         stored = declared.expected(file).stored
-        found = computed({name: ds.variables[name] for name in stored})
+        values = computed({name: ds.variables[name] for name in stored})
         for name, data in stored.items():
-            assert found[name].tobytes() == data
+            assert values[name].tobytes() == data
 
     @good_files
     def test_attributes(self, declared: Declared, file: Any) -> None:
@@ -82,19 +82,19 @@ class TestGoodFiles:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", xckpt.CheckpointWarning)
             tree = xr.open_datatree(file, engine=declared.name)
-        found = {
+        variables = {
             variable.encoding["tensor"]: variable
             for node in tree.subtree
             for variable in node.variables.values()
             if "part" not in variable.encoding
         }
-        wanted = {
+        with_values = {
             name: want
             for name, want in expected.tensors.items()
-            if want.values is not None and name in found
+            if want.values is not None and name in variables
         }
-        values = computed({name: found[name] for name in wanted})
-        for name, want in wanted.items():
+        values = computed({name: variables[name] for name in with_values})
+        for name, want in with_values.items():
             assert_same(values[name], want.shown, exact=want.exact)
 
     @good_files
@@ -114,13 +114,13 @@ class TestGoodFiles:
 
 
 def _check(variables: Mapping[Any, xr.Variable], expected: Mapping[str, Want], path: str) -> None:
-    known = {}
+    by_name = {}
     for name, want in expected.items():
         variable = variables[name]
         assert want.encoding.items() <= variable.encoding.items()
         assert {key: variable.attrs.get(key) for key in want.attrs} == want.attrs
         if want.values is not None:
-            known[name] = variable
+            by_name[name] = variable
         elif not variable.size:  # what has no elements needs no data
             assert variable.values.shape == variable.shape
         else:
@@ -128,15 +128,15 @@ def _check(variables: Mapping[Any, xr.Variable], expected: Mapping[str, Want], p
                 variable.values  # noqa: B018
             assert caught.value.tensor == name
             assert path in str(caught.value)
-    for name, values in computed(known).items():
+    for name, values in computed(by_name).items():
         assert_same(values, expected[name].shown, exact=expected[name].exact)
-    arrays = {name: expected[name].shown for name, variable in known.items() if variable.ndim}
+    arrays = {name: expected[name].shown for name, variable in by_name.items() if variable.ndim}
     ends: tuple[Any, Any] = ((..., slice(-1, None)), (slice(-1, None),))
     shown = {name: v for name, v in arrays.items() if not isinstance(v, bytes)}
-    (parts,) = dask.compute({n: [known[n][end].data for end in ends] for n in shown})
+    (parts,) = dask.compute({n: [by_name[n][end].data for end in ends] for n in shown})
     for name, values in shown.items():
-        for found, end in zip(parts[name], ends, strict=True):
-            assert_same(np.asarray(found), values[end], exact=expected[name].exact)
+        for part, end in zip(parts[name], ends, strict=True):
+            assert_same(np.asarray(part), values[end], exact=expected[name].exact)
 
 
 NEIGHBOURS = [
@@ -165,20 +165,24 @@ class TestBadFiles:
             ds, warned = opened(bad.file, engine=declared.name, verify=True)
         except xckpt.CheckpointError as error:
             _check_told(error, file, offset=declared.tells_offsets)
-            when = "open"
+            outcome = "open"
         else:
             failed = list(_failures(ds.variables.items(), file))
-            when = f"read:{','.join(failed)}" if failed else "warn" if warned else "ok"
+            outcome = f"read:{','.join(failed)}" if failed else "warn" if warned else "ok"
             if label in declared.tolerated:
                 assert warned == declared.tolerated[label]
         if bad.when == "either":
-            assert not declared.tolerated or (when == "open") == (label not in declared.tolerated)
+            assert not declared.tolerated or (outcome == "open") == (
+                label not in declared.tolerated
+            )
         elif bad.when == "read":
-            assert when.startswith("read:")
+            assert outcome.startswith("read:")
         else:
             # Several with a bar between them; a text may follow the name.
-            expected = [each.split()[0] for each in bad.when.split("|")]
-            assert any(each in when if ":" in each else each == when for each in expected), when
+            expected = [step.split()[0] for step in bad.when.split("|")]
+            assert any(step in outcome if ":" in step else step == outcome for step in expected), (
+                outcome
+            )
         assert time.process_time() - start < 1
 
 

@@ -62,9 +62,9 @@ def test_over_http_a_header_takes_few_requests(
     local = xr.open_dataset(path, engine=declared.name)
     remote = xr.open_dataset(f"{web.url}/{path.name}", engine=declared.name)
     assert len(web.requests) <= 2 + len(local.variables)
-    found, engine = formats.get(declared.name), xr.backends.list_engines()[declared.name]
-    for suffix in found.suffixes:
-        is_own = suffix not in found.shared_suffixes
+    file_format, engine = formats.get(declared.name), xr.backends.list_engines()[declared.name]
+    for suffix in file_format.suffixes:
+        is_own = suffix not in file_format.shared_suffixes
         assert engine.guess_can_open(f"s3://bucket/m{suffix.upper()}?v=1") == is_own
     assert not engine.guess_can_open("s3://bucket/m.nc")
     xr.testing.assert_identical(remote.compute(), local.compute())

@@ -37,18 +37,18 @@ def drafts(draw: st.DrawFn, declared: Declared) -> Draft:
     tensors = []
     for name in draw(NAMES):
         shape = tuple(draw(st.lists(st.integers(2, 5), min_size=1, max_size=3)))
-        of: dict[str, Any] = {"order": draw(st.sampled_from(can.orders))}
-        of["compression"] = draw(st.sampled_from([None, *can.compressions]))
-        of["algorithm"] = draw(st.sampled_from([None, *can.digests]))
-        tensors.append(dense(name, draw(st.sampled_from(types)), shape, **of))
+        options: dict[str, Any] = {"order": draw(st.sampled_from(can.orders))}
+        options["compression"] = draw(st.sampled_from([None, *can.compressions]))
+        options["algorithm"] = draw(st.sampled_from([None, *can.digests]))
+        tensors.append(dense(name, draw(st.sampled_from(types)), shape, **options))
     return draft_of(*tensors)
 
 
 def copied(declared: Declared, draft: Draft, data: Any) -> tuple[Index, bytes]:
     """Write what is wanted and read it again."""
-    found = formats.get(declared.name)
-    file = materialize(found.plan(draft, **declared.plan_options), data)
-    return found.read(CountingSource(file)), file
+    file_format = formats.get(declared.name)
+    file = materialize(file_format.plan(draft, **declared.plan_options), data)
+    return file_format.read(CountingSource(file)), file
 
 
 @every_format
@@ -59,9 +59,9 @@ def test_planned_files_are_read_back(declared: Declared, data: st.DataObject) ->
     again, file = copied(declared, draft, contents)
     tensors, _ = plain(again)
     for name, tensor in plain(draft)[0].items():
-        found = tensors.pop(name)
-        assert replace(found, attrs={}, dims=None, path=None, order=tensor.order) == tensor
-        assert found.order in {tensor.order, formats.get(declared.name).can.orders[0]}
+        read_back = tensors.pop(name)
+        assert replace(read_back, attrs={}, dims=None, path=None, order=tensor.order) == tensor
+        assert read_back.order in {tensor.order, formats.get(declared.name).can.orders[0]}
     assert not tensors
     copy, parts = wanted(again, file)
     assert {name: parts[name] for name in contents} == contents
@@ -73,10 +73,10 @@ def test_planned_files_are_read_back(declared: Declared, data: st.DataObject) ->
 
 @every_format
 def test_a_plan_pickles_and_knows_its_extents(declared: Declared) -> None:
-    found = formats.get(declared.name)
-    order = found.can.orders[0]
+    file_format = formats.get(declared.name)
+    order = file_format.can.orders[0]
     draft = draft_of(dense("a.w", order=order), dense("a.b", shape=(2,), order=order))
-    plan = found.plan(draft, **declared.plan_options)
+    plan = file_format.plan(draft, **declared.plan_options)
     assert {(planned.tensor, planned.role) for planned in plan.parts} == {
         ("a.w", "data"),
         ("a.b", "data"),
@@ -87,13 +87,13 @@ def test_a_plan_pickles_and_knows_its_extents(declared: Declared) -> None:
 
 @every_format
 def test_unsupported_contents_are_refused(declared: Declared) -> None:
-    found = formats.get(declared.name)
-    missing = [dtype for dtype in ELEMENT_TYPES if dtype not in found.can.types]
+    file_format = formats.get(declared.name)
+    missing = [dtype for dtype in ELEMENT_TYPES if dtype not in file_format.can.types]
     wrong = [dense("w", dtype) for dtype in missing]
-    layouts: Any = {"sparse_csr", "quantized", "structural"} - set(found.can.layouts)
-    wrong += [dense("w", found.can.types[0], layout=layout) for layout in layouts]
+    layouts: Any = {"sparse_csr", "quantized", "structural"} - set(file_format.can.layouts)
+    wrong += [dense("w", file_format.can.types[0], layout=layout) for layout in layouts]
     for tensor in wrong:
         with pytest.raises(UnsupportedError) as caught:
-            found.plan(draft_of(tensor), **declared.plan_options)
+            file_format.plan(draft_of(tensor), **declared.plan_options)
         assert caught.value.tensor == "w"
         assert caught.value.rule

@@ -27,8 +27,10 @@ def test_only_one_format_recognises_a_file(engine: str, data: st.DataObject) -> 
     head, size = bytes(damaged[: formats.HEAD_BYTES]), len(damaged)
     knowing = [n for n in formats.names() if formats.get(n).detect(head, size, name)]
     reading = []
-    for each in formats.names():
+    for format_name in formats.names():
         with contextlib.suppress(xckpt.CheckpointError):
-            reading.append(formats.get(each).read(CountingSource(bytes(damaged), name)).format)
+            reading.append(
+                formats.get(format_name).read(CountingSource(bytes(damaged), name)).format
+            )
     assert set(reading) <= set(knowing)
     assert len(knowing) <= 1

@@ -79,9 +79,9 @@ class Saving(DatasetIOBase):
         with self._opened(path, **kwargs) as ds:
             for name, variable in stored.items():
                 ds.variables[name].attrs = variable.attrs
-            rest = dataset.drop_vars(list(stored))
+            unsaved = dataset.drop_vars(list(stored))
             full = ds.set_coords([name for name in stored if name in dataset.coords])
-            full = full.assign_coords(rest.coords).assign(rest.data_vars)
+            full = full.assign_coords(unsaved.coords).assign(unsaved.data_vars)
             full.attrs = dataset.attrs
             yield full
 
@@ -137,14 +137,14 @@ class Whole(Saving):
         with xr.open_dataset(path, engine=self.engine_, **kwargs) as ds:
             assert set(ds.variables) == set(stored)
             for name, variable in ds.variables.items():
-                own = set(variable.attrs) - set(stored[name].attrs)
-                assert own <= {"rank"}  # of MLCP
-                for each in own:
-                    del variable.attrs[each]
+                added = set(variable.attrs) - set(stored[name].attrs)
+                assert added <= {"rank"}  # of MLCP
+                for attribute in added:
+                    del variable.attrs[attribute]
             assert ds.attrs.keys() >= dataset.attrs.keys()
             ds.attrs = {name: ds.attrs[name] for name in dataset.attrs}
-            rest = dataset.drop_vars(list(stored))
-            yield ds.assign_coords(rest.coords).assign(rest.data_vars)
+            unsaved = dataset.drop_vars(list(stored))
+            yield ds.assign_coords(unsaved.coords).assign(unsaved.data_vars)
 
 
 class Narrow(Saving):
@@ -163,10 +163,10 @@ class Narrow(Saving):
     @pytest.fixture(autouse=True)
     def _single_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
         suite: Any = test_backends
-        made, random = suite.create_test_data, np.random.randn
+        create, random = suite.create_test_data, np.random.randn
 
         def narrow(*args: Any, **kwargs: Any) -> xr.Dataset:
-            ds: xr.Dataset = made(*args, **kwargs)
+            ds: xr.Dataset = create(*args, **kwargs)
             wide = [name for name, variable in ds.variables.items() if variable.dtype == "f8"]
             return ds.assign({name: ds[name].astype("f4") for name in wide})
 

@@ -58,8 +58,8 @@ class Torch(Declared):
 
     def verdict(self, path: Path) -> Bad:
         golden = path if path.name != ".metadata" else path.parent
-        when = golden_json(golden.with_name("index"), ".json")[golden.name]["when"]
-        return Bad(path, when.replace("read:any", "read:"))
+        failure = golden_json(golden.with_name("index"), ".json")[golden.name]["when"]
+        return Bad(path, failure.replace("read:any", "read:"))
 
     def small(self) -> dict[str, bytes]:
         arrays = {"w": np.ones((2, 3), "f4"), "n": np.arange(4, dtype="i8")}
@@ -73,7 +73,7 @@ class Torch(Declared):
         }
 
     def large(self, path: Path) -> None:
-        arrays = {str(name): each.values for name, each in large_dataset().items()}
+        arrays = {str(name): variable.values for name, variable in large_dataset().items()}
         path.write_bytes(files.checkpoint(arrays))
 
     def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
@@ -91,8 +91,8 @@ class Torch(Declared):
         )
         value = st.lists(words | words | opcodes, max_size=30).map(b"".join)
         return {
-            "archive": value.map(lambda each: [files.archive(each, {"0": bytes(24)})]),
-            "legacy": value.map(lambda each: [files.MAGIC + files.pickled(each) * 4]),
+            "archive": value.map(lambda pickled: [files.archive(pickled, {"0": bytes(24)})]),
+            "legacy": value.map(lambda pickled: [files.MAGIC + files.pickled(pickled) * 4]),
         }
 
 
@@ -143,8 +143,8 @@ def _composite(
         values = arrays[tensor["dense"]]
         values = widened(values) if tensor["dtype"] == "bfloat16" else values
         return {name: Want(values, exact=False)}
-    found = {role: arrays[part["key"]] for role, part in parts.items() if part.get("key")}
-    return {f"{name}:{role}": Want(values) for role, values in found.items()}
+    parts_by_role = {role: arrays[part["key"]] for role, part in parts.items() if part.get("key")}
+    return {f"{name}:{role}": Want(values) for role, values in parts_by_role.items()}
 
 
 DECLARED = Torch(

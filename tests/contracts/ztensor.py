@@ -151,8 +151,8 @@ class ZTensor(Declared):
         self, actual: Mapping[str, Any], expected: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Spell bytes as expectations do; who wrote a file is not in all of them."""
-        kept = {key: v for key, v in actual.items() if key != "generator" or key in expected}
-        text = json.dumps(kept, default=lambda value: {"__bytes_hex__": bytes(value).hex()})
+        selected = {key: v for key, v in actual.items() if key != "generator" or key in expected}
+        text = json.dumps(selected, default=lambda value: {"__bytes_hex__": bytes(value).hex()})
         spelled: dict[str, Any] = json.loads(text)
         return spelled
 
@@ -178,10 +178,10 @@ class ZTensor(Declared):
             "indices": stored(np.array([1, 2], "<u8").tobytes()),
             "indptr": stored(np.array([0, 1, 2], "<u8").tobytes()),
         }
-        of: dict[str, Any] = {"dtype": "float32", "shape": [2, 3]}
-        sparse = {**of, "format": "sparse_csr", "components": components}
+        fields: dict[str, Any] = {"dtype": "float32", "shape": [2, 3]}
+        sparse = {**fields, "format": "sparse_csr", "components": components}
         packed = stored(zstandard.compress(data), encoding="zstd")
-        dense = {**of, "format": "dense", "components": {"data": packed}}
+        dense = {**fields, "format": "dense", "components": {"data": packed}}
         attrs = {"k": [1.5, None]}
         later: dict[str, Any] = {
             "w": dense_v2(data, [2, 3], "f32", digest=f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"),

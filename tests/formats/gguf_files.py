@@ -48,7 +48,7 @@ def gguf_file(
             size = 8 + int.from_bytes(entries[:8], "little")  # all are of one length
             if size <= len(entries):
                 results = [entries[at : at + size] for at in range(0, len(entries), size)]
-                return value[:12] + b"".join([each[:4] + each[8:] for each in results])
+                return value[:12] + b"".join([item[:4] + item[8:] for item in results])
         return value
 
     head = b"GGUF" + struct.pack("<I", version) + number(len(tensors)) + number(len(attrs))

@@ -50,9 +50,9 @@ class Record:
         return len(self.data) if self.nbytes is None else self.nbytes
 
 
-def record(name: str, array: np.ndarray, **said: Any) -> Record:
+def record(name: str, array: np.ndarray, **stated: Any) -> Record:
     """Describe an array."""
-    return Record(name, array.shape, array.tobytes(), TAGS[array.dtype.name], **said)
+    return Record(name, array.shape, array.tobytes(), TAGS[array.dtype.name], **stated)
 
 
 def id_bytes(name: str) -> bytes:
@@ -92,8 +92,8 @@ def inline_file(records: Sequence[Record], config: bytes | None = CONFIG) -> byt
     """Write version 1: an archive where `config` is None."""
     written = [_head(1, config), struct.pack("<I", len(records))]
     for tensor in records:
-        said = struct.pack("<IBQ", tensor.tag, tensor.flag, tensor.said_nbytes)
-        written += [*_named(tensor, "<I", b""), said, tensor.data]
+        head = struct.pack("<IBQ", tensor.tag, tensor.flag, tensor.said_nbytes)
+        written += [*_named(tensor, "<I", b""), head, tensor.data]
     return b"".join(written)
 
 

@@ -121,7 +121,7 @@ def _messages(data: bytes) -> Header:
 
     def rebuilt(value: Any) -> bytes:
         return b"".join(
-            each if isinstance(each, _Packed) else msgpack.packb(each) for each in value
+            item if isinstance(item, _Packed) else msgpack.packb(item) for item in value
         )
 
     return Header(objects, rebuilt)

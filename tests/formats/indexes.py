@@ -24,11 +24,11 @@ part = WantedPart.of
 
 
 def dense(
-    name: str, dtype: str = "float32", shape: tuple[int, ...] = (2, 3), **of: Any
+    name: str, dtype: str = "float32", shape: tuple[int, ...] = (2, 3), **more: Any
 ) -> WantedTensor:
     """Make a dense tensor; fields of its part are those that a `WantedPart` has."""
-    fields = {key: of.pop(key) for key in ("compression", "algorithm", "inline") if key in of}
-    return WantedTensor(name, dtype, shape, {"data": part(dtype, shape)._replace(**fields)}, **of)
+    fields = {key: more.pop(key) for key in ("compression", "algorithm", "inline") if key in more}
+    return WantedTensor(name, dtype, shape, {"data": part(dtype, shape)._replace(**fields)}, **more)
 
 
 def csr(name: str, dtype: str, shape: tuple[int, int], nonzero: int, index: str) -> WantedTensor:
@@ -61,9 +61,17 @@ def drafted(index: Index | Draft) -> Draft:
         assert tensor.problem is None
         assert not isinstance(tensor.quantization, Codebook)  # no format has one
         parts = {}
-        for role, of in tensor.parts.items():
-            made = part(of.dtype, of.shape or (), of.encoding, of.digest, of.offset)
-            parts[role] = made._replace(nbytes=of.decoded_nbytes or of.nbytes, inline=of.inline)
+        for role, source_part in tensor.parts.items():
+            draft_part = part(
+                source_part.dtype,
+                source_part.shape or (),
+                source_part.encoding,
+                source_part.digest,
+                source_part.offset,
+            )
+            parts[role] = draft_part._replace(
+                nbytes=source_part.decoded_nbytes or source_part.nbytes, inline=source_part.inline
+            )
         tensors[name] = WantedTensor(
             name,
             tensor.dtype,
@@ -88,9 +96,9 @@ def filled(index: Draft) -> Data:
     }
 
 
-def plain(of: Index | Draft) -> tuple[Any, ...]:
+def plain(contents: Index | Draft) -> tuple[Any, ...]:
     """Give what files of equal content have in common, wherever their bytes are."""
-    draft = drafted(of)
+    draft = drafted(contents)
     tensors = {
         name: replace(
             tensor,
@@ -134,13 +142,13 @@ def drafts(
 ) -> Draft:
     """Draw some tensors, with names of their own and some dims."""
     chosen: Sequence[str] = draw(st.lists(names, max_size=5, unique=True))
-    found = {}
+    drafted_tensors = {}
     for name in chosen:
         tensor = draw(tensors)
         axis = st.none() | st.text(min_size=1, max_size=3)
         dims = draw(st.none() | st.tuples(*[axis] * tensor.ndim))
-        found[name] = replace(tensor, name=name, dims=dims)
-    return Draft(found, draw(attrs))
+        drafted_tensors[name] = replace(tensor, name=name, dims=dims)
+    return Draft(drafted_tensors, draw(attrs))
 
 
 @st.composite
@@ -149,10 +157,10 @@ def dense_tensors(
     /,
     dtypes: Sequence[str],
     attrs: st.SearchStrategy[dict[str, Any]],
-    **of: st.SearchStrategy[str | None],
+    **strategies: st.SearchStrategy[str | None],
 ) -> WantedTensor:
     """Draw dense tensors; strategies for fields of their parts by name."""
-    fields = {key: draw(strategy) for key, strategy in of.items()}
+    fields = {key: draw(strategy) for key, strategy in strategies.items()}
     dtype = draw(st.sampled_from(dtypes))
     return dense("", dtype, draw(shapes), attrs=draw(attrs), **fields)
 

@@ -55,8 +55,10 @@ class Tensor:
     def record(self) -> bytes:
         """What a checkpoint in one file has of it."""
         name = self.name if isinstance(self.name, bytes) else self.name.encode()
-        said = struct.pack(f"<i{len(self.shape)}qq", len(self.shape), *self.shape, self.said_nbytes)
-        return struct.pack("<i", len(name)) + name + string(self.dtype) + said
+        sizes = struct.pack(
+            f"<i{len(self.shape)}qq", len(self.shape), *self.shape, self.said_nbytes
+        )
+        return struct.pack("<i", len(name)) + name + string(self.dtype) + sizes
 
     def entry(self, offset: int) -> dict[str, Any]:
         """Give what metadata have of it."""
@@ -69,23 +71,23 @@ class Tensor:
         }
 
 
-def tensor(name: str, array: np.ndarray, **said: Any) -> Tensor:
+def tensor(name: str, array: np.ndarray, **stated: Any) -> Tensor:
     """Describe an array."""
-    return Tensor(name, array.shape, array.tobytes(), _NAMES[array.dtype.name], **said)
+    return Tensor(name, array.shape, array.tobytes(), _NAMES[array.dtype.name], **stated)
 
 
 def string(text: str | bytes) -> bytes:
     """Write a text after its length in groups of 7 bits."""
     data = text if isinstance(text, bytes) else text.encode()
-    left, length = len(data), bytearray()
-    while left >= 0x80:
-        length.append(left & 0x7F | 0x80)
-        left >>= 7
-    return bytes([*length, left]) + data
+    remaining, length = len(data), bytearray()
+    while remaining >= 0x80:
+        length.append(remaining & 0x7F | 0x80)
+        remaining >>= 7
+    return bytes([*length, remaining]) + data
 
 
 def shard_entry(
-    tensors: Sequence[Tensor], rank: int, *, cumulative: bool = True, **said: Any
+    tensors: Sequence[Tensor], rank: int, *, cumulative: bool = True, **stated: Any
 ) -> dict[str, Any]:
     """Describe a shard as metadata do."""
     entries: list[dict[str, Any]] = []
@@ -94,10 +96,10 @@ def shard_entry(
         entries.append(tensor.entry(offset if cumulative else 0))
         offset += len(tensor.data)
     entry = {"rank": rank, "filePath": "", "fileSize": 0, "tensors": entries, "checksum": None}
-    return entry | said
+    return entry | stated
 
 
-def fields(shards: Shards, /, **said: Any) -> dict[str, Any]:
+def fields(shards: Shards, /, **stated: Any) -> dict[str, Any]:
     """Make metadata with upstream's fields, in its order."""
     sharding = {
         "strategy": "fsdp",
@@ -117,7 +119,7 @@ def fields(shards: Shards, /, **said: Any) -> dict[str, Any]:
         "format": None,
         "shardingStrategy": sharding,
         "tensorInfos": None,
-    } | said
+    } | stated
 
 
 def checkpoint(
@@ -128,13 +130,13 @@ def checkpoint(
     metadata: dict[str, Any] | bytes | None = None,
     version: str | bytes = "1.0.0",
     tail: bytes = b"",
-    **said: Any,
+    **stated: Any,
 ) -> bytes:
     """Write a checkpoint in one file; `metadata` is JSON or what is to be written as JSON."""
     text = metadata
     if not isinstance(text, bytes):
-        said = fields(shards, **said) if text is None else text
-        text = json.dumps(said, indent=2).encode()
+        stated = fields(shards, **stated) if text is None else text
+        text = json.dumps(stated, indent=2).encode()
     head = b"PCLM" + string(version) + struct.pack("<i", len(text)) + text
     return head + body(shards, payload) + tail
 
@@ -142,7 +144,7 @@ def checkpoint(
 def body(shards: Shards, payload: str = "none") -> bytes:
     """Write the records, with the data as a reading has them."""
     written: list[bytes] = []
-    rest: list[bytes] = []
+    payloads: list[bytes] = []
     for tensors in shards:
         written.append(struct.pack("<i", len(tensors)))
         for tensor in tensors:
@@ -153,8 +155,8 @@ def body(shards: Shards, payload: str = "none") -> bytes:
         if payload == "per_shard":
             written += data
         elif payload == "tail":
-            rest += data
-    return b"".join(written + rest)
+            payloads += data
+    return b"".join(written + payloads)
 
 
 def shard_file(
@@ -168,17 +170,17 @@ def shard_file(
 ) -> bytes:
     """Write the file of a shard."""
     data = b"".join(tensor.data for tensor in tensors)
-    said = struct.pack("<ii", rank, len(checksum)) + checksum.encode()
+    head = struct.pack("<ii", rank, len(checksum)) + checksum.encode()
     number = struct.pack("<i", len(tensors) if count is None else count)
-    return b"RAHS" + said + number + len(data).to_bytes(width, "little") + data + tail
+    return b"RAHS" + head + number + len(data).to_bytes(width, "little") + data + tail
 
 
-def write_set(folder: Path, shards: Shards, /, *, suffix: str = ".shard", **said: Any) -> Path:
+def write_set(folder: Path, shards: Shards, /, *, suffix: str = ".shard", **stated: Any) -> Path:
     """Write metadata ``m.metadata.json`` and the files of its shards, and return its path."""
     for rank, tensors in enumerate(shards):
         data = b"".join(tensor.data for tensor in tensors)
         content = shard_file(tensors, rank) if suffix == ".shard" else data
         (folder / f"m_shard_{rank}{suffix}").write_bytes(content)
     path = folder / "m.metadata.json"
-    path.write_text(json.dumps(fields(shards, **said), indent=2), "utf-8")
+    path.write_text(json.dumps(fields(shards, **stated), indent=2), "utf-8")
     return path

@@ -80,12 +80,12 @@ def materialize_all(
         files[name] = bytearray()
         writing.put_parts(companion, files[name])
     writing.put_parts(plan, files[""])
-    for name, each in (*plan.companions.items(), ("", plan)):
-        for literal in each.finish(writing.written):
+    for name, file_plan in (*plan.companions.items(), ("", plan)):
+        for literal in file_plan.finish(writing.written):
             _put(files[name], literal)
-        if each.nbytes is not None:
-            assert len(files[name]) <= each.nbytes
-            files[name].extend(bytes(each.nbytes - len(files[name])))
+        if file_plan.nbytes is not None:
+            assert len(files[name]) <= file_plan.nbytes
+            files[name].extend(bytes(file_plan.nbytes - len(files[name])))
     return {name: bytes(file) for name, file in files.items()}
 
 

@@ -67,8 +67,8 @@ def tensor(values: np.ndarray, *, batched: bool = False) -> bytes:
 
 def parameter(value: bytes, *stats: Pair) -> bytes:
     """Write a Parameter of a Tensor and of named Tensors."""
-    named = b"".join(text(name) + stat for name, stat in stats)
-    return value + uint32(len(stats)) + named
+    entries = b"".join(text(name) + stat for name, stat in stats)
+    return value + uint32(len(stats)) + entries
 
 
 def model(*parameters: tuple[Iterable[bytes | str], bytes]) -> bytes:

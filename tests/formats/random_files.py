@@ -56,12 +56,12 @@ AXES = st.sampled_from([None, "batch", "d2", "x", "w"])
 @st.composite
 def _axes_text(draw: st.DrawFn, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Name some axes, as this package does."""
-    named = {
+    axes = {
         name: draw(st.tuples(*[AXES] * len(shape)))
         for name, shape in shapes.items()
         if draw(st.booleans())
     }
-    return json.dumps(named) if named else None
+    return json.dumps(axes) if axes else None
 
 
 def _noise(nbytes: int, seed: int) -> bytes:
@@ -387,7 +387,7 @@ def _ztensor(draw: st.DrawFn) -> Files:
             entries.append(entry | {"data": stored(data), "data_endianness": order})
         return {"m.zt": v0_file(*entries)}
     objects = {name: draw(_ztensor_object(version)) for name in names}
-    text = draw(_axes_text({name: tuple(each["shape"]) for name, each in objects.items()}))
+    text = draw(_axes_text({name: tuple(obj["shape"]) for name, obj in objects.items()}))
     attrs = {"licence": "MIT"} | ({} if text is None else {"xckpt.dims": text})
     write: dict[str, Callable[..., bytes]] = {"1.0": v1_file, "1.2": v12_file, "2": v2_file}
     return {"m.zt": write[version](objects, attributes=attrs)}

@@ -7,9 +7,9 @@ import struct
 from typing import Any
 
 
-def entry(dtype: str, shape: list[int], begin: int, end: int, **others: Any) -> dict[str, Any]:
+def entry(dtype: str, shape: list[int], begin: int, end: int, **fields: Any) -> dict[str, Any]:
     """Describe a tensor as a header does."""
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **others}
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **fields}
 
 
 def safetensors_file(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

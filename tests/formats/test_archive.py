@@ -56,29 +56,29 @@ def refused(data: bytes, rule: str) -> FormatError:
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_contents(method: int, note: bytes) -> None:
     members = {"a/b": TEXT, "größe": b"", "z": TEXT[:7]}
-    found = heads(zipped(*members.items(), method=method, note=note))
-    assert list(found) == list(members)
+    members_read = heads(zipped(*members.items(), method=method, note=note))
+    assert list(members_read) == list(members)
     for name, data in members.items():
-        head, rest = found[name]
+        head, remainder = members_read[name]
         assert head == data[:10]
-        assert rest.shape == (len(data) - len(head),)
-        assert rest.digest == (f"crc32:{zlib.crc32(data[10:]):08x}" if data else None)
+        assert remainder.shape == (len(data) - len(head),)
+        assert remainder.digest == (f"crc32:{zlib.crc32(data[10:]):08x}" if data else None)
 
 
 def test_remaining_members_are_at_their_offsets() -> None:
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         data = zipped(("w", TEXT), method=method)
-        [(_, rest)] = heads(data).values()
-        stored = data[rest.offset : rest.offset + rest.nbytes]
-        decoded = stored if rest.encoding is None else zlib.decompress(stored, -15)
-        assert decoded[rest.skip :] == TEXT[10:]
+        [(_, remainder)] = heads(data).values()
+        stored = data[remainder.offset : remainder.offset + remainder.nbytes]
+        decoded = stored if remainder.encoding is None else zlib.decompress(stored, -15)
+        assert decoded[remainder.skip :] == TEXT[10:]
 
 
 def test_members_and_archives_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a lower limit Python writes small files as it does large ones."""
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20)
-    found = heads(zipped(("a", TEXT), ("b", TEXT[:5]), ("c", TEXT)))
-    assert {name: head for name, (head, _) in found.items()} == {
+    members = heads(zipped(("a", TEXT), ("b", TEXT[:5]), ("c", TEXT)))
+    assert {name: head for name, (head, _) in members.items()} == {
         "a": TEXT[:10],
         "b": TEXT[:5],
         "c": TEXT[:10],
@@ -109,8 +109,8 @@ def test_larger_ones_are_written(tmp_path: Path) -> None:
     results = [
         (m, c.take(5, "front"), c.rest()) for m, c in archive.Archive(open_source(path)).contents()
     ]
-    assert [rest.nbytes for _, _, rest in results] == sizes
-    assert [rest.offset for _, _, rest in results] == [planned.offset for planned in plan.parts]
+    assert [member.nbytes for _, _, member in results] == sizes
+    assert [member.offset for _, _, member in results] == [planned.offset for planned in plan.parts]
 
 
 @given(st.binary(max_size=40), st.binary(max_size=300))
@@ -123,22 +123,22 @@ def test_checksums_are_joined(first: bytes, second: bytes) -> None:
 @pytest.mark.parametrize("nbytes", [1 << 20, (1 << 28) + 1, (1 << 40) + 12345])
 def test_checksums_of_much(nbytes: int) -> None:
     """Halves that are joined are the whole, as one that cannot be computed shows."""
-    some, other, half = 0x12345678, 0x9ABCDEF0, nbytes // 2
-    at_once = archive.joined_crc(some, other, nbytes)
-    in_two = archive.joined_crc(archive.joined_crc(some, 0, half), other, nbytes - half)
+    first, second, half = 0x12345678, 0x9ABCDEF0, nbytes // 2
+    at_once = archive.joined_crc(first, second, nbytes)
+    in_two = archive.joined_crc(archive.joined_crc(first, 0, half), second, nbytes - half)
     assert at_once == in_two
 
 
 def test_encrypted_and_unknown_members_are_not_read() -> None:
     data = bytearray(zipped(("w", TEXT)))
-    for at, what in (
+    for at, message in (
         (data.rindex(b"PK\1\2") + 8, "encrypted"),
         (data.rindex(b"PK\1\2") + 10, "98"),
     ):
         changed = bytearray(data)
-        changed[at] = 1 if what == "encrypted" else 98
+        changed[at] = 1 if message == "encrypted" else 98
         [(_, content)] = archive.Archive(CountingSource(bytes(changed))).contents()
-        with pytest.raises(UnsupportedError, match=what):
+        with pytest.raises(UnsupportedError, match=message):
             content.take(1, "a head")
 
 

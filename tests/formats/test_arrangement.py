@@ -32,8 +32,8 @@ def file(text: Any, dims: Any = DIMS, **attrs: str) -> bytes:
         end = at + 4 * int(np.prod(shape))
         header[name] = entry("F32", shape, at, end)
         at = end
-    said = text if isinstance(text, str) else json.dumps(text)
-    metadata = {DIMS_KEY: json.dumps(dims), ARRANGEMENT_KEY: said, **attrs}
+    arrangement = text if isinstance(text, str) else json.dumps(text)
+    metadata = {DIMS_KEY: json.dumps(dims), ARRANGEMENT_KEY: arrangement, **attrs}
     values = [np.full(shape, at, "<f4") for at, shape in enumerate(SHAPES.values())]
     data = b"".join(value.tobytes() for value in values)
     return safetensors_file({"__metadata__": metadata, **header}, data)

@@ -132,13 +132,13 @@ def test_layouts_are_told_apart(sizes: list[int], padding: int, legacy: bool) ->
         part = tensor.parts["data"]
         assert data[part.offset : part.offset + part.nbytes] == tensors[name]["data"]
     if not same and any(sizes):
-        other = "aligned" if legacy else "legacy"
+        wrong = "aligned" if legacy else "legacy"
         try:
-            forced = read(data, layout=other)
+            forced = read(data, layout=wrong)
         except FormatError as error:
             assert error.rule == "Truncated"  # noqa: PT017  also an index is right
         else:
-            assert forced.version == ("1-legacy" if other == "legacy" else "1")
+            assert forced.version == ("1-legacy" if wrong == "legacy" else "1")
 
 
 def test_a_layout_may_be_stated() -> None:
@@ -353,7 +353,7 @@ def test_overlaps(first: list[int], second: list[int], overlap: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "nbytes", "told"),
+    ("dtype", "name", "nbytes", "burn_dtype"),
     [
         ("F64", "float64", 8, None),
         ("F32", "float32", 4, None),
@@ -375,10 +375,10 @@ def test_overlaps(first: list[int], second: list[int], overlap: bool) -> None:
     ],
     ids=str,
 )
-def test_element_types(dtype: Any, name: str, nbytes: int, told: str | None) -> None:
+def test_element_types(dtype: Any, name: str, nbytes: int, burn_dtype: str | None) -> None:
     tensor = read(burnpack({"w": raw(dtype, (2, 3), bytes(6 * nbytes))})).tensors["w"]
     assert (tensor.dtype, tensor.parts["data"].dtype) == (name, name)
-    assert tensor.attrs.get("burn_dtype") == told
+    assert tensor.attrs.get("burn_dtype") == burn_dtype
 
 
 @pytest.mark.parametrize("dtype", ["F8", {"Bool": "U16"}, {"Complex": {"F32": 2}}], ids=str)

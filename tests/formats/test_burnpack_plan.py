@@ -207,9 +207,9 @@ def test_wide_booleans_are_not_in_the_first_dialect() -> None:
 
 def test_param_ids_are_kept_or_made() -> None:
     index = draft_of(dense("b", attrs={"param_id": str((1 << 64) - 1)}), dense("a"), dense("c"))
-    kept = metadata_of(written(index))["tensors"]
-    assert kept["b"]["param_id"] == (1 << 64) - 1
-    assert "param_id" not in kept["a"]
+    entries = metadata_of(written(index))["tensors"]
+    assert entries["b"]["param_id"] == (1 << 64) - 1
+    assert "param_id" not in entries["a"]
     file = written(index, param_ids="make")
     arrays = {name: entry["param_id"] for name, entry in metadata_of(file)["tensors"].items()}
     assert arrays["b"] == (1 << 64) - 1
@@ -283,7 +283,7 @@ def test_scalars_are_as_short_as_burn_writes_them(value: float, size: int) -> No
 
 
 def test_a_scalar_has_its_name_back_that_a_tensor_has_too() -> None:
-    one = struct.pack("<q", 1)
+    packed_value = struct.pack("<q", 1)
     root = {"w": {"Int": 1}, "w:scalar": {"Int": 1}, "v:scalar": {"Int": 1}, "x": {"Int": 1}}
     entry = {"dtype": "F32", "shape": [1], "data": bytes(4)}
     file = packed({"w": entry}, scalars=root)
@@ -291,7 +291,7 @@ def test_a_scalar_has_its_name_back_that_a_tensor_has_too() -> None:
     assert list(index.tensors) == ["w", "v:scalar", "w:scalar", "w:scalar:scalar", "x"]
     again = read(materialize(burnpack.plan(index), data))
     assert plain(again) == plain(index)
-    plain_scalar = draft_of(dense("w"), scalar("w:scalar", "Int", "int64", one))
+    plain_scalar = draft_of(dense("w"), scalar("w:scalar", "Int", "int64", packed_value))
     assert metadata_of(written(plain_scalar))["scalars"] == {"w": {"Int": 1}}
 
 
@@ -321,11 +321,11 @@ def test_names_of_scalars_come_back_whatever_tensors_are_called(
     st.sets(st.builds("{}:scalar{}".format, st.text("ab", max_size=1), st.text(":", max_size=2))),
 )
 def test_no_two_scalars_become_one(tensors: set[str], scalars: set[str]) -> None:
-    one = struct.pack("<q", 1)
-    made = [scalar(name, "Int", "int64", one) for name in sorted(scalars - tensors)]
-    file = written(draft_of(*map(dense, sorted(tensors)), *made))
-    assert len(metadata_of(file).get("scalars", {})) == len(made)
-    assert len(read(file).tensors) == len(tensors) + len(made)
+    data = struct.pack("<q", 1)
+    drafts = [scalar(name, "Int", "int64", data) for name in sorted(scalars - tensors)]
+    file = written(draft_of(*map(dense, sorted(tensors)), *drafts))
+    assert len(metadata_of(file).get("scalars", {})) == len(drafts)
+    assert len(read(file).tensors) == len(tensors) + len(drafts)
 
 
 @pytest.mark.parametrize(

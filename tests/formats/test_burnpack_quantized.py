@@ -113,8 +113,8 @@ def test_values_follow_the_definition(
         grid = tuple(-(-n // b) for n, b in zip(shape, full, strict=True))
         scales = rng.choice([0.25, 0.5, 1, 2, 8], grid).astype(SCALE_TYPES[scale_type])
         stored += scales.tobytes()
-        where = tuple(np.indices(shape)[axis] // full[axis] for axis in range(len(shape)))
-        spread = scales.astype(np.float32)[where]
+        blocks = tuple(np.indices(shape)[axis] // full[axis] for axis in range(len(shape)))
+        spread = scales.astype(np.float32)[blocks]
         scheme["block"] = {"size": size(*block), "dtype": scale_type}
         if tensor is not None:
             factor = np.array(3, SCALE_TYPES[tensor])
@@ -205,8 +205,8 @@ def test_dialects_agree(level: str, store: Any) -> None:
 
 def test_the_scheme_is_told() -> None:
     scheme = new(store={"PackedU32": 0}, block={"size": size(1, 1, 4), "dtype": "F16"})
-    told = json.loads(tensor_of((2, 8), 16 + 8, scheme).attrs["burn_dtype"])
-    assert told == {
+    burn_dtype = json.loads(tensor_of((2, 8), 16 + 8, scheme).attrs["burn_dtype"])
+    assert burn_dtype == {
         "QFloat": {
             "value": "Q8S",
             "store": {"PackedU32": 0},

@@ -61,9 +61,9 @@ def test_errors_name_the_content_and_a_remedy(kind: str, tmp_path: Path) -> None
 def test_another_of_our_engines(format: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(next(iter(declared(format).small_files().values())))
-    for other in formats.names():
-        if other == format:
+    for engine in formats.names():
+        if engine == format:
             continue
         with pytest.raises(xckpt.CheckpointError) as caught:
-            xr.open_dataset(path, engine=other)
+            xr.open_dataset(path, engine=engine)
         assert f"engine={format!r}" in str(caught.value)

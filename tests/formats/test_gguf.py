@@ -548,9 +548,9 @@ class TestRules:
         ds = xr.open_dataset(file, engine="gguf")
         assert ds["w"].values == [2.5]
         # All of it may not fit in memory.
-        some = ds["t"][:1] if ds["t"].ndim else ds["t"]
+        elements = ds["t"][:1] if ds["t"].ndim else ds["t"]
         with pytest.raises(xckpt.CheckpointError) as caught:
-            some.values  # noqa: B018
+            elements.values  # noqa: B018
         assert (caught.value.rule, caught.value.tensor) == (rule, "t")
 
     @pytest.mark.parametrize("label", QUESTIONABLE)

@@ -149,7 +149,7 @@ def test_partial_overlap_warns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "rule"),
+    ("stated", "rule"),
     [
         ({"tag": 4}, "DType"),
         ({"tag": 2**32 - 1}, "DType"),
@@ -171,8 +171,8 @@ def test_partial_overlap_warns() -> None:
         ({"stored_id": id_bytes("t")[:15] + b"\0"}, "BaseId"),
     ],
 )
-def test_entries_that_do_not_fit(said: dict[str, Any], rule: str) -> None:
-    fields = {"name": "t", "shape": (2, 3), "data": FLOATS.tobytes(), **said}
+def test_entries_that_do_not_fit(stated: dict[str, Any], rule: str) -> None:
+    fields = {"name": "t", "shape": (2, 3), "data": FLOATS.tobytes(), **stated}
     fails(indexed_file([Record(**fields)]), rule, "t")
     if rule != "BaseId":
         fails(indexed_file([Record(**fields)], None), rule, "t")

@@ -23,8 +23,8 @@ def config_of(config: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def test_tagged_configs() -> None:
     runtime = {"functional_overrides": {"attention": "force=flash"}}
-    told = {"kind": "x", "config": {"n": [1, None]}, "runtime": runtime}
-    assert config_of(json.dumps(told).encode()) == (told, ())
+    content = {"kind": "x", "config": {"n": [1, None]}, "runtime": runtime}
+    assert config_of(json.dumps(content).encode()) == (content, ())
     assert config_of(b' {"kind": "x"}\n') == ({"kind": "x", "config": None}, ())
     assert config_of(b'{"kind":"x","kind":"y","config":3,"more":1}')[0] == {
         "kind": "y",

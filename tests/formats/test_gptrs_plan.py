@@ -64,8 +64,8 @@ def values_of(index: Index, data: bytes) -> dict[tuple[str, str], bytes]:
 def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
     """Give every tensor values of its own."""
     return {
-        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.parts["data"].nbytes))
-        for number, (name, each) in enumerate(drafted(index).tensors.items())
+        (name, "data"): bytes((7 * number + i) % 251 for i in range(tensor.parts["data"].nbytes))
+        for number, (name, tensor) in enumerate(drafted(index).tensors.items())
     }
 
 
@@ -181,9 +181,9 @@ def test_a_scalar_gets_an_axis() -> None:
 def test_a_kind_makes_a_checkpoint() -> None:
     index = draft_of(tensor("w"))
     assert written(index).startswith(b"GPTRSTEN\x02\0\0\0")
-    made = written(index, kind="gpt", config=GPT)
-    assert made.startswith(b"GPTRSCHK\x02\0\0\0")
-    assert made == written(replace(index, attrs=ATTRS))
+    file = written(index, kind="gpt", config=GPT)
+    assert file.startswith(b"GPTRSCHK\x02\0\0\0")
+    assert file == written(replace(index, attrs=ATTRS))
     assert read(written(index, kind="custom")).attrs == {"kind": "custom", "config": None}
 
 
@@ -220,9 +220,9 @@ def test_the_config_is_compact_ascii_in_its_own_order() -> None:
 
 def test_names_of_axes() -> None:
     dims = ("vocab_size", "embed_dim")
-    named = tensor("tok_embeddings.weight", (7, 4), dims=dims)
-    assert b"xckpt.dims" not in written(draft_of(named, **ATTRS))
-    index = draft_of(replace(named, dims=("vocab_size", "e")), tensor("x", dims=("é", None)))
+    embedding = tensor("tok_embeddings.weight", (7, 4), dims=dims)
+    assert b"xckpt.dims" not in written(draft_of(embedding, **ATTRS))
+    index = draft_of(replace(embedding, dims=("vocab_size", "e")), tensor("x", dims=("é", None)))
     data = written(replace(index, attrs=ATTRS))
     copy = read(data)
     assert {name: tensor.dims for name, tensor in copy.tensors.items()} == {

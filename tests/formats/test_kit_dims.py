@@ -20,13 +20,15 @@ def dense(name: str, shape: tuple[int, ...] = (2, 3), dims: Any = None) -> Tenso
 
 
 @given(st.dictionaries(st.text(max_size=6), st.lists(st.none() | NAMES, max_size=4).map(tuple)))
-def test_names_come_back(named: dict[str, tuple[str | None, ...]]) -> None:
-    tensors = {name: dense(name, shape=(1,) * len(dims)) for name, dims in named.items()}
-    text = dims_text({n: dense(n, shape=(1,) * len(dims), dims=dims) for n, dims in named.items()})
-    found = with_dims(tensors, text)
-    assert list(found) == list(tensors)
-    assert {name: tensor.dims for name, tensor in found.items()} == {
-        name: dims if any(dims) else None for name, dims in named.items()
+def test_names_come_back(dims_by_name: dict[str, tuple[str | None, ...]]) -> None:
+    tensors = {name: dense(name, shape=(1,) * len(dims)) for name, dims in dims_by_name.items()}
+    text = dims_text(
+        {n: dense(n, shape=(1,) * len(dims), dims=dims) for n, dims in dims_by_name.items()}
+    )
+    restored = with_dims(tensors, text)
+    assert list(restored) == list(tensors)
+    assert {name: tensor.dims for name, tensor in restored.items()} == {
+        name: dims if any(dims) else None for name, dims in dims_by_name.items()
     }
 
 

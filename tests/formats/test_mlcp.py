@@ -88,12 +88,12 @@ def fails_beside(path: Path, rule: str) -> CheckpointError:
 # --- where the data are ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", [None, "marker", "option"])
+@pytest.mark.parametrize("stated_by", [None, "marker", "option"])
 @pytest.mark.parametrize("reading", READINGS)
-def test_readings(reading: str, said: str | None) -> None:
-    custom: Any = {"customFields": {"payload": reading}} if said == "marker" else {}
+def test_readings(reading: str, stated_by: str | None) -> None:
+    custom: Any = {"customFields": {"payload": reading}} if stated_by == "marker" else {}
     data = checkpoint(TWO, reading, **custom)
-    index = read(data, payload=reading) if said == "option" else read(data)
+    index = read(data, payload=reading) if stated_by == "option" else read(data)
     assert index.attrs["payload"] == reading
     assert index.warnings == ()
     for tensors, rank in zip(TWO, (0, 1), strict=True):
@@ -536,8 +536,8 @@ def test_metadata_with_a_file_for_each_shard(tmp_path: Path, suffix: str, cumula
     assert index.attrs["payload"] == "companion"
     assert list(index.shards) == [f"m_shard_0{suffix}", f"m_shard_1{suffix}"]
     assert index.warnings == ()
-    for each in (*TWO[0], *TWO[1]):
-        assert beside(path, index, str(each.name)) == each.data
+    for member in (*TWO[0], *TWO[1]):
+        assert beside(path, index, str(member.name)) == member.data
     assert opened(path, payload="none").attrs["payload"] == "none"
 
 
@@ -553,8 +553,8 @@ def test_a_checkpoint_with_files_beside(tmp_path: Path) -> None:
         path.write_bytes(content)
         index = opened(path)
         assert index.attrs["payload"] == "companion"
-        for each in (*TWO[0], *TWO[1]):
-            assert beside(path, index, str(each.name)) == each.data
+        for member in (*TWO[0], *TWO[1]):
+            assert beside(path, index, str(member.name)) == member.data
     assert opened(path, payload="none").attrs["payload"] == "none"
     path.write_bytes(checkpoint(TWO, "tail"))
     assert opened(path).attrs["payload"] == "tail"
@@ -563,8 +563,8 @@ def test_a_checkpoint_with_files_beside(tmp_path: Path) -> None:
 def test_offsets_in_any_order_and_shared(tmp_path: Path) -> None:
     entry = shard_entry([WEIGHT, STEP, WEIGHT], 0)
     entry["tensors"][2]["name"] = "tied"
-    for each, offset in zip(entry["tensors"], (8, 0, 8), strict=True):
-        each["offset"] = offset
+    for info, offset in zip(entry["tensors"], (8, 0, 8), strict=True):
+        info["offset"] = offset
     path = write_set(tmp_path, [[STEP, WEIGHT]], shards=[entry])
     data = (tmp_path / "m_shard_0.shard").read_bytes()
     (tmp_path / "m_shard_0.shard").write_bytes(data.replace(b"\2\0\0\0", b"\3\0\0\0", 1))
@@ -575,10 +575,10 @@ def test_offsets_in_any_order_and_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("offset", "rule"), [(9, "Bounds"), (-4, "Bounds"), (4, "Overlap")])
 def test_offsets_that_cannot_be(tmp_path: Path, offset: int, rule: str) -> None:
-    one, two = Tensor("a", (2,), bytes(8)), Tensor("b", (2,), bytes(8))
-    entry = shard_entry([one, two], 0)
+    first, second = Tensor("a", (2,), bytes(8)), Tensor("b", (2,), bytes(8))
+    entry = shard_entry([first, second], 0)
     entry["tensors"][1]["offset"] = offset
-    index = opened(write_set(tmp_path, [[one, two]], shards=[entry]))
+    index = opened(write_set(tmp_path, [[first, second]], shards=[entry]))
     for actual in index.tensors.values():
         assert isinstance(actual.problem, FormatError)
         assert actual.problem.rule == rule
@@ -622,23 +622,25 @@ def test_bytes_in_memory_have_no_files_beside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["{}", "run/{}", "/scratch/run/{}", "../{}", "C:\\run\\{}", "run\\..\\{}"]
+    "stated_path", ["{}", "run/{}", "/scratch/run/{}", "../{}", "C:\\run\\{}", "run\\..\\{}"]
 )
-def test_files_are_looked_for_beside_by_their_last_name(tmp_path: Path, said: str) -> None:
-    entry = shard_entry([WEIGHT], 0, filePath=said.format("other.bin"))
+def test_files_are_looked_for_beside_by_their_last_name(tmp_path: Path, stated_path: str) -> None:
+    entry = shard_entry([WEIGHT], 0, filePath=stated_path.format("other.bin"))
     path = write_set(tmp_path, [[WEIGHT]], shards=[entry])
     assert list(opened(path).shards) == ["m_shard_0.shard"]
     (tmp_path / "other.bin").write_bytes(WEIGHT.data)
     assert list(opened(path).shards) == ["other.bin"]
 
 
-@pytest.mark.parametrize("said", ["../x.bin", "{}/x.bin", "..", "sub/..", "x/../../x.bin", "sub"])
-def test_files_elsewhere_are_not_read(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize(
+    "stated_path", ["../x.bin", "{}/x.bin", "..", "sub/..", "x/../../x.bin", "sub"]
+)
+def test_files_elsewhere_are_not_read(tmp_path: Path, stated_path: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "sub").mkdir()
     (tmp_path / "x.bin").write_bytes(WEIGHT.data)
-    entry = shard_entry([WEIGHT], 0, filePath=said.format(tmp_path))
+    entry = shard_entry([WEIGHT], 0, filePath=stated_path.format(tmp_path))
     path = write_set(folder, [[WEIGHT]], shards=[entry])
     (folder / "m_shard_0.shard").unlink()
     index = opened(path)
@@ -751,7 +753,7 @@ LATE = b'{"customFields": {"notes": "' + b"x" * 600 + b'"}, "worldSize": 1}'
 
 
 @pytest.mark.parametrize(
-    ("content", "taken"),
+    ("content", "is_detected"),
     [
         (b'{"worldSize": 1}', True),
         (LATE, True),
@@ -763,11 +765,11 @@ LATE = b'{"customFields": {"notes": "' + b"x" * 600 + b'"}, "worldSize": 1}'
         (b"{}", False),
     ],
 )
-def test_files_named_like_metadata_are_detected_once(content: bytes, taken: bool) -> None:
+def test_files_named_like_metadata_are_detected_once(content: bytes, is_detected: bool) -> None:
     source = CountingSource(content, "run/m.metadata.json")
     head = content[: formats.HEAD_BYTES]
-    assert mlcp.detect(head, len(content), source.name) or not taken
-    if taken:
+    assert mlcp.detect(head, len(content), source.name) or not is_detected
+    if is_detected:
         assert mlcp.read(source).format == formats.detect(source).name == "mlcp"
         return
     with pytest.raises(FormatError):

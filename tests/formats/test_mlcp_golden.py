@@ -46,8 +46,8 @@ def test_a_missing_shard(golden: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(tmp_path / f"{name}.metadata.json")
     full = xr.open_dataset(golden / "mlcp" / f"{name}.metadata.json")
     assert {n: v.shape for n, v in ds.items()} == {n: v.shape for n, v in full.items()}
-    there = ["head.weight", "head.scale"]
-    xr.testing.assert_equal(ds[there].compute(), full[there].compute())
+    present = ["head.weight", "head.scale"]
+    xr.testing.assert_equal(ds[present].compute(), full[present].compute())
     for shown in (ds, pickle.loads(pickle.dumps(ds))):
         with pytest.raises(xckpt.PayloadMissingError, match=f"{name}_shard_0.shard") as caught:
             shown["layer.bias"].compute()

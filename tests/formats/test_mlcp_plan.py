@@ -54,8 +54,8 @@ def draft_of(*tensors: WantedTensor, source: str = "", **attrs: Any) -> Draft:
 
 def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
     return {
-        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.parts["data"].nbytes))
-        for number, (name, each) in enumerate(drafted(index).tensors.items())
+        (name, "data"): bytes((7 * number + i) % 251 for i in range(tensor.parts["data"].nbytes))
+        for number, (name, tensor) in enumerate(drafted(index).tensors.items())
     }
 
 
@@ -258,8 +258,8 @@ def test_planned_files_are_read_back(
     for rank, shard in shards.items():
         for name, (shape, dtype) in shard.items():
             variable = variable_name(name, rank, repeated=names.count(name) > 1)
-            named = {} if variable == name else {"name": name}
-            tensors.append(tensor(variable, shape, dtype, rank=rank, **named))
+            name_attr = {} if variable == name else {"name": name}
+            tensors.append(tensor(variable, shape, dtype, rank=rank, **name_attr))
     source = "x.metadata.json" if several else "x.checkpoint"
     index = draft_of(*tensors, source=source, **attrs)
     files = written_set(index)
@@ -296,9 +296,9 @@ def test_a_set_may_be_opened_by_its_metadata() -> None:
     assert fields["format"] == "multishard"
     assert [shard["fileSize"] for shard in fields["shards"]] == [44, 36]
     assert [shard["filePath"] for shard in fields["shards"]] == list(plan.companions)
-    one = written(index, multi_shard=False)
-    assert read(one).attrs["customFields"] == {"payload": "tail", "a": "b"}
-    assert read(one).attrs["format"] == "single_file"
+    single_file = written(index, multi_shard=False)
+    assert read(single_file).attrs["customFields"] == {"payload": "tail", "a": "b"}
+    assert read(single_file).attrs["format"] == "single_file"
 
 
 def test_metadata_that_name_shards_otherwise() -> None:
@@ -309,7 +309,7 @@ def test_metadata_that_name_shards_otherwise() -> None:
     assert plan.renamed is not None
     names = {"step_1_shard_0.shard": "x.shard", "step_1_shard_2.shard": "y.shard"}
     renamed = plan.renamed(names)
-    old, new = (json.loads(each.literals[0].data) for each in (plan, renamed))
+    old, new = (json.loads(file_plan.literals[0].data) for file_plan in (plan, renamed))
     assert renamed.nbytes == len(renamed.literals[0].data)
     assert not renamed.companions
     for before, after in zip(old["shards"], new["shards"], strict=True):
@@ -362,11 +362,11 @@ def test_lists_of_tensors_are_made_anew() -> None:
 
 
 def test_the_last_name_of_sharding_is_used() -> None:
-    said = {"strategy": "ddp", "more": [1]}
-    attrs = read(written(draft_of(sharding=None, shardingStrategy=said))).attrs
+    sharding = {"strategy": "ddp", "more": [1]}
+    attrs = read(written(draft_of(sharding=None, shardingStrategy=sharding))).attrs
     expected = {"strategy": "ddp", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}
     assert attrs["sharding"] == attrs["shardingStrategy"] == expected | {"more": [1]}
-    attrs = read(written(draft_of(sharding=said, shardingStrategy=None))).attrs
+    attrs = read(written(draft_of(sharding=sharding, shardingStrategy=None))).attrs
     assert attrs["sharding"] is attrs["shardingStrategy"] is None
 
 
@@ -504,8 +504,8 @@ def test_large_shards() -> None:
     index = draft_of(*big, source="m.metadata.json")
     assert "2147483648" in refused(index, "Length", "b")
     assert (mlcp.plan(index, multi_shard=False).nbytes or 0) > 3 << 30
-    apart = [replace(each, attrs={"rank": rank}) for rank, each in enumerate(big)]
-    assert len(mlcp.plan(draft_of(*apart, source="m.metadata.json")).companions) == 3
+    ranked = [replace(draft, attrs={"rank": rank}) for rank, draft in enumerate(big)]
+    assert len(mlcp.plan(draft_of(*ranked, source="m.metadata.json")).companions) == 3
 
 
 def test_long_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

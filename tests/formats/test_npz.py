@@ -38,9 +38,9 @@ def path(ds: xr.Dataset, tmp_path: Path) -> Path:
 
 def test_others_take_no_notice(ds: xr.Dataset, path: Path) -> None:
     assert EXTRA in path.read_bytes()
-    with np.load(path, allow_pickle=False) as found:
-        assert found.files == ["w", "x"]
-        np.testing.assert_array_equal(found["w"], ds["w"])
+    with np.load(path, allow_pickle=False) as archive:
+        assert archive.files == ["w", "x"]
+        np.testing.assert_array_equal(archive["w"], ds["w"])
     with zipfile.ZipFile(path) as found_zip:
         assert found_zip.testzip() is None
         assert found_zip.comment == b""

@@ -95,11 +95,13 @@ class TestContents:
         assert (single.shape, single.dims) == ((3,), None)
 
     @pytest.mark.parametrize(
-        ("dims", "seen"), [([2, 3, 1, 1], (2, 3)), ([1, 3], (1, 3)), ([2, 1, 2], (2, 1, 2))]
+        ("dims", "expected"), [([2, 3, 1, 1], (2, 3)), ([1, 3], (1, 3)), ([2, 1, 2], (2, 1, 2))]
     )
-    def test_only_trailing_ones_are_dropped(self, dims: list[int], seen: tuple[int, ...]) -> None:
+    def test_only_trailing_ones_are_dropped(
+        self, dims: list[int], expected: tuple[int, ...]
+    ) -> None:
         content = shape(dims) + binary(bytes(4 * math.prod(dims)))
-        assert index_of(TENSOR, content).tensors["value"].shape == seen
+        assert index_of(TENSOR, content).tensors["value"].shape == expected
 
     def test_eight_dims_of_one_are_a_scalar(self) -> None:
         content = shape([1] * 8) + binary(bytes(4))
@@ -110,10 +112,10 @@ class TestContents:
         index = index_of(PARAMETER, parameter(tensor(MATRIX), *stats))
         assert index.attrs == {"data_type": "Parameter"}
         assert list(index.tensors) == ["value", "value:Adam.m2", "value:other"]
-        other = index.tensors["value:other"]
-        assert other.attrs == {"stat": "other"}
-        assert (other.shape, other.dims) == ((5, 2), (None, "batch"))
-        assert other.path == ("value:other",)
+        statistic = index.tensors["value:other"]
+        assert statistic.attrs == {"stat": "other"}
+        assert (statistic.shape, statistic.dims) == ((5, 2), (None, "batch"))
+        assert statistic.path == ("value:other",)
         assert not index.warnings
 
     def test_model(self) -> None:
@@ -143,11 +145,11 @@ class TestContents:
         floats = [("Adam.eps", 1e-8), ("Adam.beta1", math.nan), ("x", -math.inf)]
         index = index_of(OPTIMIZER, optimizer([("Optimizer.epoch", 5), ("x", 2**32 - 1)], floats))
         assert not index.tensors
-        kept = index.attrs["float_configs"]
-        assert list(kept) == ["Adam.eps", "Adam.beta1", "x"]
-        assert kept["Adam.eps"] == np.float32(1e-8)
-        assert math.isnan(kept["Adam.beta1"])
-        assert kept["x"] == -math.inf
+        configs = index.attrs["float_configs"]
+        assert list(configs) == ["Adam.eps", "Adam.beta1", "x"]
+        assert configs["Adam.eps"] == np.float32(1e-8)
+        assert math.isnan(configs["Adam.beta1"])
+        assert configs["x"] == -math.inf
         assert index.attrs["uint_configs"] == {"Optimizer.epoch": 5, "x": 2**32 - 1}
         assert index.attrs["optimizer"] == "Adam"
 
@@ -237,9 +239,9 @@ class TestNames:
         key, stat = data.draw(st.tuples(KEYS, st.none() | ELEMENTS))
         name = variable_name([as_text(element) for element in key], as_text(stat))
         name.encode()  # printable
-        joined, colon, rest = name.partition(":")
+        joined, colon, escaped = name.partition(":")
         assert [unescaped(element) for element in joined.split(".")] == key
-        assert (unescaped(rest) if colon else None) == stat
+        assert (unescaped(escaped) if colon else None) == stat
 
     @given(st.lists(st.tuples(KEYS, STATS), max_size=8))
     def test_every_tensor_has_its_own_name_and_place(
@@ -297,8 +299,8 @@ def unescaped(name: str) -> bytes:
     """Undo the escapes of a variable's name, as its documentation describes them."""
     if name == "%":
         return b""
-    first, *rest = name.encode().split(b"%")
-    return first + b"".join(bytes([int(piece[:2], 16)]) + piece[2:] for piece in rest)
+    first, *escapes = name.encode().split(b"%")
+    return first + b"".join(bytes([int(piece[:2], 16)]) + piece[2:] for piece in escapes)
 
 
 class TestWarnings:
@@ -568,19 +570,21 @@ def test_msgpack_reads_the_same(parameters: list[Any]) -> None:
     unpacker.feed(data)
     objects = iter(unpacker)
     assert [next(objects) for _ in range(4)] == [0, 1, MODEL, len(parameters)]
-    kept: dict[Any, Any] = {}
+    decoded_by_key: dict[Any, Any] = {}
     for _ in parameters:
         key = tuple(next(objects))
-        own = {None: _decoded(objects)}
+        values_by_stat = {None: _decoded(objects)}
         for _ in range(next(objects)):
             stat = next(objects)
-            own.setdefault(stat, _decoded(objects))
-        kept.pop(key, None)
-        kept[key] = own
+            values_by_stat.setdefault(stat, _decoded(objects))
+        decoded_by_key.pop(key, None)
+        decoded_by_key[key] = values_by_stat
     assert next(objects, None) is None
     index = primitiv.read(CountingSource(data))
     expected = [
-        (list(key), stat, *decoded) for key, own in kept.items() for stat, decoded in own.items()
+        (list(key), stat, *decoded)
+        for key, values_by_stat in decoded_by_key.items()
+        for stat, decoded in values_by_stat.items()
     ]
     assert len(index.tensors) == len(expected)
     for actual, (key, stat, dims, payload) in zip(index.tensors.values(), expected, strict=True):

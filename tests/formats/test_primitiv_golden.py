@@ -28,19 +28,19 @@ OPTIMIZERS = golden_files("primitiv/**/*opt_*.primitiv", with_suffix=".expected.
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 def test_keys_are_places_in_a_tree_and_batches_are_axes(path: Path) -> None:
     entries = golden_json(path).get("entries", [])
-    found = {
+    places = {
         variable.encoding["tensor"]: (node.path, name, variable)
         for node in xr.open_datatree(path).subtree
         for name, variable in node.variables.items()
     }
-    assert len(found) == len(entries)
+    assert len(places) == len(entries)
     for entry in entries:
-        folder, name, variable = found[expected_name(entry)]
+        folder, name, variable = places[expected_name(entry)]
         assert ("batch" in variable.dims) == (entry["batch"] > 1)
-        *modules, own = entry.get("key", ["value"])
-        if all(element.isidentifier() for element in (*modules, own)):
+        *modules, leaf = entry.get("key", ["value"])
+        if all(element.isidentifier() for element in (*modules, leaf)):
             assert folder == "/" + "/".join(modules)
-            assert name == (f"{own}:{entry['stat']}" if "stat" in entry else own)
+            assert name == (f"{leaf}:{entry['stat']}" if "stat" in entry else leaf)
 
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)

@@ -54,8 +54,8 @@ def read(data: bytes) -> Index:
 
 def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
     return {
-        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.parts["data"].nbytes))
-        for number, (name, each) in enumerate(drafted(index).tensors.items())
+        (name, "data"): bytes((7 * number + i) % 251 for i in range(tensor.parts["data"].nbytes))
+        for number, (name, tensor) in enumerate(drafted(index).tensors.items())
     }
 
 
@@ -244,8 +244,8 @@ def test_trailing_axes_of_length_1_are_dropped() -> None:
 
 def test_types_of_data() -> None:
     assert read(written(draft_of())).attrs == {"data_type": "Model"}
-    one = draft_of(tensor("w", (2, 3), dims=(None, "batch")))
-    copy = read(written(one, data_type="Tensor"))
+    single = draft_of(tensor("w", (2, 3), dims=(None, "batch")))
+    copy = read(written(single, data_type="Tensor"))
     assert (copy.attrs, list(copy.tensors)) == ({"data_type": "Tensor"}, ["value"])
     assert copy.tensors["value"].dims == (None, "batch")
     two = named("w", "w:Adam.m1")
@@ -313,8 +313,8 @@ def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any)
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "bfloat16"])
 def test_element_types(dtype: str) -> None:
-    other = replace(tensor("w"), dtype=dtype)
-    assert dtype in refused(draft_of(other), "DType", "w")
+    changed = replace(tensor("w"), dtype=dtype)
+    assert dtype in refused(draft_of(changed), "DType", "w")
 
 
 def test_layouts() -> None:

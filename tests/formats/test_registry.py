@@ -36,14 +36,16 @@ def engines() -> Iterable[CheckpointBackend]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_says_what_its_files_are(name: str) -> None:
-    found = formats.get(name)
-    assert (found.name, type(found).__name__) == (name, formats.class_name(name))
-    assert found is formats.get(name)
-    assert all(suffix.startswith(".") and suffix.islower() for suffix in found.suffixes)
-    assert {*found.shared_suffixes} <= {*found.suffixes}
-    assert set(found.types.values()) <= set(ELEMENT_TYPES)
-    assert all(found.types[spelled] == dtype for dtype, spelled in found.spelled.items())
-    assert list(signature(found.detect).parameters) == ["head", "size", "name"]
+    file_format = formats.get(name)
+    assert (file_format.name, type(file_format).__name__) == (name, formats.class_name(name))
+    assert file_format is formats.get(name)
+    assert all(suffix.startswith(".") and suffix.islower() for suffix in file_format.suffixes)
+    assert {*file_format.shared_suffixes} <= {*file_format.suffixes}
+    assert set(file_format.types.values()) <= set(ELEMENT_TYPES)
+    assert all(
+        file_format.types[spelled] == dtype for dtype, spelled in file_format.spelled.items()
+    )
+    assert list(signature(file_format.detect).parameters) == ["head", "size", "name"]
 
 
 def test_every_format_has_an_engine_of_its_name() -> None:
@@ -54,14 +56,14 @@ def test_every_format_has_an_engine_of_its_name() -> None:
 
 @pytest.mark.parametrize("engine", engines(), ids=lambda engine: engine.format)
 def test_an_engine_says_what_its_format_does(engine: CheckpointBackend) -> None:
-    found = formats.get(engine.format)
-    assert f"{type(found).__name__}Backend" == type(engine).__name__
+    file_format = formats.get(engine.format)
+    assert f"{type(file_format).__name__}Backend" == type(engine).__name__
     assert engine.description.startswith("Open ")
-    assert all(suffix in engine.description for suffix in found.suffixes)
-    assert {*found.open_options, *OpenOptions.keywords()} < {*engine.open_dataset_parameters}
+    assert all(suffix in engine.description for suffix in file_format.suffixes)
+    assert {*file_format.open_options, *OpenOptions.keywords()} < {*engine.open_dataset_parameters}
     described = str(type(engine).__doc__)
-    assert described.startswith(str(type(found).__doc__))
-    assert all(f"\n{option} : " in described for option in found.open_options)
+    assert described.startswith(str(type(file_format).__doc__))
+    assert all(f"\n{option} : " in described for option in file_format.open_options)
     assert "\nsource : " not in described
 
 
@@ -103,10 +105,10 @@ def test_a_file_is_recognised_by_its_content_and_loads_the_format_it_is_called_l
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_are_keywords_with_defaults_and_descriptions(name: str) -> None:
-    found = formats.get(name)
-    methods: dict[str, Any] = {"source": found.read}
-    if found.can.types:
-        methods["draft"] = found.plan
+    file_format = formats.get(name)
+    methods: dict[str, Any] = {"source": file_format.read}
+    if file_format.can.types:
+        methods["draft"] = file_format.plan
     for first, method in methods.items():
         required, *options = signature(method).parameters.values()
         assert required.name == first

@@ -167,11 +167,14 @@ class TestNothingRuns:
         """Not even one that is never used."""
         modules = {"pickles", "records", "objects", "tensors", "containers", "distributed"}
         for module in modules:
-            found = sys.modules[f"xckpt.formats.torch.{module}"]
-            assert not {"pickle", "pickletools", "importlib", "eval", "exec"} & vars(found).keys()
+            module_object = sys.modules[f"xckpt.formats.torch.{module}"]
+            assert (
+                not {"pickle", "pickletools", "importlib", "eval", "exec"}
+                & vars(module_object).keys()
+            )
 
 
-RECORDS = [path for each in ("*.pt", "*.ckpt") for path in golden_files(f"torch/{each}")]
+RECORDS = [path for pattern in ("*.pt", "*.ckpt") for path in golden_files(f"torch/{pattern}")]
 
 
 class TestRecordsAreOpcodes:
@@ -205,7 +208,7 @@ class TestRecordsAreOpcodes:
 
 def described(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [described(each) for each in value]
+        return [described(element) for element in value]
     if type(value).__name__ == "Call":
         return ["call", described(value.function), described(value.args)]
     return ["storage", described(value.id)] if type(value).__name__ == "Persistent" else value
@@ -224,13 +227,13 @@ def memoized(hooks: int, *, wide: bool) -> bytes:
     def got(index: int) -> bytes:
         return at(b"hj", index)
 
-    known = files.name("torch._utils", "_rebuild_tensor_v2") + put(0) + files.text("storage")
-    known += put(1) + files.name("torch", "FloatStorage") + put(2) + files.text("cpu") + put(3)
-    known += files.name("collections", "OrderedDict") + put(4)
+    prefix = files.name("torch._utils", "_rebuild_tensor_v2") + put(0) + files.text("storage")
+    prefix += put(1) + files.name("torch", "FloatStorage") + put(2) + files.text("cpu") + put(3)
+    prefix += files.name("collections", "OrderedDict") + put(4)
     record = got(0) + b"((" + got(1) + got(2) + files.text("17") + put(5) + got(3)
     record += b"M\x10\x27t" + put(6) + b"QK\x05K\x02K\x03\x86" + put(7) + b"K\x03K\x01\x86" + put(8)
     record += b"\x89%b)R" + put(9) + b"t" + put(10) + b"R" + put(11)
-    return known + record % got(4) + record % got(hooks) + b"."
+    return prefix + record % got(4) + record % got(hooks) + b"."
 
 
 class TestSharing:
@@ -295,8 +298,8 @@ class TestTheWayOut:
                 values = after.variables[name].values
                 np.testing.assert_array_equal(variable.values.astype(values.dtype), values)
                 if variable.encoding["layout"] in {"dense", "chunked"}:
-                    kept = after[name].encoding["stored_dtype"]
-                    assert variable.encoding["stored_dtype"] == kept
+                    dtype = after[name].encoding["stored_dtype"]
+                    assert variable.encoding["stored_dtype"] == dtype
         assert xckpt.verify(path).ok
 
 
@@ -358,9 +361,9 @@ class TestFolders:
         np.testing.assert_array_equal(ds["w"], w)
         assert ds["w"][1:, 2:].values.tolist() == [[6, 7], [10, 11]]
         assert (ds["b"].values.tolist(), ds.attrs) == ([1], {"DCP_VERSION": "1.0"})
-        one = xr.open_dataset(tmp_path / "shard-00002-model-00001-of-00001.safetensors")
-        assert one["w"].attrs == {"saved_offsets": [2, 0]}
-        np.testing.assert_array_equal(one["w"], w[2:])
+        shard = xr.open_dataset(tmp_path / "shard-00002-model-00001-of-00001.safetensors")
+        assert shard["w"].attrs == {"saved_offsets": [2, 0]}
+        np.testing.assert_array_equal(shard["w"], w[2:])
         xckpt.convert(tmp_path, tmp_path / "m.zt")
         np.testing.assert_array_equal(xr.open_dataset(tmp_path / "m.zt")["w"], w)
 
@@ -425,10 +428,10 @@ class TestFolders:
 
     def test_an_item_whose_name_is_no_text(self, tmp_path: Path) -> None:
         path = self.folder(tmp_path) / ".metadata"
-        named = files.text("fqn") + files.text("w")
-        assert named in path.read_bytes()
+        field = files.text("fqn") + files.text("w")
+        assert field in path.read_bytes()
         nested = files.text("fqn") + b"](" * 20_000 + b"e" * 20_000
-        path.write_bytes(path.read_bytes().replace(named, nested))
+        path.write_bytes(path.read_bytes().replace(field, nested))
         with pytest.raises(xckpt.FormatError, match="not the name of an item"):
             xr.open_dataset(tmp_path)
 

@@ -41,7 +41,7 @@ def channels(
     codes: np.ndarray[Any, Any], scales: list[float], zeros: list[float], axis: int, dtype: str
 ) -> bytes:
     parameters = np.array(scales, dtype), np.array(zeros, "i8" if dtype == "f8" else dtype)
-    written = [files.whole(str(at + 1), each) for at, each in enumerate(parameters)]
+    written = [files.whole(str(at + 1), parameter) for at, parameter in enumerate(parameters)]
     value = files.quantized("0", codes, "per_channel_affine", *written, files.number(axis))
     parts = enumerate([codes, *parameters])
     return files.archive(files.mapping({"w": value}), {str(at): p.tobytes() for at, p in parts})
@@ -152,8 +152,8 @@ def test_sparse_halves_are_written_as_halves(layout: str, kind: str, tmp_path: P
     stored = values.astype("f2") if kind == "f2" else (values.view("u4") >> 16).astype("u2")
     parts = [np.stack([rows, columns]), stored]
     if layout != "sparse_coo":
-        count, of = (3, rows) if layout == "sparse_csr" else (4, columns)
-        pointers = np.searchsorted(of, np.arange(count + 1))
+        count, compressed_axis = (3, rows) if layout == "sparse_csr" else (4, columns)
+        pointers = np.searchsorted(compressed_axis, np.arange(count + 1))
         parts = [pointers, columns if layout == "sparse_csr" else rows, stored]
     written = [files.whole(str(at), part) for at, part in enumerate(parts)]
     value = files.mapping({"w": files.sparse(layout, (3, 4), *written)})

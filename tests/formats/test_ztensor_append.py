@@ -60,13 +60,13 @@ def test_added_tensors_are_there_beside_the_old_ones(version: str) -> None:
     more = draft_of(dense("c", "int16", dims=("y", "x")), dense("A", compression="zstd"), epoch=2)
     new = appended(old, more)
     assert new.startswith(old)
-    before, found = read(old), read(new)
-    assert sorted(found.tensors) == ["A", "a", "b", "c"]
-    assert all(found.tensors[name] == before.tensors[name] for name in before.tensors)
-    assert found.attrs == {**before.attrs, "epoch": 2}
-    assert found.tensors["c"].dims == ("y", "x")
+    before, after = read(old), read(new)
+    assert sorted(after.tensors) == ["A", "a", "b", "c"]
+    assert all(after.tensors[name] == before.tensors[name] for name in before.tensors)
+    assert after.attrs == {**before.attrs, "epoch": 2}
+    assert after.tensors["c"].dims == ("y", "x")
     for (name, role), raw in filled(more).items():
-        assert raw_bytes(found.tensors[name].parts[role], new) == raw
+        assert raw_bytes(after.tensors[name].parts[role], new) == raw
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -119,9 +119,9 @@ def test_unknown_fields_of_the_old_manifest_stay() -> None:
 
 def test_the_root_may_lack_attributes() -> None:
     old = v1_container(cbor2.dumps({"version": "1.0", "tensors": {}}))
-    found = read(appended(old, draft_of(dense("w", dims=("x", "y")), generator="me")))
-    assert found.attrs == {"generator": "me"}
-    assert found.tensors["w"].dims == ("x", "y")
+    index = read(appended(old, draft_of(dense("w", dims=("x", "y")), generator="me")))
+    assert index.attrs == {"generator": "me"}
+    assert index.tensors["w"].dims == ("x", "y")
     assert "attributes" not in v2_file({}).decode("latin-1")
     assert read(appended(v2_file({}), draft_of(dense("w"), a=1))).attrs == {"a": 1}
 

@@ -37,11 +37,11 @@ def test_sparse_files_as_sparse_chunks(golden: Path, verify: bool | None) -> Non
             block = data.compute()
             assert isinstance(block, sparse.COO)
             dense = described["dense"]
-            wanted = arrays[dense.get("f32_npz", dense["npz"])]
+            dense_values = arrays[dense.get("f32_npz", dense["npz"])]
             is_bfloat = "bits-of-bfloat16" in dense["stored_as"] and "f32_npz" not in dense
-            if wanted.dtype == np.float16:
-                wanted = wanted.astype("f4")
-            assert_same(block.todense(), widened(wanted) if is_bfloat else wanted)
+            if dense_values.dtype == np.float16:
+                dense_values = dense_values.astype("f4")
+            assert_same(block.todense(), widened(dense_values) if is_bfloat else dense_values)
 
 
 CONFORMANCE = golden_files("ztensor/conformance/*/*.zt")

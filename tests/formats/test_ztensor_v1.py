@@ -73,9 +73,9 @@ def test_a_newer_minor_version_warns(version: str, warnings_shown: int) -> None:
     assert len(index.warnings) == warnings_shown
 
 
-@pytest.mark.parametrize(("version", "told"), [("1.1.0", 0), ("1.2.0", 0), ("1.3.0", 1)])
-def test_the_successors_know_up_to_1_2(version: str, told: int) -> None:
-    assert len(read(v12_file({}, version=version)).warnings) == told
+@pytest.mark.parametrize(("version", "warning_count"), [("1.1.0", 0), ("1.2.0", 0), ("1.3.0", 1)])
+def test_the_successors_know_up_to_1_2(version: str, warning_count: int) -> None:
+    assert len(read(v12_file({}, version=version)).warnings) == warning_count
 
 
 @pytest.mark.parametrize(

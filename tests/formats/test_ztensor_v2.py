@@ -254,8 +254,8 @@ def test_types(dtype: str, logical: str | None, count: int, size: int, expected:
 def test_an_unknown_digest_algorithm_warns_once() -> None:
     objects = {name: dense_v2(bytes(4), [1], "f32", digest="blake9:ab") for name in "abc"}
     (warning,) = read(v2_file(objects)).warnings
-    what = "with a digest of the unknown algorithm 'blake9', not verified"
-    assert warning == f"tensor 'a' at byte 4096 and 2 more: {what}"
+    problem = "with a digest of the unknown algorithm 'blake9', not verified"
+    assert warning == f"tensor 'a' at byte 4096 and 2 more: {problem}"
 
 
 def test_seekable_zstd() -> None:

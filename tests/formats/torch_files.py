@@ -41,8 +41,8 @@ def mapping(items: Mapping[str, bytes]) -> bytes:
     return b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u"
 
 
-def name(module: str, each: str) -> bytes:
-    return f"c{module}\n{each}\n".encode()
+def name(module: str, qualname: str) -> bytes:
+    return f"c{module}\n{qualname}\n".encode()
 
 
 def called(function: bytes, *args: bytes) -> bytes:
@@ -59,8 +59,8 @@ def view(
 ) -> bytes:
     """Write a tensor that is a view of a storage."""
     hooks = name("collections", "OrderedDict") + b")R"
-    where = (stored, number(offset), sizes(*shape), sizes(*strides))
-    return called(name("torch._utils", "_rebuild_tensor_v2"), *where, b"\x89", hooks, *more)
+    place = (stored, number(offset), sizes(*shape), sizes(*strides))
+    return called(name("torch._utils", "_rebuild_tensor_v2"), *place, b"\x89", hooks, *more)
 
 
 def whole(key: str, array: np.ndarray[Any, Any]) -> bytes:
@@ -80,19 +80,19 @@ def typed_view(
     shape = array.shape[:-1]
     strides = tuple(step // array.shape[-1] for step in array.strides[:-1])
     hooks = name("collections", "OrderedDict") + b")R"
-    where = (storage(key, array.nbytes, "UntypedStorage"), number(0), sizes(*shape))
-    about = (sizes(*strides), b"\x89", hooks, name("torch", dtype))
+    place = (storage(key, array.nbytes, "UntypedStorage"), number(0), sizes(*shape))
+    layout = (sizes(*strides), b"\x89", hooks, name("torch", dtype))
     more = () if bits is None else (mapping(bits),)
-    return called(name("torch._utils", "_rebuild_tensor_v3"), *where, *about, *more)
+    return called(name("torch._utils", "_rebuild_tensor_v3"), *place, *layout, *more)
 
 
 def quantized(key: str, codes: np.ndarray[Any, Any], scheme: str, *parameters: bytes) -> bytes:
     """Write a quantised tensor that is all of a storage."""
     steps = tuple(step // codes.itemsize for step in codes.strides)
-    where = (storage(key, codes.size, CLASSES[codes.dtype.str[1:]]), number(0))
-    about = (sizes(*codes.shape), sizes(*steps), several(name("torch", scheme), *parameters))
+    place = (storage(key, codes.size, CLASSES[codes.dtype.str[1:]]), number(0))
+    layout = (sizes(*codes.shape), sizes(*steps), several(name("torch", scheme), *parameters))
     hooks = name("collections", "OrderedDict") + b")R"
-    return called(name("torch._utils", "_rebuild_qtensor"), *where, *about, b"\x89", hooks)
+    return called(name("torch._utils", "_rebuild_qtensor"), *place, *layout, b"\x89", hooks)
 
 
 def sparse(layout: str, shape: tuple[int, ...], *parts: bytes) -> bytes:
@@ -117,8 +117,8 @@ def ndarray(array: np.ndarray[Any, Any]) -> bytes:
     kind += several(number(3), text("<"), b"N", b"N", b"N") + b"b"
     start = name("numpy", "ndarray"), sizes(0), encoded(b"b")
     state = number(1), sizes(*array.shape), kind, b"\x89", encoded(array.tobytes())
-    made = called(name("numpy.core.multiarray", "_reconstruct"), *start)
-    return made + several(*state) + b"b"
+    created = called(name("numpy.core.multiarray", "_reconstruct"), *start)
+    return created + several(*state) + b"b"
 
 
 def pickled(value: bytes) -> bytes:
@@ -142,27 +142,27 @@ def archive(value: bytes, storages: Mapping[str, bytes] | None = None, **more: A
 
 def checkpoint(arrays: Mapping[str, np.ndarray[Any, Any]], **more: Any) -> bytes:
     """Write a zip archive with arrays by name."""
-    numbered = {str(at): each for at, each in enumerate(arrays.items())}
+    numbered = {str(at): item for at, item in enumerate(arrays.items())}
     value = mapping({label: whole(key, array) for key, (label, array) in numbered.items()})
-    return archive(value, {key: each.tobytes() for key, (_, each) in numbered.items()}, **more)
+    return archive(value, {key: array.tobytes() for key, (_, array) in numbered.items()}, **more)
 
 
 def legacy(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
     """Write the chain of pickles of old files."""
-    numbered = {str(at): each for at, each in enumerate(arrays.items())}
+    numbered = {str(at): item for at, item in enumerate(arrays.items())}
     value = mapping({label: whole(key, array) for key, (label, array) in numbered.items()})
     keys = b"](" + b"".join(map(text, numbered)) + b"e"
     head = MAGIC + pickled(b"M\xe9\x03") + pickled(mapping({"little_endian": b"\x88"}))
-    data = [struct.pack("<q", each.size) + each.tobytes() for _, each in numbered.values()]
+    data = [struct.pack("<q", array.size) + array.tobytes() for _, array in numbered.values()]
     return head + pickled(value) + pickled(keys) + b"".join(data)
 
 
 CHECKPOINT = "torch.distributed.checkpoint"
 
 
-def built(module: str, each: str, state: bytes) -> bytes:
+def built(module: str, class_name: str, state: bytes) -> bytes:
     """Write an instance with a state."""
-    return name(f"{CHECKPOINT}.{module}", each) + b")\x81" + state + b"b"
+    return name(f"{CHECKPOINT}.{module}", class_name) + b")\x81" + state + b"b"
 
 
 def distributed(
@@ -175,7 +175,7 @@ def distributed(
     The last axis of chunks of another type has the bytes of an element.
     """
     files = {"__0_0.distcp": b"", "__1_0.distcp": b""}
-    about, places = {}, []
+    tensors_metadata, places = {}, []
     for label, chunks in tensors.items():
         listed = []
         for number, (origin, array) in enumerate(chunks.items()):
@@ -184,8 +184,8 @@ def distributed(
             value = whole("0", array) if is_plain else typed_view("0", dtype, array)
             item = archive(value, {"0": array.tobytes(order="A")})
             extents = array.shape if is_plain else array.shape[:-1]
-            where = {"offsets": sizes(*origin), "sizes": sizes(*extents)}
-            listed.append(built("metadata", "ChunkStorageMetadata", mapping(where)))
+            chunk = {"offsets": sizes(*origin), "sizes": sizes(*extents)}
+            listed.append(built("metadata", "ChunkStorageMetadata", mapping(chunk)))
             key = mapping({"fqn": text(label), "offset": sizes(*origin)})
             place = {"relative_path": text(file), "offset": number64(len(files[file]))}
             place |= {"length": number64(len(item))}
@@ -195,8 +195,8 @@ def distributed(
         properties = built("metadata", "TensorProperties", several(name("torch", dtype)))
         state = {"properties": properties, "size": sizes(*shapes[label])}
         state |= {"chunks": b"](" + b"".join(listed) + b"e"}
-        about[label] = built("metadata", "TensorStorageMetadata", mapping(state))
-    state = {"state_dict_metadata": mapping(about)}
+        tensors_metadata[label] = built("metadata", "TensorStorageMetadata", mapping(state))
+    state = {"state_dict_metadata": mapping(tensors_metadata)}
     state |= {"storage_data": b"}(" + b"".join(places) + b"u", "version": text("1.0.0")}
     root = built("metadata", "Metadata", mapping(state))
     return {".metadata": pickled(root), **files}

@@ -41,8 +41,8 @@ def v0_file(*entries: Mapping[str, Any]) -> bytes:
     for entry in entries:
         blob = entry["data"]
         offset = heap.add(blob.data)
-        rest = {key: value for key, value in entry.items() if key != "data"}
-        placed.append({**rest, "offset": offset, "size": len(blob.data), **blob.fields})
+        fields = {key: value for key, value in entry.items() if key != "data"}
+        placed.append({**fields, "offset": offset, "size": len(blob.data), **blob.fields})
     return v0_container(cbor2.dumps(placed), heap.data)
 
 

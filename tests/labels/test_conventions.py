@@ -70,7 +70,7 @@ def test_integers_in_the_module_of_codes_count_as_codes(separator: str) -> None:
         "m.0.weight_shape": "int64",
         "m.1.w.quant_state.nf4": "uint8",
     }
-    others = {
+    unrelated = {
         "m.0.scales": "float16",
         "m.0.bias": "float16",
         "m.0.sub.ids": "int64",
@@ -78,7 +78,8 @@ def test_integers_in_the_module_of_codes_count_as_codes(separator: str) -> None:
         "ids": "int64",
     }
     dtypes = {
-        name.replace(".", separator): dtype for name, dtype in (codes | companions | others).items()
+        name.replace(".", separator): dtype
+        for name, dtype in (codes | companions | unrelated).items()
     }
     scales = scales_of_codes(dtypes)
     assert scales.keys() == {name.replace(".", separator) for name in codes | companions}

@@ -34,8 +34,8 @@ def test_index_is_the_same_everywhere(word: str) -> None:
     expected = word in INDICES
     assert is_index(word) is expected
     # A second name of the same form, so that the two can be stacked or folded.
-    other = word[:-1] + "8" if expected else word + "x"
-    names = [f"layers.{word}.w", f"layers.{other}.w"]
+    sibling = word[:-1] + "8" if expected else word + "x"
+    names = [f"layers.{word}.w", f"layers.{sibling}.w"]
     assert parse_name(names[0]).indices == ((word,) if expected else ())
     assert bool(find_stacks(dict.fromkeys(names, 0))) is expected
     assert modules_by_frequency(names[:1]) == (["layers"] if expected else [])

@@ -42,7 +42,7 @@ def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "other"),
+    ("name", "dtype", "companion"),
     [
         ("a.weight", "bfloat16", "a.weight_scale"),
         ("a.weight", "int8", "b.weight_scale"),
@@ -53,8 +53,8 @@ def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
         ("a.weight:scale", "uint8", "a.weight:data"),
     ],
 )
-def test_others_are_what_they_are(name: str, dtype: str, other: str) -> None:
-    rows = [row(name, "int8", 8)._replace(dtype=dtype), row(other, "float32", 8)]
+def test_others_are_what_they_are(name: str, dtype: str, companion: str) -> None:
+    rows = [row(name, "int8", 8)._replace(dtype=dtype), row(companion, "float32", 8)]
     assert marked(rows) == rows
 
 

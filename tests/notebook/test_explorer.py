@@ -88,13 +88,13 @@ class Opened:
 
     def statistics(self) -> dict[int, list[float]]:
         """Give all that was told of statistics, by row."""
-        found: dict[int, list[float]] = {}
+        statistics_by_row: dict[int, list[float]] = {}
         for message, buffers in self.told:
             if message["tell"] == "statistics":
                 rows = np.frombuffer(buffers[0], "<u4").tolist()
                 values = np.frombuffer(buffers[1], "<f8").reshape(len(rows), -1).tolist()
-                found.update(zip(rows, values, strict=True))
-        return found
+                statistics_by_row.update(zip(rows, values, strict=True))
+        return statistics_by_row
 
 
 @pytest.fixture
@@ -160,12 +160,12 @@ def test_selecting_computes_and_tells(opened: Opened) -> None:
 
 
 def test_a_click_selects(opened: Opened) -> None:
-    seen = []
-    opened.explorer.observe(lambda change: seen.append(change["new"]), "selected")
+    selections = []
+    opened.explorer.observe(lambda change: selections.append(change["new"]), "selected")
     opened.explorer._table._row = 2
     opened.explorer._table._row = -1
     opened.done()
-    assert seen == ["b", None]
+    assert selections == ["b", None]
 
 
 @pytest.mark.parametrize("row", [6, 2**31, -5])
@@ -228,10 +228,10 @@ def test_how_far_a_large_tensor_is_is_told(opened: Opened, monkeypatch: pytest.M
 
 
 def test_earlier_results_are_not_computed() -> None:
-    known = KnownResults(
+    cached = KnownResults(
         {"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error", "1 is NaN")]
     )
-    opened = Opened(computed=known)
+    opened = Opened(computed=cached)
     opened.ask({"ask": "known"})
     assert opened.told[0][0]["found"] == [(2, "nan", "error", "1", "1 is NaN")]
     assert list(opened.statistics()) == [2]
@@ -250,7 +250,7 @@ def test_findings_of_weights_do_not_apply_to_codes() -> None:
     rules = ("constant", "exploding", "all_zero")
     results = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
     opened = Opened(rows, KnownResults({}, results))
-    assert [each[:2] for each in opened.explorer._found] == [
+    assert [finding[:2] for finding in opened.explorer._found] == [
         (0, "all_zero"),
         *((1, rule) for rule in rules),
     ]

@@ -44,10 +44,10 @@ class _Extensions:
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Give a session without anything registered, in which small Datasets are large."""
     monkeypatch.setattr(registration, "is_extension_declined", False)
-    made = SimpleNamespace(display_formatter=DisplayFormatter())
-    made.extension_manager = _Extensions(made)
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    shell.extension_manager = _Extensions(shell)
     with dask.config.set({"xckpt.summary-above": SMALL}):
-        yield made
+        yield shell
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +96,22 @@ def test_large_checkpoints_are_shown_as_their_summary(session: Any, path: Path) 
 
 def test_computed_datasets_are_shown_as_summaries(session: Any, ds: xr.Dataset, path: Path) -> None:
     load_ipython_extension(session)
-    for made in (ds * 2, ds.map(np.abs), ds.astype("f8"), ds.isel(d2=0), ds.compute(), ds.copy()):
-        assert is_summary(session, made)
+    for computed in (
+        ds * 2,
+        ds.map(np.abs),
+        ds.astype("f8"),
+        ds.isel(d2=0),
+        ds.compute(),
+        ds.copy(),
+    ):
+        assert is_summary(session, computed)
     assert is_summary(session, xr.open_datatree(path, engine="npz")["h"].copy())
 
 
 def test_others_are_shown_as_before(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
-    others = xr.Dataset({f"v{n}": ("x", np.zeros(2)) for n in range(LARGE)})
-    for obj in (others, others.chunk(), xr.DataTree(others), ds[["h.0.w"]], ds["h.0.w"]):
+    unrelated = xr.Dataset({f"v{n}": ("x", np.zeros(2)) for n in range(LARGE)})
+    for obj in (unrelated, unrelated.chunk(), xr.DataTree(unrelated), ds[["h.0.w"]], ds["h.0.w"]):
         assert not is_summary(session, obj)
 
 

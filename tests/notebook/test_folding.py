@@ -261,8 +261,8 @@ def test_a_pattern_stands_for_the_names_in_it(names: list[str]) -> None:
 @pytest.mark.parametrize("separator", ["\n", "\0"])
 def test_characters_that_are_used_inside_are_names_like_others(separator: str) -> None:
     names = [f"a{separator}b.1.w", "a\0b.2.w", "a\nb.3.w"]
-    (one, two) = sorted(fold(row(n, "int8", 1) for n in names), key=lambda p: p.count)
-    assert (one.count, two.count) == (1, 2)
+    (first, second) = sorted(fold(row(n, "int8", 1) for n in names), key=lambda p: p.count)
+    assert (first.count, second.count) == (1, 2)
 
 
 # --- order ---------------------------------------------------------------------------------------

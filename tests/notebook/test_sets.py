@@ -42,7 +42,7 @@ def test_where_all_modules_are_alike_there_is_nothing_to_say() -> None:
 
 def test_steps_of_a_sequence_are_no_layers() -> None:
     # The number after "downsample" is a convolution's or a norm's.
-    assert {each.module for each in sets_of(resnet())} == {"layer2", "layer3"}
+    assert {layers.module for layers in sets_of(resnet())} == {"layer2", "layer3"}
 
 
 def test_a_dimension_is_named_with_its_set() -> None:

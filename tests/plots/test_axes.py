@@ -117,8 +117,8 @@ def test_ticks_name_zero_and_the_true_ends(low: float, high: float, linthresh: f
     assert (0.0 in ticks) == (low <= 0 <= high and (high > -low / 9 or linthresh is not None))
     boxes = [text.get_window_extent() for text in ax.get_xticklabels() if text.get_text()]
     assert 3 <= len(boxes) < 12
-    for left, right in itertools.pairwise(boxes):
-        assert left.x1 < right.x0
+    for box, next_box in itertools.pairwise(boxes):
+        assert box.x1 < next_box.x0
     # After zooming in, ticks are where the picture is.
     ax.set_xlim(low + (high - low) / 3, low + (high - low) / 2)
     assert all(low < tick < high for tick in ax.get_xticks())

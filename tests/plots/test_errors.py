@@ -64,8 +64,8 @@ def test_a_comparison_draws_itself(base: xr.Dataset, rounded: xr.Dataset) -> Non
     comparison = xckpt.compare(base, rounded, dim=-1)
     for ax in (comparison.ckpt.plot.error(), Plots(base).error(comparison)):
         assert drawn(ax).shape == (LAYERS, 6)
-    one = comparison.ckpt.plot.error(statistic="max_abs", names="layers.3.*")
-    assert drawn(one).argmax() == 2
+    axes = comparison.ckpt.plot.error(statistic="max_abs", names="layers.3.*")
+    assert drawn(axes).argmax() == 2
     stacked = xckpt.compare(base.ckpt.stack(), rounded, dim=-1).ckpt.plot.error(names="layers.*")
     np.testing.assert_array_equal(
         drawn(stacked), drawn(comparison.ckpt.plot.error(names="layers.*"))
@@ -77,7 +77,7 @@ def test_the_worst_of_many_channels_is_visible() -> None:
     y = x * np.float32(1.01)
     y[123] = x[123]
     y[123, 456] = 2
-    tensors = [{f"m.{n}.w": ("c", row) for n, row in enumerate(each)} for each in (x, y)]
+    tensors = [{f"m.{n}.w": ("c", row) for n, row in enumerate(rows)} for rows in (x, y)]
     ax = Plots(xr.Dataset(tensors[0])).error(xr.Dataset(tensors[1]), "max_abs", dim={"c": 1})
     values = drawn(ax)
     assert values.shape == (256, 512)

@@ -87,10 +87,10 @@ def test_along_another_module(flat: xr.Dataset) -> None:
 def test_it_draws_into_given_axes_with_given_style(flat: xr.Dataset) -> None:
     from matplotlib import pyplot as plt
 
-    _, (left, right) = plt.subplots(1, 2)
-    assert Plots(flat).layers("mean", "*.attn.w", ax=right, linewidth=5, color="red") is right
-    assert not left.get_lines()
-    (line,) = right.get_lines()
+    _, (empty, axes) = plt.subplots(1, 2)
+    assert Plots(flat).layers("mean", "*.attn.w", ax=axes, linewidth=5, color="red") is axes
+    assert not empty.get_lines()
+    (line,) = axes.get_lines()
     assert (line.get_linewidth(), line.get_color()) == (5, "red")
 
 
@@ -195,7 +195,7 @@ def of_architecture(tensors: dict[str, np.ndarray[Any, Any]]) -> xr.Dataset:
 def panels(ax: Axes) -> dict[str, list[str]]:
     """Give the labels of the lines of each panel, by its title."""
     axes = ax.get_figure(root=True).axes  # type: ignore[union-attr]
-    return {each.get_title(): sorted(end_labels(each)) for each in axes}
+    return {panel.get_title(): sorted(end_labels(panel)) for panel in axes}
 
 
 class TestPanels:
@@ -226,11 +226,11 @@ class TestPanels:
             assert all(len(axes.get_lines()) <= 8 for axes in every)
 
     def test_given_axes_are_one_panel(self) -> None:
-        _, given = plt.subplots()
+        _, axes = plt.subplots()
         ds = of_architecture(llama(6, 16, np.float32))
-        assert Plots(ds).layers("std", ax=given) is given
-        assert len(given.get_figure(root=True).axes) == 1  # type: ignore[union-attr]
-        assert end_labels(given)
+        assert Plots(ds).layers("std", ax=axes) is axes
+        assert len(axes.get_figure(root=True).axes) == 1  # type: ignore[union-attr]
+        assert end_labels(axes)
 
     def test_buffers_and_optimizer_state_are_drawn_only_by_name(self) -> None:
         tensors = resnet((3, 3), 4)

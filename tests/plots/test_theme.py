@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GROUNDS = ("#ffffff", "#111111", "#1e1e1e")
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(foreground: str, background: str) -> float:
     """Return the contrast ratio of the Web Content Accessibility Guidelines."""
 
     def luminance(colour: str) -> float:
@@ -35,7 +35,7 @@ def contrast(one: str, other: str) -> float:
         ]
         return float(np.dot(parts, (0.2126, 0.7152, 0.0722)))
 
-    low, high = sorted([luminance(one), luminance(other)])
+    low, high = sorted([luminance(foreground), luminance(background)])
     return (high + 0.05) / (low + 0.05)
 
 
@@ -124,4 +124,4 @@ def test_no_label_of_a_spectrum_is_cut_or_hidden(flat: xr.Dataset) -> None:
         places = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
         boxes += [label.get_window_extent() for at, label in places if low <= at <= high]
     boxes.sort(key=lambda box: box.x0)
-    assert all(one.x1 <= other.x0 for one, other in pairwise(boxes))
+    assert all(label_box.x1 <= next_box.x0 for label_box, next_box in pairwise(boxes))

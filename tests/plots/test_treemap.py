@@ -35,10 +35,10 @@ def test_areas_are_in_proportion_and_fill_the_box(
 @given(sizes)
 def test_boxes_do_not_overlap(sizes: list[int]) -> None:
     boxes = squarify(sorted(sizes, reverse=True), Tile(0, 0, 3, 2))
-    for at, one in enumerate(boxes):
-        for other in boxes[at + 1 :]:
-            wide = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
-            high = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
+    for at, box in enumerate(boxes):
+        for later in boxes[at + 1 :]:
+            wide = min(box.x + box.width, later.x + later.width) - max(box.x, later.x)
+            high = min(box.y + box.height, later.y + later.height) - max(box.y, later.y)
             assert min(wide, high) < 1e-9
 
 

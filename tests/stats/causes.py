@@ -48,12 +48,12 @@ def quantized(values: Array, *, levels: int, block: int, symmetric: bool) -> Arr
     blocks = values.reshape(-1, block)
     if symmetric:
         step = np.abs(blocks).max(axis=1, keepdims=True) / (levels // 2)
-        found = np.rint(blocks / step) * step
+        restored = np.rint(blocks / step) * step
     else:
         low = blocks.min(axis=1, keepdims=True)
         step = (blocks.max(axis=1, keepdims=True) - low) / (levels - 1)
-        found = np.rint((blocks - low) / step) * step + low
-    rounded: Array = found.astype(np.float32).reshape(values.shape)
+        restored = np.rint((blocks - low) / step) * step + low
+    rounded: Array = restored.astype(np.float32).reshape(values.shape)
     return rounded
 
 
@@ -153,11 +153,11 @@ def made(rows: int, columns: int, seed: int) -> Made:  # noqa: C901, PLR0915  a 
     add("only_a", new(rows + 1, 3), None, "only_a")
     add("only_b", None, new(rows + 2, 3), "only_b")
 
-    def join(name: str, cause: str, parts: list[Array], whole: Array) -> None:
+    def join(name: str, cause: str, parts: list[Array], fused: Array) -> None:
         names = [f"{name}.{number}" for number in range(len(parts))]
         for part_name, part in zip(names, parts, strict=True):
             add(part_name, part, None, cause, other_names=f"{name}.whole")
-        add(f"{name}.whole", None, whole, cause, other_names=", ".join(names))
+        add(f"{name}.whole", None, fused, cause, other_names=", ".join(names))
 
     parts = [new(), new(rows // 2, columns), new(rows // 2, columns)]
     join("fused", "fused", parts, np.concatenate(parts))

@@ -44,9 +44,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     original = cuts.scan_cuts
 
-    def counting(task: Any, *others: Any) -> list[Any]:
+    def counting(task: Any, *args: Any) -> list[Any]:
         counted.extend(cut.stop - cut.start for cut in task)
-        return original(task, *others)
+        return original(task, *args)
 
     monkeypatch.setattr(scanning, "scan_cuts", counting)
     return counted

@@ -36,13 +36,13 @@ def model(architecture: str, seed: int = 0) -> dict[str, Array]:
     """Return the tensors of a small model."""
     rng = np.random.default_rng(seed)
     centre = 0.0 if architecture.startswith("gemma") else 1.0
-    found: dict[str, Array] = {}
+    tensors: dict[str, Array] = {}
 
     def add(name: str, *shape: int) -> None:
-        found[f"{name}.weight"] = (0.05 * rng.standard_normal(shape)).astype(F32)
+        tensors[f"{name}.weight"] = (0.05 * rng.standard_normal(shape)).astype(F32)
 
     def add_norm(name: str, width: int = WIDTH) -> None:
-        found[f"{name}.weight"] = (centre + 0.1 * rng.standard_normal(width)).astype(F32)
+        tensors[f"{name}.weight"] = (centre + 0.1 * rng.standard_normal(width)).astype(F32)
 
     add("model.embed_tokens", 80, WIDTH)
     for layer in range(LAYERS):
@@ -51,7 +51,7 @@ def model(architecture: str, seed: int = 0) -> dict[str, Array]:
             add(f"{base}.self_attn.{role}_proj", heads * HEAD, WIDTH)
             if architecture == "qwen2":
                 bias = 0.05 * rng.standard_normal(heads * HEAD)
-                found[f"{base}.self_attn.{role}_proj.bias"] = bias.astype(F32)
+                tensors[f"{base}.self_attn.{role}_proj.bias"] = bias.astype(F32)
         add(f"{base}.self_attn.o_proj", 64, WIDTH)
         if architecture.startswith("qwen3"):
             for role in "qk":
@@ -65,7 +65,7 @@ def model(architecture: str, seed: int = 0) -> dict[str, Array]:
     add_norm("model.norm")
     if not architecture.startswith("gemma"):
         add("lm_head", 80, WIDTH)
-    return found
+    return tensors
 
 
 def _add_feed_forward(architecture: str, base: str, add: Any) -> None:
@@ -98,25 +98,25 @@ def converted(architecture: str, tensors: dict[str, Array]) -> Conversion:
     """Do what llama.cpp's converter does to names and numbers."""
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(_architecture(gguf, architecture), LAYERS)
-    found = Conversion({}, {}, {})
+    conversion = Conversion({}, {}, {})
     experts: dict[str, list[str]] = {}
-    for name, values in tensors.items():
+    for name, original in tensors.items():
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             experts.setdefault(f"{expert[1]}.{expert[3]}.weight", []).append(name)
             continue
-        new, made = names.get_name(name, try_suffixes=(".weight", ".bias")), values
+        new, values = names.get_name(name, try_suffixes=(".weight", ".bias")), original
         if architecture in _PERMUTED and re.search(r"\.[qk]_proj\.", name):
-            found.heads[name] = HEADS if ".q_proj." in name else KEY_HEADS
-            made = rope(values, found.heads[name])
+            conversion.heads[name] = HEADS if ".q_proj." in name else KEY_HEADS
+            values = rope(values, conversion.heads[name])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
-            made = values + F32(1)
-        found.tensors[new], found.origins[new] = made, [name]
+            values = values + F32(1)
+        conversion.tensors[new], conversion.origins[new] = values, [name]
     for role, members in experts.items():
         new = names.get_name(role, try_suffixes=(".weight",))
-        found.tensors[new] = np.stack([tensors[member] for member in members])
-        found.origins[new] = members
-    return found
+        conversion.tensors[new] = np.stack([tensors[member] for member in members])
+        conversion.origins[new] = members
+    return conversion
 
 
 def _architecture(gguf: Any, architecture: str) -> Any:

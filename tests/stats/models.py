@@ -21,7 +21,7 @@ def llama(layers: int = 6, width: int = 64, dtype: Any = ml_dtypes.bfloat16) -> 
     def normal(*shape: int) -> Array:
         return (rng.standard_normal(shape) * 0.02).astype(dtype)
 
-    ones = np.ones(width, dtype)
+    norm = np.ones(width, dtype)
     tensors = {"model.embed_tokens.weight": normal(600, width)}
     for layer in range(layers):
         base = f"model.layers.{layer}"
@@ -30,9 +30,9 @@ def llama(layers: int = 6, width: int = 64, dtype: Any = ml_dtypes.bfloat16) -> 
         for name in ("gate", "up"):
             tensors[f"{base}.mlp.{name}_proj.weight"] = normal(3 * width, width)
         tensors[f"{base}.mlp.down_proj.weight"] = normal(width, 3 * width)
-        tensors[f"{base}.input_layernorm.weight"] = ones.copy()
-        tensors[f"{base}.post_attention_layernorm.weight"] = ones.copy()
-    return tensors | {"model.norm.weight": ones.copy(), "lm_head.weight": normal(600, width)}
+        tensors[f"{base}.input_layernorm.weight"] = norm.copy()
+        tensors[f"{base}.post_attention_layernorm.weight"] = norm.copy()
+    return tensors | {"model.norm.weight": norm.copy(), "lm_head.weight": normal(600, width)}
 
 
 def gpt2(layers: int = 6, width: int = 96) -> Tensors:

@@ -44,8 +44,8 @@ def is_so(row: pd.Series, a: Array, b: Array) -> bool:
         for dtype in [_ROUNDED[name] for name in types] or [b.dtype]:
             z = z.astype(dtype) if types or "offset" in causes or "scaled" in causes else z
         z = z.astype(np.float64)
-    found = _arranged(z, y, causes, row)
-    return any(_equal(each, y, pruned="pruned" in causes) for each in found)
+    candidates = _arranged(z, y, causes, row)
+    return any(_equal(candidate, y, pruned="pruned" in causes) for candidate in candidates)
 
 
 def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Array]:
@@ -68,10 +68,10 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
         if small.ndim == 1 < large.ndim:  # each element is a row
             small = small[:, None]
         if 3 in {small.ndim, large.ndim}:  # rows are those of the last axis
-            small, large = (each.reshape(-1, each.shape[-1]) for each in (small, large))
+            small, large = (side.reshape(-1, side.shape[-1]) for side in (small, large))
         same = _equal(large[tuple(slice(0, size) for size in small.shape)], small, pruned=False)
-        told = row["explanation"]
-        if "of zeros" in told:
+        explanation = row["explanation"]
+        if "of zeros" in explanation:
             same &= np.count_nonzero(large) == np.count_nonzero(small)
         return [y] if same else []
     return [z]
@@ -79,8 +79,8 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
 
 def _sorted(rows: Array) -> Array:
     rows = rows.reshape(len(rows), -1) + 0.0
-    found: Array = rows[np.lexsort(rows.T)]
-    return found
+    ordered: Array = rows[np.lexsort(rows.T)]
+    return ordered
 
 
 def _equal(z: Array, y: Array, *, pruned: bool) -> bool:
@@ -107,13 +107,13 @@ def _is_quantised(x: Array, y: Array, block: int) -> bool:
 def _has_rank(x: Array, y: Array, rank: int, *, near: bool) -> bool:
     difference = (y - x).reshape(len(y), -1)
     values = np.linalg.svd(difference, compute_uv=False)
-    left = np.sqrt(np.sum(values[rank:] ** 2) / np.sum(values**2))
-    return bool(left <= (0.7 if near else 2e-3))
+    residual = np.sqrt(np.sum(values[rank:] ** 2) / np.sum(values**2))
+    return bool(residual <= (0.7 if near else 2e-3))
 
 
 def _floats(values: Array) -> Array:
-    found: Array = values.astype(np.float64)
-    return found
+    floats: Array = values.astype(np.float64)
+    return floats
 
 
 # --- pairs ------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ def _cast(rng: np.random.Generator, values: Array) -> Array:
     with np.errstate(all="ignore"):
         if dtype.kind in "iu":
             values = np.clip(np.nan_to_num(values), 0, 100)
-        found: Array = values.astype(dtype)
-    return found
+        cast: Array = values.astype(dtype)
+    return cast
 
 
 def _pruned(rng: np.random.Generator, x: Array) -> Array:

@@ -19,7 +19,7 @@ def compared(a: Array, b: Array) -> dict[str, float]:
     either_nan = np.isnan(x) | np.isnan(y)
     equal = (x == y) | (np.isnan(x) & np.isnan(y))
     finite = np.isfinite(x) & np.isfinite(y)
-    found = {
+    counts = {
         "status": float(not equal.all()),
         "count": x.size,
         "equal_fraction": equal.mean() if x.size else 1.0,
@@ -28,13 +28,13 @@ def compared(a: Array, b: Array) -> dict[str, float]:
     }
     if equal.all():
         nothing = dict.fromkeys(["max_abs", "rmse", "rel_l2", "nmse"], 0.0)
-        return found | nothing | {"cosine": 1.0, "sqnr_db": math.inf}
+        return counts | nothing | {"cosine": 1.0, "sqnr_db": math.inf}
     x, y = x[finite], y[finite]
     if not x.size:
-        return found | dict.fromkeys(MEASURES[5:], math.nan)
+        return counts | dict.fromkeys(MEASURES[5:], math.nan)
     d = np.abs(x - y)
-    squares = [math.fsum(each * each) for each in (d, x, y)]
-    return found | {
+    squares = [math.fsum(terms * terms) for terms in (d, x, y)]
+    return counts | {
         "max_abs": d.max(),
         "rmse": math.sqrt(squares[0] / x.size),
         "rel_l2": relative(squares[0], squares[1]),

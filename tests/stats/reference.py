@@ -69,25 +69,27 @@ def scanned(*readers: Reader) -> list[Sketch]:
 
 def stats_of(values: Array, quantiles: Sequence[float] = QUANTILES) -> dict[str, float]:
     """Describe an array."""
-    found = describe(sketch_of(values), quantiles)
-    return dict(zip(statistic_names(quantiles), found, strict=True))
+    statistics = describe(sketch_of(values), quantiles)
+    return dict(zip(statistic_names(quantiles), statistics, strict=True))
 
 
 def exact_stats(values: Array) -> dict[str, float]:
     """Describe an array with integers and fractions: nothing is rounded before the end."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         wide = values.astype(np.float64).reshape(-1)
-    found = counted(values)
+    statistics = counted(values)
     finite = wide[np.isfinite(wide)]
     if not finite.size:
-        return found
+        return statistics
     # Integers, times a power of two.
     numbers, scale = _as_integers(values.reshape(-1) if values.dtype.kind in "iu" else finite)
     n, total = len(numbers), sum(numbers)
     squares = Fraction(sum([x * x for x in numbers])) * scale**2
-    apart = [n * x - total for x in numbers]  # from the mean, n times
-    m2, m3, m4 = (Fraction(sum([x**p for x in apart]), n ** (p + 1)) * scale**p for p in (2, 3, 4))
-    found |= {
+    deviations = [n * x - total for x in numbers]  # from the mean, n times
+    m2, m3, m4 = (
+        Fraction(sum([x**p for x in deviations]), n ** (p + 1)) * scale**p for p in (2, 3, 4)
+    )
+    statistics |= {
         "mean": float(Fraction(total, n) * scale),
         "std": root(m2),
         "rms": root(squares / n),
@@ -95,7 +97,7 @@ def exact_stats(values: Array) -> dict[str, float]:
         "skew": math.copysign(root(m3**2 / m2**3), 1 if m3 > 0 else -1) if m2 else math.nan,
         "kurtosis": float(m4 / m2**2 - 3) if m2 else math.nan,
     }
-    return found
+    return statistics
 
 
 def _as_integers(values: Array) -> tuple[list[int], Fraction]:
@@ -112,9 +114,9 @@ def counted(values: Array) -> dict[str, float]:
     with np.errstate(invalid="ignore"):  # signalling NaN
         wide = values.astype(np.float64).reshape(-1)
     finite = wide[np.isfinite(wide)]
-    found: dict[str, float] = dict.fromkeys(NAMES, math.nan)
+    statistics: dict[str, float] = dict.fromkeys(NAMES, math.nan)
     numbers = wide[~np.isnan(wide)]
-    found |= {
+    statistics |= {
         "count": wide.size,
         "nan": int(np.isnan(wide).sum()),
         "inf": int(np.isinf(wide).sum()),
@@ -124,9 +126,9 @@ def counted(values: Array) -> dict[str, float]:
     }
     if finite.size:
         chosen = np.quantile(finite, np.array(QUANTILES), method="nearest")
-        found |= {f"q{q:g}": float(v) for q, v in zip(QUANTILES, chosen, strict=True)}
-        found |= {"min": finite.min(), "max": finite.max(), "absmax": np.abs(finite).max()}
-    return found
+        statistics |= {f"q{q:g}": float(v) for q, v in zip(QUANTILES, chosen, strict=True)}
+        statistics |= {"min": finite.min(), "max": finite.max(), "absmax": np.abs(finite).max()}
+    return statistics
 
 
 def root(x: Fraction) -> float:

@@ -55,20 +55,20 @@ def test_each_row_is_described_alone(
     ds = dataset()
     st = stats(ds, dim=dim)
     reduced = (dim,) if isinstance(dim, str) else dim
-    kept = [d for d in ("layer", "row", "column") if d not in reduced]
-    assert st["x"].dims == ("statistic", *kept)
+    dims = [d for d in ("layer", "row", "column") if d not in reduced]
+    assert st["x"].dims == ("statistic", *dims)
     assert ("other" in st) == ("layer" in reduced)
-    rows = ds["x"].transpose(*kept, ...).values
-    for position in np.ndindex(*rows.shape[: len(kept)]):
-        wanted = exact_stats(rows[position])
-        found = dict(zip(st["statistic"].values, st["x"].values[:, *position], strict=True))
+    rows = ds["x"].transpose(*dims, ...).values
+    for position in np.ndindex(*rows.shape[: len(dims)]):
+        expected = exact_stats(rows[position])
+        row = dict(zip(st["statistic"].values, st["x"].values[:, *position], strict=True))
         for name in ("count", "nan", "inf", "zero", "min", "max", "absmax"):
-            np.testing.assert_equal(found[name], wanted[name])
+            np.testing.assert_equal(row[name], expected[name])
         for name in ("mean", "std", "rms", "l2", "skew", "kurtosis"):
-            np.testing.assert_allclose(found[name], wanted[name], rtol=1e-11, atol=1e-13)
+            np.testing.assert_allclose(row[name], expected[name], rtol=1e-11, atol=1e-13)
         for quantile in QUANTILES:
             name = f"q{quantile:g}"
-            np.testing.assert_allclose(found[name], wanted[name], rtol=2.0**-8)
+            np.testing.assert_allclose(row[name], expected[name], rtol=2.0**-8)
     np.testing.assert_allclose(st["lazy"], st["x"], rtol=1e-13)
 
 
@@ -126,22 +126,26 @@ def tables(draw: Callable[[Any], Any]) -> Array:
 def test_rows_and_whole_tensors_agree_with_exact_arithmetic(table: Array) -> None:
     ds = xr.Dataset({"x": (("row", "column"), table)})
     along = stats(ds, dim="column", cache=False)["x"].values
-    whole = stats(ds, cache=False)["x"].values
+    of_tensor = stats(ds, cache=False)["x"].values
     every = stats(ds, dim=("row", "column"), cache=False)["x"].values
-    for found, elements in (*zip(along.T, table, strict=True), (whole, table), (every, table)):
+    for statistics, elements in (
+        *zip(along.T, table, strict=True),
+        (of_tensor, table),
+        (every, table),
+    ):
         exact = exact_stats(elements)
-        for name, number in zip(NAMES, found, strict=True):
-            wanted, most = exact[name], exact["absmax"]
+        for name, number in zip(NAMES, statistics, strict=True):
+            expected, most = exact[name], exact["absmax"]
             if name == "mean":
-                np.testing.assert_allclose(number, wanted, 1e-15, 1e-15 * most + 1e-323)
+                np.testing.assert_allclose(number, expected, 1e-15, 1e-15 * most + 1e-323)
             elif name in {"skew", "kurtosis"}:
-                np.testing.assert_allclose(number, wanted, rtol=1e-10, atol=1e-10, err_msg=name)
-            elif name.startswith("q") and found is not whole:
-                np.testing.assert_array_equal(number, wanted, err_msg=name)
-            elif name == "l2" and not wanted < 0.999 * np.finfo(np.float64).max:
+                np.testing.assert_allclose(number, expected, rtol=1e-10, atol=1e-10, err_msg=name)
+            elif name.startswith("q") and statistics is not of_tensor:
+                np.testing.assert_array_equal(number, expected, err_msg=name)
+            elif name == "l2" and not expected < 0.999 * np.finfo(np.float64).max:
                 assert number > 0.998 * np.finfo(np.float64).max
             elif not name.startswith("q"):
-                np.testing.assert_allclose(number, wanted, 1e-12, 1e-323, err_msg=name)
+                np.testing.assert_allclose(number, expected, 1e-12, 1e-323, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
@@ -151,9 +155,11 @@ def test_magnitudes_of_complex_numbers_are_float64(dtype: Any) -> None:
     ds = xr.Dataset({"z": (("row", "column"), numbers)})
     exact = np.abs(numbers.astype(np.clongdouble)).astype(np.float64)
     for obj in (ds, ds.chunk(row=1)):
-        found = stats(obj, cache=False)["z"]
-        assert found.sel(statistic="inf") == 0
-        np.testing.assert_allclose(found.sel(statistic="absmax"), exact.max(), rtol=1e-15)
-        np.testing.assert_allclose(found.sel(statistic="l2"), np.hypot.reduce(exact, axis=None))
+        statistics = stats(obj, cache=False)["z"]
+        assert statistics.sel(statistic="inf") == 0
+        np.testing.assert_allclose(statistics.sel(statistic="absmax"), exact.max(), rtol=1e-15)
+        np.testing.assert_allclose(
+            statistics.sel(statistic="l2"), np.hypot.reduce(exact, axis=None)
+        )
         along = stats(obj, dim=("row", "column"), cache=False)["z"]
-        np.testing.assert_allclose(along, found, rtol=1e-14)
+        np.testing.assert_allclose(along, statistics, rtol=1e-14)

@@ -49,9 +49,9 @@ def path(tmp_path: Path) -> Path:
 def test_mistakes_are_noticed_before_anything_is_read(
     path: Path, read: list[int], call: str, options: Any, error: type[Exception], match: str
 ) -> None:
-    others = (path,) if call == "compare" else ()
+    arguments = (path,) if call == "compare" else ()
     with pytest.raises(error, match=match):
-        getattr(xckpt, call)(path, *others, **options)
+        getattr(xckpt, call)(path, *arguments, **options)
     assert read == []
 
 
@@ -67,8 +67,8 @@ def test_urls_with_options(path: Path) -> None:
         "simplecache::memory://calls/m.safetensors",
         {"memory": {"skip_instance_cache": True}},
     )
-    told = xckpt.stats(url, storage_options=options)
-    assert told.drop_attrs().identical(xckpt.stats(path).drop_attrs())
+    remote = xckpt.stats(url, storage_options=options)
+    assert remote.drop_attrs().identical(xckpt.stats(path).drop_attrs())
     assert xckpt.histogram(url, 5, storage_options=options).sizes["bin"] == 5
     same = xckpt.compare(url, path, storage_options=options)
     assert set(same.ckpt.table()["status"]) == {"same"}

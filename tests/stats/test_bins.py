@@ -31,8 +31,8 @@ def test_the_symmetric_scale_is_exact(name: str, bins: int) -> None:
     values[:50] = 0
     h = counts(values, bins=bins)
     edges = np.append(h["bin_left"], h["bin_right"][-1])
-    wanted, _ = np.histogram(values.astype(np.float64), edges)
-    np.testing.assert_array_equal(h["x"], wanted)
+    expected, _ = np.histogram(values.astype(np.float64), edges)
+    np.testing.assert_array_equal(h["x"], expected)
     assert h["x"].sum() == 20_000
     assert h["x"].dtype == np.int64
     assert 3 <= h.sizes["bin"] <= bins
@@ -70,8 +70,8 @@ def test_the_bin_around_zero_has_the_zeros() -> None:
 def test_the_linear_scale() -> None:
     values = np.random.default_rng(0).integers(-100, 101, 5000).astype(np.int8)
     h = counts(values, bins=10, scale="linear")
-    wanted, edges = np.histogram(values, 10)
-    np.testing.assert_array_equal(h["x"], wanted)
+    expected, edges = np.histogram(values, 10)
+    np.testing.assert_array_equal(h["x"], expected)
     np.testing.assert_allclose(h["bin_left"], edges[:-1])
 
 
@@ -120,12 +120,12 @@ def test_densities_on_the_grid_of_a_type_have_no_comb_and_no_step(
     name: str, mean: float, std: float
 ) -> None:
     values = np.random.default_rng(0).normal(mean, std, 200_000).astype(dtype_of(name))
-    (found,) = distributions(entries_of(contents_of(xr.Dataset({"x": ("a", values)}))))
-    edges = edges_on_grid(found.kind, bin_edges(200, "linear", [found.span]))
-    counts = found.counts(edges)
-    assert counts.sum() == found.count == 200_000
-    assert edges[0] <= found.low
-    assert edges[-1] >= found.high
+    (distribution,) = distributions(entries_of(contents_of(xr.Dataset({"x": ("a", values)}))))
+    edges = edges_on_grid(distribution.kind, bin_edges(200, "linear", [distribution.span]))
+    counts = distribution.counts(edges)
+    assert counts.sum() == distribution.count == 200_000
+    assert edges[0] <= distribution.low
+    assert edges[-1] >= distribution.high
     cumulated = np.array([math.erf((edge - mean) / std / math.sqrt(2)) / 2 for edge in edges])
     expected = 200_000 * np.diff(cumulated)
     many = expected > 1000
@@ -153,8 +153,8 @@ def test_bins_of_integers_are_between_integers(span: tuple[int, int]) -> None:
     assert (edges % 1 == 0.5).all()
     assert edges[0] <= span[0] <= span[1] <= edges[-1]
     values = np.arange(span[0], span[1] + 1, dtype=np.int32)
-    (found,) = distributions(entries_of(contents_of(xr.Dataset({"x": ("a", values)}))))
-    counts = found.counts(edges)
+    (distribution,) = distributions(entries_of(contents_of(xr.Dataset({"x": ("a", values)}))))
+    counts = distribution.counts(edges)
     assert counts.sum() == len(values)
     assert counts[1:-1].tolist() == np.diff(edges)[1:-1].tolist()
 
@@ -162,11 +162,11 @@ def test_bins_of_integers_are_between_integers(span: tuple[int, int]) -> None:
 def test_a_distribution_knows_its_extremes_and_what_is_not_finite() -> None:
     values = np.array([3.0, np.nan, -1.0, np.inf, 0.0, 0.25], np.float32)
     ds = xr.Dataset({"x": ("a", values), "nan": ("b", values[[1]])})
-    found, nothing = distributions(entries_of(contents_of(ds)))
-    assert (found.name, found.count, found.other) == ("x", 4, 2)
-    assert (found.low, found.high) == (-1, 3)
-    assert found.smallest == pytest.approx(0.25, rel=2**-8)
-    assert found.mean == pytest.approx(0.5625, rel=2**-8)
+    distribution, nothing = distributions(entries_of(contents_of(ds)))
+    assert (distribution.name, distribution.count, distribution.other) == ("x", 4, 2)
+    assert (distribution.low, distribution.high) == (-1, 3)
+    assert distribution.smallest == pytest.approx(0.25, rel=2**-8)
+    assert distribution.mean == pytest.approx(0.5625, rel=2**-8)
     assert (nothing.count, nothing.other) == (0, 1)
 
 

@@ -55,22 +55,26 @@ def expected(values: Array) -> dict[str, float]:
 
 
 def channels_of(obj: Any, name: str = "w") -> dict[str, float]:
-    found = stats(obj, channels=True, progress=False)[name]
-    return dict(zip(found["statistic"].to_numpy().tolist(), found.to_numpy().tolist(), strict=True))
+    statistics = stats(obj, channels=True, progress=False)[name]
+    return dict(
+        zip(
+            statistics["statistic"].to_numpy().tolist(), statistics.to_numpy().tolist(), strict=True
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_of_every_element_type(dtype: Any) -> None:
     values = weight(dtype)
-    found = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
-    wanted = expected(values)
+    channels = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
+    reference = expected(values)
     if np.dtype(dtype).kind in "iub":
-        wanted = {"dead_columns": wanted["dead_columns"]}
+        reference = {"dead_columns": reference["dead_columns"]}
     else:
         info: Any = ml_dtypes.finfo  # untyped
         is_tiny = np.abs(values.astype(float)) < float(info(dtype).smallest_normal)
-        assert found["subnormal"] == np.count_nonzero((values != 0) & is_tiny)
-    assert {name: found[name] for name in wanted} == wanted
+        assert channels["subnormal"] == np.count_nonzero((values != 0) & is_tiny)
+    assert {name: channels[name] for name in reference} == reference
 
 
 @pytest.mark.parametrize("rows", [300, 5000])
@@ -79,26 +83,30 @@ def test_of_whatever_is_stored_and_however_it_is_cut(rows: int, order: str, tmp_
     values = weight(np.float32, rows)
     ds = xr.Dataset({"w": (("a", "b"), values)})
     np.savez(tmp_path / "m.npz", w=np.asarray(values, order=order))  # type: ignore[call-overload]
-    wanted = expected(values)
+    reference = expected(values)
     lazy = xr.Dataset({"w": (("a", "b"), da.from_array(values, (max(1, rows // 7), 70)))})
     for obj in (tmp_path / "m.npz", ds, lazy):
-        found = channels_of(obj)
-        assert {name: found[name] for name in wanted} == wanted
+        channels = channels_of(obj)
+        assert {name: channels[name] for name in reference} == reference
 
 
 def test_stacked_experts_have_rows_along_the_last_axis() -> None:
     values = np.random.default_rng(0).standard_normal((3, 400, 200)).astype(np.float32)
     values[..., 5] = 0
     values[1, 399, 7] = 1000
-    found = channels_of(xr.Dataset({"w": (("e", "a", "b"), values)}))
-    assert (found["dead_columns"], found["top_row"], found["top_column"]) == (1, 799, 7)
+    channels = channels_of(xr.Dataset({"w": (("e", "a", "b"), values)}))
+    assert (channels["dead_columns"], channels["top_row"], channels["top_column"]) == (1, 799, 7)
 
 
 def test_what_is_not_finite_is_alive_and_no_outlier() -> None:
     values = weight(np.float32)
     values[5, 3], values[6, 0] = np.nan, np.inf
-    found = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
-    assert (found["dead_columns"], found["outlier_columns"], found["top_row"]) == (1, 1, 20)
+    channels = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
+    assert (channels["dead_columns"], channels["outlier_columns"], channels["top_row"]) == (
+        1,
+        1,
+        20,
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,7 @@ class TestCost:
 
     def test_one_pass_is_enough_for_all(self, path: Path, read: list[int]) -> None:
         first = stats(path, channels=True)
-        assert sum(read) == sum(each.size for each in model().values()) + 300 * 70
+        assert sum(read) == sum(tensor.size for tensor in model().values()) + 300 * 70
         read.clear()
         xr.testing.assert_identical(stats(path, channels=True), first)
         stats(path)

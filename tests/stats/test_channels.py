@@ -35,22 +35,22 @@ def as_dataset(values: Any) -> xr.Dataset:
     return xr.Dataset({"w": (AXES[: values.ndim], values)})
 
 
-def check(found: xr.DataArray, a: Array, b: Array, blocks: dict[int, int]) -> None:
+def check(result: xr.DataArray, a: Array, b: Array, blocks: dict[int, int]) -> None:
     """Compare with the slow way, cell by cell; axes have as many elements in a cell as is said."""
     lengths = [blocks.get(axis, 1) for axis in range(a.ndim)]
     counts = [-(-size // length) for size, length in zip(a.shape, lengths, strict=True)]
-    kept = [axis for axis in range(a.ndim) if lengths[axis] < a.shape[axis] or axis not in blocks]
-    assert found.shape == (len(MEASURES), *(counts[axis] for axis in kept))
+    axes = [axis for axis in range(a.ndim) if lengths[axis] < a.shape[axis] or axis not in blocks]
+    assert result.shape == (len(MEASURES), *(counts[axis] for axis in axes))
     for cell in np.ndindex(*counts):
-        where = tuple(
+        block = tuple(
             [slice(i * length, (i + 1) * length) for i, length in zip(cell, lengths, strict=True)]
         )
-        wanted = compared(a[where], b[where])
-        at = tuple([cell[axis] for axis in kept])
+        expected = compared(a[block], b[block])
+        position = tuple([cell[axis] for axis in axes])
         for number, measure in enumerate(MEASURES):
             np.testing.assert_allclose(
-                found.values[(number, *at)],
-                wanted[measure],
+                result.values[(number, *position)],
+                expected[measure],
                 rtol=1e-9,
                 atol=1e-9,
                 err_msg=f"{measure} of {cell}",
@@ -73,11 +73,11 @@ def test_axes_and_blocks(dim: Any, blocks: dict[int, int], dims: tuple[str, ...]
     a, b = pair(6, 7, 9)
     b[1, 2] = a[1, 2] = 3
     b[2, 2, 2], a[3, 3, 3], b[4, 4, 4], a[4, 4, 5] = np.nan, np.inf, -np.inf, np.nan
-    found = compare(as_dataset(a), as_dataset(b), dim=dim)["w"]
-    assert found.dims == ("statistic", *dims)
+    result = compare(as_dataset(a), as_dataset(b), dim=dim)["w"]
+    assert result.dims == ("statistic", *dims)
     if "y_block" in dims:
-        found = found.isel(y_block=0)
-    check(found, a, b, blocks)
+        result = result.isel(y_block=0)
+    check(result, a, b, blocks)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8", "int64", "bool", "float8_e4m3fn"])
@@ -100,12 +100,12 @@ def test_the_same_bits_whatever_the_chunks_and_the_order(
         "fortran": (np.asfortranarray(a), b),
     }
     first, second = (
-        xr.Dataset({name: (AXES, each[side]) for name, each in arrays.items()}) for side in (0, 1)
+        xr.Dataset({name: (AXES, sides[side]) for name, sides in arrays.items()}) for side in (0, 1)
     )
     for dim in (-1, 0, {1: 8}):
-        found = compare(first, second, dim=dim)
+        result = compare(first, second, dim=dim)
         for name in arrays:
-            np.testing.assert_array_equal(found[name], found["a"], err_msg=f"{name} {dim}")
+            np.testing.assert_array_equal(result[name], result["a"], err_msg=f"{name} {dim}")
     xckpt.save(as_dataset(a), tmp_path / "a.zt")
     xckpt.save(as_dataset(b), tmp_path / "b.safetensors")
     monkeypatch.setattr("xckpt.scan.scanning._TASK_NBYTES", 1 << 12)
@@ -117,25 +117,25 @@ def test_the_same_bits_whatever_the_chunks_and_the_order(
 def test_stacked_tensors_and_those_that_are_alone(tmp_path: Path) -> None:
     layers = {f"layers.{n}.w": pair(5, 8, seed=n) for n in range(3)}
     first, second = (
-        xr.Dataset({name: (("o", "i"), each[side]) for name, each in layers.items()})
+        xr.Dataset({name: (("o", "i"), sides[side]) for name, sides in layers.items()})
         for side in (0, 1)
     )
     first["norm"], first["gone"] = ("o", np.ones(5)), ("i", np.ones(8))
     second["norm"] = ("o", np.ones(5))
     xckpt.save(second, tmp_path / "b.zt")
-    found = compare(first.ckpt.stack(), tmp_path / "b.zt", dim="i")
-    assert found["layers.w"].dims == ("statistic", "layers", "o")
+    result = compare(first.ckpt.stack(), tmp_path / "b.zt", dim="i")
+    assert result["layers.w"].dims == ("statistic", "layers", "o")
     for n, (a, b) in enumerate(layers.values()):
-        check(found["layers.w"].isel(layers=n), a, b, {1: 8})
-    assert "norm" not in found
-    frame = found.ckpt.table()
+        check(result["layers.w"].isel(layers=n), a, b, {1: 8})
+    assert "norm" not in result
+    frame = result.ckpt.table()
     counts = frame["status"].value_counts()
     assert (counts["changed"], counts["only_a"], counts.sum()) == (15, 1, 16)
     assert frame.index[1].startswith("layers.w[")
     with pytest.raises(ValueError, match="without dim="):
-        _ = found.ckpt.names
+        _ = result.ckpt.names
     lazy = compare(first.ckpt.stack(), tmp_path / "b.zt", dim="i", compute=False)
-    xr.testing.assert_equal(lazy.compute(), found)
+    xr.testing.assert_equal(lazy.compute(), result)
 
 
 def test_blocks_that_were_quantised(tmp_path: Path) -> None:
@@ -149,17 +149,17 @@ def test_blocks_that_were_quantised(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = compare(as_dataset(a), tmp_path / "q.gguf", dim={-1: 32})["w"]
-    assert found.shape == (len(MEASURES), 4, 4)
-    sqnr = found.sel(statistic="sqnr_db")
+    result = compare(as_dataset(a), tmp_path / "q.gguf", dim={-1: 32})["w"]
+    assert result.shape == (len(MEASURES), 4, 4)
+    sqnr = result.sel(statistic="sqnr_db")
     assert np.isposinf(sqnr[2, 1])
     assert 40 < sqnr.where(np.isfinite(sqnr)).min() < sqnr.where(np.isfinite(sqnr)).max() < 60
     b = gguf.quants.dequantize(gguf.quants.quantize(a, kind), kind)
-    check(found, a, b, {1: 32})
+    check(result, a, b, {1: 32})
 
 
 @pytest.mark.parametrize(
-    ("dim", "error", "said"),
+    ("dim", "error", "message"),
     [
         ("z", ValueError, "no variable has the dimension 'z'"),
         ("outt", ValueError, "similar names: 'out'"),
@@ -171,9 +171,9 @@ def test_blocks_that_were_quantised(tmp_path: Path) -> None:
         (True, TypeError, "not True"),
     ],
 )
-def test_dimensions_that_there_are_not(dim: Any, error: type[Exception], said: str) -> None:
+def test_dimensions_that_there_are_not(dim: Any, error: type[Exception], message: str) -> None:
     ds = xr.Dataset({f"layers.{n}.w": (("out", "in"), np.ones((2, 3))) for n in range(2)})
-    with pytest.raises(error, match=re.escape(said)):
+    with pytest.raises(error, match=re.escape(message)):
         compare(ds.ckpt.stack(), ds, dim=dim)
 
 

@@ -82,8 +82,8 @@ def replaced(values: Callable[[Array], Array], name: str = UP) -> Callable[[Tens
     """Return a conversion to bfloat16 that does something else to a tensor."""
 
     def convert(tensors: Tensors) -> Tensors:
-        made = {key: each.astype(BF16) for key, each in tensors.items()}
-        return made | {name: values(tensors[name].copy())}
+        changed = {key: tensor.astype(BF16) for key, tensor in tensors.items()}
+        return changed | {name: values(tensors[name].copy())}
 
     return convert
 
@@ -124,7 +124,7 @@ _WRONG_CONVERSIONS: dict[str, Callable[[Tensors], Tensors]] = {
 def test_a_tensor_that_was_converted_wrongly_is_the_only_one_that_differs(fault: str) -> None:
     ours = llama(layers=2)
     outcomes = explained(ours, _WRONG_CONVERSIONS[fault](ours))
-    assert {name for name, each in outcomes.items() if each != "explained"} == {
+    assert {name for name, outcome in outcomes.items() if outcome != "explained"} == {
         NORM if "norm" in fault else UP
     }
 
@@ -248,7 +248,9 @@ def test_all_views_agree(
     theirs = in_gguf(ours)
     if is_damaged:
         theirs["blk.0.ffn_up.weight"] = theirs["blk.0.ffn_up.weight"][::-1]
-    paths = [write(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((ours, theirs))]
+    paths = [
+        write(tmp_path / f"{n}.safetensors", tensors) for n, tensors in enumerate((ours, theirs))
+    ]
     result = xckpt.compare(*paths, explain=True, cache=False)
     table = xckpt.table(result)
     is_explained = table["outcome"] == "explained"
@@ -293,7 +295,9 @@ def test_the_command_line_lists_exceptions_first_and_each_pair_once(
     theirs = in_gguf(ours)
     theirs["blk.3.ffn_up.weight"] = theirs["blk.3.ffn_up.weight"][::-1]
     theirs["blk.5.attn_v.weight"] = theirs["blk.5.attn_v.weight"] * F32(2)
-    paths = [write(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((ours, theirs))]
+    paths = [
+        write(tmp_path / f"{n}.safetensors", tensors) for n, tensors in enumerate((ours, theirs))
+    ]
     assert main(["compare", *map(str, paths), "--explain", "--no-cache"]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()

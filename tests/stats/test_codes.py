@@ -22,8 +22,8 @@ CODES = ["saturated", "unused"]
 
 
 def compared(a: Any, b: Any, name: str = "w") -> list[float]:
-    found = xckpt.compare(a, b, codes=True)
-    values: list[float] = found[name].sel(statistic=CODES).to_numpy().tolist()
+    result = xckpt.compare(a, b, codes=True)
+    values: list[float] = result[name].sel(statistic=CODES).to_numpy().tolist()
     return values
 
 
@@ -50,11 +50,11 @@ def test_blocks_of_gguf(kind: str, first: int, bits: int, tmp_path: Path) -> Non
     nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     data = np.ascontiguousarray(stored).view(np.uint8).reshape(-1, nbytes)[:, first:]
     if bits == 8:
-        wanted = share(data.copy().view(np.int8), -128, 127)
+        expected = share(data.copy().view(np.int8), -128, 127)
     else:
-        wanted = share(np.concatenate([data & 15, data >> 4]), 0, 15)
+        expected = share(np.concatenate([data & 15, data >> 4]), 0, 15)
     original = xr.Dataset({"w": (("out", "in"), values)})
-    assert compared(original, tmp_path / "q.gguf") == pytest.approx(wanted)
+    assert compared(original, tmp_path / "q.gguf") == pytest.approx(expected)
 
 
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
@@ -67,11 +67,11 @@ def test_models_of_hugging_face(model: str, stored: str, dtype: Any) -> None:
     name = "model.layers.0.mlp.down_proj"
     raw = xr.open_dataset(path, decode=False)[f"{name}.{stored}"].to_numpy().view(dtype)
     ds = xr.open_dataset(path)
-    found = compared(ds, ds, f"{name}.weight")
+    measured = compared(ds, ds, f"{name}.weight")
     if dtype == np.int8:
-        assert found == pytest.approx(share(raw, -128, 127))
+        assert measured == pytest.approx(share(raw, -128, 127))
     else:  # the codebook is in ascending order
-        assert found == pytest.approx(share(np.concatenate([raw & 15, raw >> 4]), 0, 15))
+        assert measured == pytest.approx(share(np.concatenate([raw & 15, raw >> 4]), 0, 15))
 
 
 def test_floats_of_eight_bits(tmp_path: Path) -> None:
@@ -82,16 +82,16 @@ def test_floats_of_eight_bits(tmp_path: Path) -> None:
     ends = np.count_nonzero(np.abs(codes.astype(np.float32)) == 448)
     distinct = len(np.unique(codes.astype(np.float32)[1:]))
     # Of 254 patterns that are numbers two are zeros.
-    wanted = [ends / 1000, 1 - distinct / 253]
+    expected = [ends / 1000, 1 - distinct / 253]
     assert compared(xr.Dataset({"w": ("n", x)}), tmp_path / "b.safetensors") == pytest.approx(
-        wanted
+        expected
     )
 
 
 def test_symmetric_codes_end_where_they_are_symmetric(tmp_path: Path) -> None:
     codes = np.array([-127, 0, 127, 3], np.int8)
-    other = np.array([-128, -127, 127, 3], np.int8)
-    ds = xr.Dataset({"w": ("n", codes), "v": ("n", other)})
+    asymmetric = np.array([-128, -127, 127, 3], np.int8)
+    ds = xr.Dataset({"w": ("n", codes), "v": ("n", asymmetric)})
     xckpt.save(ds, tmp_path / "b.safetensors")
     assert compared(ds, tmp_path / "b.safetensors")[0] == 0.5
     assert compared(ds, tmp_path / "b.safetensors", "v")[0] == 0.5
@@ -102,18 +102,18 @@ def test_what_has_no_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ds = xr.Dataset({**layers, "empty": ("m", np.zeros(0, np.int8)), "gone": ("n", np.ones(4))})
     path = tmp_path / "b.safetensors"
     xckpt.save(ds.drop_vars("gone"), path)
-    found = xckpt.compare(ds, path, codes=True).ckpt.table()[CODES]
-    assert np.isnan(found.loc[["layers.0.w", "empty", "gone"]]).all(axis=None)
-    assert found.loc["layers.1.w"].tolist() == [0, 252 / 256]
+    table = xckpt.compare(ds, path, codes=True).ckpt.table()[CODES]
+    assert np.isnan(table.loc[["layers.0.w", "empty", "gone"]]).all(axis=None)
+    assert table.loc["layers.1.w"].tolist() == [0, 252 / 256]
     assert list(xckpt.compare(ds, path)["statistic"].to_numpy()[-2:]) == ["sqnr_db", "nmse"]
     assert main(["compare", str(path), str(path), "--codes", "--all", "--columns", "unused"]) == 0
     assert "0.9844" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"compute": False}, "compute=False"), ({"dim": -1}, "leave out dim")]
+    ("options", "message"), [({"compute": False}, "compute=False"), ({"dim": -1}, "leave out dim")]
 )
-def test_codes_are_of_whole_tensors_that_are_read_now(options: Any, said: str) -> None:
+def test_codes_are_of_whole_tensors_that_are_read_now(options: Any, message: str) -> None:
     ds = xr.Dataset({"w": ("n", np.ones(3, np.int8))})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         xckpt.compare(ds, ds, codes=True, **options)

@@ -51,15 +51,15 @@ def test_a_folder_that_cannot_be_written_is_no_error() -> None:
 
 def test_memory_of_every_kind_is_taken() -> None:
     values = np.arange(4000, dtype=np.float32)
-    wanted = sketch_of(values)
+    expected = sketch_of(values)
     readonly = values.copy()
     readonly.flags.writeable = False
     unaligned = np.frombuffer(b"\0" + values.tobytes(), np.uint8)[1:].view(np.float32)
     strided = np.stack([values, values], axis=1)[:, 0]
-    for given in (readonly, unaligned, strided, values.astype(">f4")):
-        sketch = sketch_of(given)
-        assert sketch.moments() == wanted.moments()
-        assert sketch.counts.tolist() == wanted.counts.tolist()
+    for layout in (readonly, unaligned, strided, values.astype(">f4")):
+        sketch = sketch_of(layout)
+        assert sketch.moments() == expected.moments()
+        assert sketch.counts.tolist() == expected.counts.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

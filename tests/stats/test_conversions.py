@@ -24,8 +24,8 @@ _OF_TYPES = {"F16": "rounded", "BF16": "rounded"}
 
 
 def explained(a: Path, b: Path) -> tuple[pd.DataFrame, str]:
-    found = xckpt.compare(a, b, explain=True, cache=False)
-    return xckpt.table(found), found.attrs["explanation"]
+    result = xckpt.compare(a, b, explain=True, cache=False)
+    return xckpt.table(result), result.attrs["explanation"]
 
 
 def wanted_causes(conversion: Conversion, new: str, kind: str) -> set[str]:
@@ -45,16 +45,16 @@ def test_every_tensor_is_explained_and_a_damaged_one_is_named(
 ) -> None:
     architecture, _, kind = conversion.partition("-")
     ours = model(architecture)
-    made = converted(architecture, ours)
+    result = converted(architecture, ours)
     path = write_safetensors(tmp_path / "hf.safetensors", ours)
     table, sentence = explained(
-        path, write_gguf(tmp_path / "m.gguf", architecture, made.tensors, kind)
+        path, write_gguf(tmp_path / "m.gguf", architecture, result.tensors, kind)
     )
     assert set(table["outcome"]) == {"explained"}, table[["cause", "explanation"]].to_string()
     assert table["verified"].all()
     assert sentence.startswith(f"all {len(ours)} tensors are explained: ")
-    for new, origins in made.origins.items():
-        causes = wanted_causes(made, new, kind)
+    for new, origins in result.origins.items():
+        causes = wanted_causes(result, new, kind)
         if architecture.startswith("gemma") and new.endswith("norm.weight"):
             causes.add("offset")
             assert table.loc[new, "offset"] == 1
@@ -64,21 +64,23 @@ def test_every_tensor_is_explained_and_a_damaged_one_is_named(
             assert table.loc[name, "other_names"] == new
             assert set(table.loc[name, "cause"].split("+")) == causes
     heads = table["heads"].dropna()
-    assert {name: heads[name] for name in made.heads} == made.heads
+    assert {name: heads[name] for name in result.heads} == result.heads
     if kind not in _OF_TYPES:
         texts = table["explanation"][table["cause"].str.contains("quantised")]
         assert texts.str.contains(" dB").all()
     # One row of one tensor is of another model.
-    damaged = next(n for n in reversed(made.tensors) if made.tensors[n].ndim > 1 and "blk.1" in n)
+    damaged = next(
+        n for n in reversed(result.tensors) if result.tensors[n].ndim > 1 and "blk.1" in n
+    )
     rng = np.random.default_rng(1)
-    values = made.tensors[damaged].copy()
+    values = result.tensors[damaged].copy()
     rows = values.reshape(-1, values.shape[-1])
     rows[3] = rng.standard_normal(rows.shape[1]) * np.abs(rows).max()
-    broken = made.tensors | {damaged: values}
+    broken = result.tensors | {damaged: values}
     table, sentence = explained(path, write_gguf(tmp_path / "d.gguf", architecture, broken, kind))
     different = table.index[table["outcome"] != "explained"]
     assert damaged in different
-    assert set(different) <= {damaged, *made.origins[damaged]}
+    assert set(different) <= {damaged, *result.origins[damaged]}
     assert sentence.startswith(f"1 of {len(ours)} tensors differs: ")
     assert not table.loc[damaged, "verified"]
 
@@ -86,10 +88,10 @@ def test_every_tensor_is_explained_and_a_damaged_one_is_named(
 def test_a_name_and_content_together_say_what_differs(tmp_path: Path) -> None:
     """Noise in one tensor, and rows overwritten in another, in a model with names of GGUF."""
     ours = model("llama")
-    made = converted("llama", ours)
+    conversion = converted("llama", ours)
     rng = np.random.default_rng(2)
     noise, rows = "blk.0.ffn_up.weight", "blk.1.attn_output.weight"
-    broken = dict(made.tensors)
+    broken = dict(conversion.tensors)
     broken[noise] = np.asarray(rng.standard_normal(broken[noise].shape, np.float32)) / 20
     broken[rows] = broken[rows].copy()
     broken[rows][:7] = rng.standard_normal((7, broken[rows].shape[1]))
@@ -98,14 +100,14 @@ def test_a_name_and_content_together_say_what_differs(tmp_path: Path) -> None:
     for names in (None, "auto"):
         result = xckpt.compare(a, b, names=names, explain=True, cache=False)
         table = xckpt.table(result)
-        wanted = {origin for name in (noise, rows) for origin in made.origins[name]}
-        found = table.query("cause == 'changed' or not verified").index
-        assert set(found) - {noise, rows} == wanted
+        expected = {origin for name in (noise, rows) for origin in conversion.origins[name]}
+        flagged = table.query("cause == 'changed' or not verified").index
+        assert set(flagged) - {noise, rows} == expected
         assert result.attrs["explanation"].startswith(
             f"2 of {len(ours)} tensors differ: 'model.layers."
         )
-        assert set(table.loc[list(wanted), "outcome"]) == {"changed"}
-        assert not table.loc[list(wanted), "verified"].any()
+        assert set(table.loc[list(expected), "outcome"]) == {"changed"}
+        assert not table.loc[list(expected), "verified"].any()
 
 
 @pytest.mark.parametrize("are_renamed", [False, True])
@@ -115,7 +117,7 @@ def test_layers_that_changed_places_are_a_fault(tmp_path: Path, *, are_renamed: 
         n: n.replace("layers.0", "layers.X").replace("layers.1", "layers.0").replace("layers.X",
         "layers.1") for n in ours
     }  # fmt: skip
-    swapped = {name: ours[other] for name, other in names.items()}
+    swapped = {name: ours[source] for name, source in names.items()}
     a = write_safetensors(tmp_path / "a.safetensors", ours)
     if are_renamed:
         b = write_gguf(tmp_path / "b.gguf", "qwen2", converted("qwen2", swapped).tensors, "Q8_0")
@@ -127,19 +129,19 @@ def test_layers_that_changed_places_are_a_fault(tmp_path: Path, *, are_renamed: 
     assert set(table.loc[moved, "cause"]) == {"misplaced"}
     assert sentence.startswith(f"{len(moved)} of {len(ours)} tensors differ: ")
     name = "model.layers.0.mlp.up_proj.weight"
-    other = "blk.1.ffn_up.weight" if are_renamed else "model.layers.1.mlp.up_proj.weight"
-    assert f"its numbers are those of '{other}' of b" in table.loc[name, "explanation"]
+    partner = "blk.1.ffn_up.weight" if are_renamed else "model.layers.1.mlp.up_proj.weight"
+    assert f"its numbers are those of '{partner}' of b" in table.loc[name, "explanation"]
 
 
 def test_roles_that_changed_places_are_a_fault(tmp_path: Path) -> None:
     """A converter that takes keys for values does so in every layer."""
     ours = model("qwen3")
-    made = converted("qwen3", ours).tensors
+    theirs = converted("qwen3", ours).tensors
     for layer in range(2):
         k, v = f"blk.{layer}.attn_k.weight", f"blk.{layer}.attn_v.weight"
-        made[k], made[v] = made[v], made[k]
+        theirs[k], theirs[v] = theirs[v], theirs[k]
     a = write_safetensors(tmp_path / "a.safetensors", ours)
-    table, _ = explained(a, write_gguf(tmp_path / "b.gguf", "qwen3", made, "F16"))
+    table, _ = explained(a, write_gguf(tmp_path / "b.gguf", "qwen3", theirs, "F16"))
     wrong = table.index[table["outcome"] != "explained"]
     assert set(wrong) == {
         name for name in table.index for role in ("k_proj", "v_proj", "attn_k.", "attn_v.")
@@ -149,11 +151,11 @@ def test_roles_that_changed_places_are_a_fault(tmp_path: Path) -> None:
 
 def test_experts_that_changed_places_are_a_fault(tmp_path: Path) -> None:
     ours = model("mixtral")
-    made = converted("mixtral", ours).tensors
+    theirs = converted("mixtral", ours).tensors
     name = "blk.1.ffn_gate_exps.weight"
-    made[name] = made[name][[0, 2, 1]]
+    theirs[name] = theirs[name][[0, 2, 1]]
     a = write_safetensors(tmp_path / "a.safetensors", ours)
-    table, sentence = explained(a, write_gguf(tmp_path / "b.gguf", "mixtral", made, "Q8_0"))
+    table, sentence = explained(a, write_gguf(tmp_path / "b.gguf", "mixtral", theirs, "Q8_0"))
     assert table.loc[name, "outcome"] == "changed"
     assert "not in the order of its siblings" in table.loc[name, "explanation"]
     assert "tensors differ" in sentence
@@ -168,20 +170,20 @@ class TestAnOffset:
     def test_of_norms(self, tmp_path: Path, architecture: str, outcome: str) -> None:
         ours = model("gemma")
         name = "output_norm.weight"
-        made = converted("gemma", ours).tensors
-        b = write_gguf(tmp_path / "b.gguf", architecture, made, "F32")
+        theirs = converted("gemma", ours).tensors
+        b = write_gguf(tmp_path / "b.gguf", architecture, theirs, "F32")
         table, _ = explained(write_safetensors(tmp_path / "a.safetensors", ours), b)
         assert table.loc[name, "outcome"] == outcome
         assert table.loc[name, "offset"] == 1
         assert table.loc["token_embd.weight", "outcome"] == "explained"
 
     @pytest.mark.parametrize(
-        ("other", "outcome"),
+        ("module", "outcome"),
         [("mlp.up_proj", "changed"), ("pre_feedforward_layernorm", "explained")],
     )
-    def test_is_known_by_names_that_only_such_models_have(self, other: str, outcome: str) -> None:
+    def test_is_known_by_names_that_only_such_models_have(self, module: str, outcome: str) -> None:
         ours = {"layers.0.norm.weight": model("gemma")["model.norm.weight"],
-                f"layers.0.{other}.weight": np.arange(9, dtype=np.float32)}  # fmt: skip
+                f"layers.0.{module}.weight": np.arange(9, dtype=np.float32)}  # fmt: skip
         theirs = ours | {"layers.0.norm.weight": ours["layers.0.norm.weight"] + np.float32(1)}
         table = xckpt.table(xckpt.compare(ours, theirs, explain=True))
         assert table.loc["layers.0.norm.weight", "outcome"] == outcome
@@ -193,11 +195,11 @@ class TestAmbiguity:
 
     def test_of_tied_weights(self) -> None:
         rng = np.random.default_rng(0)
-        weight, other = rng.standard_normal((2, 30, 16)).astype(np.float32)
-        tied = {"embed.weight": weight, "head.weight": weight, "x.weight": other}
+        weight, unrelated = rng.standard_normal((2, 30, 16)).astype(np.float32)
+        tied = {"embed.weight": weight, "head.weight": weight, "x.weight": unrelated}
         result = xckpt.compare(tied, tied, explain=True)
         assert set(xckpt.table(result)["outcome"]) == {"explained"}
-        swapped = tied | {"head.weight": other, "x.weight": weight}
+        swapped = tied | {"head.weight": unrelated, "x.weight": weight}
         table = xckpt.table(xckpt.compare(tied, swapped, explain=True))
         assert table["outcome"].to_dict() == {
             "embed.weight": "explained", "head.weight": "changed", "x.weight": "changed",

@@ -56,31 +56,31 @@ def b(tmp_path: Path) -> Path:
     return write(tmp_path / "b.safetensors", tuned())
 
 
-def measured(found: xr.Dataset, name: str) -> dict[str, float]:
-    values = found.variables[name].to_numpy().tolist()
-    return dict(zip(found["statistic"].to_numpy().tolist(), values, strict=True))
+def measured(result: xr.Dataset, name: str) -> dict[str, float]:
+    values = result.variables[name].to_numpy().tolist()
+    return dict(zip(result["statistic"].to_numpy().tolist(), values, strict=True))
 
 
-def check(found: dict[str, float], a: Array, b: Array) -> None:
-    for measure, wanted in compared(a, b).items():
-        np.testing.assert_allclose(found[measure], wanted, rtol=1e-12, err_msg=measure)
+def check(measures: dict[str, float], a: Array, b: Array) -> None:
+    for measure, expected in compared(a, b).items():
+        np.testing.assert_allclose(measures[measure], expected, rtol=1e-12, err_msg=measure)
 
 
 def test_a_variable_for_each_tensor_of_both(a: Path, b: Path) -> None:
-    found = compare(a, b)
-    assert found["statistic"].to_numpy().tolist() == list(MEASURES)
-    assert list(found.data_vars) == [*opened(a).data_vars, "extra"]
+    result = compare(a, b)
+    assert result["statistic"].to_numpy().tolist() == list(MEASURES)
+    assert list(result.data_vars) == [*opened(a).data_vars, "extra"]
     ours, theirs = model(), tuned()
     for name in ours:
         if name in theirs and name != "steps":
-            check(measured(found, name), ours[name], theirs[name])
-    assert found.attrs["source"] == str(a)
-    assert found.attrs["compared_with"] == str(b)
+            check(measured(result, name), ours[name], theirs[name])
+    assert result.attrs["source"] == str(a)
+    assert result.attrs["compared_with"] == str(b)
 
 
 def test_what_cannot_be_compared_says_why(a: Path, b: Path) -> None:
-    found = compare(a, b)
-    statuses = {n: found.attrs["status"][int(v[0])] for n, v in found.data_vars.items()}
+    result = compare(a, b)
+    statuses = {n: result.attrs["status"][int(v[0])] for n, v in result.data_vars.items()}
     assert statuses == {
         "embed": "changed",
         "layers.0.w": "same",
@@ -94,10 +94,10 @@ def test_what_cannot_be_compared_says_why(a: Path, b: Path) -> None:
         "none": "same",
         "extra": "only_b",
     }
-    assert found["steps"].attrs["shapes"] == "steps: (1,) and (3,)"
-    assert measured(found, "mask")["count"] == 30
-    assert measured(found, "extra")["count"] == 6
-    assert np.isnan(found["mask"].sel(statistic=list(MEASURES[2:]))).all()
+    assert result["steps"].attrs["shapes"] == "steps: (1,) and (3,)"
+    assert measured(result, "mask")["count"] == 30
+    assert measured(result, "extra")["count"] == 6
+    assert np.isnan(result["mask"].sel(statistic=list(MEASURES[2:]))).all()
 
 
 def test_a_table_has_what_changed_most_first(a: Path, b: Path) -> None:
@@ -119,11 +119,11 @@ def test_a_table_has_what_changed_most_first(a: Path, b: Path) -> None:
 def test_all_ways_to_name_checkpoints_give_the_same(a: Path, b: Path) -> None:
     first = compare(a, b)
     tree = xr.open_datatree(b, engine="safetensors")
-    for other in (str(b), opened(b), xckpt.read_index(b), tree, opened(b, chunks={})):
-        found = compare(str(a), other, cache=False)
-        xr.testing.assert_equal(first, found[list(first)])
-    one = compare(opened(a)["embed"], opened(b)["layers.1.b"])
-    assert measured(one, "embed")["status"] == STATUSES.index("shape")
+    for source in (str(b), opened(b), xckpt.read_index(b), tree, opened(b, chunks={})):
+        result = compare(str(a), source, cache=False)
+        xr.testing.assert_equal(first, result[list(first)])
+    pair = compare(opened(a)["embed"], opened(b)["layers.1.b"])
+    assert measured(pair, "embed")["status"] == STATUSES.index("shape")
     renamed = compare(opened(a)["embed"], opened(b)["embed"].rename("other"))
     xr.testing.assert_equal(renamed["embed"], first["embed"])
 
@@ -131,29 +131,29 @@ def test_all_ways_to_name_checkpoints_give_the_same(a: Path, b: Path) -> None:
 @pytest.mark.parametrize("stacked", [(True, False), (False, True), (True, True)])
 def test_stacked_or_not(a: Path, b: Path, stacked: tuple[bool, bool]) -> None:
     flat = compare(a, b)
-    found = compare(opened(a, stack=stacked[0]), opened(b, stack=stacked[1]))
+    result = compare(opened(a, stack=stacked[0]), opened(b, stack=stacked[1]))
     if not stacked[0]:
-        xr.testing.assert_equal(found, flat)
+        xr.testing.assert_equal(result, flat)
         return
-    weights = found["layers.w"]
+    weights = result["layers.w"]
     assert weights.dims == ("statistic", "layers")
     for layer in range(3):
         np.testing.assert_array_equal(weights.sel(layers=layer), flat[f"layers.{layer}.w"])
-    pd.testing.assert_frame_equal(table(found).sort_index(), table(flat).sort_index())
-    assert table(found).index[:6].tolist() == table(flat).index[:6].tolist()
+    pd.testing.assert_frame_equal(table(result).sort_index(), table(flat).sort_index())
+    assert table(result).index[:6].tolist() == table(flat).index[:6].tolist()
 
 
 def test_part_of_a_stack(a: Path, b: Path) -> None:
     part = opened(b, stack=True).isel(layers=[0, 2])
-    found = compare(opened(a, stack=True), part)
-    status = found["layers.w"].sel(statistic="status").to_numpy()
+    result = compare(opened(a, stack=True), part)
+    status = result["layers.w"].sel(statistic="status").to_numpy()
     assert [STATUSES[int(code)] for code in status] == ["same", "only_a", "same"]
-    found = compare(part, a)
-    only_b = [n for n, v in found.data_vars.items() if v.to_numpy().reshape(-1)[0] == 3]
+    result = compare(part, a)
+    only_b = [n for n, v in result.data_vars.items() if v.to_numpy().reshape(-1)[0] == 3]
     assert set(only_b) == {"layers.1.b", "layers.1.w", "mask"}
-    assert "layers.1.w" in table(found).index
+    assert "layers.1.w" in table(result).index
     # The dimension of the layers is of its own length on either side.
-    assert found["layers.w"].sizes == {"statistic": len(MEASURES), "layers": 2}
+    assert result["layers.w"].sizes == {"statistic": len(MEASURES), "layers": 2}
 
 
 def test_a_variable_of_the_same_name_as_a_tensor_that_only_b_has() -> None:
@@ -161,9 +161,9 @@ def test_a_variable_of_the_same_name_as_a_tensor_that_only_b_has() -> None:
     ours = xr.Dataset({"m.w": (("n", "x"), np.ones((2, 3)))}, {"n": [0, 1]})
     ours["m.w"].encoding["stack"] = stacked
     theirs = xr.Dataset({"m.w": ("x", np.ones(3)), "m.0.w": ("x", np.ones(3))})
-    found = compare(ours, theirs)
-    assert list(found.data_vars) == ["m.w", "m.w (b)"]
-    assert table(found)["status"].to_dict() == {
+    result = compare(ours, theirs)
+    assert list(result.data_vars) == ["m.w", "m.w (b)"]
+    assert table(result)["status"].to_dict() == {
         "m.1.w": "only_a",
         "m.w": "only_b",
         "m.0.w": "same",
@@ -186,17 +186,17 @@ def by_function(name: str) -> str:
 def test_names_may_differ(a: Path, tmp_path: Path, names: Any) -> None:
     theirs = {name.replace("layers", "h"): values for name, values in tuned().items()}
     b = write(tmp_path / "renamed.safetensors", theirs)
-    found = compare(a, b, names=names)
+    result = compare(a, b, names=names)
     plain = compare(a, write(tmp_path / "plain.safetensors", tuned()))
-    xr.testing.assert_equal(found, plain)
+    xr.testing.assert_equal(result, plain)
     # The result has the names of a.
-    assert "layers.0.w" in table(found).index
+    assert "layers.0.w" in table(result).index
 
 
 def test_several_tensors_of_a_may_be_one_of_b(a: Path) -> None:
-    found = compare(a, a, names={"layers.0.b": "layers.1.b"})
-    check(measured(found, "layers.0.b"), model()["layers.0.b"], model()["layers.1.b"])
-    assert measured(found, "layers.1.b")["status"] == 0
+    result = compare(a, a, names={"layers.0.b": "layers.1.b"})
+    check(measured(result, "layers.0.b"), model()["layers.0.b"], model()["layers.1.b"])
+    assert measured(result, "layers.1.b")["status"] == 0
 
 
 def test_no_names_in_common_is_said(a: Path, tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 
 
 def test_only_some_tensors(a: Path, b: Path) -> None:
-    found = compare(a, b, tensors="layers.*.w")
-    assert list(found.data_vars) == ["layers.0.w", "layers.1.w", "layers.2.w"]
+    result = compare(a, b, tensors="layers.*.w")
+    assert list(result.data_vars) == ["layers.0.w", "layers.1.w", "layers.2.w"]
     assert list(compare(a, b, tensors=re.compile("^e")).data_vars) == ["embed", "extra"]
     stacked = compare(opened(a, stack=True), b, tensors=["layers.1.?", "none"])
     assert set(stacked.data_vars) == {"layers.b", "layers.w", "none"}
@@ -261,15 +261,15 @@ def test_arrays_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         "fortran": y,
     }
     first, second = (
-        xr.Dataset({name: (("m", "n"), array) for name, array in each.items()})
-        for each in (ours, theirs)
+        xr.Dataset({name: (("m", "n"), array) for name, array in arrays.items()})
+        for arrays in (ours, theirs)
     )
-    found = compare(first, second)
+    result = compare(first, second)
     for name in ours:
-        check(measured(found, name), x, y)
+        check(measured(result, name), x, y)
     # Where chunks are runs of elements, the bits do not depend on them.
     for name in ("dask", "computed", "fortran"):
-        np.testing.assert_array_equal(found[name], found["numpy"], err_msg=name)
+        np.testing.assert_array_equal(result[name], result["numpy"], err_msg=name)
 
 
 @pytest.mark.parametrize("engine", ["zarr", "h5netcdf"])
@@ -283,21 +283,21 @@ def test_files_of_other_formats(a: Path, b: Path, tmp_path: Path, engine: Any, c
     else:
         ds.to_netcdf(tmp_path / "x", engine=engine)
         options = {}
-    wanted = compare(a, b)
+    expected = compare(a, b)
     with xr.open_dataset(tmp_path / "x", engine=engine, chunks=chunks, **options) as lazy:
-        found, back = compare(a, lazy), compare(lazy, a)
+        forwards, backwards = compare(a, lazy), compare(lazy, a)
     for name in ("embed", "layers.1.w"):
-        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
-    assert measured(back, "embed")["max_abs"] == measured(wanted, "embed")["max_abs"]
-    assert measured(back, "extra")["status"] == STATUSES.index("only_a")
+        np.testing.assert_array_equal(forwards[name], expected[name], err_msg=name)
+    assert measured(backwards, "embed")["max_abs"] == measured(expected, "embed")["max_abs"]
+    assert measured(backwards, "extra")["status"] == STATUSES.index("only_a")
 
 
 def test_unknown_chunk_sizes() -> None:
     x = da.from_array(np.arange(100.0), chunks=10)
-    some = x[x > 50]
+    positive = x[x > 50]
     ds = xr.Dataset({"x": ("n", np.arange(51.0, 100.0))})
-    other = xr.Dataset({"x": ("n", some.compute_chunk_sizes())})
-    assert measured(compare(ds, other), "x")["status"] == 0
+    computed = xr.Dataset({"x": ("n", positive.compute_chunk_sizes())})
+    assert measured(compare(ds, computed), "x")["status"] == 0
 
 
 def test_sparse_blocks_of_dask() -> None:
@@ -306,20 +306,20 @@ def test_sparse_blocks_of_dask() -> None:
     dense = np.random.default_rng(0).standard_normal((40, 30))
     dense[dense < 1] = 0
     array = da.from_array(dense, chunks=(10, 30)).map_blocks(sparse.COO)
-    found = compare(
+    result = compare(
         xr.Dataset({"s": (("m", "n"), array)}), xr.Dataset({"s": (("m", "n"), dense + 1)})
     )
-    check(measured(found, "s"), dense, dense + 1)
+    check(measured(result, "s"), dense, dense + 1)
 
 
 def test_progress_counts_the_bytes_of_both(a: Path, b: Path) -> None:
-    told: list[tuple[int, int]] = []
-    compare(a, b, progress=lambda *nbytes: told.append(nbytes), cache=False)
-    assert told == sorted(told)
+    reports: list[tuple[int, int]] = []
+    compare(a, b, progress=lambda *nbytes: reports.append(nbytes), cache=False)
+    assert reports == sorted(reports)
     ours, theirs = model(), tuned()
     pairs = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
     nbytes = sum(ours[name].nbytes + theirs[name].nbytes for name in pairs)
-    assert told[-1] == (nbytes, nbytes)
+    assert reports[-1] == (nbytes, nbytes)
 
 
 def test_a_tensor_that_cannot_be_read_is_named(a: Path, tmp_path: Path) -> None:
@@ -332,9 +332,9 @@ def test_a_tensor_that_cannot_be_read_is_named(a: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_in_common_and_nothing_at_all() -> None:
-    found = compare(xr.Dataset(), xr.Dataset())
-    assert not found.data_vars
-    assert table(found).empty
+    result = compare(xr.Dataset(), xr.Dataset())
+    assert not result.data_vars
+    assert table(result).empty
     number = xr.Dataset({"x": ((), 2.0)})
     assert measured(compare(number, number), "x")["status"] == 0
     changed = measured(compare(number, number + 1), "x")

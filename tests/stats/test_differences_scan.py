@@ -29,12 +29,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     large = rng.standard_normal((2500, 2000)).astype(np.float32)
     tensors: dict[str, Any] = {f"small.{i}": rng.standard_normal((i + 1, 33)) for i in range(20)}
     tensors |= {"large": large, "whole": (large[:500] * 1e6).astype(np.int64)}
-    others = dict(tensors)
-    others["large"] = large.astype(ml_dtypes.bfloat16)
-    others["whole"] = tensors["whole"].astype(np.float32)
-    others["small.7"] = tensors["small.7"] * 2
+    changed = dict(tensors)
+    changed["large"] = large.astype(ml_dtypes.bfloat16)
+    changed["whole"] = tensors["whole"].astype(np.float32)
+    changed["small.7"] = tensors["small.7"] * 2
     folder = tmp_path_factory.mktemp("compare")
-    return write(folder / "a.safetensors", tensors), write(folder / "b.safetensors", others)
+    return write(folder / "a.safetensors", tensors), write(folder / "b.safetensors", changed)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_chunks(paths: tuple[Path, Path], expected: xr.Dataset, size: str) -> No
         xr.testing.assert_equal(compare(a, b, cache=False), expected)
         # The same values as arrays that nobody knows to be read from a file.
         computed = b.map(lambda x: x * 1.0, keep_attrs=True)
-        for found in (compare(a, computed), compare(a * 1, b.chunk(70)), compare(a, b.load())):
+        for result in (compare(a, computed), compare(a * 1, b.chunk(70)), compare(a, b.load())):
             for name in ("large", "small.7"):
-                np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+                np.testing.assert_array_equal(result[name], expected[name], err_msg=name)
 
 
 @pytest.fixture
@@ -90,26 +90,26 @@ def client() -> Iterator[Any]:
 @pytest.mark.usefixtures("client")
 def test_a_cluster(paths: tuple[Path, Path], expected: xr.Dataset) -> None:
     a, b = map(opened, paths)
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     xr.testing.assert_identical(
-        compare(*paths, cache=False, progress=lambda *nbytes: told.append(nbytes)), expected
+        compare(*paths, cache=False, progress=lambda *nbytes: reports.append(nbytes)), expected
     )
     total = sum(v.encoding["nbytes"] for ds in (a, b) for v in ds.data_vars.values())
-    assert told[-1] == (total, total)
+    assert reports[-1] == (total, total)
     xr.testing.assert_equal(compare(a, b, cache=False, compute=False).compute(), expected)
     # Arrays of dask's own, and those in the memory of this process.
-    for other in (b[["large"]] * 1.0, b[["large"]].load()):
-        np.testing.assert_array_equal(compare(a[["large"]], other)["large"], expected["large"])
+    for lazy in (b[["large"]] * 1.0, b[["large"]].load()):
+        np.testing.assert_array_equal(compare(a[["large"]], lazy)["large"], expected["large"])
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     changed = model()
     changed["embed"] = changed["embed"] * np.float32(1.5)
-    found = write(tmp_path / "a.safetensors", model()), write(tmp_path / "b.safetensors", changed)
-    for path in found:
+    paths = write(tmp_path / "a.safetensors", model()), write(tmp_path / "b.safetensors", changed)
+    for path in paths:
         settled(path, 60)
-    return found
+    return paths
 
 
 def test_a_second_call_reads_nothing(pair: tuple[Path, Path], read: list[int]) -> None:

@@ -57,19 +57,19 @@ def same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-def assert_same(found: Mapping[str, float], wanted: Mapping[str, float], rel: float) -> None:
+def assert_same(actual: Mapping[str, float], expected: Mapping[str, float], rel: float) -> None:
     for name in NAMES:
-        if name in COUNTED or math.isnan(wanted[name]):
-            assert same(found[name], wanted[name]), name
+        if name in COUNTED or math.isnan(expected[name]):
+            assert same(actual[name], expected[name]), name
         elif name.startswith("q"):
-            assert found[name] == pytest.approx(wanted[name], rel=2.0**-8, abs=0), name
+            assert actual[name] == pytest.approx(expected[name], rel=2.0**-8, abs=0), name
         else:
-            assert found[name] == pytest.approx(wanted[name], rel=rel, abs=1e-14), name
+            assert actual[name] == pytest.approx(expected[name], rel=rel, abs=1e-14), name
 
 
-def assert_identical(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+def assert_identical(actual: Mapping[str, float], expected: Mapping[str, float]) -> None:
     for name in NAMES:
-        assert same(found[name], wanted[name]), (name, found[name], wanted[name])
+        assert same(actual[name], expected[name]), (name, actual[name], expected[name])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 300, 20_000])
@@ -97,28 +97,28 @@ def test_every_bit_pattern_is_counted(name: str) -> None:
 @pytest.mark.parametrize("name", ["float32", "float64", "int32", "int64", "uint64"])
 def test_large_types_beside_extended_precision(name: str) -> None:
     values = random_values(name, 300_000, seed=2)
-    found = stats_of(values)
+    statistics = stats_of(values)
     wide = values.astype(np.longdouble)
     wide = wide[np.isfinite(wide)]
     mean = wide.mean()
     std = np.sqrt(((wide - mean) ** 2).mean())
-    assert found["mean"] == pytest.approx(float(mean), rel=1e-15, abs=1e-17)
-    assert found["std"] == pytest.approx(float(std), rel=1e-14)
+    assert statistics["mean"] == pytest.approx(float(mean), rel=1e-15, abs=1e-17)
+    assert statistics["std"] == pytest.approx(float(std), rel=1e-14)
     skew, kurtosis = (float((((wide - mean) / std) ** p).mean()) for p in (3, 4))
-    assert found["skew"] == pytest.approx(skew, rel=1e-12, abs=1e-14)
-    assert found["kurtosis"] == pytest.approx(kurtosis - 3, rel=1e-12, abs=1e-13)
+    assert statistics["skew"] == pytest.approx(skew, rel=1e-12, abs=1e-14)
+    assert statistics["kurtosis"] == pytest.approx(kurtosis - 3, rel=1e-12, abs=1e-13)
 
 
 def test_a_mean_far_from_zero_costs_no_digits() -> None:
     rng = np.random.default_rng(3)
     for mean in (1e6, 1e12):
         values = mean + rng.standard_normal(40_000) * 1e-3 * max(1.0, mean / 1e8)
-        found = stats_of(values)
-        wanted = exact_stats(values)
+        statistics = stats_of(values)
+        exact = exact_stats(values)
         for name in ("mean", "std", "skew", "kurtosis"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-9), name
+            assert statistics[name] == pytest.approx(exact[name], rel=1e-9, abs=1e-9), name
         # Squares of the values themselves have no digit of it left.
-        assert found["std"] == pytest.approx(float(wanted["std"]), rel=1e-12)
+        assert statistics["std"] == pytest.approx(float(exact["std"]), rel=1e-12)
 
 
 def test_float32_far_from_zero() -> None:
@@ -129,10 +129,10 @@ def test_float32_far_from_zero() -> None:
 def test_integers_beyond_the_digits_of_float64() -> None:
     rng = np.random.default_rng(5)
     values = (1 << 62) + rng.integers(0, 1000, 40_000)
-    found = stats_of(values)
-    wanted = exact_stats(values)
-    assert found["mean"] == wanted["mean"]
-    assert found["std"] == pytest.approx(wanted["std"], rel=1e-12)
+    statistics = stats_of(values)
+    exact = exact_stats(values)
+    assert statistics["mean"] == exact["mean"]
+    assert statistics["std"] == pytest.approx(exact["std"], rel=1e-12)
     assert sketch_of(values).total == int(values.astype(object).sum())
     assert sketch_of(values).low == int(values.min())
 
@@ -141,25 +141,25 @@ def test_integers_beyond_the_digits_of_float64() -> None:
 def test_ten_million_times_one_value(name: str) -> None:
     value = 3 if "int" in name else 0.1
     values = np.full(10_000_000, value, dtype_of(name))
-    found = stats_of(values)
+    statistics = stats_of(values)
     exactly = float(values[0])
     for statistic in ("min", "max", "mean", "q0.001", "q0.5", "q0.999"):
-        assert found[statistic] == exactly, statistic
-    assert found["std"] == 0.0
-    assert found["rms"] == pytest.approx(exactly, rel=1e-15)
-    assert math.isnan(found["skew"])
-    assert math.isnan(found["kurtosis"])
+        assert statistics[statistic] == exactly, statistic
+    assert statistics["std"] == 0.0
+    assert statistics["rms"] == pytest.approx(exactly, rel=1e-15)
+    assert math.isnan(statistics["skew"])
+    assert math.isnan(statistics["kurtosis"])
 
 
 @pytest.mark.parametrize("scale", [1e300, 1e200, 1e-200, 1e-300])
 def test_float64_whose_squares_are_out_of_range(scale: float) -> None:
     values = np.random.default_rng(6).standard_normal(50_000) * scale
-    found = stats_of(values)
+    statistics = stats_of(values)
     unit = exact_stats(values / scale)
     for name in ("mean", "std", "rms", "l2"):
-        assert found[name] / scale == pytest.approx(unit[name], rel=1e-9), name
+        assert statistics[name] / scale == pytest.approx(unit[name], rel=1e-9), name
     for name in ("skew", "kurtosis"):
-        assert found[name] == pytest.approx(unit[name], rel=1e-9, abs=1e-9), name
+        assert statistics[name] == pytest.approx(unit[name], rel=1e-9, abs=1e-9), name
     mixed = np.concatenate([values, np.ones(50_000)])
     assert stats_of(mixed)["absmax"] == max(1.0, np.abs(values).max())
     assert np.isfinite(stats_of(mixed)["kurtosis"])
@@ -170,18 +170,18 @@ def test_subnormal_numbers_and_zeros_of_both_signs(name: str) -> None:
     dtype = np.dtype(name)
     tiny = np.finfo(dtype).smallest_subnormal
     values = np.array([-tiny, -0.0, -0.0, 0.0, tiny, tiny * 5, 1.0], dtype)
-    found = stats_of(values, [0.0, 0.2, 0.4, 0.5, 1.0])
-    assert found["zero"] == 3
-    assert found["min"] == -tiny
-    assert found["q0.2"] == found["q0.4"] == found["q0.5"] == 0.0
-    assert found["q1"] == 1.0
+    statistics = stats_of(values, [0.0, 0.2, 0.4, 0.5, 1.0])
+    assert statistics["zero"] == 3
+    assert statistics["min"] == -tiny
+    assert statistics["q0.2"] == statistics["q0.4"] == statistics["q0.5"] == 0.0
+    assert statistics["q1"] == 1.0
 
 
 def test_nothing_but_nan() -> None:
     for name in ("float32", "float64", "float16", "bfloat16"):
-        found = stats_of(np.full(40_000, np.nan, dtype_of(name)))
-        assert (found["count"], found["nan"], found["l2"]) == (40_000, 40_000, 0.0)
-        assert all(math.isnan(found[s]) for s in ("min", "max", "mean", "std", "q0.5"))
+        statistics = stats_of(np.full(40_000, np.nan, dtype_of(name)))
+        assert (statistics["count"], statistics["nan"], statistics["l2"]) == (40_000, 40_000, 0.0)
+        assert all(math.isnan(statistics[s]) for s in ("min", "max", "mean", "std", "q0.5"))
 
 
 @given(
@@ -192,17 +192,17 @@ def test_nothing_but_nan() -> None:
 def test_any_floats(numbers: list[float], name: str) -> None:
     with np.errstate(over="ignore"):
         values = np.array(numbers, np.float32).astype(dtype_of(name))
-    found, wanted = stats_of(values), exact_stats(values)
+    statistics, exact = stats_of(values), exact_stats(values)
     for statistic in (*COUNTED, "mean", "std", "rms", "l2"):
-        if name == "float64" and statistic in {"std", "rms", "l2"} and wanted["absmax"] < 1e-37:
+        if name == "float64" and statistic in {"std", "rms", "l2"} and exact["absmax"] < 1e-37:
             continue  # exact_stats itself is at the limits there
-        spread = 1e-13 * wanted["absmax"] if wanted["absmax"] == wanted["absmax"] else 0
+        spread = 1e-13 * exact["absmax"] if exact["absmax"] == exact["absmax"] else 0
         np.testing.assert_allclose(
-            found[statistic], wanted[statistic], rtol=1e-13, atol=spread, err_msg=statistic
+            statistics[statistic], exact[statistic], rtol=1e-13, atol=spread, err_msg=statistic
         )
     if values.dtype.itemsize == 2:
         for quantile in QUANTILES:
-            assert same(found[f"q{quantile:g}"], wanted[f"q{quantile:g}"])
+            assert same(statistics[f"q{quantile:g}"], exact[f"q{quantile:g}"])
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40))
@@ -212,9 +212,9 @@ def test_any_integers(numbers: list[int]) -> None:
     sketch = sketch_of(values)
     assert sketch.total == sum(numbers)
     assert (sketch.low, sketch.high) == (min(numbers), max(numbers))
-    found, wanted = stats_of(values), exact_stats(values)
-    assert found["mean"] == wanted["mean"]
-    np.testing.assert_allclose(found["std"], wanted["std"], rtol=1e-12)
+    statistics, exact = stats_of(values), exact_stats(values)
+    assert statistics["mean"] == exact["mean"]
+    np.testing.assert_allclose(statistics["std"], exact["std"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "int64", "uint8", "bfloat16", "float16"])
@@ -225,13 +225,13 @@ def test_tensors_that_are_described_together_are_as_each_by_itself(name: str) ->
     if tensors[0].dtype.kind in "fV":
         special = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, -1.0, 1e-40]
         tensors += [np.array(special, dtype_of(name)), np.full(3, np.nan, dtype_of(name))]
-    sketches = [sketch_of(each) for each in tensors]
-    alone = np.array([describe(each, QUANTILES) for each in sketches])
+    sketches = [sketch_of(tensor) for tensor in tensors]
+    alone = np.array([describe(sketch, QUANTILES) for sketch in sketches])
     together = describe_all([*sketches, *sketches[::-1]], QUANTILES)
     np.testing.assert_array_equal(together, [*alone, *alone[::-1]])
     np.testing.assert_array_equal(np.signbit(together), np.signbit([*alone, *alone[::-1]]))
 
 
 def test_a_quantile_that_is_zero_has_no_sign() -> None:
-    found = stats_of(np.array([-0.0, -0.0, 0.0, 1.0, 2.0], np.float32), [0.25])
-    assert math.copysign(1, found["q0.25"]) == 1
+    statistics = stats_of(np.array([-0.0, -0.0, 0.0, 1.0, 2.0], np.float32), [0.25])
+    assert math.copysign(1, statistics["q0.25"]) == 1

@@ -43,69 +43,69 @@ def models() -> list[Made]:
 def both(models: list[Made], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Write one checkpoint of more than 200 tensors, and what was made of it."""
     folder = tmp_path_factory.mktemp("causes")
-    ours = {f"{n}/{name}": x for n, each in enumerate(models) for name, x in each.a.items()}
-    theirs = {f"{n}/{name}": x for n, each in enumerate(models) for name, x in each.b.items()}
+    ours = {f"{n}/{name}": x for n, case in enumerate(models) for name, x in case.a.items()}
+    theirs = {f"{n}/{name}": x for n, case in enumerate(models) for name, x in case.b.items()}
     assert len(ours) >= 200, len(ours)
     return write(folder / "a.safetensors", ours), write(folder / "b.safetensors", theirs)
 
 
 @pytest.fixture(scope="module")
-def found(both: tuple[Path, Path]) -> pd.DataFrame:
+def table(both: tuple[Path, Path]) -> pd.DataFrame:
     return explained(*both)
 
 
 class TestEachCause:
-    def test_is_named_and_no_other(self, models: list[Made], found: pd.DataFrame) -> None:
-        wanted = {f"{n}/{k}": v for n, each in enumerate(models) for k, v in each.causes.items()}
-        assert found["cause"].to_dict() == wanted
+    def test_is_named_and_no_other(self, models: list[Made], table: pd.DataFrame) -> None:
+        expected = {f"{n}/{k}": v for n, case in enumerate(models) for k, v in case.causes.items()}
+        assert table["cause"].to_dict() == expected
 
-    def test_decides_the_outcome(self, found: pd.DataFrame) -> None:
-        wanted = {name: outcome_of(name, cause) for name, cause in found["cause"].items()}
-        assert found["outcome"].to_dict() == wanted
-        assert found["verified"].equals(found["outcome"] == "explained")
+    def test_decides_the_outcome(self, table: pd.DataFrame) -> None:
+        expected = {name: outcome_of(name, cause) for name, cause in table["cause"].items()}
+        assert table["outcome"].to_dict() == expected
+        assert table["verified"].equals(table["outcome"] == "explained")
 
-    def test_has_its_parameters(self, models: list[Made], found: pd.DataFrame) -> None:
-        for number, each in enumerate(models):
-            for name, parameters in each.parameters.items():
-                row = found.loc[f"{number}/{name}"]
+    def test_has_its_parameters(self, models: list[Made], table: pd.DataFrame) -> None:
+        for number, case in enumerate(models):
+            for name, parameters in case.parameters.items():
+                row = table.loc[f"{number}/{name}"]
                 for column, value in parameters.items():
                     if column == "other_names":
                         names = {f"{number}/{n}" for n in value.split(", ")}
                         assert set(row[column].split(", ")) == names, name
                     else:
                         assert row[column] == value, name
-                others = {"offset", "scale", "rank", "heads"} - set(parameters)
-                told = [c for c in others if row[c] == row[c]]
-                assert told == (["scale"] if "scaled" in row["cause"] and told else []), name
+                absent = {"offset", "scale", "rank", "heads"} - set(parameters)
+                present = [c for c in absent if row[c] == row[c]]
+                assert present == (["scale"] if "scaled" in row["cause"] and present else []), name
 
-    def test_is_a_sentence_with_numbers(self, found: pd.DataFrame) -> None:
-        said = found["explanation"].str.replace(r"\d/", "", regex=True)
-        assert said["0/rounded.bfloat16"] == "b is a rounded to bfloat16"
-        assert said["0/rounded.float16.back"] == "a is b rounded to float16"
-        assert said["0/offset"] == "b is a + 1"
-        assert said["0/padded"] == "equal after adding 5 rows of zeros"
-        assert said["0/pruned"].startswith("b is a where b is not 0, which ")
-        assert said["0/transposed.rounded"] == "b is a rounded to bfloat16, after transposing"
-        assert said["0/rope.4"] == (
+    def test_is_a_sentence_with_numbers(self, table: pd.DataFrame) -> None:
+        sentences = table["explanation"].str.replace(r"\d/", "", regex=True)
+        assert sentences["0/rounded.bfloat16"] == "b is a rounded to bfloat16"
+        assert sentences["0/rounded.float16.back"] == "a is b rounded to float16"
+        assert sentences["0/offset"] == "b is a + 1"
+        assert sentences["0/padded"] == "equal after adding 5 rows of zeros"
+        assert sentences["0/pruned"].startswith("b is a where b is not 0, which ")
+        assert sentences["0/transposed.rounded"] == "b is a rounded to bfloat16, after transposing"
+        assert sentences["0/rope.4"] == (
             "equal after permuting rows as for rotary embeddings (4 heads, halves interleaved)"
         )
-        assert said["0/fused.whole"] == (
+        assert sentences["0/fused.whole"] == (
             "'fused.0', 'fused.1', 'fused.2' of a, one after the other along the rows"
         )
-        assert said["0/renamed_.a"] == "equal to 'renamed_.b' of b"
+        assert sentences["0/renamed_.a"] == "equal to 'renamed_.b' of b"
 
 
 def test_an_unrelated_copy_is_changed_and_nothing_else(tmp_path: Path) -> None:
     a = write(tmp_path / "a.safetensors", made(64, 96, 0).a)
     rng = np.random.default_rng(5)
-    other = {
+    unrelated = {
         n: np.asarray(rng.standard_normal(x.shape)).astype(x.dtype)
         for n, x in made(64, 96, 0).a.items()
     }
-    result = xckpt.compare(a, write(tmp_path / "b.safetensors", other), explain=True)
+    result = xckpt.compare(a, write(tmp_path / "b.safetensors", unrelated), explain=True)
     assert set(xckpt.table(result)["cause"]) == {"changed"}
     assert not xckpt.table(result)["verified"].any()
-    count = len(other)
+    count = len(unrelated)
     assert result.attrs["explanation"].startswith(f"{count} of {count} tensors differ: '")
 
 
@@ -116,9 +116,9 @@ class TestOneElementThatDiffers:
     def test_is_noticed(self, models: list[Made], at: str) -> None:
         ours, theirs = models[1].a, {}
         # New rows may hold anything, and these pairs are not compared element by element.
-        others = ("changed", "padded", "low_rank", "quantised")
+        inexact = ("changed", "padded", "low_rank", "quantised")
         for name in models[1].b.keys() & ours.keys():
-            if not name.startswith(others):
+            if not name.startswith(inexact):
                 values = models[1].b[name].copy()
                 place = {"beginning": 0, "middle": values.size // 2 + 1, "end": -1}[at]
                 values.reshape(-1)[place] += values.dtype.type(3)
@@ -168,9 +168,9 @@ class TestAllTensors:
             result = xckpt.compare(dataset(ours), dataset(theirs), explain=True)
             table = xckpt.table(result).drop("embed")
             assert set(table["cause"]) == {f"only_{side}"}
-            told = table["explanation"]
-            assert told.pop("head") == f"its numbers are those of 'embed' of {side}"
-            assert told.str.startswith("nothing on the other side").all()
+            explanations = table["explanation"]
+            assert explanations.pop("head") == f"its numbers are those of 'embed' of {side}"
+            assert explanations.str.startswith("nothing on the other side").all()
 
     def test_have_nothing_in_common(self) -> None:
         a = {"w": np.arange(6.0)}
@@ -198,8 +198,8 @@ class TestTheResult:
 
     def test_has_lists_along_stacked_dimensions(self, tmp_path: Path) -> None:
         a = write(tmp_path / "a.safetensors", model())
-        other = model() | {"layers.1.w": model()["layers.1.w"] + model()["layers.1.w"]}
-        b = write(tmp_path / "b.safetensors", other)
+        changed = model() | {"layers.1.w": model()["layers.1.w"] + model()["layers.1.w"]}
+        b = write(tmp_path / "b.safetensors", changed)
         ds = xr.open_dataset(a, engine="safetensors", stack=True)
         result = ds.ckpt.compare(b, explain=True)
         assert result["layers.w"].attrs["cause"] == ["equal", "scaled", "equal"]
@@ -219,9 +219,11 @@ class TestTheResult:
             xckpt.compare(*both, explain=True, compute=False)
 
     def test_counts_bytes(self, both: tuple[Path, Path]) -> None:
-        told: list[tuple[int, int]] = []
-        xckpt.compare(*both, explain=True, cache=False, progress=lambda *one: told.append(one))
-        assert told[-1][0] == told[-1][1] > 0
+        reports: list[tuple[int, int]] = []
+        xckpt.compare(
+            *both, explain=True, cache=False, progress=lambda *nbytes: reports.append(nbytes)
+        )
+        assert reports[-1][0] == reports[-1][1] > 0
 
 
 @pytest.mark.parametrize("chunk", [15, 64])
@@ -230,8 +232,8 @@ def test_dask_arrays(models: list[Made], chunk: int) -> None:
     ours = {n: x for n, x in models[1].a.items() if n.startswith(names)}
     theirs = {n: x for n, x in models[1].b.items() if n.startswith(names)}
     table = explained(dataset(ours, chunk), dataset(theirs, chunk))
-    wanted = {n: models[1].causes[n] for n in {**ours, **theirs}}
-    assert table["cause"].to_dict() == wanted
+    expected = {n: models[1].causes[n] for n in {**ours, **theirs}}
+    assert table["cause"].to_dict() == expected
 
 
 def test_a_type_that_was_computed_in_is_said_where_the_numbers_are_of_a_finer_one() -> None:
@@ -268,10 +270,10 @@ def untrue(rng: np.random.Generator, count: int) -> list[Any]:
     wrong = []
     for n, (x, y) in enumerate(pairs):
         row = table.loc[f"t{n}"]
-        other = row["other_names"]
-        if not row["verified"] or ", " in other:
+        partner_name = row["other_names"]
+        if not row["verified"] or ", " in partner_name:
             continue
-        partner = y if not other else pairs[int(other[1:])][1]
+        partner = y if not partner_name else pairs[int(partner_name[1:])][1]
         if not is_so(row, x, partner):
             wrong.append((x, partner, row["cause"], row["explanation"]))
     return wrong
@@ -284,11 +286,11 @@ def test_a_cluster_says_the_same(models: list[Made], tmp_path: Path) -> None:
     for side in (models[2].a, models[2].b):
         chosen = {n: x for n, x in side.items() if n.startswith(names)}
         sides.append(write(tmp_path / f"{len(sides)}.safetensors", chosen))
-    here = explained(*sides)
+    local = explained(*sides)
     with distributed.Client(n_workers=1, processes=False, dashboard_address=":0"):
-        there = explained(*sides)
-    assert len(here) > 30
-    assert here.equals(there)
+        on_cluster = explained(*sides)
+    assert len(local) > 30
+    assert local.equals(on_cluster)
 
 
 def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> None:
@@ -304,16 +306,16 @@ def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> Non
         shapes |= {f"{base}.{n}_layernorm": (width,) for n in ("input", "post_attention")}
     ours = {f"{n}.weight": rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
-    wanted = {}
+    name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    expected = {}
     for name, values in ours.items():
-        new = known.get_name(name, try_suffixes=(".weight",))
+        new = name_map.get_name(name, try_suffixes=(".weight",))
         is_turned = "q_proj" in name or "k_proj" in name
         made_of = rope(values, heads) if is_turned else values
         cause = "renamed" if values.ndim == 1 else "renamed+rounded"
         cause = "renamed+rope_permuted+rounded" if is_turned else cause
         writer.add_tensor(new, made_of if values.ndim == 1 else made_of.astype(np.float16))
-        wanted[name] = cause, new
+        expected[name] = cause, new
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -322,7 +324,7 @@ def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> Non
     for names in (None, "auto"):
         result = xckpt.compare(path, tmp_path / "m.gguf", names=names, explain=True)
         table = xckpt.table(result).loc[list(ours)]
-        assert {n: (row["cause"], row["other_names"]) for n, row in table.iterrows()} == wanted
+        assert {n: (row["cause"], row["other_names"]) for n, row in table.iterrows()} == expected
         assert table["verified"].all()
         assert set(table["heads"].dropna()) == {heads}
         assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are explained")
@@ -340,9 +342,9 @@ def test_a_model_that_burn_wrote_is_the_one_of_hugging_face(
     table = xckpt.table(result).loc[list(ours)]
     assert table["verified"].all()
     assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are ")
-    wanted = {n: f"renamed{rounded}" if "norm" in n else f"transposed{rounded}" for n in ours}
-    wanted["model.embed_tokens.weight"] = rounded.removeprefix("+") or "equal"
-    assert table["cause"].to_dict() == wanted
+    expected = {n: f"renamed{rounded}" if "norm" in n else f"transposed{rounded}" for n in ours}
+    expected["model.embed_tokens.weight"] = rounded.removeprefix("+") or "equal"
+    assert table["cause"].to_dict() == expected
     assert table.loc["model.norm.weight", "other_names"] == "model.norm.gamma"
 
 

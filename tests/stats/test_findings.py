@@ -277,7 +277,7 @@ class TestEqualTensors:
         self, tmp_path: Path
     ) -> None:
         tensors = llama(5, 64)
-        for name in [each for each in tensors if each.startswith("model.layers.1.")]:
+        for name in [key for key in tensors if key.startswith("model.layers.1.")]:
             tensors[name.replace(".1.", ".3.")] = tensors[name].copy()
         frame = found(tmp_path / "m.safetensors", tensors)
         assert set(frame["rule"]) == {"copied_layer"}
@@ -410,7 +410,7 @@ class TestSilence:
         return write(tmp_path / "m.safetensors", tensors)
 
     @pytest.mark.parametrize(
-        ("ignore", "left"),
+        ("ignore", "remaining"),
         [
             (None, ["nan", "all_zero"]),
             ("nan", ["all_zero"]),
@@ -420,19 +420,19 @@ class TestSilence:
             ("*", []),
         ],
     )
-    def test_rules_are_ignored(self, ignore: Any, left: list[str], path: Path) -> None:
-        assert xckpt.findings(path, ignore=ignore)["rule"].tolist() == left
+    def test_rules_are_ignored(self, ignore: Any, remaining: list[str], path: Path) -> None:
+        assert xckpt.findings(path, ignore=ignore)["rule"].tolist() == remaining
         ds = xr.open_dataset(path, engine="safetensors", stack=True)
         st = xckpt.stats(ds, progress=False)
-        assert ds.ckpt.findings(st, ignore=ignore)["rule"].tolist() == left
+        assert ds.ckpt.findings(st, ignore=ignore)["rule"].tolist() == remaining
 
     def test_a_typo_is_an_error_before_anything_is_read(self) -> None:
         with pytest.raises(ValueError, match="no such rule; similar names: 'dead_rows'"):
             xckpt.findings("nowhere.safetensors", ignore="dead_row")
         wrong: list[Any] = [[3], 3]
-        for each in wrong:
+        for ignore in wrong:
             with pytest.raises(TypeError, match="ignore takes rules such as"):
-                xckpt.findings("nowhere.safetensors", ignore=each)
+                xckpt.findings("nowhere.safetensors", ignore=ignore)
 
 
 def test_the_documentation_has_every_rule() -> None:

@@ -49,16 +49,16 @@ def shapes() -> dict[str, tuple[int, ...]]:
     keys = HIDDEN // HEADS * KEY_HEADS
     linear = [(HIDDEN, HIDDEN), (keys, HIDDEN), (keys, HIDDEN), (HIDDEN, HIDDEN)]
     linear += [(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
-    found: dict[str, tuple[int, ...]] = {
+    shapes_by_name: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (VOCABULARY, HIDDEN),
         "model.norm": (HIDDEN,),
         "lm_head": (VOCABULARY, HIDDEN),
     }
     for layer in range(LAYERS):
         head = f"model.layers.{layer}."
-        found |= {head + name: shape for name, shape in zip(LINEAR, linear, strict=True)}
-        found |= {head + name: (HIDDEN,) for name in NORMS}
-    return found
+        shapes_by_name |= {head + name: shape for name, shape in zip(LINEAR, linear, strict=True)}
+        shapes_by_name |= {head + name: (HIDDEN,) for name in NORMS}
+    return shapes_by_name
 
 
 def hugging_face(*, trained: bool = True) -> Tensors:
@@ -83,27 +83,27 @@ def spelled(name: str, project: int, layers: str) -> str:
 
 def in_gguf(tensors: Mapping[str, Array]) -> Tensors:
     """Do what llama.cpp's converter does: other names, and rows of q and k in another order."""
-    found = {}
+    names = {}
     for name, values in tensors.items():
         heads = HEADS if "q_proj" in name else KEY_HEADS
         new = values
         if "q_proj" in name or "k_proj" in name:
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
             new = halves.swapaxes(1, 2).reshape(values.shape)
-        found[spelled(name, 0, "blk") + ".weight"] = new
-    return found
+        names[spelled(name, 0, "blk") + ".weight"] = new
+    return names
 
 
 def in_burn(tensors: Mapping[str, Array], *, own_modules: bool) -> Tensors:
     """Do what Burn does: linear layers are transposed, norms have a gamma."""
-    found = {}
+    module_tensors = {}
     for name, values in tensors.items():
         is_linear = values.ndim == 2 and "embed" not in name
         module = spelled(name, 1, "layers") if own_modules else name.removesuffix(".weight")
-        found[f"{module}.{'weight' if values.ndim == 2 else 'gamma'}"] = (
+        module_tensors[f"{module}.{'weight' if values.ndim == 2 else 'gamma'}"] = (
             np.ascontiguousarray(values.T) if is_linear else values
         )
-    return found
+    return module_tensors
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Array], kind: str) -> Path:
@@ -136,8 +136,8 @@ def original(tmp_path: Path) -> Path:
     return tmp_path / "hf.safetensors"
 
 
-def rules(found: xr.Dataset) -> dict[str, int]:
-    counts: dict[str, int] = found.ckpt.table()["matched_by"].value_counts().to_dict()
+def rules(result: xr.Dataset) -> dict[str, int]:
+    counts: dict[str, int] = result.ckpt.table()["matched_by"].value_counts().to_dict()
     return counts
 
 
@@ -149,42 +149,42 @@ class TestLayoutsOfProjects:
         tensors = hugging_face()
         names = dict(zip(tensors, in_gguf(tensors), strict=True))
         path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), kind)
-        found = xckpt.compare(original, path, names="auto")
-        assert found.ckpt.names == names
+        result = xckpt.compare(original, path, names="auto")
+        assert result.ckpt.names == names
         assert xckpt.compare(path, original, names="auto").ckpt.names == {
             new: old for old, new in names.items()
         }
-        norms, others = 2 * LAYERS + 1, 5 * LAYERS + 2
-        content = {"values": norms + others, "rows": 2 * LAYERS}
-        rounded = {"values": norms, "gguf": others + 2 * LAYERS}
-        assert rules(found) == (content if kind == "F32" else rounded)
+        norms, linear = 2 * LAYERS + 1, 5 * LAYERS + 2
+        content = {"values": norms + linear, "rows": 2 * LAYERS}
+        rounded = {"values": norms, "gguf": linear + 2 * LAYERS}
+        assert rules(result) == (content if kind == "F32" else rounded)
         if kind == "F32":
-            assert (found.ckpt.table()["status"] == "same").sum() == norms + others
+            assert (result.ckpt.table()["status"] == "same").sum() == norms + linear
 
     @pytest.mark.parametrize("own_modules", [False, True])
     def test_burn(self, original: Path, tmp_path: Path, own_modules: bool) -> None:
         tensors = hugging_face()
         burn = in_burn(tensors, own_modules=own_modules)
         path = write_burn(tmp_path / "model.bpk", burn)
-        found = xckpt.compare(original, path, names="auto")
-        assert found.ckpt.names == dict(zip(tensors, burn, strict=True))
+        result = xckpt.compare(original, path, names="auto")
+        assert result.ckpt.names == dict(zip(tensors, burn, strict=True))
         embedding, linear = 1, 7 * LAYERS + 1
         if own_modules:
             norms = 2 * LAYERS + 1
-            assert rules(found) == {"values": norms + embedding, "transposed": linear}
+            assert rules(result) == {"values": norms + embedding, "transposed": linear}
         # What has its own name needs no reading.
         else:
             norms = 2 * LAYERS + 1
-            assert rules(found) == {"name": embedding + linear, "values": norms}
+            assert rules(result) == {"name": embedding + linear, "values": norms}
 
     def test_burn_and_gguf(self, tmp_path: Path) -> None:
         tensors = hugging_face()
         burn = in_burn(tensors, own_modules=True)
         first = write_burn(tmp_path / "model.bpk", burn)
         second = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), "F32")
-        found = xckpt.compare(first, second, names="auto")
-        assert found.ckpt.names == dict(zip(burn, in_gguf(tensors), strict=True))
-        assert rules(found)["rows"] == 2 * LAYERS
+        result = xckpt.compare(first, second, names="auto")
+        assert result.ckpt.names == dict(zip(burn, in_gguf(tensors), strict=True))
+        assert rules(result)["rows"] == 2 * LAYERS
 
     def test_norms_that_were_never_trained_are_told_apart_by_their_names(
         self, tmp_path: Path
@@ -192,9 +192,9 @@ class TestLayoutsOfProjects:
         tensors = hugging_face(trained=False)
         save_file(tensors, tmp_path / "hf.safetensors")
         path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), "F32")
-        found = xckpt.compare(tmp_path / "hf.safetensors", path, names="auto")
-        assert found.ckpt.names == dict(zip(tensors, in_gguf(tensors), strict=True))
-        assert rules(found)["gguf"] == 2 * LAYERS + 1
+        result = xckpt.compare(tmp_path / "hf.safetensors", path, names="auto")
+        assert result.ckpt.names == dict(zip(tensors, in_gguf(tensors), strict=True))
+        assert rules(result)["gguf"] == 2 * LAYERS + 1
 
     def test_content_is_enough_without_the_package(
         self, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,28 +202,28 @@ class TestLayoutsOfProjects:
         path = write_gguf(tmp_path / "model.gguf", in_gguf(hugging_face()), "F32")
         rounded = write_gguf(tmp_path / "rounded.gguf", in_gguf(hugging_face()), "F16")
         monkeypatch.setitem(sys.modules, "gguf", None)
-        found = xckpt.compare(original, path, names="auto")
-        assert set(rules(found)) == {"values", "rows"}
+        result = xckpt.compare(original, path, names="auto")
+        assert set(rules(result)) == {"values", "rows"}
         with pytest.warns(xckpt.CheckpointWarning, match="pip install gguf to match them"):
-            found = xckpt.compare(original, rounded, names="auto")
+            result = xckpt.compare(original, rounded, names="auto")
         # Sums of rows and columns find what was rounded.
-        assert rules(found) == {"values": 2 * LAYERS + 1, "alike": 7 * LAYERS + 2}
+        assert rules(result) == {"values": 2 * LAYERS + 1, "alike": 7 * LAYERS + 2}
         tensors = hugging_face()
-        assert found.ckpt.names == dict(zip(tensors, in_gguf(tensors), strict=True))
+        assert result.ckpt.names == dict(zip(tensors, in_gguf(tensors), strict=True))
 
     @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
     @pytest.mark.parametrize("model", ["llama", "gemma2", "gpt2"])
     def test_what_converters_write(self, model: str) -> None:
         path = GOLDEN / "gguf" / f"convert_{model}.gguf"
         pairs = json.loads(path.with_suffix(".expected.json").read_text("utf-8"))["pairs"]
-        wanted = {each["hf"]: each["gguf"] for each in pairs if each.get("gguf")}
+        expected = {pair["hf"]: pair["gguf"] for pair in pairs if pair.get("gguf")}
         with np.load(path.with_suffix(".hf.npz")) as arrays:
             ours = {
                 name: ([f"{name}:{axis}" for axis in range(arrays[name].ndim)], arrays[name])
                 for name in arrays
             }
-        found = xckpt.compare(xr.Dataset(ours), path, names="auto")
-        assert found.ckpt.names == wanted
+        result = xckpt.compare(xr.Dataset(ours), path, names="auto")
+        assert result.ckpt.names == expected
 
 
 class TestRules:
@@ -234,8 +234,8 @@ class TestRules:
             xr.Dataset({n: ([f"{n}:{k}" for k in range(v.ndim)], v) for n, v in tensors.items()})
             for tensors in (ours, theirs)
         )
-        found: xr.Dataset = xckpt.compare(first, second, names="auto", **options)
-        return found
+        result: xr.Dataset = xckpt.compare(first, second, names="auto", **options)
+        return result
 
     def test_content(self) -> None:
         rng = np.random.default_rng(0)
@@ -247,51 +247,51 @@ class TestRules:
             "D": a["d"][:, rng.permutation(8)].T,
             "E": a["e"].reshape(2, 24)[:, ::-1],
         }
-        found = self.compared(a, b)
-        assert found.ckpt.names == {name: name.upper() for name in a}
-        told = [found[name].attrs["matched_by"] for name in a]
-        assert told == ["values", "transposed", "rows", "rows", "elements"]
-        assert found["b"].attrs["shapes"] == "b: (6, 8) and (8, 6)"
+        result = self.compared(a, b)
+        assert result.ckpt.names == {name: name.upper() for name in a}
+        rules = [result[name].attrs["matched_by"] for name in a]
+        assert rules == ["values", "transposed", "rows", "rows", "elements"]
+        assert result["b"].attrs["shapes"] == "b: (6, 8) and (8, 6)"
 
     def test_what_is_there_several_times_is_paired_in_order_and_never_twice(self) -> None:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
-        found = self.compared({"a": x, "b": x}, {"c": x, "d": x})
-        assert found.ckpt.names == {"a": "c", "b": "d"}
+        result = self.compared({"a": x, "b": x}, {"c": x, "d": x})
+        assert result.ckpt.names == {"a": "c", "b": "d"}
         with pytest.warns(xckpt.CheckpointWarning, match="neither by its name nor by its content"):
-            found = self.compared({"a": x, "b": x}, {"c": x})
-        assert found.ckpt.names == {}
+            result = self.compared({"a": x, "b": x}, {"c": x})
+        assert result.ckpt.names == {}
 
     def test_other_numbers_under_other_names_stay_alone(self) -> None:
         rng = np.random.default_rng(0)
         x, y = rng.standard_normal((2, 5, 7))
-        found = self.compared({"a": x, "w": x}, {"b": y, "w": y})
-        assert found.ckpt.names == {"w": "w"}
-        assert (found["a"].attrs["other_name"], found["a"].attrs["matched_by"]) == ("", "")
-        frame = found.ckpt.table()
+        result = self.compared({"a": x, "w": x}, {"b": y, "w": y})
+        assert result.ckpt.names == {"w": "w"}
+        assert (result["a"].attrs["other_name"], result["a"].attrs["matched_by"]) == ("", "")
+        frame = result.ckpt.table()
         assert frame["status"].to_dict() == {"w": "changed", "a": "only_a", "b": "only_b"}
 
     def test_names_that_wrappers_add(self) -> None:
         x = np.ones((3, 4), np.float32)
-        found = self.compared({"module.model.fc.weight": x}, {"_orig_mod.fc.weight": 2 * x})
-        assert found["module.model.fc.weight"].attrs["matched_by"] == "prefix"
+        result = self.compared({"module.model.fc.weight": x}, {"_orig_mod.fc.weight": 2 * x})
+        assert result["module.model.fc.weight"].attrs["matched_by"] == "prefix"
 
     def test_names_of_gpt_rs(self) -> None:
         x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
         ours = {"blocks.1.attention.w_out": x, "blocks.1.ln_1.gamma": x[0], "lm_head": x[1:]}
         names = ["transformer.h.1.attn.c_proj.weight", "transformer.h.1.ln_1.weight"]
         theirs = dict(zip([*names, "lm_head.weight"], (y * 2 for y in ours.values()), strict=True))
-        found = self.compared(ours, theirs)
-        assert found.ckpt.names == dict(zip(ours, theirs, strict=True))
+        result = self.compared(ours, theirs)
+        assert result.ckpt.names == dict(zip(ours, theirs, strict=True))
         llama = {"blocks.1.feed_forward.w_up": x, "final_norm.gamma": x[0]}
         theirs = {"model.layers.1.mlp.up_proj.weight": x.T * 2, "model.norm.weight": x[0] * 2}
         assert self.compared(llama, theirs).ckpt.names == dict(zip(llama, theirs, strict=True))
 
     def test_only_some_tensors(self) -> None:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
-        found = self.compared(
+        result = self.compared(
             {"a": x, "b": 2 * x, "c": x + 1}, {"A": x, "B": 2 * x, "c": x}, tensors="a"
         )
-        assert found.ckpt.names == {"a": "A"}
+        assert result.ckpt.names == {"a": "A"}
 
     def test_stacked_tensors_say_it_for_each(self) -> None:
         rng = np.random.default_rng(0)
@@ -299,25 +299,29 @@ class TestRules:
         theirs = {f"h.{n}.v": array for n, (_, array) in enumerate(ours.values())}
         del theirs["h.1.v"]
         stacked = xr.Dataset(ours).ckpt.stack()
-        other = xr.Dataset(
+        flat = xr.Dataset(
             {
                 name: (("x", "y"), array[1])
                 for name, array in zip(theirs, [*ours.values()][::2], strict=True)
             }
         )
-        found = xckpt.compare(stacked, other, names="auto")
-        assert found["layers.w"].attrs["other_name"] == ["h.0.v", "", "h.2.v"]
-        assert found.ckpt.names == {"layers.0.w": "h.0.v", "layers.2.w": "h.2.v"}
+        result = xckpt.compare(stacked, flat, names="auto")
+        assert result["layers.w"].attrs["other_name"] == ["h.0.v", "", "h.2.v"]
+        assert result.ckpt.names == {"layers.0.w": "h.0.v", "layers.2.w": "h.2.v"}
         # Of a part nobody knows any more which are meant.
-        assert "other_name" not in found.isel(layers=[0]).ckpt.table()
+        assert "other_name" not in result.isel(layers=[0]).ckpt.table()
 
     def test_progress_goes_on_where_matching_ends(self, original: Path, tmp_path: Path) -> None:
         path = write_burn(tmp_path / "m.bpk", in_burn(hugging_face(), own_modules=True))
-        told: list[tuple[int, int]] = []
-        how: Any = {"progress": lambda *nbytes: told.append(nbytes), "cache": False}
-        xckpt.compare(original, path, names="auto", **how)
-        assert told == sorted(told)
-        assert told[-1][0] == told[-1][1] > sum(each.nbytes for each in hugging_face().values())
+        reports: list[tuple[int, int]] = []
+        options: Any = {"progress": lambda *nbytes: reports.append(nbytes), "cache": False}
+        xckpt.compare(original, path, names="auto", **options)
+        assert reports == sorted(reports)
+        assert (
+            reports[-1][0]
+            == reports[-1][1]
+            > sum(tensor.nbytes for tensor in hugging_face().values())
+        )
 
     def test_the_names_of_what_is_no_comparison(self) -> None:
         ds = xr.Dataset({"x": ("n", [1.0])})
@@ -362,7 +366,7 @@ class TestCommandLine:
         assert "exclude each other" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "message"),
         [
             ("[1]", "must be an object that maps old names"),
             ('{"a": 1}', "must be an object that maps old names"),
@@ -376,12 +380,12 @@ class TestCommandLine:
         original: Path,
         tmp_path: Path,
         text: str,
-        said: str,
+        message: str,
         command: str,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         (tmp_path / "names.json").write_text(text)
-        other = str(original) if command == "compare" else str(tmp_path / "new.zt")
+        argument = str(original) if command == "compare" else str(tmp_path / "new.zt")
         names = ["--names", str(tmp_path / "names.json")]
-        assert main([command, str(original), other, *names]) == 2
-        assert said in capsys.readouterr().err
+        assert main([command, str(original), argument, *names]) == 2
+        assert message in capsys.readouterr().err

@@ -124,9 +124,9 @@ def test_zeros_next_to_numbers_out_of_range(exponent: int, order: str) -> None:
         assert far[name] == pytest.approx(near[name], rel=1e-12)
     for name in ("mean", "std", "rms", "l2", "min", "max", "absmax"):
         assert far[name] / scale == pytest.approx(near[name], rel=1e-14), name
-    whole = facts(sketch_of(values * scale))
+    in_one_pass = facts(sketch_of(values * scale))
     for cuts in ([LEAF], [len(zeros)], [100, 2 * LEAF, 2 * LEAF + 1], [LEAF - 1, 4 * LEAF]):
-        assert facts(sketch_of(values * scale, cuts)) == whole
+        assert facts(sketch_of(values * scale, cuts)) == in_one_pass
     data = xr.Dataset({"x": ("a", values * scale)})
     described = stats(data)["x"]
     for chunks in (LEAF, 1000, 2 * LEAF + 50):

@@ -61,20 +61,20 @@ def compare_readers(
     return total
 
 
-def compare_arrays(a: Array, b: Array, **how: Any) -> dict[str, float]:
-    found = measures(compare_readers(ArrayReader(a), ArrayReader(b), **how))
-    return dict(zip(MEASURES, found, strict=True))
+def compare_arrays(a: Array, b: Array, **options: Any) -> dict[str, float]:
+    values = measures(compare_readers(ArrayReader(a), ArrayReader(b), **options))
+    return dict(zip(MEASURES, values, strict=True))
 
 
-def check(found: dict[str, float], a: Array, b: Array) -> None:
-    wanted = compared(a, b)
+def check(actual: dict[str, float], a: Array, b: Array) -> None:
+    expected = compared(a, b)
     for measure in ("status", "count", "equal_fraction", "nan", "inf", "max_abs"):
-        np.testing.assert_equal(found[measure], wanted[measure], err_msg=measure)
+        np.testing.assert_equal(actual[measure], expected[measure], err_msg=measure)
     for measure in ("rmse", "rel_l2", "cosine", "sqnr_db", "nmse"):
         # Decibels of ten near zero.
         slack = 1e-12 if measure == "sqnr_db" else 1e-13
         np.testing.assert_allclose(
-            found[measure], wanted[measure], rtol=1e-13, atol=slack, err_msg=measure
+            actual[measure], expected[measure], rtol=1e-13, atol=slack, err_msg=measure
         )
 
 
@@ -125,8 +125,8 @@ def test_all_pairs_of_types(first: str, second: str) -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_every_value_is_equal_to_itself(name: str) -> None:
     a = sample(name, 1)
-    found = compare_arrays(a, a.copy())
-    assert list(found.values()) == [0, a.size, 1, 0, 0, 0, 0, 0, 1, math.inf, 0]
+    result = compare_arrays(a, a.copy())
+    assert list(result.values()) == [0, a.size, 1, 0, 0, 0, 0, 0, 1, math.inf, 0]
 
 
 def test_a_wider_copy_is_the_same() -> None:
@@ -144,25 +144,25 @@ def test_what_counts_as_equal() -> None:
     nan = np.uint32(0x7FC00001).view(np.float32)
     a = np.array([np.nan, np.nan, 0.0, np.inf, np.inf, np.inf, 1.0, -np.inf], np.float32)
     b = np.array([nan, 1.0, -0.0, np.inf, -np.inf, 2.0, np.nan, np.nan], np.float32)
-    found = compare_arrays(a, b)
-    assert found["equal_fraction"] == 3 / 8
-    assert (found["nan"], found["inf"]) == (3, 2)
+    result = compare_arrays(a, b)
+    assert result["equal_fraction"] == 3 / 8
+    assert (result["nan"], result["inf"]) == (3, 2)
     # Of the finite pairs only zero is left.
-    assert [found[name] for name in MEASURES[5:]] == [0, 0, 0, 1, math.inf, 0]
+    assert [result[name] for name in MEASURES[5:]] == [0, 0, 0, 1, math.inf, 0]
     none = compare_arrays(a[4:6], b[4:6])
     assert np.isnan([none[name] for name in MEASURES[5:]]).all()
 
 
 def test_zeros() -> None:
-    zeros, ones = np.zeros(5, np.float32), np.ones(5, np.float32)
-    found = compare_arrays(zeros, ones)
-    assert (found["rel_l2"], found["rmse"]) == (math.inf, 1.0)
-    assert (found["sqnr_db"], found["nmse"]) == (-math.inf, math.inf)
-    assert math.isnan(found["cosine"])
-    found = compare_arrays(ones, zeros)
-    assert found["rel_l2"] == 1.0
-    assert (found["sqnr_db"], found["nmse"]) == (0.0, 1.0)
-    assert math.isnan(found["cosine"])
+    zeros, filled = np.zeros(5, np.float32), np.ones(5, np.float32)
+    result = compare_arrays(zeros, filled)
+    assert (result["rel_l2"], result["rmse"]) == (math.inf, 1.0)
+    assert (result["sqnr_db"], result["nmse"]) == (-math.inf, math.inf)
+    assert math.isnan(result["cosine"])
+    result = compare_arrays(filled, zeros)
+    assert result["rel_l2"] == 1.0
+    assert (result["sqnr_db"], result["nmse"]) == (0.0, 1.0)
+    assert math.isnan(result["cosine"])
     assert compare_arrays(zeros, -zeros)["status"] == 0
     assert compare_arrays(zeros.astype(np.float64), zeros)["cosine"] == 1
 
@@ -183,23 +183,23 @@ def test_squares_that_leave_the_range(scale: float, mixed: bool) -> None:
         a[:LEAF] /= scale
     b = a * 1.5
     b[5] = np.nan
-    found = compare_arrays(a, b)
+    result = compare_arrays(a, b)
     finite = np.isfinite(b)
     largest = np.abs(a).max()
     x, y = a[finite] / largest, b[finite] / largest
-    assert found["max_abs"] == np.abs(a - b)[finite].max()
-    assert found["rel_l2"] == pytest.approx(0.5, rel=1e-9)
-    assert found["cosine"] == pytest.approx(1)
+    assert result["max_abs"] == np.abs(a - b)[finite].max()
+    assert result["rel_l2"] == pytest.approx(0.5, rel=1e-9)
+    assert result["cosine"] == pytest.approx(1)
     rmse = float(np.sqrt(np.square(x - y).mean())) * largest
-    assert found["rmse"] == pytest.approx(rmse, rel=1e-9, abs=1e-320)
+    assert result["rmse"] == pytest.approx(rmse, rel=1e-9, abs=1e-320)
 
 
 def test_a_difference_beyond_the_range() -> None:
     a = np.array([1.7e308, 1.0])
-    found = compare_arrays(a, -a)
-    assert found["max_abs"] == math.inf
-    assert found["cosine"] == -1
-    assert found["rel_l2"] == 2
+    result = compare_arrays(a, -a)
+    assert result["max_abs"] == math.inf
+    assert result["cosine"] == -1
+    assert result["rel_l2"] == 2
 
 
 WHOLE = st.integers(-(1 << 63), (1 << 64) - 1) | st.builds(
@@ -220,11 +220,11 @@ def test_integers_of_64_bits_are_exact(pairs: list[tuple[int, int]], data: st.Da
         )
     ]
     arrays = [np.array(side, kind) for side, kind in zip(sides, kinds, strict=True)]
-    found = compare_arrays(*arrays)
+    result = compare_arrays(*arrays)
     differences = [abs(x - y) for x, y in zip(*sides, strict=True)]
-    assert found["equal_fraction"] == differences.count(0) / len(pairs)
+    assert result["equal_fraction"] == differences.count(0) / len(pairs)
     largest = max(differences)
-    assert found["max_abs"] == (largest if largest <= 1 << 53 else pytest.approx(largest, 1e-15))
+    assert result["max_abs"] == (largest if largest <= 1 << 53 else pytest.approx(largest, 1e-15))
 
 
 @given(
@@ -233,15 +233,15 @@ def test_integers_of_64_bits_are_exact(pairs: list[tuple[int, int]], data: st.Da
 )
 def test_integers_are_compared_with_floats_exactly(pairs: list[tuple[int, int]], kind: str) -> None:
     info = np.iinfo(kind)
-    whole = [max(int(info.min), min(int(info.max), value)) for value, _ in pairs]
-    floats = np.array(whole, np.float64)
+    integers = [max(int(info.min), min(int(info.max), value)) for value, _ in pairs]
+    floats = np.array(integers, np.float64)
     for at, (_, steps) in enumerate(pairs):
         for _ in range(abs(steps)):
             floats[at] = np.nextafter(floats[at], math.copysign(math.inf, steps))
-    found = compare_arrays(np.array(whole, kind), floats)
-    exact = [abs(Fraction(x) - Fraction(y)) for x, y in zip(whole, floats.tolist(), strict=True)]
-    assert found["equal_fraction"] == exact.count(Fraction(0)) / len(pairs)
-    assert found["max_abs"] == pytest.approx(float(max(exact)), rel=1e-15, abs=1e-300)
+    result = compare_arrays(np.array(integers, kind), floats)
+    exact = [abs(Fraction(x) - Fraction(y)) for x, y in zip(integers, floats.tolist(), strict=True)]
+    assert result["equal_fraction"] == exact.count(Fraction(0)) / len(pairs)
+    assert result["max_abs"] == pytest.approx(float(max(exact)), rel=1e-15, abs=1e-300)
 
 
 def test_complex_numbers() -> None:
@@ -249,19 +249,23 @@ def test_complex_numbers() -> None:
     a = (rng.standard_normal(LEAF + 9) + 1j * rng.standard_normal(LEAF + 9)).astype(np.complex64)
     b = a * np.complex64(1.0 + 0.5j)
     b[0], b[1], b[2] = a[0], np.nan, np.inf
-    found = compare_arrays(a, b)
+    result = compare_arrays(a, b)
     x, y = a.astype(np.complex128), b.astype(np.complex128)
-    rest = np.r_[0, 3 : len(a)]
-    d = np.abs(x - y)[rest]
-    assert found["equal_fraction"] == 1 / len(a)
-    assert (found["nan"], found["inf"]) == (1, 1)
-    assert found["max_abs"] == d.max()
-    assert found["rmse"] == pytest.approx(np.sqrt((d**2).mean()), rel=1e-13)
-    assert found["rel_l2"] == pytest.approx(np.linalg.norm(d) / np.linalg.norm(x[rest]), rel=1e-13)
-    product = np.vdot(x[rest], y[rest]).real / np.linalg.norm(x[rest]) / np.linalg.norm(y[rest])
-    assert found["cosine"] == pytest.approx(product, rel=1e-13)
+    finite = np.r_[0, 3 : len(a)]
+    d = np.abs(x - y)[finite]
+    assert result["equal_fraction"] == 1 / len(a)
+    assert (result["nan"], result["inf"]) == (1, 1)
+    assert result["max_abs"] == d.max()
+    assert result["rmse"] == pytest.approx(np.sqrt((d**2).mean()), rel=1e-13)
+    assert result["rel_l2"] == pytest.approx(
+        np.linalg.norm(d) / np.linalg.norm(x[finite]), rel=1e-13
+    )
+    product = (
+        np.vdot(x[finite], y[finite]).real / np.linalg.norm(x[finite]) / np.linalg.norm(y[finite])
+    )
+    assert result["cosine"] == pytest.approx(product, rel=1e-13)
     ds = xr.Dataset({"z": ("n", a)})
-    assert compare(ds, xr.Dataset({"z": ("n", b)}))["z"].values.tolist() == list(found.values())
+    assert compare(ds, xr.Dataset({"z": ("n", b)}))["z"].values.tolist() == list(result.values())
     assert compare(ds, ds.chunk(n=100))["z"].sel(statistic="status") == 0
 
 
@@ -285,10 +289,10 @@ def test_blocks_and_spans_do_not_matter() -> None:
     a = rng.standard_normal(5 * LEAF + 77).astype(np.float32)
     b = (a * 1.01).astype(np.float16)
     b[3 * LEAF + 5] = np.nan
-    whole = measures(compare_readers(ArrayReader(a), ArrayReader(b)))
+    expected = measures(compare_readers(ArrayReader(a), ArrayReader(b)))
     for nbytes, cuts in product((1 << 17, 1 << 20, 1 << 22), ([], [LEAF], [2 * LEAF, 3 * LEAF])):
-        found = compare_readers(ArrayReader(a), ArrayReader(b), nbytes, cuts)
-        assert measures(found) == whole
+        result = compare_readers(ArrayReader(a), ArrayReader(b), nbytes, cuts)
+        assert measures(result) == expected
 
 
 @given(st.lists(st.integers(0, 3 * LEAF + 7), max_size=6))
@@ -309,9 +313,11 @@ def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
 
 def test_comparisons_come_back_as_they_were() -> None:
     a = np.random.default_rng(0).standard_normal(5 * LEAF + 3)
-    found = compare_readers(ArrayReader(a), ArrayReader(a * 2))
-    again = Comparison.unpack(found.pack(), pair_of(ArrayReader(a), ArrayReader(a)))
-    assert vars(again) | {"tree": again.tree.nodes} == vars(found) | {"tree": found.tree.nodes}
+    comparison = compare_readers(ArrayReader(a), ArrayReader(a * 2))
+    unpacked = Comparison.unpack(comparison.pack(), pair_of(ArrayReader(a), ArrayReader(a)))
+    assert vars(unpacked) | {"tree": unpacked.tree.nodes} == vars(comparison) | {
+        "tree": comparison.tree.nodes
+    }
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -340,7 +346,7 @@ def layouts(values: Array) -> dict[str, Reader]:
         "csr": sparse_tensor("sparse_csr", values),
         "coo": sparse_tensor("sparse_coo", values),
     }
-    readers: dict[str, Reader] = {name: reader_of(each) for name, each in lazy.items()}
+    readers: dict[str, Reader] = {name: reader_of(array) for name, array in lazy.items()}
     return readers | {"memory": ArrayReader(np.asfortranarray(values))}
 
 
@@ -379,14 +385,14 @@ def test_layouts_and_memory_orders(
     b[7] = 0
     b[8, 3], a[9, 9] = np.nan, 0
     ours, theirs = layouts(a), layouts(b)
-    wanted = compared(a, b)
-    for (name, first), (other, second) in product(ours.items(), theirs.items()):
-        found = measures(compare_readers(first, second, 1 << 18))
+    expected = compared(a, b)
+    for (name, first), (second_layout, second) in product(ours.items(), theirs.items()):
+        result = measures(compare_readers(first, second, 1 << 18))
         np.testing.assert_allclose(
-            found, [wanted[m] for m in MEASURES], rtol=1e-13, err_msg=f"{name}, {other}"
+            result, [expected[m] for m in MEASURES], rtol=1e-13, err_msg=f"{name}, {second_layout}"
         )
-        same = compare_readers(first, layouts(a)[other])
-        assert same.equal == same.count == a.size, f"{name}, {other}"
+        same = compare_readers(first, layouts(a)[second_layout])
+        assert same.equal == same.count == a.size, f"{name}, {second_layout}"
 
 
 def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,15 +406,15 @@ def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.Monk
     for kind in (DenseReader, SparsePairReader):
         original: Any = kind.blocks
 
-        def blocks(self: Any, *how: Any, _original: Any = original) -> Any:
+        def blocks(self: Any, *args: Any, _original: Any = original) -> Any:
             decoded.append(type(self).__name__)
-            return _original(self, *how)
+            return _original(self, *args)
 
         monkeypatch.setattr(kind, "blocks", blocks)
-    for other, status in ((same, 0), (theirs, 1)):
-        pairs = [pair_of(ours[name], other[name], name) for name in names]
-        found = compare_pairs(pairs, progress=False, cache=False)
-        assert [row[:2] for row in found] == [[status, a.size]] * len(names)
+    for theirs_or_copy, status in ((same, 0), (theirs, 1)):
+        pairs = [pair_of(ours[name], theirs_or_copy[name], name) for name in names]
+        rows = compare_pairs(pairs, progress=False, cache=False)
+        assert [row[:2] for row in rows] == [[status, a.size]] * len(names)
         assert bool(decoded) == bool(status)
     assert decoded.count("DenseReader") == 8
     assert decoded.count("SparsePairReader") == 2
@@ -416,10 +422,10 @@ def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.Monk
 
 def test_stored_bytes_that_mean_something_else() -> None:
     ours = layouts(VALUES)
-    for name, other in product(ours, ours):
-        is_raw = "C" in (name, other) or "F" in (name, other) or "memory" in (name, other)
-        pair = stored_pair(pair_of(ours[name], ours[other]))
-        assert (pair is None) == (is_raw or name != other), (name, other)
+    for name, second in product(ours, ours):
+        is_raw = "C" in (name, second) or "F" in (name, second) or "memory" in (name, second)
+        pair = stored_pair(pair_of(ours[name], ours[second]))
+        assert (pair is None) == (is_raw or name != second), (name, second)
     lazy = ours["zstd"].array
     checked = DenseArray("t", PartReader(lazy.source, lazy.reader.part, True), lazy.shape)  # noqa: FBT003
     assert stored_pair(pair_of(reader_of(checked), ours["zstd"])) is None
@@ -452,10 +458,12 @@ def test_sparse_tensors_are_never_made_dense() -> None:
         readers.append(reader_of(lazy))
     assert all(isinstance(reader, SparseReader) for reader in readers)
     assert isinstance(pair_of(readers[0], readers[1]), SparsePairReader)
-    found = compare_readers(readers[0], readers[1])
-    assert found.count == found.finite == prod(shape)
-    assert found.equal == prod(shape) - 2
-    assert measures(found)[6:9] == pytest.approx([math.sqrt(32 / prod(shape)), 32**0.5 / 5, 9 / 25])
+    result = compare_readers(readers[0], readers[1])
+    assert result.count == result.finite == prod(shape)
+    assert result.equal == prod(shape) - 2
+    assert measures(result)[6:9] == pytest.approx(
+        [math.sqrt(32 / prod(shape)), 32**0.5 / 5, 9 / 25]
+    )
 
 
 def test_many_stored_values_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,23 +500,23 @@ def test_golden_files(path: Path) -> None:
     if ds is None:
         pytest.skip("not a readable checkpoint of numbers")
     loaded = xr.Dataset({name: v.copy() for name, v in ds.attrs["computed"].items()})
-    found = compare(ds, loaded)
-    assert set(found.data_vars) == set(ds.data_vars)
-    status = [found.variables[name].values[0] for name in loaded.variables]
+    result = compare(ds, loaded)
+    assert set(result.data_vars) == set(ds.data_vars)
+    status = [result.variables[name].values[0] for name in loaded.variables]
     assert not np.any(status)
     with np.errstate(invalid="ignore"):  # signalling NaN
         halves = {
             n: (v.dims, v.values.astype(np.float64) * 0.5) for n, v in loaded.variables.items()
         }
-    other = xr.Dataset(halves)
+    halved = xr.Dataset(halves)
     with dask.config.set(num_workers=1):
-        found = compare(ds, other)
+        result = compare(ds, halved)
     for name in loaded.variables:
-        variable = found.variables[name]
-        wanted = compared(loaded.variables[name].values, other.variables[name].values)
+        variable = result.variables[name]
+        expected = compared(loaded.variables[name].values, halved.variables[name].values)
         values = dict(zip(MEASURES, variable.values.reshape(len(MEASURES), -1)[:, 0], strict=True))
         if variable.ndim == 1:
             for measure in ("status", "count", "equal_fraction", "nan", "inf"):
-                assert values[measure] == wanted[measure], (name, measure)
+                assert values[measure] == expected[measure], (name, measure)
             for measure in ("max_abs", "rmse", "rel_l2", "cosine"):
-                np.testing.assert_allclose(values[measure], wanted[measure], rtol=1e-6)
+                np.testing.assert_allclose(values[measure], expected[measure], rtol=1e-6)

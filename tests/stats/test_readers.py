@@ -42,15 +42,15 @@ def check(reader: Reader, values: np.ndarray[Any, Any]) -> Any:
     """Compare the statistics of a reader, whole and in two halves, with those of an array."""
     reader = pickle.loads(pickle.dumps(reader))
     (sketch,) = scanned(reader)
-    found = describe(sketch, QUANTILES)
-    wanted = exact_stats(np.asarray(values))
-    for name, value in zip(NAMES, found, strict=False):
-        assert value == wanted[name] or np.isnan(wanted[name]), name
-    assert found[7] == pytest.approx(wanted["mean"], rel=1e-13, abs=1e-15, nan_ok=True)
-    assert found[8] == pytest.approx(wanted["std"], rel=1e-13, nan_ok=True)
+    statistics = describe(sketch, QUANTILES)
+    exact = exact_stats(np.asarray(values))
+    for name, value in zip(NAMES, statistics, strict=False):
+        assert value == exact[name] or np.isnan(exact[name]), name
+    assert statistics[7] == pytest.approx(exact["mean"], rel=1e-13, abs=1e-15, nan_ok=True)
+    assert statistics[8] == pytest.approx(exact["std"], rel=1e-13, nan_ok=True)
     if not reader.whole:
         blocks = list(reader.blocks(reader.size // 3, reader.size, np.empty(1 << 16, np.uint8)))
-        assert sum(len(each) for _, each in blocks) == reader.size - reader.size // 3
+        assert sum(len(block) for _, block in blocks) == reader.size - reader.size // 3
     return sketch
 
 
@@ -104,13 +104,17 @@ def test_one_element_and_none() -> None:
         check(reader_of(dense(values, "float32", values.tobytes())), values)
 
 
-@pytest.mark.parametrize("of", ["stored", "decoded"])
-def test_compressed_elements_are_streamed(of: Any) -> None:
+@pytest.mark.parametrize("digest_of", ["stored", "decoded"])
+def test_compressed_elements_are_streamed(digest_of: Any) -> None:
     values = np.random.default_rng(0).integers(0, 50, 1_500_000).astype(np.float32)
     data = zstandard.ZstdCompressor(level=1).compress(values.tobytes())
     hasher = digests.Hasher("xxh3")
-    hasher.update(data if of == "stored" else values.tobytes())
-    part: dict[str, Any] = {"encoding": "zstd", "decoded_nbytes": values.nbytes, "digest_of": of}
+    hasher.update(data if digest_of == "stored" else values.tobytes())
+    part: dict[str, Any] = {
+        "encoding": "zstd",
+        "decoded_nbytes": values.nbytes,
+        "digest_of": digest_of,
+    }
     reader = reader_of(dense(values, "float32", data, digest=hasher.digest(), **part))
     assert reader.whole
     (sketch,) = scanned(reader)
@@ -157,12 +161,12 @@ def test_sparse_tensors_count_implied_zeros(
     values[np.random.default_rng(1).random(values.shape) < 0.8] = 0
     values[10:20] = 0
     lazy = sparse_tensor(layout, values)
-    (whole,) = scanned(reader_of(lazy))
+    (unsplit,) = scanned(reader_of(lazy))
     monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", piece)
     sketch = check(reader_of(lazy), values)
     assert sketch.rows.dead == (values == 0).all(axis=1).sum() >= 10
     assert sketch.implied == prod(values.shape) - np.count_nonzero(values)
-    assert sketch.moments() == whole.moments()
+    assert sketch.moments() == unsplit.moments()
 
 
 def test_sparse_tensors_are_never_made_dense() -> None:
@@ -177,10 +181,10 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     source = CountingSource(data)
     lazy = COOArray(tensor, {role: PartReader(source, part) for role, part in parts.items()})
     (sketch,) = scanned(reader_of(lazy))
-    found = describe(sketch, [0.5])
+    statistics = describe(sketch, [0.5])
     assert (sketch.count, sketch.zero) == (prod(shape), prod(shape) - 2)
-    assert (found[0], found[3]) == (float(prod(shape)), float(prod(shape) - 2))
-    assert found[10] == 5.0
+    assert (statistics[0], statistics[3]) == (float(prod(shape)), float(prod(shape) - 2))
+    assert statistics[10] == 5.0
 
 
 @pytest.mark.parametrize("shape", [(7, 11, 13), (1, 1, 1000), (5,), (2, 0, 3), (1000, 1)])
@@ -241,17 +245,23 @@ def test_golden_files(path: Path) -> None:
     assert set(st.data_vars) == set(ds.data_vars)
     for name, variable in ds.attrs["computed"].items():
         values = variable.values
-        wanted = counted(values)
+        expected = counted(values)
         wide = values[np.isfinite(values)].astype(np.float64)
         if wide.size:
-            wanted["mean"], wanted["std"] = float(wide.mean()), float(wide.std())
-            wanted["l2"] = float(np.linalg.norm(wide))
-        found = dict(zip(st["statistic"].to_numpy(), st.variables[name].values, strict=True))
+            expected["mean"], expected["std"] = float(wide.mean()), float(wide.std())
+            expected["l2"] = float(np.linalg.norm(wide))
+        statistics = dict(zip(st["statistic"].to_numpy(), st.variables[name].values, strict=True))
         for statistic in ("count", "nan", "inf", "zero", "min", "max", "absmax"):
-            np.testing.assert_allclose(found[statistic], wanted[statistic], err_msg=str(name))
+            np.testing.assert_allclose(
+                statistics[statistic], expected[statistic], err_msg=str(name)
+            )
         # The largest numbers of both signs leave nothing of the others in numpy's mean.
-        near = 1e-9 + 1e-15 * float(np.nan_to_num(wanted["absmax"]))
+        near = 1e-9 + 1e-15 * float(np.nan_to_num(expected["absmax"]))
         for statistic in ("mean", "std", "l2", "q0.05", "q0.5", "q0.999"):
             np.testing.assert_allclose(
-                found[statistic], wanted[statistic], rtol=2.0**-8, atol=near, err_msg=str(name)
+                statistics[statistic],
+                expected[statistic],
+                rtol=2.0**-8,
+                atol=near,
+                err_msg=str(name),
             )

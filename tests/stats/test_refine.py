@@ -24,15 +24,15 @@ QUANTILES = (0.0, 0.001, 0.1, 0.25, 0.5, 0.7501, 0.99, 1.0)
 
 def quantiles_of(values: Any, **options: Any) -> np.ndarray[Any, Any]:
     ds = xr.Dataset({"x": ("a", values)})
-    found = stats(ds, quantiles=QUANTILES, **options)["x"]
-    result: np.ndarray[Any, Any] = found.sel(statistic=[f"q{q:g}" for q in QUANTILES]).values
+    statistics = stats(ds, quantiles=QUANTILES, **options)["x"]
+    result: np.ndarray[Any, Any] = statistics.sel(statistic=[f"q{q:g}" for q in QUANTILES]).values
     return result
 
 
 def nearest(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     finite = values[np.isfinite(values)]
-    found: np.ndarray[Any, Any] = np.quantile(finite, np.array(QUANTILES), method="nearest")
-    return found.astype(np.float64)
+    quantiles: np.ndarray[Any, Any] = np.quantile(finite, np.array(QUANTILES), method="nearest")
+    return quantiles.astype(np.float64)
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "int32", "uint32", "int64", "uint64"])
@@ -103,7 +103,7 @@ def test_tensors_of_a_file(tmp_path: Path) -> None:
     tensors = {f"w{i}": rng.standard_normal((200, 30)).astype(np.float32) for i in range(4)}
     path = write(tmp_path / "m.safetensors", tensors)
     for _ in range(2):
-        found = stats(path, quantiles=[0.5], exact_quantiles=True)
+        statistics = stats(path, quantiles=[0.5], exact_quantiles=True)
         for name, values in tensors.items():
-            wanted = np.quantile(values, np.array(0.5), method="nearest")
-            assert found[name].sel(statistic="q0.5") == wanted
+            expected = np.quantile(values, np.array(0.5), method="nearest")
+            assert statistics[name].sel(statistic="q0.5") == expected

@@ -38,27 +38,27 @@ def test_a_variable_for_each_tensor_and_a_value_for_each_statistic(path: Path) -
     assert set(st.data_vars) == set(tensors)
     for name, values in tensors.items():
         assert st.variables[name].dims == ("statistic",)
-        wanted = exact_stats(values)
+        exact = exact_stats(values)
         for statistic in ("count", "nan", "zero", "min", "max", "mean", "std", "unique"):
-            found = st[name].sel(statistic=statistic).item()
-            np.testing.assert_allclose(found, wanted[statistic], rtol=1e-14, err_msg=statistic)
+            value = st[name].sel(statistic=statistic).item()
+            np.testing.assert_allclose(value, exact[statistic], rtol=1e-14, err_msg=statistic)
 
 
 def test_all_ways_to_name_a_checkpoint_give_the_same(path: Path) -> None:
     first = stats(path)
     tree = xr.open_datatree(path, engine="safetensors")
-    others: list[Any] = [
+    sources: list[Any] = [
         str(path),
         opened(path),
         xckpt.read_index(path),
         tree,
         opened(path, chunks={}),
     ]
-    for other in others:
-        found = stats(other, cache=False)
-        xr.testing.assert_equal(first, found[list(first)])
-    one = stats(opened(path)["embed"])
-    xr.testing.assert_equal(one["embed"], first["embed"])
+    for source in sources:
+        result = stats(source, cache=False)
+        xr.testing.assert_equal(first, result[list(first)])
+    single = stats(opened(path)["embed"])
+    xr.testing.assert_equal(single["embed"], first["embed"])
 
 
 def test_the_function_is_not_hidden_by_a_room_of_its_name(path: Path) -> None:
@@ -91,10 +91,10 @@ def test_a_table_has_the_names_of_the_file(path: Path) -> None:
     assert list(flat.columns) == NAMES
     assert flat["count"].dtype == np.int64
     pd.testing.assert_frame_equal(flat, stacked.loc[flat.index])
-    some = stats(opened(path, stack=True)).sel(layers=[2], statistic=["mean", "std"])
-    assert list(table(some[["layers.w"]]).index) == ["layers.2.w"]
-    one = stats(opened(path, stack=True)).sel(layers=1)
-    assert "layers.1.b" in table(one).index
+    selection = stats(opened(path, stack=True)).sel(layers=[2], statistic=["mean", "std"])
+    assert list(table(selection[["layers.w"]]).index) == ["layers.2.w"]
+    layer = stats(opened(path, stack=True)).sel(layers=1)
+    assert "layers.1.b" in table(layer).index
 
 
 def test_a_table_of_something_else_is_refused(path: Path) -> None:
@@ -177,8 +177,8 @@ def test_complex_numbers_have_the_statistics_of_their_magnitudes() -> None:
     assert st.sel(statistic="absmax") == 5.0
     assert st.sel(statistic="nan") == st.sel(statistic="zero") == 1
     assert np.isnan(st.sel(statistic=["min", "mean", "q0.5"])).all()
-    for other in (stats(ds.chunk(a=2)), stats(ds, exact_quantiles=True)):
-        xr.testing.assert_equal(other["z"], st)
+    for result in (stats(ds.chunk(a=2)), stats(ds, exact_quantiles=True)):
+        xr.testing.assert_equal(result["z"], st)
 
 
 def test_coordinates_are_not_described() -> None:
@@ -212,11 +212,11 @@ def test_something_else_is_refused() -> None:
 
 
 def test_progress_counts_all_bytes(path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    stats(path, progress=lambda *nbytes: told.append(nbytes), cache=False)
-    assert told == sorted(told)
+    reports: list[tuple[int, int]] = []
+    stats(path, progress=lambda *nbytes: reports.append(nbytes), cache=False)
+    assert reports == sorted(reports)
     nbytes = sum(array.nbytes for array in model().values())
-    assert told[-1] == (nbytes, nbytes)
+    assert reports[-1] == (nbytes, nbytes)
 
 
 def test_a_bar_says_what_it_counts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,8 @@ def test_steps_that_are_equal(stack: bool, tmp_path: Path) -> None:
 
 
 def test_a_step_that_has_the_weights_of_one_long_before(tmp_path: Path) -> None:
-    found = rules(run(tmp_path, swapped=(200, 700)))
-    assert ("step.700", "identical_step", 200.0) in [row[:3] for row in found]
+    findings = rules(run(tmp_path, swapped=(200, 700)))
+    assert ("step.700", "identical_step", 200.0) in [row[:3] for row in findings]
 
 
 def test_a_step_out_of_line(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ class TestPicture:
         assert scales[0][0] > 0.1
         assert scales[1][1] < 1e-5
         assert "without 3 tensors of other roles" in ax.texts[0].get_text()
-        given = ds.ckpt.plot.steps(ax=plt.subplots()[1])
-        shown: Any = given.images[0].get_array()
+        plot = ds.ckpt.plot.steps(ax=plt.subplots()[1])
+        shown: Any = plot.images[0].get_array()
         assert shown.shape == (3, 3)
         plt.close("all")
 

@@ -74,9 +74,9 @@ def test_chunks(path: Path, expected: xr.Dataset, size: str) -> None:
         xr.testing.assert_equal(stats(ds, cache=False), expected)
         # The same values as arrays that nobody knows to be read from a file.
         computed = ds.map(lambda x: x if x.dtype.kind == "i" else x * 1.0, keep_attrs=True)
-        found = stats(computed, cache=False)
+        result = stats(computed, cache=False)
     for name in ("large", "whole", "small.19"):
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+        np.testing.assert_array_equal(result[name], expected[name], err_msg=name)
 
 
 def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +91,11 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
         read_into(source, offset, memory)
 
     monkeypatch.setattr(LocalSource, "read_into", counting)
-    found = stats(ds, cache=False)
+    result = stats(ds, cache=False)
     assert len(reads) < 10
     assert sum(reads) == sum(array.nbytes for array in tensors.values())
     monkeypatch.setattr(cuts, "_TOGETHER_NBYTES", 0)
-    xr.testing.assert_identical(stats(ds, cache=False), found)
+    xr.testing.assert_identical(stats(ds, cache=False), result)
     assert len(reads) > len(tensors)
     monkeypatch.undo()
     os.truncate(path, path.stat().st_size - 4)
@@ -124,12 +124,12 @@ def client() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_a_cluster(path: Path, expected: xr.Dataset) -> None:
-    told: list[tuple[int, int]] = []
-    found = stats(opened(path), cache=False, progress=lambda *nbytes: told.append(nbytes))
-    xr.testing.assert_identical(found, stats(path, cache=False))
-    xr.testing.assert_equal(found, expected)
+    reports: list[tuple[int, int]] = []
+    result = stats(opened(path), cache=False, progress=lambda *nbytes: reports.append(nbytes))
+    xr.testing.assert_identical(result, stats(path, cache=False))
+    xr.testing.assert_equal(result, expected)
     nbytes = path.stat().st_size - int.from_bytes(path.read_bytes()[:8], "little") - 8
-    assert told[-1] == (nbytes, nbytes)
+    assert reports[-1] == (nbytes, nbytes)
     computed = opened(path)[["large"]] * 1.0
     np.testing.assert_array_equal(stats(computed)["large"], expected["large"])
     local = xr.Dataset({"x": ("a", np.arange(10.0))})
@@ -143,8 +143,8 @@ def test_a_worker_that_is_killed_costs_time_only(
     path: Path, expected: xr.Dataset, kill_one: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "_CLUSTER_TASK_NBYTES", 1 << 19)
-    found = stats(opened(path), cache=False, progress=kill_one)
-    xr.testing.assert_equal(found, expected)
+    result = stats(opened(path), cache=False, progress=kill_one)
+    xr.testing.assert_equal(result, expected)
 
 
 def test_an_error_in_a_task_leaves_the_workspace_clean() -> None:

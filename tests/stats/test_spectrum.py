@@ -28,8 +28,8 @@ RNG = np.random.default_rng(0)
 def of_condition(rows: int, columns: int, condition: float, rng: Any) -> Any:
     least = min(rows, columns)
     values = np.logspace(0, -np.log10(condition), least)
-    left = np.linalg.qr(rng.standard_normal((rows, least)))[0]
-    return (left * values) @ np.linalg.qr(rng.standard_normal((columns, least)))[0].T
+    basis = np.linalg.qr(rng.standard_normal((rows, least)))[0]
+    return (basis * values) @ np.linalg.qr(rng.standard_normal((columns, least)))[0].T
 
 
 def matrices() -> Iterator[np.ndarray[Any, Any]]:
@@ -66,33 +66,37 @@ class TestAgainstASingularValueDecomposition:
         arrays = dict(enumerate(matrices()))
         ds = xr.Dataset({f"m{n}": ((f"a{n}", f"b{n}"), a) for n, a in arrays.items()})
         xckpt.save(ds, tmp_path / "m.zt", version="2")
-        found = xckpt.spectrum(tmp_path / "m.zt", values=True, progress=False)
+        result = xckpt.spectrum(tmp_path / "m.zt", values=True, progress=False)
         stated = xckpt.spectrum(tmp_path / "m.zt", progress=False)
-        assert found.attrs["floor"] == FLOOR
+        assert result.attrs["floor"] == FLOOR
         for number, array in arrays.items():
-            wanted = np.linalg.svd(wide(array), compute_uv=False)
-            values = found[f"m{number}"].values
-            told = ~np.isnan(values)
-            np.testing.assert_allclose(values[told], wanted[told], rtol=1e-6)
-            assert (wanted[~told] <= 1.001 * FLOOR * wanted[0]).all()
-            said = dict(zip(STATISTICS, stated[f"m{number}"].values, strict=True))
-            share = wanted / wanted[0]
-            weights = (wanted / wanted.sum())[share > 1e-13]
-            expected = {
-                "spectral_norm": wanted[0],
-                "frobenius": np.sqrt((wanted**2).sum()),
+            expected = np.linalg.svd(wide(array), compute_uv=False)
+            values = result[f"m{number}"].values
+            above_floor = ~np.isnan(values)
+            np.testing.assert_allclose(values[above_floor], expected[above_floor], rtol=1e-6)
+            assert (expected[~above_floor] <= 1.001 * FLOOR * expected[0]).all()
+            statistics = dict(zip(STATISTICS, stated[f"m{number}"].values, strict=True))
+            share = expected / expected[0]
+            weights = (expected / expected.sum())[share > 1e-13]
+            sums = {
+                "spectral_norm": expected[0],
+                "frobenius": np.sqrt((expected**2).sum()),
                 "stable_rank": (share**2).sum(),
                 "effective_rank": np.exp(-(weights * np.log(weights)).sum()),
             }
-            for name, value in expected.items():
-                np.testing.assert_allclose(said[name], value, rtol=1e-6, err_msg=f"{number} {name}")
+            for name, value in sums.items():
+                np.testing.assert_allclose(
+                    statistics[name], value, rtol=1e-6, err_msg=f"{number} {name}"
+                )
             epsilon = np.finfo(array.real.dtype).eps
             if not ((share > 1e-16) & (share < 1.1 * FLOOR)).any():
-                assert said["rank"] == np.linalg.matrix_rank(array, rtol=max(array.shape) * epsilon)
-            if told.all():
-                np.testing.assert_allclose(said["condition"], 1 / share[-1], rtol=2e-6)
+                assert statistics["rank"] == np.linalg.matrix_rank(
+                    array, rtol=max(array.shape) * epsilon
+                )
+            if above_floor.all():
+                np.testing.assert_allclose(statistics["condition"], 1 / share[-1], rtol=2e-6)
             else:
-                assert np.isnan(said["condition"])
+                assert np.isnan(statistics["condition"])
 
     @pytest.mark.parametrize("shape", [(230, 170), (170, 230), (20, 900), (900, 20)])
     @pytest.mark.parametrize("order", "CF")
@@ -103,45 +107,49 @@ class TestAgainstASingularValueDecomposition:
         monkeypatch.setattr(spectra, "_WHOLE_NBYTES", 1 << 10)
         array = np.asarray(of_condition(*shape, 1e7, RNG), "float32", order=order)
         xckpt.save(xr.Dataset({"m": (("a", "b"), array)}), tmp_path / "m.bpk")
-        found = xckpt.spectrum(tmp_path / "m.bpk", values=True, progress=False)["m"].values
-        wanted = np.linalg.svd(array.astype(float), compute_uv=False)
-        told = ~np.isnan(found)
-        np.testing.assert_allclose(found[told], wanted[told], rtol=1e-6)
+        values = xckpt.spectrum(tmp_path / "m.bpk", values=True, progress=False)["m"].values
+        expected = np.linalg.svd(array.astype(float), compute_uv=False)
+        above_floor = ~np.isnan(values)
+        np.testing.assert_allclose(values[above_floor], expected[above_floor], rtol=1e-6)
 
     @pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e160, 1e300])
     def test_squares_that_overflow_or_vanish(self, scale: float) -> None:
         array = RNG.standard_normal((30, 7))
-        found = singular_values(lambda: iter([array * scale]))
-        wanted = np.linalg.svd(array, compute_uv=False) * scale
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        values = singular_values(lambda: iter([array * scale]))
+        expected = np.linalg.svd(array, compute_uv=False) * scale
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
 
     @pytest.mark.parametrize("number", [np.nan, np.inf])
     def test_numbers_that_are_not_finite(self, number: float) -> None:
         array = np.ones((5, 3))
         array[2, 1] = number
         ds = xr.Dataset({"m": (("a", "b"), array), "n": (("c", "d"), np.eye(3))})
-        found = xckpt.spectrum(ds, progress=False)
-        assert np.isnan(found["m"].values).all()
-        assert found["n"].sel(statistic="rank") == 3
+        result = xckpt.spectrum(ds, progress=False)
+        assert np.isnan(result["m"].values).all()
+        assert result["n"].sel(statistic="rank") == 3
 
     def test_zeros(self) -> None:
-        found = xckpt.spectrum(xr.DataArray(np.zeros((4, 5))), progress=False)["data"]
-        said = dict(zip(STATISTICS, found.values, strict=True))
-        assert (said["spectral_norm"], said["frobenius"], said["rank"]) == (0, 0, 0)
-        assert np.isnan(said["stable_rank"])
+        result = xckpt.spectrum(xr.DataArray(np.zeros((4, 5))), progress=False)["data"]
+        statistics = dict(zip(STATISTICS, result.values, strict=True))
+        assert (statistics["spectral_norm"], statistics["frobenius"], statistics["rank"]) == (
+            0,
+            0,
+            0,
+        )
+        assert np.isnan(statistics["stable_rank"])
 
     @pytest.mark.parametrize("shape", [(300, 200), (200, 300), (20, 10)])
     @pytest.mark.parametrize("dtype", ["float32", "complex64", "float64"])
     def test_the_largest_alone(self, shape: tuple[int, int], dtype: str) -> None:
         pytest.importorskip("scipy")
         array = RNG.standard_normal(shape).astype(dtype)
-        asked = ("stable_rank", "spectral_norm")
-        found = xckpt.spectrum(xr.DataArray(array), statistics=asked, progress=False)["data"]
-        wanted = np.linalg.svd(wide(array), compute_uv=False)
+        statistics = ("stable_rank", "spectral_norm")
+        result = xckpt.spectrum(xr.DataArray(array), statistics=statistics, progress=False)["data"]
+        expected = np.linalg.svd(wide(array), compute_uv=False)
         np.testing.assert_allclose(
-            found.values, [(wanted**2).sum() / wanted[0] ** 2, wanted[0]], rtol=1e-6
+            result.values, [(expected**2).sum() / expected[0] ** 2, expected[0]], rtol=1e-6
         )
-        assert found["statistic"].values.tolist() == list(asked)
+        assert result["statistic"].values.tolist() == list(statistics)
 
     def test_without_scipy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "scipy", None)
@@ -149,10 +157,10 @@ class TestAgainstASingularValueDecomposition:
         monkeypatch.setattr(spectra, "find_spec", lambda _: None)
         array = of_condition(200, 100, 1e8, RNG)
         da = xr.DataArray(array)
-        found = xckpt.spectrum(da, values=True, progress=False)["data"].values
-        np.testing.assert_allclose(found, np.linalg.svd(array, compute_uv=False), rtol=1e-6)
+        values = xckpt.spectrum(da, values=True, progress=False)["data"].values
+        np.testing.assert_allclose(values, np.linalg.svd(array, compute_uv=False), rtol=1e-6)
         norm = xckpt.spectrum(da, statistics=["spectral_norm"], progress=False)["data"]
-        np.testing.assert_allclose(norm.values, found[:1])
+        np.testing.assert_allclose(norm.values, values[:1])
 
 
 def reference_power_law(values: Any) -> tuple[float, float]:
@@ -220,15 +228,15 @@ def norm(array: Any) -> float:
 
 class TestWhichMatrices:
     def test_flat(self, path: Path) -> None:
-        found = xckpt.spectrum(path, progress=False)
-        assert set(found) == {
+        result = xckpt.spectrum(path, progress=False)
+        assert set(result) == {
             "embed",
             *(f"layers.{n}.{k}" for n in range(3) for k in ("w", "conv")),
         }
         for name, array in model().variables.items():
-            if name in found:
-                np.testing.assert_allclose(found[name][0], norm(array.values), rtol=1e-6)
-        table = found.ckpt.table()
+            if name in result:
+                np.testing.assert_allclose(result[name][0], norm(array.values), rtol=1e-6)
+        table = result.ckpt.table()
         assert list(table.columns) == list(STATISTICS)
         assert "layers.1.conv" in table.index
 
@@ -240,17 +248,17 @@ class TestWhichMatrices:
             xr.open_datatree(path, stack=True),
             xr.open_dataset(path).load(),
         ):
-            found = obj.ckpt.spectrum(progress=False).ckpt.table().sort_index()
-            np.testing.assert_allclose(found.loc[flat.index], flat, rtol=1e-9)
+            table = obj.ckpt.spectrum(progress=False).ckpt.table().sort_index()
+            np.testing.assert_allclose(table.loc[flat.index], flat, rtol=1e-9)
         stacked = xr.open_dataset(path, stack=True).ckpt.spectrum(progress=False)
         assert stacked["layers.w"].dims == ("statistic", "layers")
 
     def test_some_of_a_stack(self, path: Path) -> None:
         ds = xr.open_dataset(path, stack=True)
-        found = ds.ckpt.spectrum("layers.1.*", progress=False)
-        assert set(found) == {"layers.w", "layers.conv"}
-        assert np.isfinite(found["layers.w"].sel(layers=1)).all()
-        assert np.isnan(found["layers.w"].sel(layers=[0, 2])).all()
+        result = ds.ckpt.spectrum("layers.1.*", progress=False)
+        assert set(result) == {"layers.w", "layers.conv"}
+        assert np.isfinite(result["layers.w"].sel(layers=1)).all()
+        assert np.isnan(result["layers.w"].sel(layers=[0, 2])).all()
         values = ds.ckpt.spectrum("layers.1.*", values=True, progress=False)
         assert values["layers.w"].shape == (3, 8)
         assert values["layers.conv"].dims != values["layers.w"].dims
@@ -275,9 +283,9 @@ class TestWhichMatrices:
         xckpt.save(xr.Dataset({"m": (("a", "b"), array)}), tmp_path / "m.zt", version="2")
         for decode in (True, False):
             ds = xr.open_dataset(tmp_path / "m.zt", decode=decode)
-            found = ds.ckpt.spectrum(progress=False, cache=False)["m"]
-            np.testing.assert_allclose(found[0], norm(array.astype(float)), rtol=1e-6)
-            assert found.sel(statistic="rank") == 20
+            statistics = ds.ckpt.spectrum(progress=False, cache=False)["m"]
+            np.testing.assert_allclose(statistics[0], norm(array.astype(float)), rtol=1e-6)
+            assert statistics.sel(statistic="rank") == 20
 
 
 class TestDifferences:
@@ -287,12 +295,12 @@ class TestDifferences:
         tuned["layers.1.w"] = tuned["layers.1.w"] + added.astype("f4")
         tuned = tuned.drop_vars("layers.2.w").assign(embed=(("x", "y"), np.ones((3, 3), "f4")))
         with pytest.warns(CheckpointWarning) as caught:
-            found = xckpt.spectrum(tuned, minus=path, progress=False)
+            result = xckpt.spectrum(tuned, minus=path, progress=False)
         assert "1 have another shape" in str(caught[0].message)
         assert len(caught) == 1
-        assert found["layers.1.w"].sel(statistic="rank") == 2
-        np.testing.assert_allclose(found["layers.1.w"][0], norm(added), rtol=1e-5)
-        assert (found["layers.0.w"].sel(statistic=["spectral_norm", "rank"]) == 0).all()
+        assert result["layers.1.w"].sel(statistic="rank") == 2
+        np.testing.assert_allclose(result["layers.1.w"][0], norm(added), rtol=1e-5)
+        assert (result["layers.0.w"].sel(statistic=["spectral_norm", "rank"]) == 0).all()
         with pytest.warns(CheckpointWarning, match="1 are not in the other"):
             xckpt.spectrum(path, minus=tuned, progress=False)
 
@@ -300,14 +308,16 @@ class TestDifferences:
 def adapter(shape: tuple[int, int], size: float, rank: int = 8, seed: int = 0) -> Any:
     """Return a base of normal weights, and what an adapter adds to it, in float64."""
     rng = np.random.default_rng(seed)
-    left, right = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
-    return rng.standard_normal(shape) * 0.02, left @ right * size
+    down, up = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
+    return rng.standard_normal(shape) * 0.02, down @ up * size
 
 
 def of_difference(tuned: Any, base: Any, **options: Any) -> dict[str, float]:
     pair = [xr.Dataset({"w": (("a", "b"), np.asarray(array))}) for array in (tuned, base)]
-    found = xckpt.spectrum(pair[0], minus=pair[1], progress=False, **options)["w"]
-    return dict(zip(found["statistic"].values.tolist(), found.values.tolist(), strict=True))
+    statistics = xckpt.spectrum(pair[0], minus=pair[1], progress=False, **options)["w"]
+    return dict(
+        zip(statistics["statistic"].values.tolist(), statistics.values.tolist(), strict=True)
+    )
 
 
 class TestRounding:
@@ -321,11 +331,11 @@ class TestRounding:
         base, added = adapter(shape, 0.004)
         base = base.astype(dtype)
         tuned = (base.astype(float) + added).astype(dtype)
-        said = of_difference(tuned, base)
-        assert said["rank"] == 8
-        assert said["effective_rank"] < 8.5
-        assert said["noise_floor"] < 0.3 * np.linalg.svd(added, compute_uv=False)[7]
-        assert np.isnan(said["condition"])
+        statistics = of_difference(tuned, base)
+        assert statistics["rank"] == 8
+        assert statistics["effective_rank"] < 8.5
+        assert statistics["noise_floor"] < 0.3 * np.linalg.svd(added, compute_uv=False)[7]
+        assert np.isnan(statistics["condition"])
 
     @pytest.mark.parametrize("seed", range(40))
     def test_rounding_alone_has_no_rank(self, seed: int) -> None:
@@ -333,9 +343,9 @@ class TestRounding:
         weight = rng.standard_normal(rng.integers(3, 90, 2)) * 10 ** rng.uniform(-3, 1)
         weight *= 10 ** rng.uniform(-1, 1, (1, weight.shape[1]))
         for dtype in (ml_dtypes.bfloat16, np.float16):
-            said = of_difference(weight.astype(dtype), weight)
-            assert said["rank"] == 0
-            assert 0.2 < said["spectral_norm"] / said["noise_floor"] < 1
+            statistics = of_difference(weight.astype(dtype), weight)
+            assert statistics["rank"] == 0
+            assert 0.2 < statistics["spectral_norm"] / statistics["noise_floor"] < 1
 
     def test_a_weak_adapter_has_at_most_its_rank(self) -> None:
         for size in (1e-3, 1e-4, 3e-5, 1e-5):
@@ -393,16 +403,18 @@ class TestRounding:
             (ds, quantised),
             (quantised.isel(rows), ds.isel(rows)),
         ):
-            found = xckpt.spectrum(tuned, minus=base, progress=False)["w"]
-            unknown = found.sel(statistic=["rank", "effective_rank", "condition", "noise_floor"])
+            statistics = xckpt.spectrum(tuned, minus=base, progress=False)["w"]
+            unknown = statistics.sel(
+                statistic=["rank", "effective_rank", "condition", "noise_floor"]
+            )
             assert np.isnan(unknown).all()
-            assert np.isfinite(found.sel(statistic="spectral_norm"))
+            assert np.isfinite(statistics.sel(statistic="spectral_norm"))
 
     def test_without_a_difference_it_is_that_of_the_type(self) -> None:
         array = RNG.standard_normal((30, 20)).astype("f4")
-        found = xckpt.spectrum(xr.DataArray(array), progress=False)["data"]
-        expected = 30 * np.finfo("f4").eps * found.sel(statistic="spectral_norm")
-        np.testing.assert_allclose(found.sel(statistic="noise_floor"), expected, rtol=1e-12)
+        statistics = xckpt.spectrum(xr.DataArray(array), progress=False)["data"]
+        expected = 30 * np.finfo("f4").eps * statistics.sel(statistic="spectral_norm")
+        np.testing.assert_allclose(statistics.sel(statistic="noise_floor"), expected, rtol=1e-12)
 
 
 class TestKept:
@@ -419,8 +431,8 @@ class TestKept:
     ) -> None:
         done = []
 
-        def interrupting(*told: int) -> None:
-            done.append(told)
+        def interrupting(*nbytes: int) -> None:
+            done.append(nbytes)
             if len(done) == 3:
                 raise KeyboardInterrupt
 
@@ -439,39 +451,39 @@ class TestKept:
     def test_a_difference_and_its_noise_come_back(
         self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        other = tmp_path / "other.zt"
-        xckpt.save(model() * 2, other)
-        os.utime(other, (1, 1))
-        first = xckpt.spectrum(path, minus=other, progress=False)
+        subtrahend = tmp_path / "other.zt"
+        xckpt.save(model() * 2, subtrahend)
+        os.utime(subtrahend, (1, 1))
+        first = xckpt.spectrum(path, minus=subtrahend, progress=False)
         monkeypatch.setattr(spectra, "singular_values", None)
-        xr.testing.assert_identical(xckpt.spectrum(path, minus=other, progress=False), first)
+        xr.testing.assert_identical(xckpt.spectrum(path, minus=subtrahend, progress=False), first)
 
     @pytest.mark.parametrize("position", [-1, -100, 20, 30])
     def test_damaged_records_are_computed_again(
         self, path: Path, cache_folder: Path, position: int
     ) -> None:
         first = xckpt.spectrum(path, progress=False)
-        (cached,) = (each for each in cache_folder.rglob("*") if each.is_file())
+        (cached,) = (entry for entry in cache_folder.rglob("*") if entry.is_file())
         data = bytearray(cached.read_bytes())
         data[position] ^= 1
         cached.write_bytes(data)
         xr.testing.assert_identical(xckpt.spectrum(path, progress=False), first)
 
     def test_progress_counts_the_bytes_of_the_matrices(self, path: Path) -> None:
-        told: list[tuple[int, int]] = []
-        found = xckpt.spectrum(path, progress=lambda *each: told.append(each))
-        total = sum(model()[name].nbytes for name in found)
-        assert told[-1] == (total, total)
+        reports: list[tuple[int, int]] = []
+        result = xckpt.spectrum(path, progress=lambda *nbytes: reports.append(nbytes))
+        total = sum(model()[name].nbytes for name in result)
+        assert reports[-1] == (total, total)
 
 
 @pytest.fixture(scope="module")
-def here() -> xr.Dataset:
+def local() -> xr.Dataset:
     return xckpt.spectrum(model(), progress=False)
 
 
 @pytest.fixture(scope="module")
-def client(here: xr.Dataset) -> Iterator[Any]:
-    assert here  # before there is a cluster
+def client(local: xr.Dataset) -> Iterator[Any]:
+    assert local  # before there is a cluster
     distributed = pytest.importorskip("distributed")
     with (
         distributed.LocalCluster(
@@ -484,17 +496,17 @@ def client(here: xr.Dataset) -> Iterator[Any]:
 
 class TestCluster:
     @pytest.mark.usefixtures("client")
-    def test_the_same_numbers(self, path: Path, here: xr.Dataset) -> None:
-        there = xckpt.spectrum(path, progress=False, cache=False)
+    def test_the_same_numbers(self, path: Path, local: xr.Dataset) -> None:
+        distributed = xckpt.spectrum(path, progress=False, cache=False)
         minus = xckpt.spectrum(path, minus=path, progress=False, cache=False)
-        xr.testing.assert_allclose(there, here, rtol=1e-9)
+        xr.testing.assert_allclose(distributed, local, rtol=1e-9)
         assert (minus["embed"].sel(statistic="rank") == 0).all()
 
     def test_a_worker_that_is_killed_costs_time_only(
-        self, path: Path, here: xr.Dataset, kill_one: Any
+        self, path: Path, local: xr.Dataset, kill_one: Any
     ) -> None:
-        found = xckpt.spectrum(path, progress=kill_one, cache=False)
-        xr.testing.assert_allclose(found, here, rtol=1e-9)
+        result = xckpt.spectrum(path, progress=kill_one, cache=False)
+        xr.testing.assert_allclose(result, local, rtol=1e-9)
 
 
 def test_memory_does_not_grow_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Write two checkpoints of all element types."""
     folder = tmp_path_factory.mktemp("types")
     tensors = tensors_of_all_types()
-    others = {name: values[::-1].copy() for name, values in tensors.items()}
-    return [save(folder / "a.safetensors", tensors), save(folder / "b.safetensors", others)]
+    reversed_rows = {name: values[::-1].copy() for name, values in tensors.items()}
+    return [save(folder / "a.safetensors", tensors), save(folder / "b.safetensors", reversed_rows)]
 
 
 class TestOfAllTypes:
@@ -305,18 +305,18 @@ def test_an_interrupted_comparison_resumes(
     path: Path, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "_TASK_NBYTES", 1)
-    other = settled(write(tmp_path / "other.safetensors", model(seed=1)))
+    changed = settled(write(tmp_path / "other.safetensors", model(seed=1)))
 
     def interrupt(done: int, _: int) -> None:
         if done > 9000:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        xckpt.compare(path, other, progress=interrupt)
+        xckpt.compare(path, changed, progress=interrupt)
     read.clear()
-    resumed = xckpt.compare(path, other)
+    resumed = xckpt.compare(path, changed)
     assert 0 < sum(read) < sum(array.size for array in model().values()) - 1000
-    xr.testing.assert_identical(resumed, xckpt.compare(path, other, cache=False))
+    xr.testing.assert_identical(resumed, xckpt.compare(path, changed, cache=False))
 
 
 def test_a_large_tensor_resumes_where_it_was(
@@ -352,8 +352,11 @@ def pair(tmp_path: Path) -> list[Path]:
         name: (rng.standard_normal((9, 5)) * 50).astype(name)
         for name in ("float32", "float64", "float16", "int64", "uint8")
     }
-    others = {name: values[::-1].copy() for name, values in tensors.items()}
-    return [save(tmp_path / "a.safetensors", tensors), save(tmp_path / "b.safetensors", others)]
+    reversed_rows = {name: values[::-1].copy() for name, values in tensors.items()}
+    return [
+        save(tmp_path / "a.safetensors", tensors),
+        save(tmp_path / "b.safetensors", reversed_rows),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["stats", "compare"])
@@ -462,21 +465,21 @@ def many(tmp_path: Path) -> Path:
 
 def test_processes_lose_nothing_of_each_other(many: Path, read: list[int]) -> None:
     ds = xr.open_dataset(many, engine="safetensors")
-    other = subprocess.Popen(  # noqa: S603  our own code
+    process = subprocess.Popen(  # noqa: S603  our own code
         [sys.executable, "-c", _DESCRIBE_EVERY_SECOND, str(many)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert other.stdin is not None
-    assert other.stdout is not None
-    assert other.stdout.readline() == "ready\n"
-    other.stdin.write("go\n")
-    other.stdin.flush()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.write("go\n")
+    process.stdin.flush()
     for name in list(ds.data_vars)[1::2]:
         xckpt.stats(ds[[name]], progress=False)
-    other.communicate()
-    assert other.returncode == 0
+    process.communicate()
+    assert process.returncode == 0
     read.clear()
     xckpt.stats(many)
     assert read == []

@@ -88,23 +88,26 @@ class _Handler(Handler):
     host: str
 
     def answer(self, *, with_body: bool) -> None:
-        hub, how = self.hub, self.hub.behaviour
-        asked, token = self.headers.get("Range"), self.headers.get("Authorization")
+        hub, behaviour = self.hub, self.hub.behaviour
+        byte_range, token = self.headers.get("Range"), self.headers.get("Authorization")
         if self.path == "/api/agent-harnesses":  # of the client itself, once in a process
             self._answer(404, b"", {})
             return
         with hub.lock:
-            hub.requests.append(Request(self.host, self.path, asked, token))
-            is_busy = how.busy.get(self.host, 0) > 0
+            hub.requests.append(Request(self.host, self.path, byte_range, token))
+            is_busy = behaviour.busy.get(self.host, 0) > 0
             if is_busy:
-                how.busy[self.host] -= 1
+                behaviour.busy[self.host] -= 1
         path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)
         try:
             self._route(path, query, is_busy=is_busy)
         except _RefusedError as refused:
             headers = {"X-Error-Code": refused.code, "X-Error-Message": refused.message}
             if refused.status == 429:
-                headers |= {"Retry-After": how.retry_after or "", "RateLimit": how.rate_limit or ""}
+                headers |= {
+                    "Retry-After": behaviour.retry_after or "",
+                    "RateLimit": behaviour.rate_limit or "",
+                }
             self._answer(refused.status, b"", {key: text for key, text in headers.items() if text})
 
     def _route(self, path: str, query: dict[str, list[str]], *, is_busy: bool) -> None:
@@ -117,13 +120,13 @@ class _Handler(Handler):
         if self.host == "copies":
             self._copy(path)
         elif path.startswith("/api/resolve-cache/"):
-            kind, _, rest = path.removeprefix("/api/resolve-cache/").partition("/")
-            repo, commit, name = self._split(rest, 0)
+            kind, _, remaining = path.removeprefix("/api/resolve-cache/").partition("/")
+            repo, commit, name = self._split(remaining, 0)
             data = self._file(_named(kind, repo), commit, name)
             self._body(data, {"ETag": f'"{_blob_id(data)}"'})
         elif path.startswith(("/api/models/", "/api/datasets/")):
-            kind, _, rest = path.removeprefix("/api/").partition("/")
-            self._api(kind, rest, query)
+            kind, _, remaining = path.removeprefix("/api/").partition("/")
+            self._api(kind, remaining, query)
         elif "/resolve/" in path:
             self._resolve(path)
         else:
@@ -131,27 +134,27 @@ class _Handler(Handler):
 
     def _split(self, path: str, marks: int) -> tuple[str, str, str]:
         parts = path.strip("/").split("/")
-        repo, rest = "/".join(parts[:2]), parts[2 + marks :]
-        return repo, unquote(rest[0]), unquote("/".join(rest[1:]))
+        repo, remaining = "/".join(parts[:2]), parts[2 + marks :]
+        return repo, unquote(remaining[0]), unquote("/".join(remaining[1:]))
 
     def _repository(self, name: str) -> Repository:
         token = self.headers.get("Authorization")
         if token not in {None, f"Bearer {TOKEN}"}:
             raise _RefusedError(401, message="Invalid credentials in Authorization header")
-        found = self.hub.repositories.get(name)
-        if found is None or (found.private and token is None):
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and token is None):
             # Who is not logged in is not told what there is.
             raise _RefusedError(
                 401 if token is None else 404, "RepoNotFound", "Repository not found"
             )
-        return found
+        return repository
 
     def _commit(self, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        found = self._repository(name)
-        commit = found.revisions.get(revision, revision)
-        if commit not in found.commits:
+        repository = self._repository(name)
+        commit = repository.revisions.get(revision, revision)
+        if commit not in repository.commits:
             raise _RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return commit, found.commits[commit]
+        return commit, repository.commits[commit]
 
     def _file(self, name: str, revision: str, path: str) -> bytes:
         if self._repository(name).gated and self.headers.get("Authorization") is None:
@@ -161,11 +164,14 @@ class _Handler(Handler):
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         return files[path]
 
-    def _api(self, kind: str, rest: str, query: dict[str, list[str]]) -> None:
-        parts = rest.split("/")
-        name, what = _named(kind, "/".join(parts[:2])), parts[2] if len(parts) > 2 else "revision"
+    def _api(self, kind: str, remaining: str, query: dict[str, list[str]]) -> None:
+        parts = remaining.split("/")
+        name, endpoint = (
+            _named(kind, "/".join(parts[:2])),
+            parts[2] if len(parts) > 2 else "revision",
+        )
         commit, files = self._commit(name, unquote(parts[3]) if len(parts) > 3 else "main")
-        if what == "revision":
+        if endpoint == "revision":
             siblings = [{"rfilename": path} for path in files]
             self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
             return
@@ -209,31 +215,31 @@ class _Handler(Handler):
         self._answer(302, b"Found", {**headers, **hub.behaviour.tampered})
 
     def _copy(self, path: str) -> None:
-        hub, how = self.hub, self.hub.behaviour
-        if how.stuck_after is not None and hub.count("copies") > how.stuck_after:
+        hub, behaviour = self.hub, self.hub.behaviour
+        if behaviour.stuck_after is not None and hub.count("copies") > behaviour.stuck_after:
             hub.is_stuck.set()
             hub.closing.wait()
         signature = self.path.rpartition("Signature=")[2]
         with hub.lock:
             used = hub.signed.get(signature)
-            if used is None or (how.lasting is not None and used >= how.lasting):
+            if used is None or (behaviour.lasting is not None and used >= behaviour.lasting):
                 raise _RefusedError(403)
             hub.signed[signature] = used + 1
         # Of another kind than that of the Hub.
         self._body(hub.blobs[path[1:]], {"ETag": '"d41d8cd98f-7"'}, copy=True)
 
     def _body(self, data: bytes, headers: dict[str, str], *, copy: bool = False) -> None:
-        asked = self.headers.get("Range")
-        if asked is None:
+        byte_range = self.headers.get("Range")
+        if byte_range is None:
             self._answer(200, data, headers)
             return
-        first, last = (int(each) for each in asked.removeprefix("bytes=").split("-"))
+        first, last = (int(number) for number in byte_range.removeprefix("bytes=").split("-"))
         body = data[first : last + 1]
-        where = f"bytes {first}-{first + len(body) - 1}/{len(data)}"
+        content_range = f"bytes {first}-{first + len(body) - 1}/{len(data)}"
         with self.hub.lock:
             is_cut = copy and self.hub.behaviour.cut > 0
             self.hub.behaviour.cut -= is_cut
-        self._answer(206, body, {**headers, "Content-Range": where}, cut=is_cut)
+        self._answer(206, body, {**headers, "Content-Range": content_range}, cut=is_cut)
 
     def _json(self, value: Any, headers: dict[str, str] | None = None) -> None:
         self._answer(200, json.dumps(value).encode(), headers or {})

@@ -88,15 +88,15 @@ class S3Server(Listening):
         self.forget()
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
-        asked = environ.get("HTTP_RANGE")
+        byte_range = environ.get("HTTP_RANGE")
         with self._lock:
-            self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], asked))
+            self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], byte_range))
             self.authorizations.append(environ.get("HTTP_AUTHORIZATION", ""))
             fault = self._random.random() < self.failing
             cut = fault and self._random.random() < 0.5
             self.faults += fault
         self.closing.wait(self.latency)
-        if (fault and not cut) or self.refuse(environ["PATH_INFO"], asked):
+        if (fault and not cut) or self.refuse(environ["PATH_INFO"], byte_range):
             start("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
         if environ["REQUEST_METHOD"] == "HEAD" and environ["PATH_INFO"] == f"/{BUCKET}":

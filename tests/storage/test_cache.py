@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
-    found = cache.folder("kind-1")
-    assert found is not None
-    return found
+    path = cache.folder("kind-1")
+    assert path is not None
+    return path
 
 
 def test_the_folder_of_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def mean(path: Path | str) -> tuple[float, bool]:
     """Compute a mean, and say whether anything was read for it."""
-    told: list[int] = []
-    found = xckpt.stats(path, progress=lambda done, _: told.append(done))
-    return float(found["w"].sel(statistic="mean")), any(told)
+    reports: list[int] = []
+    statistics = xckpt.stats(path, progress=lambda done, _: reports.append(done))
+    return float(statistics["w"].sel(statistic="mean")), any(reports)
 
 
 def test_nothing_is_kept_where_the_folder_is_empty(
@@ -72,15 +72,15 @@ def test_nothing_is_kept_where_the_folder_is_empty(
     for path in (checkpoint, f"{web.url}/m.zt"):
         for _ in range(2):
             assert mean(path) == (4.0, True)
-    assert [each.name for each in tmp_path.iterdir()] == ["m.zt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.zt"]
     xr.open_dataset(f"{web.url}/many.zt", engine="ztensor")
-    assert [each.name for each in tmp_path.iterdir()] == ["m.zt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.zt"]
     # Where there is a folder, both keep something.
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
     xr.open_dataset(f"{web.url}/many.zt", engine="ztensor")
     mean(f"{web.url}/m.zt")
     assert mean(f"{web.url}/m.zt") == (4.0, False)
-    assert {each.name for each in (tmp_path / "cache").iterdir()} == {"headers", "statistics"}
+    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {"headers", "statistics"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no HOME")
@@ -109,14 +109,14 @@ for path in sys.argv[1:]:
         check=False,
     )
     assert done.stdout.split() == ["4.0", "4.0"], done.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["m.zt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.zt"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no modes")
 class TestOnlyTheOwner:
     def test_may_look_into_what_is_kept(self, folder: Path) -> None:
         assert cache.write(folder / "a", b"kept")
-        assert [each.stat().st_mode & 0o777 for each in (folder, folder / "a")] == [0o700, 0o600]
+        assert [entry.stat().st_mode & 0o777 for entry in (folder, folder / "a")] == [0o700, 0o600]
         assert cache.read(folder / "a", 4) == b"kept"
 
     def test_may_write_what_is_read(self, folder: Path) -> None:
@@ -152,7 +152,7 @@ class TestStatisticsThatAreKept:
         owner = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
         assert [mean(checkpoint) for _ in range(2)] == [(4.0, True)] * 2
-        assert [each.read_bytes() for each in stored.parent.iterdir()] == [data]
+        assert [entry.read_bytes() for entry in stored.parent.iterdir()] == [data]
 
     def test_where_others_may_write_are_neither_read_nor_changed(
         self, stored: Path, checkpoint: Path
@@ -202,4 +202,4 @@ def test_what_was_used_least_recently_makes_room(folder: Path) -> None:
         cache.write(folder / name, b"xxxx")
         os.utime(folder / name, (number, number))
     cache.make_room(folder, 8)
-    assert sorted(each.name for each in folder.iterdir()) == ["b", "c"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["b", "c"]

@@ -28,47 +28,47 @@ def source(tmp_path: Path) -> LocalSource:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
 
     def expect(_: LocalSource, offset: int, nbytes: int) -> None:
         assert nbytes
-        found.append((offset, offset + nbytes))
+        ranges.append((offset, offset + nbytes))
 
     monkeypatch.setattr(LocalSource, "expect", expect)
-    return found
+    return ranges
 
 
 def test_what_is_asked_for_is_a_little_ahead_of_what_is_read(
-    source: LocalSource, asked: list[tuple[int, int]]
+    source: LocalSource, advised: list[tuple[int, int]]
 ) -> None:
     memory = memoryview(bytearray(MIB))
     with reading_ahead((source, at, MIB) for at in range(0, 200 * MIB, MIB)):
-        assert asked[-1][1] == HELD
+        assert advised[-1][1] == HELD
         for at in range(0, 100 * MIB, MIB):
             source.read_into(at, memory)
-            assert at + MIB <= asked[-1][1] <= at + HELD + 9 * MIB
-    told = len(asked)
+            assert at + MIB <= advised[-1][1] <= at + HELD + 9 * MIB
+    count = len(advised)
     source.read_into(100 * MIB, memory)
-    assert len(asked) == told  # nobody said that this goes on
+    assert len(advised) == count  # nobody said that this goes on
 
 
 def test_each_byte_that_is_announced_is_asked_for_once_and_no_other(
-    source: LocalSource, asked: list[tuple[int, int]]
+    source: LocalSource, advised: list[tuple[int, int]]
 ) -> None:
-    wanted = [(3, 20 * MIB), (100 * MIB, 50 * MIB), (90 * MIB, 5), (250 * MIB, 6 * MIB)]
-    with reading_ahead([(source, *each) for each in wanted]):
-        for offset, nbytes in wanted:
+    announced = [(3, 20 * MIB), (100 * MIB, 50 * MIB), (90 * MIB, 5), (250 * MIB, 6 * MIB)]
+    with reading_ahead([(source, *extent) for extent in announced]):
+        for offset, nbytes in announced:
             source.read(offset, nbytes)
-    starts = [(start, start + nbytes) for start, nbytes in wanted]
-    assert all(any(a <= start < stop <= b for a, b in starts) for start, stop in asked)
-    assert sum(stop - start for start, stop in asked) == sum(nbytes for _, nbytes in wanted)
+    starts = [(start, start + nbytes) for start, nbytes in announced]
+    assert all(any(a <= start < stop <= b for a, b in starts) for start, stop in advised)
+    assert sum(stop - start for start, stop in advised) == sum(nbytes for _, nbytes in announced)
 
 
-def test_a_single_row_asks_for_nothing(source: LocalSource, asked: list[tuple[int, int]]) -> None:
+def test_a_single_row_asks_for_nothing(source: LocalSource, advised: list[tuple[int, int]]) -> None:
     with reading_ahead([(source, 5 * MIB, 4096)]):
         source.read(5 * MIB, 4096)
-    assert asked == []
+    assert advised == []
 
 
 def test_what_is_asked_for_comes(on_a_disk: Path) -> None:

@@ -93,22 +93,22 @@ def test_short_crcs_are_padded() -> None:
 
 @given(st.sampled_from(ALGORITHMS), st.binary(max_size=100), st.integers(0, 100))
 def test_parts_hash_as_the_whole(algorithm: str, data: bytes, at: int) -> None:
-    whole, parts = Hasher(algorithm), Hasher(algorithm)
-    whole.update(data)
+    at_once, parts = Hasher(algorithm), Hasher(algorithm)
+    at_once.update(data)
     parts.update(data[:at])
     parts.update(memoryview(data)[at:])
-    assert whole.digest() == parts.digest()
-    assert parse(whole.digest()) == (algorithm, whole.value())
+    assert at_once.digest() == parts.digest()
+    assert parse(at_once.digest()) == (algorithm, at_once.value())
     check(parts.digest(), data)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_blocks_hash_as_the_whole(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.random.default_rng(0).bytes(10_001)
-    whole = Hasher(algorithm)
-    whole.update(data)
+    at_once = Hasher(algorithm)
+    at_once.update(data)
     monkeypatch.setattr(digests, "_BLOCK_NBYTES", 1000)
-    check(whole.digest(), memoryview(bytearray(data)))
+    check(at_once.digest(), memoryview(bytearray(data)))
 
 
 def test_typed_memory_is_hashed_by_its_bytes() -> None:

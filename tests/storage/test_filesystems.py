@@ -78,20 +78,20 @@ def test_a_changed_file_is_an_error(memory: str) -> None:
         source.read(0, 5)
 
 
-class Told:
-    """A file system that tells and gives what it is told to."""
+class ScriptedFileSystem:
+    """A file system with the sizes, versions and data that a test sets."""
 
-    protocol = "told"
+    protocol = "scripted"
 
     def __init__(self) -> None:
-        self.info_now: dict[str, Any] = {"size": 10, "type": "file", "ETag": "a"}
+        self.current_info: dict[str, Any] = {"size": 10, "type": "file", "ETag": "a"}
         self.data = bytes(range(10))
-        self.asked = 0
+        self.info_calls = 0
         self.fetched: list[tuple[int, int]] = []
 
     def info(self, path: str) -> dict[str, Any]:
-        self.asked += 1
-        return self.info_now
+        self.info_calls += 1
+        return self.current_info
 
     def invalidate_cache(self, path: str) -> None:
         assert path == "m.zt"
@@ -102,36 +102,38 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    fs = Told()
+def filesystem(monkeypatch: pytest.MonkeyPatch) -> ScriptedFileSystem:
+    fs = ScriptedFileSystem()
     monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (fs, "m.zt"))
     return fs
 
 
 def test_the_version_is_not_asked_for_with_each_read(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+    filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_source("told://" + uuid4().hex)
+    source = open_source("scripted://" + uuid4().hex)
     for _ in range(20):
         source.read(0, 5)
-    assert told.asked == 1
+    assert filesystem.info_calls == 1
     monkeypatch.setattr(remote, "TRUSTED_SECONDS", -1)
     source.read(0, 5)
-    assert told.asked == 2
-    told.info_now = {"size": 10, "type": "file", "ETag": "b"}
+    assert filesystem.info_calls == 2
+    filesystem.current_info = {"size": 10, "type": "file", "ETag": "b"}
     with pytest.raises(FileChangedError):
         source.read(0, 5)
 
 
-def test_a_copy_in_another_process_asks_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    pickled = pickle.dumps(open_source("told://" + uuid4().hex))
+def test_a_copy_in_another_process_asks_once(
+    filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = pickle.dumps(open_source("scripted://" + uuid4().hex))
     monkeypatch.setattr(remote, "_checks", Pool())
-    told.info_now = {"size": 10, "type": "file", "ETag": "b"}
+    filesystem.current_info = {"size": 10, "type": "file", "ETag": "b"}
     with pytest.raises(FileChangedError):
         pickle.loads(pickled).read(0, 5)
 
 
-class Blocking(Told):
+class Blocking(ScriptedFileSystem):
     """A file system that never answers."""
 
     def info(self, path: str) -> dict[str, Any]:
@@ -142,59 +144,59 @@ class Blocking(Told):
 def test_a_file_system_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (Blocking(), "m.zt"))
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"told://m\.zt"):
-        open_source("told://m.zt", storage_options={"xckpt": {"timeout": 0.2}})
+    with pytest.raises(TimeoutError, match=r"scripted://m\.zt"):
+        open_source("scripted://m.zt", storage_options={"xckpt": {"timeout": 0.2}})
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("filesystem")
 @pytest.mark.parametrize("error", [ValueError("no number"), IndexError("no range"), KeyError("x")])
 def test_errors_of_file_systems_are_errors_of_a_file(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    source = open_source("told://" + uuid4().hex)
+    source = open_source("scripted://" + uuid4().hex)
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
     for name in ("cat_file", "info"):
-        monkeypatch.setattr(Told, name, fail)
+        monkeypatch.setattr(ScriptedFileSystem, name, fail)
     for call in (lambda: source.read(0, 5), lambda: open_source(source.name)):
-        with pytest.raises(OSError, match="told://") as caught:
+        with pytest.raises(OSError, match="scripted://") as caught:
             call()
         assert not isinstance(caught.value, FileNotFoundError | ValueError)
 
 
 @pytest.mark.parametrize("size", [1 << 63, 10**30])
-def test_a_size_that_is_none_is_an_error(told: Told, size: int) -> None:
-    told.info_now["size"] = size
+def test_a_size_that_is_none_is_an_error(filesystem: ScriptedFileSystem, size: int) -> None:
+    filesystem.current_info["size"] = size
     with pytest.raises(UnsupportedError, match="size"):
-        open_source("told://m.zt")
+        open_source("scripted://m.zt")
 
 
-def test_a_short_answer_is_an_error(told: Told) -> None:
-    source = open_source("told://" + uuid4().hex)
-    told.data = told.data[:7]
+def test_a_short_answer_is_an_error(filesystem: ScriptedFileSystem) -> None:
+    source = open_source("scripted://" + uuid4().hex)
+    filesystem.data = filesystem.data[:7]
     with pytest.raises(OSError, match="asked for 5 bytes at 5, got 2") as caught:
         source.read(5, 5)
     assert not isinstance(caught.value, FileChangedError)
-    told.info_now = {"size": 7, "type": "file", "ETag": "b"}
+    filesystem.current_info = {"size": 7, "type": "file", "ETag": "b"}
     with pytest.raises(FileChangedError):
         source.read(5, 5)
 
 
 @pytest.mark.parametrize("size", [None, -1, 3.5, "10"])
-def test_an_unknown_size_is_an_error(told: Told, size: object) -> None:
-    told.info_now["size"] = size
+def test_an_unknown_size_is_an_error(filesystem: ScriptedFileSystem, size: object) -> None:
+    filesystem.current_info["size"] = size
     with pytest.raises(UnsupportedError, match="size"):
-        open_source("told://m.zt")
+        open_source("scripted://m.zt")
 
 
-def test_ranges_are_merged_and_read_at_the_same_time(told: Told) -> None:
-    source = open_source("told://" + uuid4().hex)
+def test_ranges_are_merged_and_read_at_the_same_time(filesystem: ScriptedFileSystem) -> None:
+    source = open_source("scripted://" + uuid4().hex)
     pieces = source.read_ranges([(8, 2), (0, 1), (2, 1)], gap=1)
     assert [bytes(piece) for piece in pieces] == [b"\x08\x09", b"\x00", b"\x02"]
-    assert sorted(told.fetched) == [(0, 3), (8, 10)]
+    assert sorted(filesystem.fetched) == [(0, 3), (8, 10)]
 
 
 def test_a_file_system_without_range_reads_of_its_own(tmp_path: Path) -> None:

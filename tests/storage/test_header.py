@@ -46,8 +46,8 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = HeaderSource(CountingSource(DATA))
     for offset in range(0, SIZE, 1 << 12):
         assert ahead.read(offset, 10) == DATA[offset : offset + 10]
-        kept = sum(len(data) for _, data in ahead.segments)
-        assert kept <= 1 << 18
+        nbytes = sum(len(data) for _, data in ahead.segments)
+        assert nbytes <= 1 << 18
     assert not ahead.complete
 
 
@@ -101,8 +101,8 @@ def test_a_damaged_entry_is_none(web: WebServer, tmp_path: Path, damage: str) ->
     data = bytearray(entry.read_bytes())
     data[len(data) // 2] ^= damage == "flipped"
     data[13] ^= damage == "head"
-    whole = bytes(data)
-    changed = {"empty": b"", "cut": whole[:-5], "garbage": b"\x80" * 100}.get(damage, whole)
+    intact = bytes(data)
+    changed = {"empty": b"", "cut": intact[:-5], "garbage": b"\x80" * 100}.get(damage, intact)
     if damage == "of another":
         changed = changed.replace(b"m.zt", b"n.zt")
     entry.write_bytes(changed)
@@ -138,11 +138,11 @@ def test_ranges_are_remembered_by_themselves() -> None:
     source = CountingSource(data)
     header = HeaderSource(source)
     header.keep(0, memoryview(data)[:100])
-    asked = [(5000, 10), (90, 20), (0, 5), (5005, 10), (200_000, 8), (5000, 10), (7000, 0)]
+    ranges = [(5000, 10), (90, 20), (0, 5), (5005, 10), (200_000, 8), (5000, 10), (7000, 0)]
     for _ in range(2):
-        pieces = header.read_ranges(asked, gap=10)
-        assert [bytes(piece) for piece in pieces] == [data[at : at + n] for at, n in asked]
+        pieces = header.read_ranges(ranges, gap=10)
+        assert [bytes(piece) for piece in pieces] == [data[at : at + n] for at, n in ranges]
     # What overlaps something is read as a header is: with what may be wanted next.
     assert source.reads[:2] == [(5000, 10), (200_000, 8)]
     assert len(source.reads) == 4
-    assert all(data[at : at + len(each)] == each for at, each in header.segments)
+    assert all(data[at : at + len(segment)] == segment for at, segment in header.segments)

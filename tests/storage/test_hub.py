@@ -43,10 +43,10 @@ def shards(count: int, width: int = WIDTH) -> dict[str, bytes]:
     for number in range(count):
         name = f"model-{number + 1:05}-of-{count:05}.safetensors"
         weights = {
-            f"model.layers.{number}.{each}.weight": numbers.standard_normal(
+            f"model.layers.{number}.{module}.weight": numbers.standard_normal(
                 (32, width), dtype=np.float32
             )
-            for each in ("down", "up")
+            for module in ("down", "up")
         }
         files[name] = save(weights)
         weight_map |= dict.fromkeys(weights, name)
@@ -76,9 +76,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 @pytest.fixture
 def files(hub: HubServer) -> dict[str, bytes]:
-    found = shards(4)
-    hub.repositories["org/model"].push(found)
-    return found
+    contents = shards(4)
+    hub.repositories["org/model"].push(contents)
+    return contents
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ class TestWhatIsOpened:
         if not path.is_dir():
             pytest.skip(f"no golden model {name}")
         hub.repositories["org/model"].push(
-            {each.name: each.read_bytes() for each in path.iterdir() if "expected" not in each.name}
+            {file.name: file.read_bytes() for file in path.iterdir() if "expected" not in file.name}
         )
         xr.testing.assert_identical(
             opened().compute().drop_attrs(),
@@ -254,8 +254,8 @@ class TestRevisions:
         hub.repositories["org/model"].push(shards(2))
         assert len(opened().variables) == 4
         # What is open stays the commit that it was.
-        whole = save({key: before[key].values for key in list(before)[:2]})
-        assert whole == files["model-00001-of-00004.safetensors"]
+        shard = save({key: before[key].values for key in list(before)[:2]})
+        assert shard == files["model-00001-of-00004.safetensors"]
 
     def test_a_commit_that_is_gone(self, hub: HubServer, files: dict[str, bytes]) -> None:
         ds = opened()
@@ -308,16 +308,16 @@ class TestRedirects:
 
 
 class TestToken:
-    @pytest.mark.parametrize("how", ["environment", "file", "option"])
+    @pytest.mark.parametrize("source", ["environment", "file", "option"])
     def test_it_goes_to_the_hub_alone(
-        self, hub: HubServer, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, hub: HubServer, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub.repositories["org/model"].private = True
         hub.repositories["org/model"].push(shards(2))
         options = {}
-        if how == "environment":
+        if source == "environment":
             monkeypatch.setenv("HF_TOKEN", TOKEN)
-        elif how == "file":
+        elif source == "file":
             (tmp_path / "token").write_text(TOKEN)
         else:
             options = {"token": TOKEN}
@@ -327,10 +327,12 @@ class TestToken:
         assert {r.token for r in hub.requests if r.host == "hub"} == {f"Bearer {TOKEN}"}
         assert {r.token for r in hub.requests if r.host == "copies"} == {None}
         assert TOKEN not in repr(ds.encoding) + repr(ds.attrs) + ds._repr_html_()
-        if how != "option":
+        if source != "option":
             assert TOKEN.encode() not in pickle.dumps(ds)
-        kept = Path(os.environ["XCKPT_CACHE_DIR"]).rglob("*")
-        assert not any(TOKEN.encode() in path.read_bytes() for path in kept if path.is_file())
+        cache_files = Path(os.environ["XCKPT_CACHE_DIR"]).rglob("*")
+        assert not any(
+            TOKEN.encode() in path.read_bytes() for path in cache_files if path.is_file()
+        )
 
 
 class TestRefusals:

@@ -41,8 +41,8 @@ def test_memory_of_the_machine() -> None:
 
 
 def test_memory_of_this_machine() -> None:
-    found = available_nbytes()
-    assert found is None or found > 0
+    nbytes = available_nbytes()
+    assert nbytes is None or nbytes > 0
 
 
 def test_nothing_is_known(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ def test_memory_of_the_control_groups_of_a_container(machine: Path) -> None:
     outer, inner = machine / "groups" / "outer", machine / "groups" / "outer" / "inner"
     write(inner, memory__max="max", memory__current=1, memory__stat="inactive_file 0")
     assert available_nbytes() == 320 * KIB
-    said = f"anon 5\ninactive_file {10 * KIB}"
-    write(outer, memory__max=100 * KIB, memory__current=30 * KIB, memory__stat=said)
+    memory_stat = f"anon 5\ninactive_file {10 * KIB}"
+    write(outer, memory__max=100 * KIB, memory__current=30 * KIB, memory__stat=memory_stat)
     assert available_nbytes() == 80 * KIB
     write(inner, memory__max=20 * KIB, memory__current=30 * KIB, memory__stat="")
     assert available_nbytes() == 0
@@ -70,8 +70,8 @@ def test_memory_of_a_control_group_of_the_first_version(machine: Path) -> None:
     (machine / "cgroup").write_text("4:cpu,memory:/docker/1\n3:pids:/docker/1\n0::/\n")
     names = ("memory__limit_in_bytes", "memory__usage_in_bytes", "memory__stat")
     # The path is that on the outside; inside, the root is the group.
-    said = dict(zip(names, (50 * KIB, 20 * KIB, "total_inactive_file 1024"), strict=True))
-    write(machine / "groups" / "memory", **said)
+    group_files = dict(zip(names, (50 * KIB, 20 * KIB, "total_inactive_file 1024"), strict=True))
+    write(machine / "groups" / "memory", **group_files)
     assert available_nbytes() == 31 * KIB
 
 
@@ -121,8 +121,8 @@ def test_a_lack_of_memory_becomes_an_error_that_names_file_and_tensor() -> None:
     ):
         raise MemoryError
     assert isinstance(caught.value.__cause__, MemoryError)
-    with pytest.raises(CheckpointError) as found, locating(path="n.zt", tensor="v"):
+    with pytest.raises(CheckpointError) as error, locating(path="n.zt", tensor="v"):
         raise CheckpointError("x", path="m.zt")
-    assert (found.value.path, found.value.tensor) == ("m.zt", "v")
+    assert (error.value.path, error.value.tensor) == ("m.zt", "v")
     with pytest.raises(ZeroDivisionError), locating(path="m.zt"):
         raise ZeroDivisionError

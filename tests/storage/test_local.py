@@ -174,7 +174,9 @@ def test_paths_are_absolute_at_once(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(path.parent)
     monkeypatch.setenv("HOME", str(path.parent))
     monkeypatch.setenv("USERPROFILE", str(path.parent))
-    sources = [open_source(each) for each in ("m.zt", "~/m.zt", "./x/../m.zt", path.as_uri())]
+    sources = [
+        open_source(spelling) for spelling in ("m.zt", "~/m.zt", "./x/../m.zt", path.as_uri())
+    ]
     monkeypatch.chdir(Path(path.anchor))
     for source in sources:
         assert source.name == str(path)
@@ -209,10 +211,10 @@ def delete(path: Path) -> None:
 def replace(path: Path) -> None:
     """Put another file of the same size and time there."""
     time = path.stat().st_mtime_ns
-    other = path.with_suffix(".new")
-    other.write_bytes(DATA[::-1])
-    os.utime(other, ns=(time, time))
-    other.replace(path)
+    replacement = path.with_suffix(".new")
+    replacement.write_bytes(DATA[::-1])
+    os.utime(replacement, ns=(time, time))
+    replacement.replace(path)
 
 
 @pytest.mark.parametrize("change", [write_in_place, grow, cut_short, delete, replace])
@@ -241,11 +243,11 @@ def test_a_changed_file_is_an_error(
 
 def test_a_change_during_a_read_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(path)
-    whole = local.OpenFile.read_into
+    read_into = local.OpenFile.read_into
 
     def read_while_it_changes(self: local.OpenFile, memory: memoryview, offset: int) -> int:
         rewrite(path, DATA[::-1])
-        return whole(self, memory, offset)
+        return read_into(self, memory, offset)
 
     monkeypatch.setattr(local.OpenFile, "read_into", read_while_it_changes)
     with pytest.raises(FileChangedError, match="written"):
@@ -373,9 +375,9 @@ def test_siblings(path: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "b.zt").write_bytes(b"other")
     source = open_source(path, mmap=True)
-    other = source.sibling("blobs/b.zt")
-    assert bytes(other.view(0, 5)) == b"other"
-    assert is_mapped(other.view(0, 5))
+    sibling = source.sibling("blobs/b.zt")
+    assert bytes(sibling.view(0, 5)) == b"other"
+    assert is_mapped(sibling.view(0, 5))
     with pytest.raises(FileNotFoundError):
         source.sibling("c.zt")
     with pytest.raises(FormatError):
@@ -542,8 +544,8 @@ def test_a_tilde_is_a_home_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert local_path(f"~{user.pw_name}/m.zt") == str(Path(user.pw_dir, "m.zt"))
 
 
-@pytest.mark.parametrize("given", ["a\0b", "file:///a%00b", "~\0/m.zt"])
-def test_a_null_character_is_told(given: str) -> None:
+@pytest.mark.parametrize("location", ["a\0b", "file:///a%00b", "~\0/m.zt"])
+def test_a_null_character_is_told(location: str) -> None:
     for use in (open_source, local_path):
         with pytest.raises(ValueError, match=r"the path '.*0.*' has a null character"):
-            use(given)
+            use(location)

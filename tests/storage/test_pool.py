@@ -106,9 +106,9 @@ def test_a_forked_child_starts_empty_and_waits_for_no_lock() -> None:
     locked.wait(10)
     child = os.fork()
     if child == 0:
-        left = len(pool)
+        count = len(pool)
         pool.get("b", Thing)
-        os._exit(left)
+        os._exit(count)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     done.set()
     thread.join()

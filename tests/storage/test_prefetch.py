@@ -90,11 +90,11 @@ SCANS: dict[str, Callable[[str, Path], Any]] = {
 every_scan = pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, xr.Dataset | xr.DataArray):
-        xr.testing.assert_equal(found, wanted)
+def assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(expected, xr.Dataset | xr.DataArray):
+        xr.testing.assert_equal(actual, expected)
     else:
-        assert found == wanted
+        assert actual == expected
 
 
 class TestScans:
@@ -106,8 +106,8 @@ class TestScans:
         web.behaviour.together, web.behaviour.patience = 9, 0.3
         web.requests.clear()
         web.nbytes_sent = web.at_once = 0
-        found = scan(f"{web.url}/m.zt", tmp_path)
-        assert_same(found, scan(str(path), tmp_path))
+        result = scan(f"{web.url}/m.zt", tmp_path)
+        assert_same(result, scan(str(path), tmp_path))
         assert web.at_once >= 9
         size = path.stat().st_size * (2 if scan is SCANS["compare"] else 1)
         assert web.nbytes_sent < size + size // 10 + REQUEST  # the head is read when it is opened
@@ -120,10 +120,10 @@ class TestScans:
         monkeypatch.setattr(prefetch, "REQUEST_NBYTES", 2 * path.stat().st_size)
         opened(web)
         web.requests.clear()
-        found = scan(f"{web.url}/m.zt", tmp_path)
-        assert_same(found, scan(str(path), tmp_path))
+        result = scan(f"{web.url}/m.zt", tmp_path)
+        assert_same(result, scan(str(path), tmp_path))
         # The rest looks for the config of a model next to it. A comparison opens two.
-        of_file = [each for each in web.requests if each[1] == "/m.zt"]
+        of_file = [request for request in web.requests if request[1] == "/m.zt"]
         assert len(of_file) <= (4 if scan is SCANS["compare"] else 3)
 
     def test_what_is_computed_may_be_written_to(self, web: WebServer) -> None:
@@ -147,18 +147,22 @@ class TestScans:
             ranges += [(source, at + skipped, large - skipped), (source, beside, small)]
         web.requests.clear()
         with reading_ahead(ranges):
-            found = [bytes(source.read(*each[1:])) for each in ranges]
+            pieces = [bytes(source.read(*extent[1:])) for extent in ranges]
         data = web.behaviour.files["/m.zt"]
-        assert found == [data[at : at + nbytes] for _, at, nbytes in ranges]
-        asked = [each for each in web.gets if each and int(each[6:].split("-")[0]) >= 9 * large]
-        assert asked == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
+        assert pieces == [data[at : at + nbytes] for _, at, nbytes in ranges]
+        requested = [
+            byte_range
+            for byte_range in web.gets
+            if byte_range and int(byte_range[6:].split("-")[0]) >= 9 * large
+        ]
+        assert requested == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
 
     @every_scan
     def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
-        wanted = scan(str(path), tmp_path)
+        expected = scan(str(path), tmp_path)
         web.behaviour.failing = 0.2
         web.behaviour.busy = 5
-        assert_same(scan(f"{web.url}/m.zt", tmp_path), wanted)
+        assert_same(scan(f"{web.url}/m.zt", tmp_path), expected)
         assert web.faults
 
     @every_scan
@@ -177,8 +181,8 @@ class TestScans:
         web.behaviour.latency = 0.01  # not everything has come
         with dask.config.set({"xckpt.read-ahead": 2 * REQUEST}):
             if scan is SCANS["verify"]:
-                found = scan(f"{web.url}/m.zt", tmp_path)
-                assert any("changed" in each.message for each in found)
+                findings = scan(f"{web.url}/m.zt", tmp_path)
+                assert any("changed" in finding.message for finding in findings)
                 return
             with pytest.raises(FileChangedError, match=web.url):
                 scan(f"{web.url}/m.zt", tmp_path)
@@ -192,17 +196,19 @@ class TestScans:
             ds.compute()
 
     def test_little_memory(self, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        held = []
+        held_nbytes = []
         read = prefetch._Prefetcher._read
 
         def looking(*arguments: Any, **keywords: Any) -> Any:
-            held.append(prefetch._shared.held)
+            held_nbytes.append(prefetch._shared.held)
             return read(*arguments, **keywords)
 
         monkeypatch.setattr(prefetch._Prefetcher, "_read", looking)
         with dask.config.set({"xckpt.read-ahead": 3 * REQUEST, "num_workers": 2}):
             xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
-        assert 0 < max(held) <= 11 * REQUEST  # with what each of two blocks has and waits for
+        assert (
+            0 < max(held_nbytes) <= 11 * REQUEST
+        )  # with what each of two blocks has and waits for
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
     def test_an_end_in_the_middle(self, error: type[BaseException], web: WebServer) -> None:
@@ -282,7 +288,9 @@ class TestAnythingElse:
         xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
         assert web.requests[0] == ("GET", "/m.zt", "bytes=0-65535")
         # The rest looks for the config of a model next to it.
-        of_file = [(method, asked) for method, name, asked in web.requests if name == "/m.zt"]
+        of_file = [
+            (method, byte_range) for method, name, byte_range in web.requests if name == "/m.zt"
+        ]
         assert len(set(of_file)) == len(of_file)
         assert {method for method, _ in of_file} == {"GET"}
 
@@ -309,8 +317,8 @@ class TestAnythingElse:
             ) as cluster,
             distributed.Client(cluster),
         ):
-            found = xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
-        xr.testing.assert_equal(found, xckpt.stats(path, cache=False, progress=False))
+            result = xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
+        xr.testing.assert_equal(result, xckpt.stats(path, cache=False, progress=False))
         assert web.at_once > 8
 
 
@@ -331,9 +339,9 @@ class Far(CountingSource):
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 800)), min_size=2, max_size=40),
     announced=st.randoms(use_true_random=False),
-    asked=st.randoms(use_true_random=False),
+    random=st.randoms(use_true_random=False),
 )
-def test_ranges_in_any_order_are_requested_once(sizes: Any, announced: Any, asked: Any) -> None:
+def test_ranges_in_any_order_are_requested_once(sizes: Any, announced: Any, random: Any) -> None:
     ranges, at = [], 0
     for nbytes, gap in sizes:
         ranges.append((at + gap, nbytes))
@@ -343,8 +351,8 @@ def test_ranges_in_any_order_are_requested_once(sizes: Any, announced: Any, aske
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prefetch, "REQUEST_NBYTES", 1000)
         patched.setattr(prefetch, "_GAP", 500)
-        with reading_ahead((source, *each) for each in ranges):
-            asked.shuffle(ranges)
+        with reading_ahead((source, *extent) for extent in ranges):
+            random.shuffle(ranges)
             for offset, nbytes in ranges:
                 memory = memoryview(bytearray(nbytes))
                 assert prefetch.copy(source, offset, memory)
@@ -359,25 +367,25 @@ places = st.tuples(st.integers(0, 5000), st.integers(0, 3000))
 @settings(max_examples=30)
 @given(
     announced=st.lists(places, max_size=30),
-    asked=st.lists(places, max_size=30),
+    unannounced=st.lists(places, max_size=30),
     in_order=st.booleans(),
 )
 def test_whatever_is_announced_and_read(
-    announced: list[tuple[int, int]], asked: list[tuple[int, int]], in_order: bool
+    announced: list[tuple[int, int]], unannounced: list[tuple[int, int]], in_order: bool
 ) -> None:
     data = np.random.default_rng(1).bytes(8000)
     source = Far(data)
-    wanted = announced if in_order else asked
+    extents = announced if in_order else unannounced
     with (
         pytest.MonkeyPatch.context() as patched,
         dask.config.set({"xckpt.read-ahead": 4000}),
     ):
         patched.setattr(prefetch, "REQUEST_NBYTES", 1000)
-        with reading_ahead((source, *each) for each in announced):
-            for number, (offset, nbytes) in enumerate(wanted):
+        with reading_ahead((source, *extent) for extent in announced):
+            for number, (offset, nbytes) in enumerate(extents):
                 if number % 2:
-                    found = prefetch.view(source, offset, nbytes)
-                    assert found is None or found == data[offset : offset + nbytes]
+                    piece = prefetch.view(source, offset, nbytes)
+                    assert piece is None or piece == data[offset : offset + nbytes]
                     continue
                 memory = memoryview(bytearray(nbytes))
                 if prefetch.copy(source, offset, memory):

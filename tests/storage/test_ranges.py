@@ -18,18 +18,18 @@ RANGES = st.lists(
 
 
 @given(RANGES, st.integers(0, 200))
-def test_reads_what_is_asked_in_its_order(asked: list[tuple[int, int]], gap: int) -> None:
+def test_reads_what_is_asked_in_its_order(ranges: list[tuple[int, int]], gap: int) -> None:
     source = CountingSource(DATA)
-    pieces = source.read_ranges(asked, gap=gap)
-    assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in asked]
+    pieces = source.read_ranges(ranges, gap=gap)
+    assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in ranges]
 
 
 @given(RANGES, st.integers(0, 200))
-def test_what_is_read_is_apart_and_in_order(asked: list[tuple[int, int]], gap: int) -> None:
+def test_what_is_read_is_apart_and_in_order(ranges: list[tuple[int, int]], gap: int) -> None:
     reading = CountingSource(DATA)
-    reading.read_ranges(asked, gap=gap)
+    reading.read_ranges(ranges, gap=gap)
     assert all(b - (a + n) > gap for (a, n), (b, _) in pairwise(reading.reads))
-    assert len(reading.reads) <= len(asked)
+    assert len(reading.reads) <= len(ranges)
 
 
 def test_near_ranges_are_one_request() -> None:

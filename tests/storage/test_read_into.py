@@ -21,8 +21,8 @@ DATA = bytes(range(256)) * 40
 def test_it_fills_memory_and_nothing_around(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "data"
     path.write_bytes(DATA)
-    given: Any = {"bytes": DATA, "object": io.BytesIO(DATA)}.get(kind, path)
-    source = open_source(given, mmap=kind != "no maps")
+    location: Any = {"bytes": DATA, "object": io.BytesIO(DATA)}.get(kind, path)
+    source = open_source(location, mmap=kind != "no maps")
     buffer = np.full(1000, 255, np.uint8)
     source.read_into(77, buffer[10:500].data)
     assert buffer[10:500].tobytes() == DATA[77:567]

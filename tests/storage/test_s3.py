@@ -82,10 +82,10 @@ def test_reading_all_reads_each_byte_once(s3: S3Server) -> None:
     ds = opened(s3)
     s3.forget()
     ds.load()
-    asked = sorted(tuple(map(int, r[6:].split("-"))) for _, _, r in s3.requests if r is not None)
-    assert all(a[1] < b[0] for a, b in pairwise(asked))
+    ranges = sorted(tuple(map(int, r[6:].split("-"))) for _, _, r in s3.requests if r is not None)
+    assert all(a[1] < b[0] for a, b in pairwise(ranges))
     # Between small tensors are a few bytes that align them.
-    assert len(asked) < 4
+    assert len(ranges) < 4
     assert ds.nbytes <= s3.nbytes_sent < 1.02 * ds.nbytes
     for name, values in ARRAYS.items():
         np.testing.assert_array_equal(ds.variables[name], values)
@@ -101,7 +101,7 @@ def test_requests_that_fail_now_and_then_do_not_show(s3: S3Server) -> None:
 
 def test_a_range_that_is_never_there_is_an_error(s3: S3Server) -> None:
     ds = opened(s3)
-    s3.refuse = lambda _path, asked: asked is not None
+    s3.refuse = lambda _path, byte_range: byte_range is not None
     with pytest.raises(OSError, match=r"m\.zt") as caught:
         ds["big"].compute()
     assert not isinstance(caught.value, FileChangedError | FileNotFoundError)
@@ -113,9 +113,9 @@ def test_an_object_that_changed(s3: S3Server) -> None:
     ds = opened(s3, f"s3://{BUCKET}/{name}")
     pickled = pickle.dumps(ds)
     s3.put(**{name: zt({"a": np.ones(1000, "<f4")})})
-    for each in (ds, pickle.loads(pickled)):
+    for dataset in (ds, pickle.loads(pickled)):
         with pytest.raises(FileChangedError, match="ETag"):
-            each["a"].compute()
+            dataset["a"].compute()
     np.testing.assert_array_equal(opened(s3, f"s3://{BUCKET}/{name}")["a"], np.ones(1000))
 
 
@@ -198,20 +198,20 @@ class TestOptions:
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
         assert open_source(KEY).size > 0
 
-    @pytest.mark.parametrize("how", ["option", "variable", "default"])
+    @pytest.mark.parametrize("source", ["option", "variable", "default"])
     def test_a_profile(
-        self, s3: S3Server, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, s3: S3Server, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name, raising=False)
-        name = "default" if how == "default" else "mine"
+        name = "default" if source == "default" else "mine"
         path = tmp_path / "credentials"
         path.write_text(f"[{name}]\naws_access_key_id = AKIDMINE\naws_secret_access_key = x\n")
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
         options: dict[str, Any] = {"endpoint_url": s3.url}
-        if how == "option":
+        if source == "option":
             options["profile"] = "mine"
-        elif how == "variable":
+        elif source == "variable":
             monkeypatch.setenv("AWS_PROFILE", "mine")
         assert open_source(KEY, storage_options=options).size > 0
         assert "AKIDMINE" in s3.authorizations[-1]
@@ -220,7 +220,7 @@ class TestOptions:
         monkeypatch.setitem(sys.modules, "boto3", None)
         stores._stores._reset()
         objects._addresses._reset()
-        if how != "default":
+        if source != "default":
             with pytest.raises(ImportError, match="pip install boto3"):
                 open_source(KEY, storage_options={**options, "retries": 2})
 
@@ -269,8 +269,8 @@ class TestWriting:
                 f"{url}.index.json", engine="safetensors", storage_options=s3.options
             )
             np.testing.assert_array_equal(again["big"], BIG + number)
-        left = Bucket(url, s3.options).glob(f"{BUCKET}/shards/*")
-        assert not [path for path in left if "xckpt" in path]
+        remaining = Bucket(url, s3.options).glob(f"{BUCKET}/shards/*")
+        assert not [path for path in remaining if "xckpt" in path]
 
     def test_a_refusal_names_the_url(self, s3: S3Server) -> None:
         s3.refuse = lambda path, _range: "refused" in path
@@ -312,13 +312,13 @@ class TestGoogle:
         with pytest.raises(FileNotFoundError, match=r"gs://bucket/none\.zt"):
             xckpt.open(f"gs://{BUCKET}/none.zt", storage_options=options)
 
-    @pytest.mark.parametrize("how", ["token", "variable", "account"])
-    def test_emulators(self, s3: S3Server, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("source", ["token", "variable", "account"])
+    def test_emulators(self, s3: S3Server, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
         account = {"gcs_base_url": s3.url, "disable_oauth": True}
         account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-        options: dict[str, Any] = {"token": account if how == "account" else "anon"}
-        if how == "token":
+        options: dict[str, Any] = {"token": account if source == "account" else "anon"}
+        if source == "token":
             options["endpoint_url"] = s3.url
-        if how == "variable":
+        if source == "variable":
             monkeypatch.setenv("STORAGE_EMULATOR_HOST", s3.url.removeprefix("http://"))
         assert open_source(f"gs://{BUCKET}/m.zt", storage_options=options).size > 0

@@ -56,10 +56,10 @@ def test_nothing_is_there_before_commit(tmp_path: Path) -> None:
 def test_the_disk_begins_before_the_last_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    advices = []
 
     def advise(_: int, offset: int, nbytes: int, advice: int) -> None:
-        told.append((offset, nbytes, advice))
+        advices.append((offset, nbytes, advice))
         raise OSError(errno.EINVAL, "this file system takes no advice")
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
@@ -67,7 +67,7 @@ def test_the_disk_begins_before_the_last_byte_is_written(
     sink = Sink(tmp_path / "m.zt")
     sink.write(b"few", len(data))
     sink.write(data, 0)
-    assert told == [(0, len(data), os.POSIX_FADV_DONTNEED)]
+    assert advices == [(0, len(data), os.POSIX_FADV_DONTNEED)]
     sink.commit()
     assert (tmp_path / "m.zt").read_bytes() == data + b"few"
 
@@ -217,16 +217,16 @@ def test_names_that_are_as_long_as_can_be(tmp_path: Path) -> None:
 def test_left_overs_are_removed_and_files_in_use_are_not(tmp_path: Path) -> None:
     target = tmp_path / "m.zt"
     mine = Sink(target)
-    left = tmp_path / f".m.zt.0badcafe{PARTIAL_SUFFIX}"
-    others = [f".m.zt.b.0badcafe{PARTIAL_SUFFIX}", f"m.zt.0badcafe{PARTIAL_SUFFIX}", ".m.zt.swp"]
-    for name in (left.name, *others):
+    leftover = tmp_path / f".m.zt.0badcafe{PARTIAL_SUFFIX}"
+    unrelated = [f".m.zt.b.0badcafe{PARTIAL_SUFFIX}", f"m.zt.0badcafe{PARTIAL_SUFFIX}", ".m.zt.swp"]
+    for name in (leftover.name, *unrelated):
         (tmp_path / name).write_bytes(b"partial")
     with Sink(target) as second:
         assert sorted(names(tmp_path)) == sorted(
-            [Path(p.path).name for p in (mine, second)] + others
+            [Path(p.path).name for p in (mine, second)] + unrelated
         )
     mine.commit()
-    assert names(tmp_path) == sorted(["m.zt", *others])
+    assert names(tmp_path) == sorted(["m.zt", *unrelated])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
@@ -236,18 +236,18 @@ def test_a_file_that_another_writer_is_about_to_remove_is_not_used(
     """It looked for left-overs between the two calls that make and lock ours."""
     import fcntl
 
-    open_, taken = os.open, dict[str, int]()
+    open_, locked = os.open, dict[str, int]()
 
     def opened(path: Any, flags: int, mode: int = 0o777) -> int:
         fileno = open_(path, flags, mode)
-        if str(path).endswith(PARTIAL_SUFFIX) and not taken:
-            taken[str(path)] = open_(path, os.O_RDWR)
-            fcntl.flock(taken[str(path)], fcntl.LOCK_EX)
+        if str(path).endswith(PARTIAL_SUFFIX) and not locked:
+            locked[str(path)] = open_(path, os.O_RDWR)
+            fcntl.flock(locked[str(path)], fcntl.LOCK_EX)
         return fileno
 
     monkeypatch.setattr(os, "open", opened)
     with Sink(tmp_path / "m.zt") as sink:
-        for path, fileno in taken.items():
+        for path, fileno in locked.items():
             Path(path).unlink(missing_ok=True)
             os.close(fileno)
         sink.write(b"new", 0)
@@ -365,9 +365,9 @@ def test_a_forked_child_does_not_remove_the_file(tmp_path: Path) -> None:
 def test_a_pickled_sink_writes_to_the_same_file_and_does_not_own_it(tmp_path: Path) -> None:
     sink = Sink(tmp_path / "m.zt")
     sink.resize(6)
-    other = pickle.loads(pickle.dumps(sink))
-    other.write(b"def", 3)
-    other.abort()
+    copy = pickle.loads(pickle.dumps(sink))
+    copy.write(b"def", 3)
+    copy.abort()
     sink.write(b"abc", 0)
     sink.commit()
     assert (tmp_path / "m.zt").read_bytes() == b"abcdef"
@@ -424,8 +424,8 @@ def test_a_folder_that_is_not_brought_to_the_disk_is_a_warning(
     monkeypatch.setattr(os, "fsync", failing)
     target = tmp_path / "m.zt"
     for data in (b"new", b"newer"):
-        told = r"m\.zt: the new file is complete and in place.*Input/output.*power failure"
-        with pytest.warns(CheckpointWarning, match=told):
+        message = r"m\.zt: the new file is complete and in place.*Input/output.*power failure"
+        with pytest.warns(CheckpointWarning, match=message):
             written(target, data, overwrite=data == b"newer")
         assert target.read_bytes() == data
     assert len(folders) == 2, "once for each file"
@@ -502,14 +502,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_another_writer_replaced_meanwhile_stays(tmp_path: Path) -> None:
     target = tmp_path / "m.zt"
     target.write_bytes(b"old")
-    for other in (b"other", b"dlo"):
+    for replacement in (b"other", b"dlo"):
         source = LocalSource(str(target))
         with Sink(target, overwrite=True) as sink:
             sink.write(b"new", 0)
-            written(target, other, overwrite=True)
+            written(target, replacement, overwrite=True)
             with pytest.raises(FileChangedError, match=r"m\.zt"):
                 publish(sink, replaced=[source])
-        assert target.read_bytes() == other
+        assert target.read_bytes() == replacement
     assert names(tmp_path) == ["m.zt"]
 
 

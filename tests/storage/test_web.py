@@ -90,9 +90,9 @@ class TestReading:
         assert read == [DATA[at : at + 1000] for at in places]
 
     def test_ranges_are_few_requests(self, web: WebServer, source: Source) -> None:
-        asked = [(2_500_000, 10), (0, 10), (100, 10), (2_500_005, 100)]
-        pieces = source.read_ranges(asked, gap=1000)
-        assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in asked]
+        ranges = [(2_500_000, 10), (0, 10), (100, 10), (2_500_005, 100)]
+        pieces = source.read_ranges(ranges, gap=1000)
+        assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in ranges]
         assert sorted(map(str, web.gets)) == ["bytes=0-109", "bytes=2500000-2500104"]
 
     def test_an_empty_file(self, web: WebServer) -> None:
@@ -113,7 +113,7 @@ class TestReading:
         web.behaviour.files[f"/{path}"] = DATA[:100]
         source = open_source(f"{web.url}/{path}{query}")
         assert source.read(5, 5) == DATA[5:10]
-        assert {asked for _, asked, _ in web.requests} == {f"/{path}{query}".rstrip("?")}
+        assert {target for _, target, _ in web.requests} == {f"/{path}{query}".rstrip("?")}
 
 
 class TestOptions:
@@ -149,12 +149,12 @@ class TestOptions:
                     for start in (0, 1 << 20, 5):
                         assert source.read(start, 2 << 20) == DATA[start : start + (2 << 20)]
 
-    @pytest.mark.parametrize("how", ["account", "connection string"])
-    def test_blobs_of_azure(self, web: WebServer, how: str) -> None:
+    @pytest.mark.parametrize("option", ["account", "connection string"])
+    def test_blobs_of_azure(self, web: WebServer, option: str) -> None:
         web.behaviour.files["/me/box/a/m.zt"] = DATA[:100]
         web.behaviour.modified = "Mon, 01 Jun 2026 00:00:00 GMT"  # which Azure always sends
         options = {"account_name": "me", "endpoint_url": f"{web.url}/me"}
-        if how == "connection string":
+        if option == "connection string":
             options = {"connection_string": f"AccountName=me;BlobEndpoint={web.url}/me"}
         source = open_source("az://box/a/m.zt", storage_options={**options, "sas_token": "sig=x"})
         assert source.read(5, 5) == DATA[5:10]
@@ -167,11 +167,11 @@ class TestOptions:
         assert {path for _, path, _ in web.requests} == {url}
 
     @pytest.mark.parametrize(
-        "own",
+        "limits",
         [{"time_out": 1}, {"timeout": 0}, {"timeout": "1"}, {"retries": -1}, {"timeout": 1e999}],
     )
-    def test_limits_that_are_wrong(self, web: WebServer, own: dict[str, Any]) -> None:
-        for options in ({"xckpt": own}, own):
+    def test_limits_that_are_wrong(self, web: WebServer, limits: dict[str, Any]) -> None:
+        for options in ({"xckpt": limits}, limits):
             with pytest.raises(ValueError, match="storage_options"):
                 open_source(f"{web.url}/m.zt", storage_options=options)
 
@@ -339,7 +339,7 @@ class TestAnswers:
         ranges = [(offset, 8000) for offset in range(0, len(DATA) - 8000, 16_000)]
         source = open_source(f"{web.url}/m.zt")
         with ThreadPoolExecutor(8) as threads:
-            read = list(threads.map(lambda each: source.read(*each), ranges))
+            read = list(threads.map(lambda extent: source.read(*extent), ranges))
         assert read == [DATA[a : a + n] for a, n in ranges]
         assert web.faults > 20
 
@@ -451,10 +451,10 @@ class TestCredentials:
     """Whatever a user gives a server, others do not get it by a redirect."""
 
     @pytest.fixture
-    def other(self, web: WebServer) -> Iterator[WebServer]:
-        with WebServer(**{"m.zt": DATA}) as other:
-            web.behaviour.location = f"{other.url}/m.zt"
-            yield other
+    def other_host(self, web: WebServer) -> Iterator[WebServer]:
+        with WebServer(**{"m.zt": DATA}) as other_host:
+            web.behaviour.location = f"{other_host.url}/m.zt"
+            yield other_host
 
     @pytest.mark.parametrize(
         ("options", "user", "query"),
@@ -470,19 +470,19 @@ class TestCredentials:
         ],
     )
     def test_they_stay_with_the_server_that_they_are_for(
-        self, web: WebServer, other: WebServer, options: Any, user: str, query: str
+        self, web: WebServer, other_host: WebServer, options: Any, user: str, query: str
     ) -> None:
         url = f"{web.url.replace('://', f'://{user}')}/m.zt{query}"
         source = open_source(url, storage_options=options)
         assert pickle.loads(pickle.dumps(source)).read(5, 5) == DATA[5:10]
         sent = [str([*headers.items()]) for headers in web.headers] + [repr(web.requests)]
         # "user:SECRET" as servers are told.
-        assert any("SECRET" in each or "dXNlcjpTRUNSRVQ" in each for each in sent)
-        assert other.headers
-        for headers in other.headers:
-            told = str([*headers.items()])
-            assert "SECRET" not in told
-            assert "Authorization" not in told
+        assert any("SECRET" in header or "dXNlcjpTRUNSRVQ" in header for header in sent)
+        assert other_host.headers
+        for headers in other_host.headers:
+            text = str([*headers.items()])
+            assert "SECRET" not in text
+            assert "Authorization" not in text
 
     def test_redirects_to_the_same_server_keep_them(self, web: WebServer) -> None:
         web.behaviour.files["/here"] = DATA
@@ -495,12 +495,12 @@ class TestCredentials:
         assert web.headers[0]["X-Api-Key"] == "SECRET"
 
     def test_an_address_that_has_expired_is_asked_for_again(
-        self, web: WebServer, other: WebServer
+        self, web: WebServer, other_host: WebServer
     ) -> None:
         options = {"headers": {"X-Api-Key": "SECRET"}}
         source = open_source(f"{web.url}/m.zt", storage_options=options)
-        other.behaviour.files["/new"] = other.behaviour.files.pop("/m.zt")
-        web.behaviour.location = f"{other.url}/new"
+        other_host.behaviour.files["/new"] = other_host.behaviour.files.pop("/m.zt")
+        web.behaviour.location = f"{other_host.url}/new"
         assert source.read(5, 5) == DATA[5:10]
 
 

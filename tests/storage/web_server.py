@@ -84,13 +84,15 @@ class WebServer(Listening):
                 x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, n)]) for n in (name, issuer)
             ]
             serial = x509.random_serial_number()
-            made = x509.CertificateBuilder(
+            builder = x509.CertificateBuilder(
                 names[1], names[0], key.public_key(), serial, now, now + timedelta(1)
             )
             hosts = x509.SubjectAlternativeName([x509.DNSName("localhost")])
             limits = x509.BasicConstraints(ca=name == issuer, path_length=None)
-            made = made.add_extension(hosts, critical=False).add_extension(limits, critical=True)
-            return made.sign(signer, hashes.SHA256()).public_bytes(pem)
+            builder = builder.add_extension(hosts, critical=False).add_extension(
+                limits, critical=True
+            )
+            return builder.sign(signer, hashes.SHA256()).public_bytes(pem)
 
         authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
         authority = folder / "authority.pem"
@@ -139,36 +141,36 @@ class _Handler(Handler):
             self.is_counted = False
 
     def _answer(self, *, with_body: bool) -> None:
-        web, how = self.web, self.web.behaviour
-        asked = self.headers.get("Range")
+        web, behaviour = self.web, self.web.behaviour
+        byte_range = self.headers.get("Range")
         path = self.path.partition("?")[0]
         if path.startswith("http://"):  # of a client that takes this for a proxy
             path = "/" + path.split("/", 3)[3]
         with web.lock:
-            web.requests.append((self.command, self.path, asked))
+            web.requests.append((self.command, self.path, byte_range))
             web.headers.append(self.headers)
-            fault = web.random.random() < how.failing
-            self.cut = how.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
+            fault = web.random.random() < behaviour.failing
+            self.cut = behaviour.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
-        web.closing.wait(how.latency)
-        until = time.monotonic() + how.patience
-        while web.at_once < how.together and time.monotonic() < until:
+        web.closing.wait(behaviour.latency)
+        until = time.monotonic() + behaviour.patience
+        while web.at_once < behaviour.together and time.monotonic() < until:
             time.sleep(0.01)
-        if how.silent:
+        if behaviour.silent:
             web.closing.wait()
             self.close_connection = True
             return
-        location = how.moved.get(path, how.location)
+        location = behaviour.moved.get(path, behaviour.location)
         if location is not None:
             self.send_response(302)
             self.send_header("Location", location)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        data = how.files.get(path)
-        status = how.status or (404 if data is None else 200)
+        data = behaviour.files.get(path)
+        status = behaviour.status or (404 if data is None else 200)
         with web.lock:
-            how.busy, status = max(0, how.busy - 1), 429 if how.busy else status
+            behaviour.busy, status = max(0, behaviour.busy - 1), 429 if behaviour.busy else status
         if fault and not self.cut:
             status = 500
         if status != 200 or data is None:
@@ -176,31 +178,31 @@ class _Handler(Handler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        self._send(data, asked if how.ranges else None, with_body=with_body)
+        self._send(data, byte_range if behaviour.ranges else None, with_body=with_body)
 
-    def _send(self, data: bytes, asked: str | None, *, with_body: bool) -> None:
-        how = self.web.behaviour
+    def _send(self, data: bytes, byte_range: str | None, *, with_body: bool) -> None:
+        behaviour = self.web.behaviour
         body, content_range = data, None
-        if asked is not None:
-            first, last = (int(each) for each in asked.removeprefix("bytes=").split("-"))
+        if byte_range is not None:
+            first, last = (int(number) for number in byte_range.removeprefix("bytes=").split("-"))
             if first >= len(data):
                 self.send_response(416)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-            first, last = first + how.shift, min(last + how.shift, len(data) - 1)
+            first, last = first + behaviour.shift, min(last + behaviour.shift, len(data) - 1)
             body = data[first : last + 1]
             content_range = f"bytes {first}-{last}/{len(data)}"
         cut = int(self.cut * len(body)) if 0 < self.cut < 1 else int(self.cut)
         sent = body[: len(body) - cut] if with_body else body
-        self.send_response(200 if asked is None else 206)
+        self.send_response(200 if byte_range is None else 206)
         headers = {
-            "Content-Length": str(len(sent if how.honest_length else body)),
-            "ETag": how.etag,
-            "Last-Modified": how.modified,
-            "Content-Encoding": how.encoding if with_body else None,
-            "Content-Range": content_range if how.content_range else None,
-            **how.headers,
+            "Content-Length": str(len(sent if behaviour.honest_length else body)),
+            "ETag": behaviour.etag,
+            "Last-Modified": behaviour.modified,
+            "Content-Encoding": behaviour.encoding if with_body else None,
+            "Content-Range": content_range if behaviour.content_range else None,
+            **behaviour.headers,
         }
         for name, value in headers.items():
             if value is not None:
@@ -210,14 +212,16 @@ class _Handler(Handler):
             self._send_body(sent, complete=len(sent) == len(body))
 
     def _send_body(self, sent: bytes, *, complete: bool) -> None:
-        how = self.web.behaviour
+        behaviour = self.web.behaviour
         try:
-            for byte in sent if how.trickle is not None else b"":
-                if self.web.closing.wait(None if how.trickle == float("inf") else how.trickle):
+            for byte in sent if behaviour.trickle is not None else b"":
+                if self.web.closing.wait(
+                    None if behaviour.trickle == float("inf") else behaviour.trickle
+                ):
                     self.close_connection = True
                     return
                 self.wfile.write(bytes([byte]))
-            if how.trickle is not None:
+            if behaviour.trickle is not None:
                 return
             for start in range(0, len(sent), 1 << 16):
                 piece = sent[start : start + (1 << 16)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOVED = {"type"}
 
 
-def missing(old: Index, new: Index, told: str, moved: Collection[str] = ()) -> list[str]:
+def missing(old: Index, new: Index, message: str, moved: Collection[str] = ()) -> list[str]:
     """List the attributes that a conversion lost without a word.
 
     Parameters
@@ -32,9 +32,9 @@ def missing(old: Index, new: Index, told: str, moved: Collection[str] = ()) -> l
     moved : collection of str
         Attributes that the old file stated of itself.
     """
-    lost = [_of("the file", _attrs(old), _attrs(new), told, moved)]
+    lost = [_of("the file", _attrs(old), _attrs(new), message, moved)]
     lost += [
-        _of(repr(name), tensor.attrs, new.tensors[name].attrs, told, moved)
+        _of(repr(name), tensor.attrs, new.tensors[name].attrs, message, moved)
         for name, tensor in old.tensors.items()
         if name in new.tensors
     ]
@@ -51,11 +51,11 @@ def _attrs(index: Index) -> Any:
     return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in attrs.items()}
 
 
-def _of(what: str, old: Any, new: Any, told: str, moved: Collection[str]) -> list[str]:
+def _of(owner: str, old: Any, new: Any, message: str, moved: Collection[str]) -> list[str]:
     return [
-        f"{name!r} of {what} was {value!r} and is {new.get(name)!r}"
+        f"{name!r} of {owner} was {value!r} and is {new.get(name)!r}"
         for name, value in old.items()
-        if name not in moved and repr(name) not in told
+        if name not in moved and repr(name) not in message
         if name not in new or not _is_same(value, new[name])
     ]
 

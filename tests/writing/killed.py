@@ -70,26 +70,26 @@ def kill_at_random_moments(
     rounds: int,
     seconds: float,
     check: Callable[[int], None],
-    seen: Collection[float],
+    states: Collection[float],
 ) -> None:
-    """Start writers one after another, and kill each of them.
+    """Start writers one after another, and kill each at a random moment.
 
     Parameters
     ----------
     code : str
-        Of a writer, which finds numpy, dask and what writes; ``sys.argv[1]`` is the target,
-        ``sys.argv[2]`` the number of the round. It goes on until it is killed.
+        Program of a writer that runs until it is killed. numpy, dask and xckpt are imported
+        already; ``sys.argv[1]`` is the target, ``sys.argv[2]`` the number of the round.
     target : Path
-        The file.
+        File to write.
     rounds : int
-        How many writers.
+        Number of writers.
     seconds : float
-        How long the longest lives.
+        Longest life of a writer.
     check : callable
-        Is called with the number of the round when the writer is gone.
-    seen : collection
-        What `check` found. On a busy machine there are more rounds, and longer ones, until some
-        writers came as far as to write.
+        Called with the number of the round after each kill.
+    states : collection
+        States of the target that `check` saw. Rounds go on, and become longer, until there are
+        more than three, because writers on a busy machine may not get far enough to write.
     """
     rng = np.random.default_rng(0)
     with _nursery(code, target) as start:
@@ -99,16 +99,16 @@ def kill_at_random_moments(
             os.kill(writer, signal.SIGKILL)
             assert ended() == -signal.SIGKILL, "the writer ended by itself"
             check(number)
-            if number >= rounds and len(seen) > 3:
+            if number >= rounds and len(states) > 3:
                 return
-    raise AssertionError("hardly one of the writers came as far as to write")
+    raise AssertionError("hardly any writer lived long enough to write")
 
 
 def die_at_each_step(code: str, target: Path, check: Callable[[int], None]) -> int:
-    """Start writers one after another, each of which ends itself one step later than the last.
+    """Start writers one after another, each of which dies one step later than the last.
 
-    `code` is that of a writer, as above, which ends; `check` is called when it is gone, with the
-    number of steps that it took. Returned is how many there are.
+    `code` is the program of a writer, as above, that ends by itself. `check` is called with the
+    number of steps after each death. Return the number of steps of a complete run.
     """
     with _nursery(_DYING + code, target) as start:
         for number in range(1000):
@@ -117,13 +117,13 @@ def die_at_each_step(code: str, target: Path, check: Callable[[int], None]) -> i
             check(number)
             if status == 0:
                 return number
-            assert status == 9, "an error is no end that is wanted here"
-    raise AssertionError("it goes on and on")
+            assert status == 9, "the writer ended with an error"
+    raise AssertionError("the writer never ran to its end")
 
 
 @contextmanager
 def _nursery(code: str, target: Path) -> Iterator[Callable[[int], tuple[int, Callable[[], int]]]]:
-    """Give a function that starts a writer, and returns its process and a wait for its end."""
+    """Yield a function that starts a writer and returns its process id and a wait for its end."""
     command = [sys.executable, "-c", _NURSERY, code, str(target)]
     with subprocess.Popen(  # noqa: S603  our own
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -135,14 +135,14 @@ def _nursery(code: str, target: Path) -> Iterator[Callable[[int], tuple[int, Cal
         def start(number: int) -> tuple[int, Callable[[], int]]:
             stdin.write(f"{number}\n")
             stdin.flush()
-            return told("started"), lambda: told("ended")
+            return read_pid("started"), lambda: read_pid("ended")
 
-        def told(what: str) -> int:
-            # No other number is taken for that of a process to be killed.
+        def read_pid(expected: str) -> int:
+            # A wrong id would kill an unrelated process.
             line = stdout.readline()
             assert line, f"all writers are gone: {nursery.wait()}"
             word, number = line.split()
-            assert word == what
+            assert word == expected
             return int(number)
 
         yield start

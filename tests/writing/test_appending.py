@@ -247,12 +247,12 @@ def test_results_of_the_old_file_undo_nothing(
     kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another writer is there first when all is read and written, but for the name."""
-    sync, other = Sink.sync, xr.Dataset({"other": ("n", np.ones(3))})
+    sync, replacement = Sink.sync, xr.Dataset({"other": ("n", np.ones(3))})
 
     def meanwhile(sink: Sink) -> None:
         sync(sink)
         monkeypatch.setattr(Sink, "sync", sync)
-        save(other, model, overwrite=True)
+        save(replacement, model, overwrite=True)
 
     layers = {f"layers.{n}.w": ("n", np.full(4, n, "f8")) for n in range(3)}
     append(xr.Dataset(layers), model)
@@ -280,12 +280,12 @@ def test_results_of_the_old_file_undo_nothing(
 
 def test_a_url_that_another_writer_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "memory://replaced/m.zt"
-    sync, other = Sink.sync, xr.Dataset({"other": ("n", np.ones(3))})
+    sync, replacement = Sink.sync, xr.Dataset({"other": ("n", np.ones(3))})
 
     def meanwhile(sink: Sink) -> None:
         sync(sink)
         monkeypatch.setattr(Sink, "sync", sync)
-        save(other, url, overwrite=True)
+        save(replacement, url, overwrite=True)
 
     save(xr.Dataset({"a": ("n", np.arange(3))}), url)
     monkeypatch.setattr(Sink, "sync", meanwhile)
@@ -330,7 +330,7 @@ def test_kill_at_any_moment_leaves_a_whole_file(version: str, tmp_path: Path) ->
     target = tmp_path / "m.zt"
     first = xr.Dataset({"w": ("n", np.arange(1000.0))})
     save(first, target, version=version)
-    seen = set()
+    states = set()
 
     def check(number: int) -> None:
         with opened(target) as ds:
@@ -341,9 +341,9 @@ def test_kill_at_any_moment_leaves_a_whole_file(version: str, tmp_path: Path) ->
                 assert np.array_equal(ds["array"].values, noise)
                 assert np.array_equal(ds["lazy"].values, noise)
                 assert written <= number
-                seen.add(written)
-        left = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
-        assert len(left) <= 1, "the next writer removes what is left over"
+                states.add(written)
+        leftovers = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
+        assert len(leftovers) <= 1, "the next writer removes what is left over"
         save(opened(target)[["w"]], target, version=version, overwrite=True)
 
-    kill_at_random_moments(APPENDER, target, rounds=30, seconds=0.15, check=check, seen=seen)
+    kill_at_random_moments(APPENDER, target, rounds=30, seconds=0.15, check=check, states=states)

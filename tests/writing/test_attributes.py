@@ -147,8 +147,8 @@ class TestWhatAFileStatesItself:
     def test_changed_attributes_cause_a_warning(self, engine: str, tmp_path: Path) -> None:
         ds, can = self.saved(engine, tmp_path), formats.get(engine).can
         of_file = can.file_attrs if isinstance(can.file_attrs, tuple) else ()
-        known = {*can.stated_attrs, *of_file, *(can.tensor_attrs or ())}
-        for key in known.intersection({*ds.attrs, *ds["b"].attrs}):
+        stated = {*can.stated_attrs, *of_file, *(can.tensor_attrs or ())}
+        for key in stated.intersection({*ds.attrs, *ds["b"].attrs}):
             changed = ds.copy()
             for attrs in (changed.attrs, changed["b"].attrs):
                 attrs |= {key: "mine"} if key in attrs else {}  # noqa: PLW2901

@@ -114,13 +114,13 @@ def test_exact_gives_back_each_bit_or_refuses(wide: str, narrow: str) -> None:
     size = stored_dtype(wide).itemsize
     random = rng.integers(0, 2**63, 2000, np.uint64).astype(f"u{size}").view(wide)
     special = all_values(narrow)[:: 7 if narrow != "float8_e5m2" else 1]
-    known = convert(special, wide, "exact")
-    for value in [*known, *random]:
+    converted = convert(special, wide, "exact")
+    for value in [*converted, *random]:
         block = np.array([value], wide)
         try:
             written = convert(block, narrow, "exact")
         except UnsupportedError:
-            assert codes(block)[0] not in codes(known)
+            assert codes(block)[0] not in codes(converted)
             continue
         assert codes(convert(written, wide, "exact")) == codes(block)
 
@@ -195,7 +195,7 @@ def test_nan_without_axes_keep_their_payload(name: str) -> None:
 
 
 def test_element_types_of_dtypes() -> None:
-    named = {dtype: element_type(np.dtype(dtype)) for dtype in (">f4", "?", "M8[s]", "O", "U3")}
-    assert list(named.values()) == ["float32", "bool", None, None, None]
+    types = {dtype: element_type(np.dtype(dtype)) for dtype in (">f4", "?", "M8[s]", "O", "U3")}
+    assert list(types.values()) == ["float32", "bool", None, None, None]
     assert element_type(np.dtype(ml_dtypes.float8_e5m2)) == "float8_e5m2"
     assert element_type(np.dtype([("a", "f4")])) is None

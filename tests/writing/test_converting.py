@@ -79,7 +79,7 @@ def test_values_types_and_axes(engine: str, model: Path, tmp_path: Path) -> None
 def test_golden_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a format takes, it gives back, and what it does not take is told."""
     monkeypatch.setattr(fitting, "_SHOWN_NAMES", 10_000)
-    known: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for engine in ENGINES:
         target = tmp_path / engine
         with warnings.catch_warnings(record=True) as caught:
@@ -95,9 +95,9 @@ def test_golden_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         message = " ".join(str(warning.message) for warning in caught)
         assert missing(before, after, message, MOVED) == []
         both = {n for n in old if n in new and old[n].encoding["layout"] != "structural"}
-        known |= computed({name: old[name] for name in both - known.keys()})
+        values |= computed({name: old[name] for name in both - values.keys()})
         for name, reopened in computed({name: new[name] for name in both}).items():
-            expected = known[name]
+            expected = values[name]
             if engine in NO_SCALARS:  # a number is an array of one, or trailing ones are left out
                 expected = expected.reshape(reopened.shape)
             assert reopened.shape == expected.shape
@@ -329,7 +329,7 @@ class TestNewNames:
             convert(path, tmp_path / "other.zt", names={name: "codes"})
 
     @pytest.mark.parametrize(
-        ("new", "error", "said"),
+        ("new", "error", "message"),
         [
             (
                 {"bigg": "x"},
@@ -347,8 +347,8 @@ class TestNewNames:
         ],
     )
     def test_names_that_cannot_be_mapped_are_errors(
-        self, new: Any, error: type[Exception], said: str, model: Path, tmp_path: Path
+        self, new: Any, error: type[Exception], message: str, model: Path, tmp_path: Path
     ) -> None:
-        with pytest.raises(error, match=re.escape(said)):
+        with pytest.raises(error, match=re.escape(message)):
             convert(model, tmp_path / "new.zt", names=new)
         assert names(tmp_path) == ["m.zt"]

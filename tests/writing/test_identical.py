@@ -73,8 +73,8 @@ def without_own(reopened: xr.Dataset, saved: xr.Dataset) -> xr.Dataset:
     reopened = reopened.copy()
     reopened.attrs = {name: reopened.attrs[name] for name in saved.attrs}
     for name, variable in reopened.variables.items():
-        for own in {"rank"} - saved.variables[name].attrs.keys():
-            variable.attrs.pop(own, None)
+        for attribute in {"rank"} - saved.variables[name].attrs.keys():
+            variable.attrs.pop(attribute, None)
     return reopened
 
 
@@ -156,9 +156,9 @@ class TestOptions:
         assert_the_same(xr.open_dataset(path, decode=False), model())
 
     def test_a_part_of_it(self, path: Path, engine: str, options: dict[str, Any]) -> None:
-        new, some = path.with_name(f"part{path.suffix}"), {"x": slice(1, 3), "y": 0}
-        xckpt.save(xr.open_dataset(path).isel(some)[["w"]], new, engine, **options)
-        assert_the_same(xr.open_dataset(new), model().isel(some)[["w"]])
+        new, selection = path.with_name(f"part{path.suffix}"), {"x": slice(1, 3), "y": 0}
+        xckpt.save(xr.open_dataset(path).isel(selection)[["w"]], new, engine, **options)
+        assert_the_same(xr.open_dataset(new), model().isel(selection)[["w"]])
 
     def test_a_conversion_keeps_it(self, path: Path) -> None:
         for number, (engine, options) in enumerate(WITH_ROOM):

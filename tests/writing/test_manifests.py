@@ -42,9 +42,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "m.safetensors"
 
 
-def found(path: Any, made: Any) -> list[tuple[str, str | None, str | None]]:
+def found(path: Any, expected: Any) -> list[tuple[str, str | None, str | None]]:
     """What verify finds, with rules and files in short."""
-    report = verify(path, manifest=made)
+    report = verify(path, manifest=expected)
     assert report.ok == (not [f for f in report.findings if f.severity == "error"])
     return [
         ((f.rule or "").removeprefix("Manifest"), f.tensor, f.file and f.file.rpartition("/")[2])
@@ -61,11 +61,13 @@ class TestWhatHoldsTheSame:
         arrays = WEIGHTS | {"b": np.array([1, -0.0, np.nan, np.inf, 1e-40], "f4")}
         path = tmp_path / f"m{formats.get(name).suffixes[0]}"
         xckpt.save(dataset(arrays), path, name)
-        made = manifest(path)
+        expected = manifest(path)
         for key, array in arrays.items():
-            (entry,) = [entry for own, entry in made.items() if own.replace("/", ".") == key]
+            (entry,) = [
+                entry for file_key, entry in expected.items() if file_key.replace("/", ".") == key
+            ]
             assert entry == TensorDigest("float32", array.shape, "elements", sha256(array))
-        assert verify(path, manifest=made).ok
+        assert verify(path, manifest=expected).ok
 
     @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "bfloat16", "float64"])
     def test_manifest_of_every_type(self, dtype: str, tmp_path: Path) -> None:
@@ -80,9 +82,9 @@ class TestWhatHoldsTheSame:
         array = RNG.random((300, 70))
         np.savez(tmp_path / "a.npz", x=np.asfortranarray(array))
         np.savez_compressed(tmp_path / "b.npz", x=array.astype(">f8"))
-        made = manifest(dataset({"x": array}))
-        assert manifest(tmp_path / "a.npz") == manifest(tmp_path / "b.npz") == made
-        assert made["x"].sha256 == sha256(array)
+        expected = manifest(dataset({"x": array}))
+        assert manifest(tmp_path / "a.npz") == manifest(tmp_path / "b.npz") == expected
+        assert expected["x"].sha256 == sha256(array)
 
     def test_manifest_of_files_in_another_order_and_of_several(
         self, model: Path, tmp_path: Path
@@ -91,31 +93,31 @@ class TestWhatHoldsTheSame:
         (tmp_path / "shards").mkdir()
         several = tmp_path / "shards/m.safetensors"
         xckpt.save(dataset(turned), several, max_shard_size=200)
-        made = manifest(model)
-        assert manifest(f"{several}.index.json").to_json() == made.to_json()
-        assert verify(f"{several}.index.json", manifest=made).findings == ()
+        expected = manifest(model)
+        assert manifest(f"{several}.index.json").to_json() == expected.to_json()
+        assert verify(f"{several}.index.json", manifest=expected).findings == ()
 
     @pytest.mark.parametrize("path", golden_files("ztensor/*", with_suffix=".expected.npz"))
     @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
     def test_manifest_of_an_object_equals_its_file(self, path: Path) -> None:
         try:
-            made = manifest(path)
+            expected = manifest(path)
         except xckpt.CheckpointError:
             assert not verify(path).ok or verify(path).findings
             return
         ds = xr.open_dataset(path, engine="ztensor")
-        assert ds.ckpt.manifest() == made
-        assert xr.open_dataset(path, engine="ztensor", decode=False).ckpt.manifest() == made
+        assert ds.ckpt.manifest() == expected
+        assert xr.open_dataset(path, engine="ztensor", decode=False).ckpt.manifest() == expected
 
     def test_manifest_of_loaded_and_stacked_objects_and_trees(self, model: Path) -> None:
-        made = manifest(model)
+        expected = manifest(model)
         ds = xr.open_dataset(model, engine="safetensors")
         tree = xr.open_datatree(model, engine="safetensors")
-        assert ds.ckpt.stack().ckpt.manifest() == tree.ckpt.manifest() == made
-        assert ds.load().ckpt.manifest() == made
-        assert (ds.chunk(3) * 1).ckpt.manifest() == made
-        assert manifest(xckpt.read_index(model)) == made
-        assert ds["layers.1.w"].ckpt.manifest()["layers.1.w"] == made["layers.1.w"]
+        assert ds.ckpt.stack().ckpt.manifest() == tree.ckpt.manifest() == expected
+        assert ds.load().ckpt.manifest() == expected
+        assert (ds.chunk(3) * 1).ckpt.manifest() == expected
+        assert manifest(xckpt.read_index(model)) == expected
+        assert ds["layers.1.w"].ckpt.manifest()["layers.1.w"] == expected["layers.1.w"]
 
     def test_manifest_of_sparse_tensors_covers_nonzero_elements(self, tmp_path: Path) -> None:
         array = np.where(RNG.random((40, 30)) < 0.1, RNG.random((40, 30)), 0).astype("f4")
@@ -127,12 +129,12 @@ class TestWhatHoldsTheSame:
         )
         ds = xr.Dataset({"x": (("r", "c"), sparse.COO(coords.T, values, array.shape))})
         xckpt.save(ds, tmp_path / "s.zt")
-        made = manifest(tmp_path / "s.zt")
-        assert made["x"] == ("float32", (40, 30), "nonzero", digest.hexdigest())
-        assert ds.ckpt.manifest() == made
+        expected = manifest(tmp_path / "s.zt")
+        assert expected["x"] == ("float32", (40, 30), "nonzero", digest.hexdigest())
+        assert ds.ckpt.manifest() == expected
         # Dense, it has the same elements.
         xckpt.save(dataset({"x": array}), tmp_path / "d.safetensors")
-        report = verify(tmp_path / "d.safetensors", manifest=made)
+        report = verify(tmp_path / "d.safetensors", manifest=expected)
         assert report.ok
         (finding,) = report.findings
         assert finding.rule == "ManifestType"
@@ -146,9 +148,9 @@ class TestWhatHoldsTheSame:
         arrays = {"wide": wide, "mask": wide != 0, "turned": np.asfortranarray(wide[0])}
         path = tmp_path / "m.zt"
         xckpt.save(dataset(arrays), path, encoding={"*": {"compression": compression}})
-        made = manifest(path)
+        written = manifest(path)
         for name, array in arrays.items():
-            assert made[name].sha256 == sha256(array)
+            assert written[name].sha256 == sha256(array)
         # As if it had been sparse.
         rows = dataset({"wide": sparse.COO.from_numpy(wide)}).ckpt.manifest()
         for like in (rows, dataset({"wide": wide}).chunk(wide2=1 << 18).ckpt.manifest()):
@@ -156,23 +158,23 @@ class TestWhatHoldsTheSame:
 
     @pytest.mark.parametrize("path", golden_files("gguf/*quantized.gguf"))
     def test_manifest_of_quantised_tensors_covers_decoded_values(self, path: Path) -> None:
-        made = manifest(path)
+        written = manifest(path)
         with np.load(path.with_suffix(".expected.npz")) as expected:
-            for name, entry in made.items():
+            for name, entry in written.items():
                 if entry.kind == "decoded" and name in expected:
                     assert entry.sha256 == sha256(expected[name].astype("f4"))
 
     def test_whose_types_differ_is_told(self, tmp_path: Path) -> None:
         halves = {n: a.astype(ml_dtypes.bfloat16) for n, a in WEIGHTS.items()}
-        made = manifest(dataset(halves))
+        expected = manifest(dataset(halves))
         xckpt.save(dataset(halves), tmp_path / "m.npz")
-        report = verify(tmp_path / "m.npz", manifest=made)
+        report = verify(tmp_path / "m.npz", manifest=expected)
         assert report.ok
         assert {f.message for f in report.findings} == {
             "the same elements are stored as float32, not bfloat16"
         }
         xckpt.save(dataset(WEIGHTS), tmp_path / "n.npz")  # which were not rounded
-        assert [rule for rule, _, _ in found(tmp_path / "n.npz", made)] == [
+        assert [rule for rule, _, _ in found(tmp_path / "n.npz", expected)] == [
             "File",
             *["Elements"] * 4,
         ]
@@ -182,16 +184,16 @@ class TestWhatDiffers:
     """Each is named, with the file that it is in."""
 
     def test_every_flipped_bit(self, model: Path) -> None:
-        made = manifest(model)
+        expected = manifest(model)
         index = xckpt.read_index(model)
         data = bytearray(model.read_bytes())
         for name, tensor in index.tensors.items():
             at = tensor.parts["data"].offset + int(RNG.integers(tensor.nbytes))
             data[at] ^= 1 << int(RNG.integers(8))
             model.write_bytes(data)
-            assert ("Elements", name, None) in found(model, made)
+            assert ("Elements", name, None) in found(model, expected)
         # All of them by now.
-        assert found(model, made)[0] == ("File", None, None)
+        assert found(model, expected)[0] == ("File", None, None)
 
     @pytest.fixture
     def shards(self, tmp_path: Path) -> Callable[[str, float], Path]:
@@ -206,62 +208,64 @@ class TestWhatDiffers:
 
     def test_a_shard_of_another_step(self, shards: Callable[[str, float], Path]) -> None:
         old, new = shards("old", 0), shards("new", 1)
-        made, shard = manifest(new), "m-00002-of-00002.safetensors"
+        expected, shard = manifest(new), "m-00002-of-00002.safetensors"
         shutil.copyfile(old.with_name(shard), new.with_name(shard))
-        assert found(new, made) == [
+        assert found(new, expected) == [
             ("File", None, shard),
             ("Elements", "layers.2.w", shard),
             ("Elements", "layers.3.w", shard),
         ]
-        assert f"error 'layers.2.w' in {shard}: its elements" in repr(verify(new, manifest=made))
+        assert f"error 'layers.2.w' in {shard}: its elements" in repr(
+            verify(new, manifest=expected)
+        )
         # A stale step, as a whole.
-        assert [rule for rule, _, _ in found(old, made)].count("Elements") == 4
+        assert [rule for rule, _, _ in found(old, expected)].count("Elements") == 4
 
     def test_shards_that_changed_places(self, shards: Callable[[str, float], Path]) -> None:
         index = shards("m", 0)
-        made = manifest(index)
+        expected = manifest(index)
         first, second = sorted(index.parent.glob("*.safetensors"))
         content = first.read_bytes()
         first.write_bytes(second.read_bytes())
         second.write_bytes(content)
-        report = verify(index, manifest=made)
+        report = verify(index, manifest=expected)
         assert not report.ok
         assert first.name in repr(report)
 
     def test_tensors_that_changed_places(self, model: Path) -> None:
-        made = manifest(model)
+        expected = manifest(model)
         swapped = WEIGHTS | {"layers.0.w": WEIGHTS["layers.2.w"]}
         xckpt.save(dataset(swapped), model, overwrite=True)
-        (finding,) = verify(model, manifest=made).findings
+        (finding,) = verify(model, manifest=expected).findings
         assert finding.message.endswith("they are those of 'layers.2.w'")
 
     def test_renamed_missing_and_extra_tensors_and_shapes(self, model: Path) -> None:
-        made = manifest(model)
+        expected = manifest(model)
         arrays = dict(WEIGHTS)
         arrays["new.w"] = arrays.pop("layers.0.w")
         arrays["more"] = arrays.pop("layers.1.w") + 1
         arrays["layers.2.w"] = arrays["layers.2.w"].T
         xckpt.save(dataset(arrays), model, overwrite=True)
-        assert sorted(found(model, made)) == [
+        assert sorted(found(model, expected)) == [
             ("Extra", "more", None),
             ("Missing", "layers.1.w", None),
             ("Renamed", "layers.0.w", None),
             ("Shape", "layers.2.w", None),
         ]
-        messages = {f.tensor: f.message for f in verify(model, manifest=made).findings}
+        messages = {f.tensor: f.message for f in verify(model, manifest=expected).findings}
         assert messages["layers.0.w"] == "it is called 'new.w' here"
         assert messages["layers.2.w"] == "its shape is (5, 8), not (8, 5)"
 
     def test_only_what_is_chosen(self, model: Path) -> None:
-        made = manifest(model)
+        expected = manifest(model)
         xckpt.save(dataset({"layers.3.w": WEIGHTS["layers.3.w"]}), model, overwrite=True)
-        assert verify(model, manifest=made, tensors="*.3.*").findings == ()
+        assert verify(model, manifest=expected, tensors="*.3.*").findings == ()
         assert found(model, manifest(dataset(WEIGHTS), tensors="*.3.*")) == []
-        assert [each[:2] for each in found(model, made)] == [
+        assert [finding[:2] for finding in found(model, expected)] == [
             ("Missing", f"layers.{n}.w") for n in range(3)
         ]
         with pytest.raises(ValueError, match="matches none"):
-            verify(model, manifest=made, tensors="absent")
+            verify(model, manifest=expected, tensors="absent")
 
     def test_two_that_share_nothing(self, model: Path) -> None:
         rules = [rule for rule, _, _ in found(model, manifest(dataset({"z": np.ones(3)})))]
@@ -270,19 +274,19 @@ class TestWhatDiffers:
     @pytest.mark.parametrize("path", golden_files("ztensor/v2_forward_compat.zt"))
     def test_unreadable_tensors_do_not_match(self, path: Path) -> None:
         unread = {f.tensor for f in verify(path).findings}
-        made = manifest(path, tensors=lambda name: name not in unread)
+        expected = manifest(path, tensors=lambda name: name not in unread)
         assert verify(path).ok
-        assert "ManifestUnread" in {f.rule for f in verify(path, manifest=made).findings}
+        assert "ManifestUnread" in {f.rule for f in verify(path, manifest=expected).findings}
 
     def test_damage_is_told_once(self, tmp_path: Path) -> None:
         path = tmp_path / "m.zt"
         xckpt.save(dataset(WEIGHTS), path, encoding={"*": {"digest": "sha256"}})
-        made = manifest(path)
-        assert verify(path, manifest=made).digests == 8
+        expected = manifest(path)
+        assert verify(path, manifest=expected).digests == 8
         data = bytearray(path.read_bytes())
         data[xckpt.read_index(path).tensors["layers.1.w"].parts["data"].offset] ^= 1
         path.write_bytes(data)
-        assert found(path, made) == [("Digest", "layers.1.w", None)]
+        assert found(path, expected) == [("Digest", "layers.1.w", None)]
         with pytest.raises(xckpt.IntegrityError, match=r"m\.zt: tensor 'layers\.1\.w'"):
             manifest(path)
 
@@ -291,25 +295,25 @@ class TestTheFile:
     """JSON that is the same for the same content; what is wrong with it is told."""
 
     def test_is_written_and_read(self, tmp_path: Path) -> None:
-        made = manifest(dataset({name: np.arange(3) for name in HOSTILE}))
-        made.save(tmp_path / "m.json")
-        assert Manifest.read(tmp_path / "m.json") == made
-        assert (tmp_path / "m.json").read_text("ascii") == made.to_json()
+        written = manifest(dataset({name: np.arange(3) for name in HOSTILE}))
+        written.save(tmp_path / "m.json")
+        assert Manifest.read(tmp_path / "m.json") == written
+        assert (tmp_path / "m.json").read_text("ascii") == written.to_json()
         with pytest.raises(FileExistsError):
-            made.save(tmp_path / "m.json")
-        assert repr(made) == f"<Manifest of {len(HOSTILE)} tensors, {made.digest}>"
+            written.save(tmp_path / "m.json")
+        assert repr(written) == f"<Manifest of {len(HOSTILE)} tensors, {written.digest}>"
 
     def test_the_digest_is_what_the_documentation_says(self) -> None:
-        made = manifest(dataset(WEIGHTS))
-        tensors = json.loads(made.to_json())["tensors"]
+        written = manifest(dataset(WEIGHTS))
+        tensors = json.loads(written.to_json())["tensors"]
         lines = [
-            json.dumps([name, *each.values()], separators=(",", ":")) + "\n"
-            for name, each in sorted(tensors.items())
+            json.dumps([name, *entry.values()], separators=(",", ":")) + "\n"
+            for name, entry in sorted(tensors.items())
         ]
-        assert made.digest == f"sha256:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+        assert written.digest == f"sha256:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
     @pytest.mark.parametrize(
-        ("old", "new", "told"),
+        ("old", "new", "message"),
         [
             ('"xckpt-manifest"', '"other"', 'it has no "format": "xckpt-manifest"'),
             ('"version": 1', '"version": 2', "version 2 is not known, only 1"),
@@ -331,12 +335,12 @@ class TestTheFile:
             ("}}", "}", "not a manifest"),
         ],
     )
-    def test_differences_are_findings(self, old: str, new: str, told: str) -> None:
+    def test_differences_are_findings(self, old: str, new: str, message: str) -> None:
         text = manifest(dataset({"a": np.ones(3, "i4"), "b": np.ones((2, 3), "f4")})).to_json()
         assert old in text
         with pytest.raises(FormatError) as error:
             Manifest.read(text.replace(old, new, 1).encode())
-        assert told in str(error.value)
+        assert message in str(error.value)
         assert "xckpt manifest FILE > m.json writes one" in str(error.value)
         assert len(str(error.value)) < 600
 
@@ -360,13 +364,13 @@ class TestTheFile:
 
 
 def test_progress_counts_all_bytes_and_can_end_it(model: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    made = manifest(model, progress=lambda *told: seen.append(told))
+    reports: list[tuple[int, int]] = []
+    expected = manifest(model, progress=lambda *nbytes: reports.append(nbytes))
     total = sum(tensor.nbytes for tensor in xckpt.read_index(model).tensors.values())
-    assert seen[-1] == (total, total)
-    seen.clear()
-    verify(model, manifest=made, progress=lambda *told: seen.append(told))
-    assert seen[-1] == (total, total)
+    assert reports[-1] == (total, total)
+    reports.clear()
+    verify(model, manifest=expected, progress=lambda *nbytes: reports.append(nbytes))
+    assert reports[-1] == (total, total)
 
     def stop(*_: int) -> None:
         raise KeyboardInterrupt

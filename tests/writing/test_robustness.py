@@ -42,17 +42,17 @@ def values(path: Path) -> set[float]:
 def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     target = tmp_path / "m.zt"
     save(xr.Dataset({"w": ("n", np.zeros(3))}), target)
-    seen: set[float] = set()
+    states: set[float] = set()
 
     def check(number: int) -> None:
         reopened = values(target)
         assert len(reopened) == 1, f"a mixture of {reopened}"
         assert reopened <= {float(n) for n in range(number + 1)}
-        seen.update(reopened)
-        left = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
-        assert len(left) <= 1, "the next writer removes what is left over"
+        states.update(reopened)
+        leftovers = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
+        assert len(leftovers) <= 1, "the next writer removes what is left over"
 
-    kill_at_random_moments(WRITER, target, rounds=ROUNDS, seconds=0.2, check=check, seen=seen)
+    kill_at_random_moments(WRITER, target, rounds=ROUNDS, seconds=0.2, check=check, states=states)
     save(xr.Dataset({"w": ("n", np.zeros(3))}), target, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["m.zt"]
 
@@ -127,15 +127,15 @@ def test_an_error_while_writing_names_the_file_as_the_user_does(
     assert ("free some space" in str(caught.value)) == (number == errno.ENOSPC)
 
 
-@pytest.mark.parametrize("how", ["gone", "cut short"])
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
 def test_a_temporary_file_that_others_touch_is_an_error_that_names_the_file(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is compressed is computed into a file of its own first."""
 
     def touched(sink: Sink) -> Sink:
         spool = another(sink)
-        if how == "gone":
+        if damage == "gone":
             Path(spool.path).unlink()
         monkeypatch.setattr(Sink, "resize", lambda *_: None)  # nobody gives it its size
         return spool
@@ -143,7 +143,7 @@ def test_a_temporary_file_that_others_touch_is_an_error_that_names_the_file(
     another = Sink.another
     monkeypatch.setattr(Sink, "another", touched)
     ds = xr.Dataset({"w": ("n", da.zeros(4096, chunks=1024))})
-    if how == "cut short":
+    if damage == "cut short":
         monkeypatch.setattr("xckpt.writing.data.write_at", lambda *_: None)
     with pytest.raises(OSError, match=r"m\.zt'?$") as caught:
         save(ds, tmp_path / "m.zt", encoding={"*": {"compression": "zstd"}})
@@ -219,10 +219,10 @@ def test_workers_of_a_cluster_write(tmp_path: Path) -> None:
     }
 
     def writer(block: np.ndarray) -> np.ndarray:
-        assert os.getpid() != here
+        assert os.getpid() != client_pid
         return block
 
-    here = os.getpid()
+    client_pid = os.getpid()
     lazy = da.from_array(noise, chunks=(70, 90)).map_blocks(
         writer, dtype="f8", meta=np.empty((0, 0))
     )

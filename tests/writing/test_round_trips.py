@@ -234,5 +234,5 @@ def test_values_that_come_before_all_data(tmp_path: Path, loaded: bool) -> None:
         "on": True,
     }
     assert {name: again[name].attrs["scalar"] for name in scalars} == {
-        name: kind for name, of in scalars.items() for kind in of
+        name: kind for name, kinds in scalars.items() for kind in kinds
     }

@@ -400,13 +400,13 @@ def test_lazy_variables_of_other_engines_are_not_loaded_into_the_dataset(tmp_pat
 
 
 def test_progress_is_told_all_bytes(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     ds = dataset(w=np.zeros(2**21), lazy=da.zeros(1000, chunks=100), small=np.zeros(3, "i1"))
-    save(ds, tmp_path / "m.safetensors", progress=lambda done, total: seen.append((done, total)))
+    save(ds, tmp_path / "m.safetensors", progress=lambda done, total: reports.append((done, total)))
     raw = sum(v.nbytes for v in ds.variables.values())
-    assert len(seen) > 3
-    assert {total for _, total in seen} == {seen[-1][0]}
-    assert seen[-1][0] >= raw
+    assert len(reports) > 3
+    assert {total for _, total in reports} == {reports[-1][0]}
+    assert reports[-1][0] >= raw
 
 
 def test_a_bar_is_shown_where_it_is_wanted(tmp_path: Path, capsys: Any) -> None:

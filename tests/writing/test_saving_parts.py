@@ -116,7 +116,7 @@ def test_all_parts_may_be_renamed_alike(model: Path, tmp_path: Path) -> None:
 
 def test_parts_that_are_no_whole_tensor_are_tensors(model: Path, tmp_path: Path) -> None:
     parts = opened(model, decode=False)
-    for changed, left in [
+    for changed, separate in [
         (parts.drop_vars("coo:coords"), {"coo:values"}),
         (parts.assign({"coo:values": parts["coo:values"] * 2}), {"coo:values", "coo:coords"}),
         (parts.rename({"coo:values": "v"}), {"v", "coo:coords"}),
@@ -124,16 +124,16 @@ def test_parts_that_are_no_whole_tensor_are_tensors(model: Path, tmp_path: Path)
     ]:
         saved(changed, tmp_path / "again.zt", "ztensor")
         index = read_index(tmp_path / "again.zt")
-        assert set(index.tensors) == {"a.csr", "w", *left}
-        assert {index.tensors[name].layout for name in left} == {"dense"}
+        assert set(index.tensors) == {"a.csr", "w", *separate}
+        assert {index.tensors[name].layout for name in separate} == {"dense"}
 
 
 def test_equal_parts_of_two_files_are_two_tensors(model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.zt"
-    other.write_bytes(model.read_bytes())
+    second_path = tmp_path / "other.zt"
+    second_path.write_bytes(model.read_bytes())
     names = {"values", "coords"}
     first = opened(model, decode=False)[[f"coo:{role}" for role in names]]
-    second = opened(other, decode=False)[[f"coo:{role}" for role in names]]
+    second = opened(second_path, decode=False)[[f"coo:{role}" for role in names]]
     second = second.rename({f"coo:{role}": f"second:{role}" for role in names})
     saved(first.merge(second), tmp_path / "both.zt", "ztensor")
     assert set(read_index(tmp_path / "both.zt").tensors) == {"coo", "second"}

@@ -115,9 +115,9 @@ def test_selections_are_the_tensors_that_are_left(
 ) -> None:
     path = model(engine, tmp_path)
     stacked = SELECTIONS[selection](xr.open_dataset(path, engine=engine, stack=True))
-    left = list(stacked.ckpt.unstack().data_vars)
-    assert 0 < len(left) <= LAYERS * (EXPERTS + 1) + 1
-    flat = xr.open_dataset(path, engine=engine)[left]
+    names = list(stacked.ckpt.unstack().data_vars)
+    assert 0 < len(names) <= LAYERS * (EXPERTS + 1) + 1
+    flat = xr.open_dataset(path, engine=engine)[names]
     again = saved(stacked, tmp_path / "again", engine)
     assert again == saved(flat, tmp_path / "flat", engine)
 
@@ -130,12 +130,12 @@ def test_computed_values_are_those_of_the_flat_object(engine: str, tmp_path: Pat
             stacked = compute(xr.open_dataset(path, engine=engine, stack=True))
             tree = compute(xr.open_datatree(path, engine=engine, stack=True))
             flat = compute(xr.open_dataset(path, engine=engine))
-            left = [name for name in flat.variables if _is_left(str(name), stacked)]
+            names = [name for name in flat.variables if _is_left(str(name), stacked)]
             for obj in (stacked, tree):
                 saved(obj, tmp_path / "again", engine)
                 ds = xr.open_dataset(tmp_path / "again", engine=engine)
-                assert set(ds.variables) == set(left)
-                for name in left:
+                assert set(ds.variables) == set(names)
+                for name in names:
                     assert_same_bits(ds[name].values, flat.variables[name].values)
 
 

@@ -72,9 +72,9 @@ def record(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", OPENERS)
-def test_opened_scalars_are_saved(way: str, record: Path, tmp_path: Path) -> None:
-    save(OPENERS[way](record), tmp_path / "saved.bpk")
+@pytest.mark.parametrize("opener", OPENERS)
+def test_opened_scalars_are_saved(opener: str, record: Path, tmp_path: Path) -> None:
+    save(OPENERS[opener](record), tmp_path / "saved.bpk")
     assert scalars_of(tmp_path / "saved.bpk") == scalars_of(record)
     convert(record, tmp_path / "converted.bpk")
     assert (tmp_path / "saved.bpk").read_bytes() == (tmp_path / "converted.bpk").read_bytes()

@@ -56,7 +56,9 @@ def target(tmp_path: Path) -> Path:
 
 def values(path: Path | str) -> set[float]:
     with xr.open_dataset(path, engine="mlcp") as ds:
-        return {float(v) for each in ds.compute().variables.values() for v in np.unique(each)}
+        return {
+            float(v) for variable in ds.compute().variables.values() for v in np.unique(variable)
+        }
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -103,8 +105,8 @@ def test_a_url(tmp_path: Path) -> None:
     for value in (1, 2):
         save(dataset(value), target, "mlcp", overwrite=True)
         assert values(target) == {value}
-        found = memory.ls("/several", detail=False)
-        assert sorted(path.rpartition("/")[2] for path in found) == FILES
+        paths = memory.ls("/several", detail=False)
+        assert sorted(path.rpartition("/")[2] for path in paths) == FILES
     assert names(tmp_path) == []
 
 
@@ -150,18 +152,18 @@ def as_upstream(path: Path) -> list[bytes] | None:
 def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     target = tmp_path / "m.metadata.json"
     save(dataset(0), target, "mlcp")
-    seen: set[float] = set()
+    states: set[float] = set()
 
     def check(number: int) -> None:
-        found = complete(target)
-        assert len(found) == 1, f"a mixture of {found}"
-        assert found <= {float(n) for n in range(number + 1)}
-        seen.update(found)
+        values_read = complete(target)
+        assert len(values_read) == 1, f"a mixture of {values_read}"
+        assert values_read <= {float(n) for n in range(number + 1)}
+        states.update(values_read)
         data = as_upstream(target)
         assert data is None or len(set(data)) == 1, "a mixture"
 
     code = WRITER.replace("RANKS", str(RANKS)) + "while True: write()"
-    kill_at_random_moments(code, target, rounds=25, seconds=0.2, check=check, seen=seen)
+    kill_at_random_moments(code, target, rounds=25, seconds=0.2, check=check, states=states)
     save(dataset(0), target, "mlcp", overwrite=True)
     assert names(tmp_path) == FILES
 
@@ -196,7 +198,7 @@ def old_files(target: Path) -> dict[str, bytes]:
 def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     target = tmp_path / "m.metadata.json"
     stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
-    seen: list[str] = []
+    outcomes: list[str] = []
 
     old = {} if before == "nothing" else old_files(target)
     for name, shard in zip(stale, FILES[1:], strict=False):
@@ -210,13 +212,13 @@ def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
 
     def check(_: int) -> None:
         if target.exists():
-            found = complete(target)
-            assert found in ({0.0}, {1.0})
-            seen.append("old" if found == {0.0} else "new")
+            values_read = complete(target)
+            assert values_read in ({0.0}, {1.0})
+            outcomes.append("old" if values_read == {0.0} else "new")
             if not stale:
                 data = as_upstream(target)
                 assert data is None or len(set(data)) == 1, "a mixture"
-                seen[-1] += " refused" if data is None else ""
+                outcomes[-1] += " refused" if data is None else ""
         else:
             assert before == "nothing"
         with warnings.catch_warnings():
@@ -237,30 +239,30 @@ def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     begin()
     steps = die_at_each_step(code, target, check)
     assert steps > 10
-    assert seen[-1] == "new"
-    assert "old" in seen or before == "nothing"
+    assert outcomes[-1] == "new"
+    assert "old" in outcomes or before == "nothing"
 
 
 def test_only_leftover_files_are_removed(target: Path, tmp_path: Path) -> None:
     mine = new_aliases(str(target), [*FILES[1:], "m_shard_9.shard"])
-    others = new_aliases(str(tmp_path / "n.metadata.json"), FILES[1:])
-    alike = {"m_shard_0.xckpt-notes.shard", "m_shard_0.xckpt-0123456789abcdef.shard.txt.bak"}
-    for name in {*mine.values(), *others.values(), *alike}:
+    of_other_target = new_aliases(str(tmp_path / "n.metadata.json"), FILES[1:])
+    unrelated = {"m_shard_0.xckpt-notes.shard", "m_shard_0.xckpt-0123456789abcdef.shard.txt.bak"}
+    for name in {*mine.values(), *of_other_target.values(), *unrelated}:
         (tmp_path / name).write_bytes(b"some")
     (tmp_path / ".m.metadata.json.xckpt-lock").write_bytes(b"")
     save(dataset(2), target, "mlcp", overwrite=True)
-    assert names(tmp_path) == sorted([*FILES, *others.values(), *alike])
+    assert names(tmp_path) == sorted([*FILES, *of_other_target.values(), *unrelated])
 
 
 @pytest.fixture
 def interrupted(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give a checkpoint whose second save was interrupted after the switch."""
-    take_name, taken = Sink.take_name, list[str]()
+    take_name, renamed = Sink.take_name, list[str]()
 
     def once(sink: Sink) -> None:
-        if taken:
+        if renamed:
             raise KeyboardInterrupt
-        taken.append(sink.name)
+        renamed.append(sink.name)
         take_name(sink)
 
     with monkeypatch.context() as patch:
@@ -284,8 +286,8 @@ def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(interrupted: Pa
 
 def test_one_file_ends_what_several_left(interrupted: Path) -> None:
     with pytest.warns(CheckpointWarning, match="Save it again"):
-        found = xr.load_dataset(interrupted, engine="mlcp")
-    save(found, interrupted, "mlcp", multi_shard=False, overwrite=True)
+        ds = xr.load_dataset(interrupted, engine="mlcp")
+    save(ds, interrupted, "mlcp", multi_shard=False, overwrite=True)
     assert values(interrupted) == {2}
     assert names(interrupted.parent) == FILES
 
@@ -293,11 +295,11 @@ def test_one_file_ends_what_several_left(interrupted: Path) -> None:
 def test_an_error_after_the_switch_is_a_warning(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_name, taken = Sink.take_name, list[str]()
+    take_name, renamed = Sink.take_name, list[str]()
 
     def failing(sink: Sink) -> None:
-        taken.append(sink.name)
-        if len(taken) == 3:
+        renamed.append(sink.name)
+        if len(renamed) == 3:
             raise OSError(errno.EIO, os.strerror(errno.EIO), sink.name)
         take_name(sink)
 
@@ -378,8 +380,8 @@ def test_an_upload_that_fails_leaves_a_whole_checkpoint(
                 save(dataset(2), target, "mlcp", overwrite=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        found = values(target)
-    assert found == ({1} if failing <= RANKS else {2})
+        values_read = values(target)
+    assert values_read == ({1} if failing <= RANKS else {2})
     save(dataset(3), target, "mlcp", overwrite=True)
     if failing < RANKS:  # else the server may have taken what it has not confirmed
         assert sorted(path.rpartition("/")[2] for path in memory.ls(folder, detail=False)) == FILES

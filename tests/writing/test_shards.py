@@ -65,12 +65,12 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Calla
 def check(folder: Path, value: float = 1.0) -> None:
     assert names(folder) == [*FILES, "model.safetensors.index.json"]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    where = {"a": FILES[0], "b": FILES[0], "c": FILES[1], "d": FILES[2]}
-    assert index == {"metadata": {"total_size": 1840}, "weight_map": where}
-    found = {name: array for file in FILES for name, array in load_file(folder / file).items()}
-    assert found.keys() == SHAPES.keys()
+    weight_map = {"a": FILES[0], "b": FILES[0], "c": FILES[1], "d": FILES[2]}
+    assert index == {"metadata": {"total_size": 1840}, "weight_map": weight_map}
+    loaded = {name: array for file in FILES for name, array in load_file(folder / file).items()}
+    assert loaded.keys() == SHAPES.keys()
     for name, array in tensors(value).items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(loaded[name], array)
 
 
 def test_files_and_their_index(written: tuple[Path, Any]) -> None:
@@ -124,12 +124,12 @@ def test_concurrent_readers_get_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     save_it(tmp_path)
-    sibling, found = LocalSource.sibling, list[str]()
+    sibling, opened = LocalSource.sibling, list[str]()
 
     def meanwhile(source: LocalSource, name: str) -> LocalSource:
         file = sibling(source, name)
-        found.append(name)
-        if len(found) == at + 1:
+        opened.append(name)
+        if len(opened) == at + 1:
             save_it(tmp_path, 2.0, overwrite=True)
         return file
 
@@ -184,8 +184,8 @@ def test_a_file_that_cannot_be_removed_is_told(
         unlink(name)
 
     monkeypatch.setattr(os, "unlink", failing)
-    told = r"index\.json: the new checkpoint is complete.* model\.safetensors, .*: remove it"
-    with pytest.warns(CheckpointWarning, match=told):
+    message = r"index\.json: the new checkpoint is complete.* model\.safetensors, .*: remove it"
+    with pytest.warns(CheckpointWarning, match=message):
         save_it(tmp_path, 2.0, overwrite=True)
     monkeypatch.undo()
     path.unlink()
@@ -274,8 +274,8 @@ def test_a_file_is_kept_while_what_stands_for_it_may_vanish(
     calls: list[int] = []
     save_file(tensors(), tmp_path / "model.safetensors")
     monkeypatch.setattr(os, "fsync", failing)
-    told = r"not brought to the disk .* model\.safetensors, was not removed"
-    with pytest.warns(CheckpointWarning, match=told):
+    message = r"not brought to the disk .* model\.safetensors, was not removed"
+    with pytest.warns(CheckpointWarning, match=message):
         save_it(tmp_path, 2.0, overwrite=True)
     (tmp_path / "model.safetensors").unlink()
     check(tmp_path, 2.0)

@@ -26,8 +26,8 @@ def matrix() -> np.ndarray:
 def forms(dense: np.ndarray) -> dict[str, Any]:
     coo = sparse.COO.from_numpy(dense) if dense.size else sparse.zeros(dense.shape)
     bits = np.ascontiguousarray(dense).view("u4")
-    where = np.nonzero(bits)
-    exact = sparse.COO(np.stack(where), dense[where], shape=dense.shape)
+    positions = np.nonzero(bits)
+    exact = sparse.COO(np.stack(positions), dense[positions], shape=dense.shape)
     return {
         "coo": exact,
         "gcxs": sparse.GCXS(exact),
@@ -88,9 +88,9 @@ def test_dense_where_a_format_has_no_other_layout_and_where_it_is_asked_for(tmp_
 
 
 def test_unstored_elements_are_zero(tmp_path: Path) -> None:
-    ones = sparse.COO(np.zeros((2, 0), int), np.zeros(0), shape=(3, 3), fill_value=1.0)
+    filled = sparse.COO(np.zeros((2, 0), int), np.zeros(0), shape=(3, 3), fill_value=1.0)
     with pytest.raises(UnsupportedError, match=r"'w': what the array does not store is 1\.0"):
-        save(xr.Dataset({"w": (("r", "c"), ones)}), tmp_path / "m.zt")
+        save(xr.Dataset({"w": (("r", "c"), filled)}), tmp_path / "m.zt")
 
 
 def test_an_array_that_is_not_the_same_twice_is_an_error(tmp_path: Path) -> None:

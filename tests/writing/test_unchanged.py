@@ -78,13 +78,13 @@ def check(source: Path, engine: str, folder: Path) -> None:
         options = {"dialect": "0.20"}
     target = folder / "converted" / source.name
     expected = written(lambda path: convert(source, path, engine, **options), target)
-    ways = WAYS | (COMPUTED if engine in DENSE else {})
-    for number, (way, open_as) in enumerate(ways.items()):
+    openers = WAYS | (COMPUTED if engine in DENSE else {})
+    for number, (label, open_as) in enumerate(openers.items()):
         reopened = written(
             lambda path, open_as=open_as: save(open_as(source, engine), path, engine, **options),  # type: ignore[misc]
             folder / str(number) / source.name,
         )
-        assert reopened == expected, way
+        assert reopened == expected, label
     if isinstance(expected, dict):
         assert described(read_index(target)) == described(read_index(source))
 

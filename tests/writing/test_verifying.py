@@ -47,8 +47,8 @@ def model(tmp_path: Path) -> Path:
 
 def damage(path: Path, tensor: str, role: str, at: int = 5, value: int | None = None) -> None:
     data = bytearray(path.read_bytes())
-    where = read_index(path).tensors[tensor].parts[role].offset + at
-    data[where] = data[where] ^ 255 if value is None else value
+    offset = read_index(path).tensors[tensor].parts[role].offset + at
+    data[offset] = data[offset] ^ 255 if value is None else value
     path.write_bytes(data)
 
 
@@ -74,8 +74,8 @@ def test_damage_that_nothing_tells_is_not_denied(tmp_path: Path) -> None:
     """Zeros over values of a file without digests are as good as other values."""
     path = tmp_path / "m.safetensors"
     save(xr.Dataset({"w": ("n", np.ones(1000, "f4")), "empty": ("m", np.ones(0, "f4"))}), path)
-    made = manifest(path)
-    assert verify(path, manifest=made).status == "ok"
+    written = manifest(path)
+    assert verify(path, manifest=written).status == "ok"
     data = path.read_bytes()
     path.write_bytes(data[:-400] + bytes(400))
     report = verify(path)
@@ -83,7 +83,7 @@ def test_damage_that_nothing_tells_is_not_denied(tmp_path: Path) -> None:
     expected = "structure intact; contents have no digests, so they were not checked"
     assert verify(path, tensors="w").sentence == expected
     assert verify(path, tensors="empty").status == "ok"
-    assert verify(path, manifest=made).status == "damaged"
+    assert verify(path, manifest=written).status == "damaged"
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -160,9 +160,9 @@ def test_a_report_is_short(model: Path) -> None:
 
 
 def test_progress(model: Path) -> None:
-    seen: list[int] = []
-    verify(model, progress=lambda done, _: seen.append(done))
-    assert seen[-1] == sum(t.nbytes for t in read_index(model).tensors.values())
+    reports: list[int] = []
+    verify(model, progress=lambda done, _: reports.append(done))
+    assert reports[-1] == sum(t.nbytes for t in read_index(model).tensors.values())
 
 
 @pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.npz"))

@@ -25,14 +25,14 @@ def tensors() -> dict[str, Array]:
         shapes |= {f"{base}.mlp.{role}_proj": (INNER, WIDTH) for role in ("gate", "up")}
         shapes[f"{base}.mlp.down_proj"] = (WIDTH, INNER)
     shapes |= {"model.norm": (WIDTH,), "lm_head": (WORDS, WIDTH)}
-    found = {}
+    weights = {}
     at = 0
     for name, shape in shapes.items():
         size = int(np.prod(shape))
         codes = (np.arange(at, at + size) * 2654435761) % (1 << 24)
-        found[f"{name}.weight"] = (codes / (1 << 23) - 1).astype(np.float32).reshape(shape)
+        weights[f"{name}.weight"] = (codes / (1 << 23) - 1).astype(np.float32).reshape(shape)
         at += size
-    return found
+    return weights
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def test_round_trips(nbytes: int, cuts: list[int], threads: int) -> None:
     seekable = compressed("zstd-seekable", data, cuts, threads=threads)
     read = memoryview(seekable)
     table = encodings.read_seek_table(lambda o, n: read[o : o + n], 0, len(seekable), nbytes)
-    found = encodings.read_frames(lambda o, n: read[o : o + n], 0, table, 0, nbytes)
-    assert found == data
+    decoded = encodings.read_frames(lambda o, n: read[o : o + n], 0, table, 0, nbytes)
+    assert decoded == data
     assert set(np.diff(table.decoded)[:-1].tolist()) <= {MiB}
 
 

@@ -34,7 +34,7 @@ def test_whole_in_part_and_by_blocks(data: bytes, level: int, at: int, block: in
     assert decompress_range(memoryview(stored), at // 2, at) == data[at // 2 : at]
     blocks = [bytes(b) for b in decompressed_blocks(stored, len(data) - at, block, skip=at)]
     assert b"".join(blocks) == data[at:]
-    assert all(len(each) == block for each in blocks[:-1])
+    assert all(len(full) == block for full in blocks[:-1])
 
 
 @pytest.mark.parametrize("encoding", STREAMS)

@@ -50,17 +50,19 @@ class Seekable:
             self.data[i : i + self.frame_nbytes]
             for i in range(0, len(self.data), self.frame_nbytes)
         ]
-        frames = [zstandard.ZstdCompressor(write_checksum=True).compress(each) for each in pieces]
+        frames = [
+            zstandard.ZstdCompressor(write_checksum=True).compress(content) for content in pieces
+        ]
         entries = [
             [len(stored), len(piece), *([xxh64_intdigest(piece) & 0xFFFFFFFF] * self.checksums)]
             for stored, piece in zip(frames, pieces, strict=True)
         ]
         table = np.array(self.sizes(entries), "<u4").tobytes()
         count = len(frames) if self.count is None else self.count
-        rest = len(table) + 9 if self.table_nbytes is None else self.table_nbytes
+        table_nbytes = len(table) + 9 if self.table_nbytes is None else self.table_nbytes
         descriptor = self.descriptor | (0x80 if self.checksums else 0)
         footer = struct.pack("<IBI", count, descriptor, self.footer_magic)
-        return b"".join([*frames, struct.pack("<II", self.magic, rest), table, footer])
+        return b"".join([*frames, struct.pack("<II", self.magic, table_nbytes), table, footer])
 
 
 @pytest.mark.parametrize("checksums", [True, False])
