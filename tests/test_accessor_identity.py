@@ -54,7 +54,7 @@ def test_a_tensor_by_its_id(opened: Any, name: str) -> None:
     assert opened.ckpt.by_base_id(text.upper()).attrs["base_id"] == text
 
 
-def test_ids_that_are_not_there(opened: Any) -> None:
+def test_unknown_ids_raise(opened: Any) -> None:
     with pytest.raises(KeyError, match=f"no tensor here has the base id {base_id('x'):032x}"):
         opened.ckpt.by_base_id(base_id("x"))
     for wrong in (b"", bytes(15), "a.w", "0x" + "0" * 30, "0" * 31, -1, 2**128):
@@ -129,7 +129,7 @@ def test_tensors_of_every_format_have_keys(name: str) -> None:
     assert ds.ckpt.param_key(name) == stable_id(ds.encoding["namespace"], name)
 
 
-def test_tensors_that_are_shown_as_parts(golden: Path) -> None:
+def test_parts_have_keys_of_their_own(golden: Path) -> None:
     path = golden / "ztensor" / "v1_sparse_csr.zt"
     ds = xr.open_dataset(path, engine="ztensor", decode=False)
     part = next(str(name) for name in ds.variables if str(name).endswith(":values"))

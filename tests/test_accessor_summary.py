@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_findings_are_shown_once_they_are_known(tmp_path: Path) -> None:
+def test_findings_are_shown_after_they_are_computed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
     ds = xr.open_dataset(path, engine="ztensor")
     before, html = repr(ds.ckpt), ds.ckpt._repr_html_()
@@ -45,7 +45,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_layers_that_are_not_alike_are_told_with_their_dimensions(mixture: Path) -> None:
+def test_layers_of_different_kinds_are_listed_with_their_dimensions(mixture: Path) -> None:
     flat = xr.open_dataset(mixture, engine="npz")
     assert "  layers {2..5}: mlp.experts\n" in repr(flat.ckpt)
     for obj, name in (
@@ -111,17 +111,17 @@ def test_an_index_shows_itself_in_a_notebook(tmp_path: Path) -> None:
     assert "35 tensors" in index._repr_html_()
 
 
-def test_other_objects_say_so_in_html() -> None:
+def test_other_objects_have_a_short_html() -> None:
     assert "&lt;Checkpoint: none&gt;" in xr.Dataset().ckpt._repr_html_()
 
 
-class TestOneArray:
+class TestDataArray:
     @pytest.fixture
     def ds(self, tmp_path: Path) -> xr.Dataset:
         path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
         return xr.open_dataset(path, engine="ztensor", stack=True)
 
-    def test_it_shows_its_tensors(self, ds: xr.Dataset) -> None:
+    def test_an_array_shows_its_tensors(self, ds: xr.Dataset) -> None:
         name = next(str(n) for n, v in ds.data_vars.items() if "layers" in v.dims and v.ndim > 2)
         text = repr(ds[name].ckpt)
         assert text.startswith("<Checkpoint m.zt>")
@@ -129,7 +129,9 @@ class TestOneArray:
         assert "<" in ds[name].ckpt._repr_html_()
         assert ds[name].ckpt.summary("dtype")["tensors"].tolist() == [3]
 
-    def test_it_gives_what_the_dataset_gives_for_it(self, ds: xr.Dataset, tmp_path: Path) -> None:
+    def test_methods_of_an_array_equal_those_of_its_dataset(
+        self, ds: xr.Dataset, tmp_path: Path
+    ) -> None:
         name = next(str(n) for n, v in ds.data_vars.items() if "layers" in v.dims and v.ndim > 2)
         array = ds[name]
         stats = array.ckpt.stats(progress=False)
@@ -144,7 +146,7 @@ class TestOneArray:
         array.ckpt.save(tmp_path / "one.zt")
         assert set(xr.open_dataset(tmp_path / "one.zt").variables) == set(array.ckpt.unstack())
 
-    def test_others_say_what_they_are_not(self, ds: xr.Dataset) -> None:
+    def test_other_arrays_have_a_short_text(self, ds: xr.Dataset) -> None:
         name = next(iter(ds.data_vars))
         assert "this DataArray was not opened" in repr((ds[name] * 2).ckpt)
         assert "this DataArray was not opened" in repr(xr.DataArray([1.0]).ckpt)
@@ -353,12 +355,12 @@ class TestResults:
     def test_a_histogram(self, ds: xr.Dataset) -> None:
         assert repr(ds.ckpt.histogram(5).ckpt) == "<Histogram>  20 tensors · 5 bins"
 
-    def test_names_cannot_do_harm(self) -> None:
+    def test_hostile_names_are_escaped(self) -> None:
         ds = xr.Dataset({"\x1b[2J<b>": ("x", [1.0, 2.0])})
         stats = ds.ckpt.stats().ckpt
         assert "\x1b" not in repr(stats)
         assert "<b>" not in stats._repr_html_()
 
-    def test_others_with_such_dimensions(self) -> None:
+    def test_other_datasets_with_dimensions_of_results(self) -> None:
         for ds in (xr.Dataset({"a": ("bin", [1])}), xr.Dataset({"a": ("statistic", [1])})):
             assert "not opened from a checkpoint" in repr(ds.ckpt)

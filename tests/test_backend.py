@@ -89,7 +89,7 @@ def test_a_dataset_is_lazy_labelled_and_described(path: Path) -> None:
     assert_values(ds)
 
 
-def test_nothing_but_headers_is_read(path: Path) -> None:
+def test_opening_reads_headers_only(path: Path) -> None:
     """Only what no tensor occupies may be read: all data are cut out and the file still opens."""
     index = xckpt.read_index(path)
     data = bytearray(path.read_bytes())
@@ -103,7 +103,7 @@ def test_nothing_but_headers_is_read(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The specified chunks separate:UserWarning")
 @pytest.mark.parametrize("chunks", [None, {}, "auto", 7, {"d50": 10}, -1])
-def test_every_kind_of_chunks(path: Path, chunks: Any) -> None:
+def test_every_value_of_chunks(path: Path, chunks: Any) -> None:
     with dask.config.set({"array.chunk-size": "4000B"}):
         ds = xr.open_dataset(path, engine="ztensor", chunks=chunks)
         expected = {
@@ -195,7 +195,7 @@ def test_without_an_engine(path: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("suffix", [".zt", ".safetensors", ".gguf", ".pt"])
-def test_a_file_that_is_not_what_it_is_called(
+def test_a_misleading_suffix_is_an_error(
     tmp_path: Path, content: bytes, message: str, suffix: str
 ) -> None:
     wrong = tmp_path / f"m{suffix}"
@@ -230,7 +230,7 @@ def test_guessing_leaves_a_file_object_where_it_was(path: Path) -> None:
     assert not ZTensorBackend().guess_can_open("s3://bucket/m.nc")
 
 
-def test_sources(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_source(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
     data = path.read_bytes()
     relative = xr.open_dataset("m.zt", engine="ztensor")
@@ -286,11 +286,11 @@ def test_unreadable_files_raise_errors(path: Path, tmp_path: Path) -> None:
         (str.isalpha, 2),
     ],
 )
-def test_tensors(path: Path, tensors: Any, count: int) -> None:
+def test_selected_tensors_are_opened(path: Path, tensors: Any, count: int) -> None:
     assert len(xr.open_dataset(path, engine="ztensor", tensors=tensors).variables) == count
 
 
-def test_a_filter_that_matches_nothing_says_so(path: Path) -> None:
+def test_a_filter_without_a_match_warns(path: Path) -> None:
     with pytest.warns(xckpt.CheckpointWarning, match=r"'layer.0.w' matches none.*'layers.0.w'"):
         ds = xr.open_dataset(path, engine="ztensor", tensors="layer.0.w")
     assert not ds.variables
@@ -312,7 +312,7 @@ def test_dims(path: Path) -> None:
         xr.open_dataset(path, engine="ztensor", dims={"*.w": ("out",)})
 
 
-def test_dims_of_no_tensor_are_a_mistake(path: Path) -> None:
+def test_dims_without_a_matching_tensor_raise(path: Path) -> None:
     for stack in (False, True):
         with pytest.warns(xckpt.CheckpointWarning, match=r"dims\['emb.wieght'\].*'emb.weight'"):
             xr.open_dataset(path, engine="ztensor", dims={"emb.wieght": ("a", "b")}, stack=stack)
@@ -320,7 +320,7 @@ def test_dims_of_no_tensor_are_a_mistake(path: Path) -> None:
         xr.open_datatree(path, engine="ztensor", dims={"none": ("a",)})
 
 
-def test_a_dimension_never_has_a_variable_s_name() -> None:
+def test_dimensions_never_share_a_name_with_variables() -> None:
     data = v1_file({"d3": dense(np.zeros(3, "<f4")), "x": dense(np.ones((3, 3), "<f4"))})
     ds = xr.open_dataset(data, engine="ztensor")
     assert not ds.indexes
@@ -357,7 +357,7 @@ def test_stored_types(sample: Path) -> None:
     assert set(decoded[sparse].encoding["parts"]) == {"values", "coords"}
 
 
-def test_parts_give_way_to_tensors(golden: Path) -> None:
+def test_parts_do_not_replace_tensors(golden: Path) -> None:
     """A tensor has its exact name, also where a part of another would be called that."""
     csr = xckpt.read_index(golden / "ztensor" / "v1_sparse_csr.zt")
     name = next(iter(csr.tensors))
@@ -496,7 +496,7 @@ def test_the_accessor_summarises(sample: Path) -> None:
     assert "3 tensors" in repr(queries.ckpt)
 
 
-def test_the_accessor_of_other_datasets() -> None:
+def test_accessor_on_other_datasets() -> None:
     ds = xr.Dataset({"a": 1})
     assert ds.ckpt.format is None
     assert "not opened from a checkpoint" in repr(ds.ckpt)
@@ -511,7 +511,7 @@ def test_the_accessor_needs_no_import_of_xckpt(path: Path) -> None:
     assert done.stdout.startswith("<Checkpoint m.zt>")
 
 
-def test_options_of_an_engine_tell_values_apart() -> None:
+def test_options_of_an_engine_change_task_names() -> None:
     """One file read in two ways has equal names, and must not share the names of its arrays."""
     entry = {"dtype": "F32", "shape": [2], "data": np.array([1, 2], "<f4").tobytes()}
     data = burnpack({"w": entry}) + bytes(256)

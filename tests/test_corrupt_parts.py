@@ -108,7 +108,7 @@ def test_opening_decodes_nothing(
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("damaged", [*PARTS, "dense", None])
-def test_a_damaged_part_harms_its_own_tensor(
+def test_a_damaged_part_affects_only_its_tensor(
     damaged: str | None, options: dict[str, Any], sized: bool, tmp_path: Path
 ) -> None:
     path = written(tmp_path, damaged, sized=sized)
@@ -133,7 +133,7 @@ def test_a_damaged_part_harms_its_own_tensor(
 
 
 @pytest.mark.parametrize("damaged", ["coo:coords", "layers.1.w:data"])
-def test_all_else_names_it_too(
+def test_other_operations_name_the_damaged_tensor(
     damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, damaged)
@@ -165,7 +165,7 @@ def test_empty_parts_have_a_digest(tmp_path: Path, verify: bool | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*unknown algorithm")
-def test_a_malformed_digest_is_damage_to_all(tmp_path: Path) -> None:
+def test_a_malformed_digest_is_damage_for_every_operation(tmp_path: Path) -> None:
     path = tmp_path / "m.zt"
     path.write_bytes(v1_file({"t": dense_v1(bytes(8), [2], "float32", digest="crc;2c:0xZZ")}))
     with pytest.raises(xckpt.FormatError, match="is not algorithm:value"):
@@ -207,7 +207,7 @@ def test_parts_that_decode_to_too_many_bytes_are_listed(
         ds["q:not"].load()
 
 
-def test_sizes_that_the_manifest_states_are_not_looked_for(
+def test_sizes_in_the_manifest_are_not_read_from_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zstandard, "get_frame_parameters", None)

@@ -125,7 +125,7 @@ IDS = [f"{use.__name__}-{kind}" for use, kind in CASES]
 
 @pytest.mark.skipif(not hasattr(os, "preadv"), reason="reads are counted at preadv")
 @pytest.mark.parametrize(("use", "kind"), CASES, ids=IDS)
-def test_it_is_cut_between_two_reads(
+def test_the_file_is_cut_between_two_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], None], kind: str
 ) -> None:
     path = write(tmp_path, kind)
@@ -165,7 +165,7 @@ def test_the_error_names_file_tensor_and_byte(tmp_path: Path) -> None:
         ds["b"][3].values  # noqa: B018
 
 
-def test_a_map_is_only_for_who_asks(tmp_path: Path) -> None:
+def test_files_are_mapped_only_on_request(tmp_path: Path) -> None:
     path = write(tmp_path, "raw")
     plain, mapped = opened(path), xr.open_dataset(path, engine="safetensors", mmap=True)
     for ds, writeable in ((plain, True), (mapped, False)):
@@ -196,7 +196,7 @@ for line in sys.stdin:
 TRIALS = 6
 
 
-def test_no_process_is_ended(tmp_path: Path) -> None:
+def test_a_cut_file_ends_no_process(tmp_path: Path) -> None:
     with subprocess.Popen(  # noqa: S603
         [sys.executable, "-W", "ignore", "-c", CHILD],
         stdin=subprocess.PIPE,

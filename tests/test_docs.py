@@ -107,7 +107,7 @@ def test_every_block_of_a_page_runs_alone(
     assert fresh.run(pieces, files) == {}
 
 
-def test_all_pages_were_looked_at() -> None:
+def test_all_pages_were_checked() -> None:
     assert len(PAGES) > 25
     assert sum(map(len, PAGES.values())) > 100
     assert len(PAGES["docs/how-to/same-content"]) == 5

@@ -45,7 +45,7 @@ def test_open_needs_no_engine(folder: Path) -> None:
     assert xckpt.open(xckpt.read_index("m.npz")).ckpt.format == "npz"
 
 
-def test_open_goes_by_the_content() -> None:
+def test_open_detects_the_content() -> None:
     for name in ("without_ending", "wrong.safetensors"):
         shutil.copy("m.npz", name)
         assert xckpt.open(name).ckpt.format == "npz"
@@ -98,7 +98,7 @@ def test_open_makes_no_more_requests_than_an_engine() -> None:
         assert len(web.requests) == 2 * with_engine
 
 
-def test_a_mapping_is_open_already() -> None:
+def test_open_accepts_a_mapping_without_options() -> None:
     ds = xckpt.open(ARRAYS)
     np.testing.assert_array_equal(ds["h.0.w"], ARRAYS["h.0.w"])
     assert ds.ckpt.stack()["h.w"].dims == ("h", "d3", "d3_1")
@@ -124,7 +124,7 @@ def test_a_mapping_is_open_already() -> None:
     ],
     ids=["text", "path", "mapping", "index", "dataset", "tree"],
 )
-def test_a_report_on_whatever_has_tensors(obj: Any) -> None:
+def test_report_accepts_every_kind_of_object(obj: Any) -> None:
     xckpt.report(obj(), "one.md", cache=False)
     assert "embed" in Path("one.md").read_text()
     xckpt.report(obj(), "two.md", {**ARRAYS, "embed": ARRAYS["embed"] * 2}, cache=False)
@@ -137,7 +137,7 @@ def test_a_report_on_whatever_has_tensors(obj: Any) -> None:
 
 
 @pytest.mark.parametrize(("call", "names"), _INSTEAD.items())
-def test_other_names_have_a_hint_that_works(call: str, names: str) -> None:
+def test_errors_for_other_names_have_a_working_hint(call: str, names: str) -> None:
     for name in names.split():
         assert not hasattr(xckpt, name)
         with pytest.raises(AttributeError, match=re.escape(f"{name!r}; did you mean {call}?")):
@@ -177,7 +177,7 @@ def test_the_folder_of_a_run(names: list[str]) -> None:
     assert main(["info", str(run)]) == 2
 
 
-def test_shards_are_no_run() -> None:
+def test_shards_are_not_a_run() -> None:
     Path("run").mkdir()
     for number in (1, 2):
         shutil.copy("m.npz", f"run/model-{number:05}-of-00003.npz")
@@ -245,7 +245,7 @@ def test_a_folder_with_folders_of_other_files() -> None:
         ("", "the path is empty"),
     ],
 )
-def test_a_name_that_is_no_file(path: str, hint: str) -> None:
+def test_unopenable_names_have_a_hint(path: str, hint: str) -> None:
     with pytest.raises((FileNotFoundError, ValueError), match=re.escape(hint)):
         xckpt.open(path)
     with pytest.raises((FileNotFoundError, ValueError), match=re.escape(hint)):
@@ -285,7 +285,7 @@ def test_a_folder_behind_a_url() -> None:
         (lambda ds: ds.ckpt.plot.nonsense(), AttributeError, "it has layers, histogram, "),
     ],
 )
-def test_slips_of_the_first_minute(call: Any, error: type[Exception], hint: str) -> None:
+def test_common_first_mistakes_have_hints(call: Any, error: type[Exception], hint: str) -> None:
     for opened in (xckpt.open("m.npz"), xr.open_datatree("m.npz")):
         with pytest.raises(error, match=re.escape(hint)):
             call(opened)
@@ -294,7 +294,7 @@ def test_slips_of_the_first_minute(call: Any, error: type[Exception], hint: str)
 @pytest.mark.parametrize(
     ("owner", "synonyms"), [("ckpt", accessor._INSTEAD), ("ckpt.plot", plots._INSTEAD)]
 )
-def test_other_names_of_attributes(owner: str, synonyms: dict[str, str]) -> None:
+def test_misspelled_attributes_have_hints(owner: str, synonyms: dict[str, str]) -> None:
     obj = operator.attrgetter(owner)(xckpt.open(ARRAYS))
     last = owner.rpartition(".")[2]
     for meant, words in synonyms.items():
@@ -337,7 +337,7 @@ def test_a_file_alone_is_described(capsys: pytest.CaptureFixture[str]) -> None:
         ("nonexistent", ""),
     ],
 )
-def test_neither_a_command_nor_a_file(
+def test_an_argument_that_is_neither_command_nor_file(
     word: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([word, "m.npz"]) == 2

@@ -127,7 +127,7 @@ def test_layers_ascend_whatever_their_order_in_the_file(tmp_path: Path) -> None:
     assert explorer._names == ["embed", *(f"h.{n}.w" for n in range(12)), "norm"]
 
 
-def test_codes_are_told_from_weights(path: Path) -> None:
+def test_codes_are_distinguished_from_weights(path: Path) -> None:
     pytest.importorskip("anywidget")
     explorer = xr.open_dataset(path, engine="ztensor", decode=False).ckpt.explore()
     codes = [n for n, is_one in zip(explorer._names, explorer._table._codes, strict=True) if is_one]
@@ -186,19 +186,19 @@ def test_a_selection_has_fewer_tensors(path: Path) -> None:
     assert layer.code(names[1]) == 'ds["model.layers.input_layernorm.weight"]'
 
 
-def test_where_it_cannot_be_told_which_are_left_the_variable_is_shown(path: Path) -> None:
+def test_ambiguous_selections_show_the_variable(path: Path) -> None:
     ds = xr.open_dataset(path, engine="ztensor", stack=True).drop_vars("layers")
     names = [row.name for row in OpenTensors(ds).rows]
     assert "model.layers.input_layernorm.weight" in names
 
 
-def test_text_has_no_statistics() -> None:
+def test_text_variables_have_no_statistics() -> None:
     ds = xr.Dataset({"text": ("x", np.array(["a", "b"])), "n": ("x", np.arange(2.0))})
     assert list(compute(OpenTensors(ds), ["text", "n"], ignore).statistics) == ["n"]
 
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b", "a\u202eb\n", "\udc80", "a.b"])
-def test_code_has_names_as_they_are(name: str) -> None:
+def test_code_quotes_names_exactly(name: str) -> None:
     ds = xr.Dataset({name: ("x", np.arange(3.0))})
     code = OpenTensors(ds).code(name)
     assert code.isprintable()

@@ -162,7 +162,7 @@ def test_statistics(sample: Path, tmp_path: Path, writer: str) -> None:
 # --- and our own writer --------------------------------------------------------------------------
 
 
-def test_our_writer_still_writes_what_was_stored(sample: Path, tmp_path: Path) -> None:
+def test_our_writer_copies_stored_tensors(sample: Path, tmp_path: Path) -> None:
     # Quantised weights that are computed are written dense, which is told.
     ds = xr.open_dataset(sample, tensors=lambda name: "down_proj" not in name)
     before = {name: str(v.encoding["stored_dtype"]) for name, v in ds.variables.items()}

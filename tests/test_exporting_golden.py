@@ -123,7 +123,7 @@ def datasets(obj: Any) -> dict[str, xr.Dataset]:
 @pytest.mark.usefixtures("in_this_thread")
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_golden_files(path: Path, tmp_path: Path) -> None:
+def test_golden_files_survive_writers_of_xarray(path: Path, tmp_path: Path) -> None:
     for opening, obj, before in opened(path):
         plain, changes = made_plain(obj)
         assert len(changes) <= 1

@@ -91,7 +91,7 @@ def test_counted() -> None:
         ("a\x1b[31m.zt", r"a\x1b[31m.zt"),
     ],
 )
-def test_base_name_gives_nothing_away(source: str, name: str) -> None:
+def test_base_name_hides_folders_and_credentials(source: str, name: str) -> None:
     assert base_name(source) == name
 
 

@@ -127,7 +127,7 @@ def test_every_public_function_and_attribute_is_tried() -> None:
     ],
     ids=["functions", "attributes", "others"],
 )
-def test_xckpt_alone(
+def test_importing_xckpt_alone(
     checks: dict[str, str], before: str, folder: Path, fresh: FreshProcesses
 ) -> None:
     """Each in a process of its own."""
@@ -135,7 +135,7 @@ def test_xckpt_alone(
     assert fresh.run(pieces, folder, before) == {}
 
 
-def test_every_order(folder: Path, fresh: FreshProcesses) -> None:
+def test_modules_import_in_every_order(folder: Path, fresh: FreshProcesses) -> None:
     """All in one process for each order of imports."""
     checks = [*FUNCTIONS.values(), *ATTRIBUTES.values(), *OTHERS.values()]
     pieces = {}
@@ -154,7 +154,7 @@ def test_xarray_alone_needs_no_import_of_xckpt(folder: Path, fresh: FreshProcess
     assert fresh.run(pieces, folder) == {}
 
 
-def test_xarray_stays_what_it_is(folder: Path, fresh: FreshProcesses) -> None:
+def test_xarray_is_unchanged_by_the_import(folder: Path, fresh: FreshProcesses) -> None:
     """Its loader, its source and its resources can be asked for, and it can be loaded again."""
     code = """
 import importlib, inspect, sys

@@ -83,7 +83,7 @@ def test_after_ctrl_c_at_each_import_the_next_call_works(tmp_path: Path, first: 
     assert all(int(line.split()[0]) < 30 for line in done.stdout.splitlines()), done.stdout
 
 
-def test_a_cluster_package_that_another_thread_is_loading_is_no_cluster(
+def test_a_half_imported_distributed_package_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.npz"

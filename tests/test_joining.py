@@ -46,7 +46,7 @@ class TestOneDimension:
         assert ds["layers.experts.w"].dims == ("layers", "experts", "d4", "d5")
         assert ds.indexes["layers"].tolist() == list(range(LAYERS))
 
-    def test_members_are_at_their_places_and_all_else_is_nan(self) -> None:
+    def test_members_are_at_their_positions_and_gaps_are_nan(self) -> None:
         ds = joined()
         for layer in range(LAYERS):
             selected = ds.sel(layers=layer)
@@ -72,7 +72,7 @@ class TestOneDimension:
             assert dt[node].sizes["layers"] == LAYERS
 
     @pytest.mark.parametrize("dtype", ["i4", "bool", "u1"])
-    def test_types_without_nan_keep_their_own(self, dtype: str) -> None:
+    def test_types_without_nan_stay_separate(self, dtype: str) -> None:
         arrays = {f"h.{i}.ids": np.ones(3, dtype) for i in (1, 2)}
         arrays |= {f"h.{i}.w": np.ones(3, "<f4") for i in range(3)}
         ds = joined(arrays)
@@ -101,7 +101,7 @@ class TestOneDimension:
             np.testing.assert_array_equal(stacked["h.w"], expected)
             xr.testing.assert_identical(stacked.ckpt.unstack(), ds)
 
-    def test_sparse_arrays_keep_their_own(self) -> None:
+    def test_sparse_arrays_stay_separate(self) -> None:
         sparse = pytest.importorskip("sparse")
         coo = sparse.COO.from_numpy(np.eye(3))
         arrays: dict[str, Any] = {f"h.{i}.w": (("x", "y"), coo) for i in (1, 2)}
@@ -138,9 +138,9 @@ class TestOneDimension:
                 xr.open_dataset(zt(ARRAYS), engine="ztensor").ckpt.stack(join=wrong)
 
 
-class TestNothingIsReadForWhatIsAbsent:
+class TestAbsentMembers:
     @pytest.mark.parametrize("arrays", [ARRAYS, LARGE], ids=["shared chunks", "own chunks"])
-    def test_and_a_member_reads_itself(self, arrays: dict[str, np.ndarray]) -> None:
+    def test_absent_members_are_not_read(self, arrays: dict[str, np.ndarray]) -> None:
         source = CountingSource(zt(arrays))
         index = formats.get("ztensor").read(source)
         source.reads.clear()
@@ -168,7 +168,7 @@ class TestNothingIsReadForWhatIsAbsent:
 
 class TestStatistics:
     @pytest.mark.parametrize("form", ["lazy", "loaded", "computed", "tree"])
-    def test_absent_members_are_not_there(self, form: str) -> None:
+    def test_absent_members_have_no_statistics(self, form: str) -> None:
         flat = xr.open_dataset(zt(ARRAYS), engine="ztensor")
         obj: Any = joined()
         if form == "tree":
@@ -250,14 +250,14 @@ class TestStatistics:
             assert repr(spectrum.ckpt).startswith("<Spectrum of <bytes>>  9 tensors: 8 statistics")
             assert len(spectrum.ckpt.table()) == 9
 
-    def test_a_layer_without_them(self) -> None:
+    def test_a_layer_without_experts(self) -> None:
         stats = joined().isel(layers=[0]).ckpt.stats()
         assert set(stats.data_vars) == {"embed", "layers.norm", "layers.mlp.w"}
 
 
-class TestAllElse:
+class TestOtherOperations:
     @pytest.mark.parametrize("form", ["opened", "later", "computed", "loaded", "tree"])
-    def test_saving_does_not_write_them(self, form: str, tmp_path: Path) -> None:
+    def test_saving_omits_absent_members(self, form: str, tmp_path: Path) -> None:
         path = tmp_path / "m.zt"
         flat = xr.open_dataset(zt(ARRAYS), engine="ztensor")
         forms: dict[str, Any] = {
@@ -289,7 +289,7 @@ class TestAllElse:
         assert "{2,3}" in repr(ds.ckpt)  # the layers that have experts
         assert ds.ckpt.summary("dtype")["nbytes"].sum() == sum(a.nbytes for a in ARRAYS.values())
 
-    def test_selections_come_back_as_what_is_there(self) -> None:
+    def test_selections_unstack_to_present_members(self) -> None:
         ds = joined()
         assert set(ds.sel(layers=[3, 0]).ckpt.unstack().data_vars) == {
             name for name in ARRAYS if name.startswith(("layers.0.", "layers.3.", "embed"))
@@ -320,7 +320,7 @@ class TestAllElse:
             array.ckpt.plot.heatmap()
         plt.close("all")
 
-    def test_the_explorer_has_what_is_there(self) -> None:
+    def test_the_explorer_lists_present_members(self) -> None:
         tensors = OpenTensors(joined())
         names = [row.name for row in tensors.rows]
         results = compute(tensors, names, lambda *_: None)
@@ -329,7 +329,7 @@ class TestAllElse:
         }
 
 
-class TestWhichNumbersThereAre:
+class TestNumberSets:
     NORM, DENSE_, MOE = "layers.norm", "layers.mlp.w", "layers.experts.w"
 
     @pytest.mark.parametrize("join", ["exact", "outer", None])

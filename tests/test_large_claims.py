@@ -93,12 +93,12 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         yield decoded
 
 
-def test_verifying_looks_once_at_what_is_stored(path: Path, blocks: list[Any]) -> None:
+def test_verifying_reads_stored_bytes_once(path: Path, blocks: list[Any]) -> None:
     assert xckpt.verify(path).ok
     assert len(blocks) == 1
 
 
-def test_writing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
+def test_writing_reads_stored_bytes_only(path: Path, blocks: list[Any]) -> None:
     target = path.with_name("n.zt")
     for version in ("1.0", "2"):
         xckpt.convert(path, target, version=version, overwrite=True)
@@ -114,7 +114,7 @@ def test_writing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
     assert xckpt.compare(path, target, progress=False)["t"].sel(statistic="status") == 0
 
 
-def test_statistics_read_what_is_stored(path: Path, blocks: list[Any]) -> None:
+def test_statistics_read_stored_bytes_only(path: Path, blocks: list[Any]) -> None:
     result = xckpt.stats(path, progress=False, cache=False, exact_quantiles=True)["t"]
     size = xckpt.read_index(path).tensors["t"].size
     assert result.sel(statistic="count") == size
@@ -125,7 +125,7 @@ def test_statistics_read_what_is_stored(path: Path, blocks: list[Any]) -> None:
     assert len(blocks) <= 4
 
 
-def test_comparing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
+def test_comparing_reads_stored_bytes_only(path: Path, blocks: list[Any]) -> None:
     second = path.with_name("n.zt")
     xckpt.convert(path, second)
     blocks.clear()
@@ -135,7 +135,7 @@ def test_comparing_reads_what_is_stored(path: Path, blocks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stack": True}], ids=str)
-def test_all_of_it_is_refused_before_anything_is_read(
+def test_a_whole_large_tensor_is_refused_before_reading(
     path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ds = xr.open_dataset(path, engine="ztensor", **options)
@@ -151,7 +151,7 @@ def test_all_of_it_is_refused_before_anything_is_read(
             compute()
 
 
-def test_a_part_of_it_is_a_part_of_it(path: Path) -> None:
+def test_a_part_of_a_large_tensor_is_readable(path: Path) -> None:
     ds = xr.open_dataset(path, engine="ztensor")
     corner = ds["t"][(slice(4, 6), *[slice(6, 10)] * (ds["t"].ndim - 1))]
     with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
@@ -162,7 +162,7 @@ def test_a_part_of_it_is_a_part_of_it(path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["info", "stats --no-cache", "verify", "convert", "compare"])
 @pytest.mark.usefixtures("blocks")
-def test_commands(path: Path, command: str) -> None:
+def test_commands_read_large_tensors_in_blocks(path: Path, command: str) -> None:
     more = {"convert": [str(path.with_name("n.zt"))], "compare": [str(path), "--no-cache"]}
     assert main([*command.split(), str(path), *more.get(command, [])]) == 0
 
@@ -243,7 +243,7 @@ KINDS = ["float32", "bool", "structural", "seekable", "float4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streams_need_no_room_for_all_of_what_they_decode_to(kind: str, tmp_path: Path) -> None:
+def test_streams_are_decoded_in_bounded_memory(kind: str, tmp_path: Path) -> None:
     path, target = tmp_path / "m.zt", tmp_path / "n.zt"
     path.write_bytes(compressed(kind))
     with dask.config.set({"xckpt.memory-limit": "16 MiB"}):
@@ -263,7 +263,7 @@ def test_streams_need_no_room_for_all_of_what_they_decode_to(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_of_what_they_decode_to_has_a_limit(kind: str, tmp_path: Path) -> None:
+def test_decoded_size_has_a_limit(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.zt"
     path.write_bytes(compressed(kind))
     message = r"m\.zt: tensor 't': .*\d+ bytes \(.* MiB\) of memory .*16\.00 MiB is the limit"
@@ -277,7 +277,7 @@ def test_all_of_what_they_decode_to_has_a_limit(kind: str, tmp_path: Path) -> No
         assert not variable.values.any()
 
 
-def test_commands_say_what_does_not_fit(
+def test_commands_report_tensors_that_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.zt"

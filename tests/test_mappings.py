@@ -93,12 +93,12 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mapping", KINDS.values(), ids=KINDS)
-def test_it_is_described_as_a_dataset(mapping: Any) -> None:
+def test_a_mapping_is_described_as_a_dataset(mapping: Any) -> None:
     expected = xckpt.stats(DS).ckpt.table()
     assert xckpt.stats(mapping).ckpt.table().equals(expected)
 
 
-def test_every_function_takes_it(tmp_path: Path) -> None:
+def test_every_function_accepts_a_mapping(tmp_path: Path) -> None:
     changed = {**ARRAYS, "embed": ARRAYS["embed"] + 1}
     path = tmp_path / "m.npz"
     xckpt.save(ARRAYS, path)
@@ -116,7 +116,7 @@ def test_every_function_takes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
-def test_tensors_of_types_that_numpy_lacks(name: str, tmp_path: Path) -> None:
+def test_element_types_that_numpy_lacks(name: str, tmp_path: Path) -> None:
     array = np.linspace(-2, 2, 64).astype(getattr(ml_dtypes, name)).reshape(4, 16)
     mapping = {"w": Tensor(array, grad=True)}
     xckpt.save(mapping, tmp_path / "m.safetensors")

@@ -58,7 +58,7 @@ _ANEW = "%reset_selective -f ."
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path: Path, folder: Path, kernel: Any) -> None:
+def test_notebooks_run(path: Path, folder: Path, kernel: Any) -> None:
     from nbclient import NotebookClient
 
     notebook = read(path)
@@ -79,14 +79,14 @@ def test_it_runs(path: Path, folder: Path, kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_stored_without_outputs(path: Path) -> None:
+def test_notebooks_are_stored_without_outputs(path: Path) -> None:
     for cell in code(path):
         assert cell.outputs == []
         assert cell.execution_count is None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_begins_with_a_title_and_a_question(path: Path) -> None:
+def test_notebooks_begin_with_a_title_and_a_question(path: Path) -> None:
     first = read(path).cells[0]
     assert first.cell_type == "markdown"
     title, *lines = first.source.splitlines()
@@ -94,6 +94,6 @@ def test_it_begins_with_a_title_and_a_question(path: Path) -> None:
     assert "?" in "".join(lines)
 
 
-def test_the_readme_lists_them_all() -> None:
+def test_the_readme_lists_all_notebooks() -> None:
     text = (NOTEBOOKS[0].parent / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\]\((\S+\.ipynb)\)", text) == [path.name for path in NOTEBOOKS]

@@ -40,7 +40,7 @@ print("done")
 
 
 @pytest.mark.parametrize("other_files", ["alone", "held"])
-def test_more_checkpoints_than_files_may_be_open(tmp_path: Path, other_files: str) -> None:
+def test_more_checkpoints_than_descriptors(tmp_path: Path, other_files: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), other_files]
     run = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     assert run.stdout == "done\n", run.stderr

@@ -113,7 +113,7 @@ def test_parameters_are_counted_in_the_order_of_the_model() -> None:
     assert not [name for name in joined.variables if str(name).startswith("state.")]
 
 
-def test_groups_of_other_shapes_are_told_apart() -> None:
+def test_groups_are_identified_by_their_shapes() -> None:
     decayed = [name for name in TRAINED if len(NET[name]) > 1]
     undecayed = [name for name in TRAINED if len(NET[name]) < 2]
     order = [*decayed, *undecayed]
@@ -122,7 +122,7 @@ def test_groups_of_other_shapes_are_told_apart() -> None:
     assert numbers(joined) == {name: at for at, name in enumerate(order)}
 
 
-def test_numbers_that_are_no_positions() -> None:
+def test_invalid_parameter_numbers() -> None:
     shapes = {9: NET["conv.weight"], 5: NET["fc.weight"]}
     joined = xckpt.join_optimizer(model(), state(shapes, [[9, 5]]))
     assert numbers(joined) == {"conv.weight": 9, "fc.weight": 5}
@@ -147,7 +147,7 @@ def test_names_that_the_optimizer_was_given_come_first() -> None:
     assert numbers(joined) == {"fc.bias": 0, "bn.bias": 1, "bn.weight": 2}
 
 
-def test_a_caller_knows_the_order() -> None:
+def test_the_caller_may_give_the_order() -> None:
     optimizer = state([(4,), (4,), (4,)], [[0], [1, 2]])
     order = ["bn.bias", "conv.bias", "bn.weight"]
     joined = xckpt.join_optimizer(model(), optimizer, parameters=order)
@@ -168,7 +168,7 @@ RESNET |= {"fc.weight": (2, 4), "fc.bias": (2,)}
 
 
 @pytest.mark.parametrize("decay_first", [True, False])
-def test_weights_and_norms_in_groups_of_their_own(decay_first: bool) -> None:
+def test_weights_and_norms_in_separate_groups(decay_first: bool) -> None:
     """The weights alone are in alphabetic order, but the model is not."""
     trained = [name for name in RESNET if "running" not in name]
     groups = [[n for n in trained if (len(RESNET[n]) > 1) is kind] for kind in (True, False)]
@@ -309,7 +309,7 @@ def test_groups_that_share_a_shape_need_names() -> None:
     refused({"a.weight": (4,), "a.bias": (4,)}, state([(4,), (4,)], [[0], [1]]), match)
 
 
-def test_the_alphabet_is_no_order() -> None:
+def test_alphabetical_order_is_not_assumed() -> None:
     names = {f"attn.{role}_proj.weight": (4, 4) for role in "koqv"} | {"mlp.w": (4, 8)}
     refused(names, state([(4, 4)] * 4 + [(4, 8)]), r"alphabetic order.* 'attn.k_proj.weight' or")
     joined = xckpt.join_optimizer(model(names), state([(4, 8)]))

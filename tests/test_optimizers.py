@@ -165,7 +165,7 @@ def test_two_optimizers_may_be_joined(
     assert "fc.bias:average:" in again.variables
 
 
-def test_files_that_do_not_belong_together(
+def test_unrelated_files_are_not_joined(
     tmp_path: Path, model: xr.Dataset, optimizer: xr.Dataset
 ) -> None:
     unmarked = opened(tmp_path, "unmarked", {"w": dense(BIAS)})
@@ -228,7 +228,7 @@ def test_wrappers_anywhere_in_a_name() -> None:
     assert {"fc.weight:exp_avg", "fc.bias:step"} <= set(joined.data_vars)
 
 
-def test_the_longest_name_of_a_parameter() -> None:
+def test_the_longest_matching_parameter_name_wins() -> None:
     model = xr.Dataset({"a": ("x", BIAS), "a.b": ("x", BIAS)})
     joined = xckpt.join_optimizer(model, xr.Dataset({"a.b.m": ("x", BIAS), "a.m": ("x", BIAS)}))
     assert list(joined.data_vars) == ["a", "a.b", "a.b:m", "a:m"]
@@ -283,7 +283,7 @@ def test_many_parameters(tmp_path: Path) -> None:
     assert [*joined.variables][1000:] == [f"m.{name.split('.')[0]}.w:m1" for name in sorted(state)]
 
 
-def test_stacked_models_are_taken_apart(tmp_path: Path) -> None:
+def test_stacked_models_are_unstacked_first(tmp_path: Path) -> None:
     ids = {"h.0.w": 5, "h.1.w": 6}
     model = {name: dense(WEIGHT, param_id=number) for name, number in ids.items()}
     state = {f"{number}.moment": dense(WEIGHT + number, param_id=number) for number in (5, 6)}

@@ -64,7 +64,7 @@ def conda_requirements() -> Iterator[str]:
             yield item[1].strip()
 
 
-def test_environment_and_pyproject_are_in_step(project: dict[str, Any]) -> None:
+def test_environment_and_pyproject_agree(project: dict[str, Any]) -> None:
     expected = {"python": project["requires-python"]}
     for requirement in python_requirements(project):
         name, bound = split(requirement)
@@ -163,7 +163,7 @@ def test_public_names() -> None:
     ]
 
 
-def test_every_public_name_is_there_and_listed() -> None:
+def test_every_public_name_exists_and_is_listed() -> None:
     for name in xckpt.__all__:
         assert getattr(xckpt, name) is not None
         assert name in dir(xckpt)
@@ -200,7 +200,7 @@ def roots(modules: dict[str, float]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
-def test_importing_costs_next_to_nothing() -> None:
+def test_importing_adds_little_time() -> None:
     def shares() -> tuple[float, float]:
         seconds = import_times("import xarray, xarray.backends; import xckpt, xckpt.backend")
         return seconds["xckpt"] / seconds["xarray"], seconds["xckpt.backend"] / seconds["xarray"]

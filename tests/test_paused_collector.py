@@ -28,7 +28,7 @@ def collections() -> int:
 
 @pytest.mark.usefixtures("nothing_frozen")
 class TestPausedCollector:
-    def test_many_objects_are_not_looked_through(self) -> None:
+    def test_many_objects_are_not_traversed(self) -> None:
         before = collections()
         with paused_collector():
             lists: list[list[int]] = [[] for _ in range(150_000)]

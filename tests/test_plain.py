@@ -127,7 +127,7 @@ def test_names_of_dimensions_and_coordinates(tmp_path: Path, writer: str) -> Non
     np.testing.assert_array_equal(again["a/b"], [1, 2])
 
 
-def test_texts_along_a_stack(tmp_path: Path, writer: str) -> None:
+def test_attribute_texts_along_a_stack(tmp_path: Path, writer: str) -> None:
     """What differs between stacked tensors is a coordinate, whatever is in it."""
     notes = ["fine", "a\0b", "\udc80", ""]
     layers = {
@@ -204,7 +204,7 @@ def _texts(attrs: dict[Any, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in attrs.items()}
 
 
-def test_our_words_are_taken(tmp_path: Path, writer: str) -> None:
+def test_reserved_attribute_names_are_renamed(tmp_path: Path, writer: str) -> None:
     words = ["xckpt_name", "xckpt_dims", "xckpt_dtype", "xckpt_attrs", "xckpt_json"]
     attrs = {word: [word] for word in words}
     ds = xr.Dataset({"a/b": ("c/d", np.ones(2, "f2"), {**attrs, "attr_xckpt_json": 1})})
@@ -215,7 +215,7 @@ def test_our_words_are_taken(tmp_path: Path, writer: str) -> None:
     assert same(again["a/b"].attrs, ds["a/b"].attrs)
 
 
-def test_units_that_are_no_times_stay() -> None:
+def test_units_other_than_times_are_unchanged() -> None:
     plain, warning = made_plain(xr.Dataset({"w": ("x", [1], {"units": "m s-1", "bounds": "w"})}))
     assert plain["w"].attrs == {"units": "m s-1", "bounds": "w"}
     assert warning == ""
@@ -305,7 +305,7 @@ def test_tensors_that_cannot_be_read_are_left_out(tmp_path: Path, writer: str) -
     assert written(plain, tmp_path / "m", writer)["v"].values.tolist() == [6, 7, 8]
 
 
-def test_a_free_name_for_the_axis_of_pairs(tmp_path: Path, writer: str) -> None:
+def test_the_complex_axis_gets_an_unused_name(tmp_path: Path, writer: str) -> None:
     ds = xr.Dataset({"w": ("complex", np.ones(3, "c8")), "complex_": ((), 1.0)})
     plain, _ = made_plain(ds)
     assert plain["w"].dims == ("complex", "complex_2")
@@ -342,7 +342,7 @@ def test_supported_values_are_unchanged() -> None:
     assert made_plain(xr.Dataset())[0].identical(xr.Dataset())
 
 
-def test_again_nothing_is_left_to_do() -> None:
+def test_plain_objects_stay_unchanged() -> None:
     attrs: dict[Any, Any] = {name: [None] for name in ATTRIBUTES}
     ds = xr.Dataset(
         {"a/b": ("c/d", np.ones(2, "f2"), attrs), "z": ((), np.complex64(1))}, attrs=attrs
@@ -379,7 +379,7 @@ NESTED = st.recursive(
 @settings(max_examples=60)
 @given(st.dictionaries(TEXTS, NESTED, max_size=4), st.lists(TEXTS, max_size=4, unique=True))
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
-def test_everything_can_be_turned_back(attrs: dict[str, Any], names: list[str]) -> None:
+def test_plain_objects_can_be_restored(attrs: dict[str, Any], names: list[str]) -> None:
     ds = xr.Dataset(
         {n: ("x", np.arange(2.0) + at, attrs) for at, n in enumerate(names)}, attrs=attrs
     )

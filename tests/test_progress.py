@@ -51,7 +51,7 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore::xckpt.errors.CheckpointWarning")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_function_is_told_what_is_done_and_all(
+def test_a_callback_gets_the_progress_and_the_total(
     path: Path, call: Callable[[Path, Any], object]
 ) -> None:
     calls: list[tuple[int, int]] = []
@@ -80,7 +80,7 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("delay", [0.0, 60.0])
-def test_by_default_a_bar_is_where_somebody_looks_for_long(
+def test_a_bar_appears_only_in_long_interactive_calls(
     delay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("xckpt.progress._DELAY_SECONDS", delay)
@@ -92,7 +92,7 @@ def test_by_default_a_bar_is_where_somebody_looks_for_long(
         assert ("counting" in stream.getvalue()) is (is_seen and not delay)
 
 
-def test_more_may_turn_out_to_be_needed() -> None:
+def test_the_total_may_grow() -> None:
     calls: list[tuple[int, int]] = []
     with Progress(lambda done, total: calls.append((done, total)), "counting") as progress:
         for nbytes in (4, 2):
@@ -101,7 +101,7 @@ def test_more_may_turn_out_to_be_needed() -> None:
     assert calls == [(4, 4), (6, 6)]
 
 
-def test_tasks_find_who_listens_by_name() -> None:
+def test_tasks_report_to_their_listener_by_name() -> None:
     calls: list[tuple[int, int]] = []
     with Progress(lambda done, total: calls.append((done, total)), "counting", 5) as progress:
         report(progress.name, 3)

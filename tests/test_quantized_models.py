@@ -176,7 +176,7 @@ class TestMalformedModels:
             return "error" if error.tensor == weight else str(error)
         return "equal" if np.array_equal(values, expected) else "different"
 
-    def test_tensors_that_stay_equal_the_stored_ones(self) -> None:
+    def test_weights_with_inconsistent_scales_stay_as_stored(self) -> None:
         if not GOOD:
             pytest.skip(f"no quantised models at {MODELS}")
         folder = MODELS / "bad/ct_scale_grid_disagrees"

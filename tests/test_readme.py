@@ -42,7 +42,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return values
 
 
-def test_the_session_shows_what_it_says(shown: dict[str, Any]) -> None:
+def test_the_session_prints_what_the_readme_shows(shown: dict[str, Any]) -> None:
     assert "{0..2}" in repr(shown["ds.ckpt"])
     assert shown["w[42].values"].shape == (64,)
     assert shown["w.std().compute()"].item() == pytest.approx(0.02, rel=0.1)

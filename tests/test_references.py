@@ -57,7 +57,7 @@ def opened(refs: dict[str, Any], tmp_path: Path) -> xr.Dataset:
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_every_raw_tensor_of_the_golden_files(path: Path, tmp_path: Path) -> None:
+def test_references_to_raw_tensors_of_golden_files(path: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         _, index = open_index(path)
@@ -91,7 +91,7 @@ def _store(refs: dict[str, Any], tmp_path: Path) -> Any:
     return zarr.storage.FsspecStore(fs, read_only=True, path="")
 
 
-def test_xarray_opens_them_with_dimensions_and_attributes(tmp_path: Path) -> None:
+def test_xarray_opens_references_with_dimensions_and_attributes(tmp_path: Path) -> None:
     arrays = {"w": np.arange(48, dtype="<f4").reshape(12, 4), "n": np.array(7, "<i8")}
     (tmp_path / "m.zt").write_bytes(zt(arrays, {"license": "MIT"}))
     with dask.config.set({"array.chunk-size": "48B"}):
@@ -105,7 +105,7 @@ def test_xarray_opens_them_with_dimensions_and_attributes(tmp_path: Path) -> Non
     assert ds["n"].item() == 7
 
 
-def test_rows_that_no_chunk_size_divides_are_not_padded_from_beyond(tmp_path: Path) -> None:
+def test_indivisible_rows_are_not_padded_with_later_bytes(tmp_path: Path) -> None:
     values = np.arange(7 * 3, dtype="<f4").reshape(7, 3)
     (tmp_path / "m.zt").write_bytes(zt({"w": values, "behind": np.ones(64, "<f4")}))
     with dask.config.set({"array.chunk-size": "24B"}):
@@ -113,7 +113,7 @@ def test_rows_that_no_chunk_size_divides_are_not_padded_from_beyond(tmp_path: Pa
     np.testing.assert_array_equal(opened(refs, tmp_path)["w"], values)
 
 
-def test_types_that_zarr_lacks_are_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_element_types_that_zarr_lacks_are_omitted_with_a_warning(tmp_path: Path) -> None:
     data = v1_file(
         {"a": dense_v1(bytes(8), (4,), "bfloat16"), "b": dense_v1(bytes(8), (2,), "float32")}
     )

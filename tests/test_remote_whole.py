@@ -28,18 +28,18 @@ def url(path: Path) -> Iterator[str]:
         yield f"{web.url}/m.zt"
 
 
-def test_statistics(path: Path, url: str) -> None:
+def test_remote_statistics_equal_local_ones(path: Path, url: str) -> None:
     remote = xckpt.stats(url, progress=False)
     xr.testing.assert_equal(remote, xckpt.stats(path, progress=False))
     assert set(xckpt.histogram(url, progress=False)) == set(remote)
 
 
-def test_comparing(path: Path, url: str) -> None:
+def test_remote_comparison_equals_the_local_one(path: Path, url: str) -> None:
     table = xckpt.compare(path, url, progress=False).ckpt.table()
     assert set(table["status"]) == {"same"}
 
 
-def test_converting_and_verifying(path: Path, url: str, tmp_path: Path) -> None:
+def test_remote_files_are_converted_and_verified(path: Path, url: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy.zt"
     xckpt.convert(url, copy, progress=False)
     assert xckpt.verify(url, progress=False).ok
@@ -55,6 +55,8 @@ def test_manifests_of_remote_files(path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["info", "stats", "verify"])
-def test_the_command_line(command: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remote_files_on_the_command_line(
+    command: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, url, "--json"]) == 0
     assert "m.zt" in capsys.readouterr().out

@@ -83,11 +83,11 @@ def tuned(model: xr.Dataset) -> xr.Dataset:
     return model.drop_vars("lm_head.weight").assign({name: model[name] * 1.5})
 
 
-class TestOfOneCheckpoint:
+class TestSingleCheckpoint:
     """What it holds, what looks wrong, and how layers differ."""
 
     @pytest.mark.parametrize("suffix", [".html", ".md"])
-    def test_says_what_is_wrong(
+    def test_report_lists_findings(
         self, suffix: str, model: xr.Dataset, report: Callable[..., str]
     ) -> None:
         text = report(model, suffix=suffix)
@@ -99,7 +99,7 @@ class TestOfOneCheckpoint:
         assert "65 tensors" in re.sub(r"<.*?>", "", text) or "45 tensors" in text
         assert "model.layers.{0..3}.mlp.gate_proj.weight" in text.replace("<wbr>", "")
 
-    def test_has_the_statistics_of_layers(
+    def test_report_has_statistics_of_layers(
         self, model: xr.Dataset, report: Callable[..., str]
     ) -> None:
         std = model.ckpt.stats().ckpt.table()["std"]
@@ -145,12 +145,14 @@ class TestOfOneCheckpoint:
         assert f"<code>{broken}</code>" in page
         assert "overflow-wrap:anywhere}.t code" not in page
 
-    def test_has_pictures_and_is_inert(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_report_has_pictures_and_is_inert(
+        self, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
         page = Page(report(model))
         require_inert(page)
         assert len([tag for tag, _ in page.elements if tag == "svg"]) == 2
 
-    def test_is_written_without_matplotlib(
+    def test_report_is_written_without_matplotlib(
         self, model: xr.Dataset, report: Callable[..., str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -158,7 +160,7 @@ class TestOfOneCheckpoint:
         assert not [tag for tag, _ in page.elements if tag == "svg"]
         assert "Along the layers" in page.text
 
-    def test_is_the_same_each_time(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_report_is_reproducible(self, model: xr.Dataset, report: Callable[..., str]) -> None:
         assert report(model) == report(model)
 
     def test_report_without_findings(self, report: Callable[..., str]) -> None:
@@ -167,11 +169,11 @@ class TestOfOneCheckpoint:
         assert "Along the layers" not in text
 
 
-class TestOfTwo:
+class TestComparison:
     """What changed, how much, and what changed most."""
 
     @pytest.mark.parametrize("suffix", [".html", ".md"])
-    def test_says_what_changed_most(
+    def test_report_starts_with_the_largest_changes(
         self, suffix: str, model: xr.Dataset, report: Callable[..., str]
     ) -> None:
         text = report(model, tuned(model), suffix=suffix, explain=False)
@@ -184,7 +186,9 @@ class TestOfTwo:
         assert "0.5" in text
 
     @pytest.mark.parametrize("explain", [True, False])
-    def test_says_why(self, explain: bool, model: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_report_explains_changes(
+        self, explain: bool, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
         norm = "model.norm.weight"
         changed = model.assign({norm: model[norm] + 1}).rename({"lm_head.weight": "output"})
         text = report(model, changed, suffix=".md", names="auto", explain=explain)
@@ -221,14 +225,16 @@ class TestHostileNames:
         ds = xr.Dataset({name: ("x", values * (n + 1)) for n, name in enumerate(names)})
         return ds.assign_attrs({name: name for name in HOSTILE})
 
-    def test_in_html(self, hostile: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_hostile_names_in_html(self, hostile: xr.Dataset, report: Callable[..., str]) -> None:
         for page in (Page(report(hostile)), Page(report(hostile, hostile * 2))):
             require_inert(page)
             assert "<img src=x onerror=alert(1)>" in page.text
             assert not [tag for tag, attrs in page.elements if attrs.get("src") == "x"]
             assert not set(page.text) & {"\x1b", "\u202e", "\x07", "\r"}
 
-    def test_in_markdown(self, hostile: xr.Dataset, report: Callable[..., str]) -> None:
+    def test_hostile_names_in_markdown(
+        self, hostile: xr.Dataset, report: Callable[..., str]
+    ) -> None:
         text = report(hostile, hostile * 2, suffix=".md")
         outside = re.sub(r"(?s)```text.*?```", "", text)
         assert "<img" not in re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", outside)
@@ -241,10 +247,10 @@ class TestHostileNames:
         assert {len(cut.split(row)) for row in rows} == {len(cut.split(head))}
 
 
-class TestTheFile:
+class TestReportFile:
     """It is complete or not there, small, and what cannot be written is said at once."""
 
-    def test_is_not_replaced_by_mistake(self, model: xr.Dataset, tmp_path: Path) -> None:
+    def test_report_is_replaced_only_on_request(self, model: xr.Dataset, tmp_path: Path) -> None:
         path = tmp_path / "r.html"
         path.write_text("mine")
 
@@ -276,7 +282,7 @@ class TestTheFile:
             assert len(report(ds, second, suffix=suffix, explain=False).encode()) < 250_000
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_checkpoint(tmp_path / "m.zt", layers=3, width=16))
     weights = xr.open_dataset(path, engine="ztensor").ckpt.find("*.weight").drop_attrs()
     weights.ckpt.save(tmp_path / "n.npz")

@@ -54,7 +54,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("row", LIMITS)
-def test_limits(row: str) -> None:
+def test_documented_limits_match_the_code(row: str) -> None:
     results = [stated for module, stated in ROWS.items() if module.startswith(row)]
     assert len(results) == 1
     numbers = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", results[0])]
@@ -124,7 +124,7 @@ def test_tables_have_the_exact_names(hostile: dict[str, Any]) -> None:
     assert list(hostile["ds"].data_vars) == [*HOSTILE, "ones \x1b[2J"]
 
 
-def test_limits_of_servers() -> None:
+def test_documented_server_limits_match_the_code() -> None:
     from xckpt.storage.requests import Limits
 
     timeout, read_timeout, retries = Limits()

@@ -82,7 +82,7 @@ def test_layers_in_different_files_are_stacked(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tree["layers/1/w"], B["layers.1.w"])
 
 
-def test_it_pickles_and_names_tell_files_apart(tmp_path: Path) -> None:
+def test_sharded_datasets_pickle_and_files_have_distinct_task_names(tmp_path: Path) -> None:
     paths = write(tmp_path, {"a.zt": A, "b.zt": B})
     ds = opened(paths)
     again = pickle.loads(pickle.dumps(ds))
@@ -110,7 +110,7 @@ def test_files_that_disagree_on_attributes(tmp_path: Path) -> None:
     assert ds.attrs == {"rank": 0, "license": "MIT", "more": "b"}
 
 
-def test_objects_other_than_lists_of_files(tmp_path: Path) -> None:
+def test_other_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="list of files is empty"):
         opened([])
     with pytest.raises(FileNotFoundError, match=r"none-\*\.zt"):
@@ -163,7 +163,7 @@ def test_an_index_of_shards(tmp_path: Path) -> None:
         assert ds["head"].encoding["shard"] == "model-00002-of-00002.safetensors"
 
 
-def test_the_index_of_shards_says_what_counts(tmp_path: Path) -> None:
+def test_the_index_of_shards_decides_which_tensors_exist(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     root = json.loads(path.read_text())
     del root["weight_map"]["head"]
@@ -264,7 +264,7 @@ def test_an_error_of_all_shards_is_an_error(tmp_path: Path) -> None:
     "content",
     ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 10**5, "\xff"],
 )
-def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str) -> None:
+def test_an_invalid_index_of_shards(tmp_path: Path, content: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(FormatError, match=r"index\.json"):
@@ -272,7 +272,7 @@ def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../m.safetensors", "/etc/passwd", "a/../../m", "C:\\m", ""])
-def test_an_index_of_shards_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+def test_an_index_of_shards_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(FormatError, match="same folder"):
         xr.open_dataset(sharded(tmp_path, embed=name), engine="safetensors")
 
@@ -327,7 +327,7 @@ def test_a_folder_with_one_checkpoint(tmp_path: Path) -> None:
     assert "config" not in ds.attrs
 
 
-def test_a_folder_that_may_mean_several_things(tmp_path: Path) -> None:
+def test_an_ambiguous_folder(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="no checkpoint is in this folder; it has no files"):
         xckpt.read_index(tmp_path)
     (tmp_path / "notes.txt").write_text("x")

@@ -164,7 +164,7 @@ def test_only_some_modules() -> None:
     assert "layers.3.norm" in ds
 
 
-def test_gaps_are_honest() -> None:
+def test_stacks_with_gaps_are_split() -> None:
     arrays = {f"h.{i}.w": np.full((2, 2), i, "<f4") for i in (0, 2, 7)}
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)
     assert ds.indexes["h"].tolist() == [0, 2, 7]
@@ -184,7 +184,7 @@ def test_other_shapes_and_types_stay_apart() -> None:
     assert list(ds.data_vars) == ["h.w", "h.2.w", "h.3.w"]
 
 
-def test_options_that_make_no_sense() -> None:
+def test_invalid_options() -> None:
     data = zt(moe())
     for wrong in (3, {"layers": 1}, [1], b"layers", None):
         with pytest.raises(TypeError, match="stack takes True"):
@@ -241,7 +241,7 @@ def counted(arrays: dict[str, np.ndarray], **options: Any) -> tuple[CountingSour
     return source, make_dataset(source, index, OpenOptions(**options))
 
 
-def test_opening_reads_nothing_and_a_member_reads_itself() -> None:
+def test_opening_reads_nothing_and_a_member_only_its_bytes() -> None:
     arrays = moe()
     source, ds = counted(arrays, stack=True)
     assert not source.reads
@@ -281,7 +281,7 @@ def test_small_members_share_a_chunk_and_large_ones_do_not() -> None:
         ([0], [2], [3], [1]),
     ],
 )
-def test_selections_are_those_of_numpy(key: tuple[Any, ...]) -> None:
+def test_selections_equal_those_of_numpy(key: tuple[Any, ...]) -> None:
     arrays = {
         f"h.{i}.e.{e}.w": np.random.default_rng(i * 9 + e).random((4, 5)).astype("<f4")
         for i, e in product(range(3), range(4))
@@ -343,7 +343,7 @@ def test_unstacking_a_tree_is_the_inverse(bag: dict[str, Any], modules: Any, joi
     xr.testing.assert_identical(opened.ckpt.unstack(), flat)
 
 
-def test_selections_unstack_to_what_they_have() -> None:
+def test_selections_unstack_to_their_tensors() -> None:
     arrays = moe()
     ds = xr.open_dataset(zt(arrays), engine="ztensor", stack=True)
     unstacked = ds.sel(layers=[3, 0], layers_2=3, experts=[2]).ckpt.unstack()
@@ -377,7 +377,7 @@ def test_variables_that_cannot_be_unstacked() -> None:
         ds.assign({"layers.1.norm": ("x", [1])}).ckpt.unstack()
 
 
-def test_stacking_of_what_is_no_checkpoint() -> None:
+def test_other_datasets_can_be_stacked() -> None:
     arrays = {f"h.{i}.w": ("x", np.arange(3.0) + i, {"unit": "m", "i": i}) for i in range(3)}
     ds = xr.Dataset({**arrays, "h.0.b": ("y", [1]), 7: ("y", [2])}, {"x": [1, 2, 3]})
     for dataset in (ds, ds.chunk(), ds.chunk({"x": 2})):
@@ -469,7 +469,7 @@ def test_a_stacked_tree() -> None:
     assert list(tree["layers"].children) == ["mlp", "experts"]
 
 
-def test_nodes_and_coordinates_have_names_of_their_own() -> None:
+def test_names_of_nodes_and_coordinates_differ() -> None:
     names = ["a.0.b", "a.1.b", "a.0.a.x", "a.1.a.x", "a.a", "b.0.c", "b.1.c", "b.b.0", "b.b.1"]
     data = bag_file(dict.fromkeys(names, ("float32", (2,))))
     flat = xr.open_datatree(data, engine="ztensor")

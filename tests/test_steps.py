@@ -52,7 +52,7 @@ def test_steps_are_a_dimension(tmp_path: Path, form: str) -> None:
     assert ds["loss"].dims == ("step",)
 
 
-def test_it_equals_what_xarray_makes_of_many_datasets(tmp_path: Path) -> None:
+def test_steps_equal_a_concatenation_by_xarray(tmp_path: Path) -> None:
     paths = run(tmp_path)
     theirs = xr.open_mfdataset(
         paths, engine="ztensor", combine="nested", concat_dim="step", combine_attrs="drop_conflicts"
@@ -114,13 +114,13 @@ def test_steps_can_be_given(tmp_path: Path) -> None:
         open_steps([paths[0].rename(tmp_path / "last.zt")])
 
 
-def test_one_step_is_a_dimension_too(tmp_path: Path) -> None:
+def test_a_single_step_is_a_dimension(tmp_path: Path) -> None:
     ds = open_steps(run(tmp_path)[1], stack=True)
     assert ds["layers.experts.w"].dims[:3] == ("step", "layers_2", "experts")
     assert ds.indexes["step"].tolist() == [10]
 
 
-def test_steps_that_differ(tmp_path: Path) -> None:
+def test_steps_with_different_tensors(tmp_path: Path) -> None:
     for step, arrays in enumerate(
         ({"a": np.ones(3, "<f4"), "b": np.ones(3, "<f4"), "c": np.ones(3, "<f4")},
          {"a": np.ones(3, "<f4"), "b": np.ones(4, "<f4"), "d": np.ones(3, "<f4")})
@@ -136,7 +136,7 @@ def test_steps_that_differ(tmp_path: Path) -> None:
         open_steps(pattern, join="outer")  # type: ignore[arg-type]  # that is the test
 
 
-def test_a_tensor_called_like_the_dimension(tmp_path: Path) -> None:
+def test_a_tensor_named_like_the_dimension(tmp_path: Path) -> None:
     for step in (1, 2):
         values = {"step": np.full((), step, "<f4"), "w": np.ones(2, "<f4")}
         (tmp_path / f"{step}.zt").write_bytes(zt(values))
@@ -146,6 +146,6 @@ def test_a_tensor_called_like_the_dimension(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dim", ["", "a.b", "7"])
-def test_names_that_no_dimension_has(tmp_path: Path, dim: str) -> None:
+def test_invalid_names_of_the_dimension(tmp_path: Path, dim: str) -> None:
     with pytest.raises(ValueError, match="dim="):
         open_steps(run(tmp_path), dim=dim)

@@ -99,7 +99,7 @@ def test_interrupted_writers_of_shards_leave_no_descriptor(root: Path, number: i
 
 
 @pytest.mark.parametrize("trouble", [TROUBLES[0], TROUBLES[4], TROUBLES[7]], ids=lambda e: e.kind)
-def test_a_writer_in_place_is_found(
+def test_a_writer_that_overwrites_in_place_is_detected(
     root: Path, case: Case, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("xckpt.storage.sink.Sink", InPlace)
@@ -116,7 +116,9 @@ def test_a_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         writing.again(path)
 
 
-def test_a_disk_that_gets_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_never_reach_the_disk_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failures() -> int:
         trial = Trial(1, 60, tmp_path, tmp_path / "kept", "torture.power", CASE)
         (tally,) = power.run(trial)
@@ -131,7 +133,7 @@ def test_a_disk_that_gets_nothing_is_found(tmp_path: Path, monkeypatch: pytest.M
         power.again(path)
 
 
-def test_a_name_that_does_not_come_to_the_disk_is_found(
+def test_a_rename_that_never_reaches_the_disk_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("xckpt.storage.sink._sync_folders", lambda *_: None)

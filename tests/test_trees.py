@@ -43,7 +43,7 @@ def trees(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("options", [{}, {"stack": True}, {"chunks": {}}, {"cache": False}])
 @pytest.mark.parametrize("kind", ["flat", "inherited"])
-def test_a_tree_is_the_one_that_xarray_makes_of_its_groups(
+def test_a_tree_equals_the_one_that_xarray_builds(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     path = trees(tmp_path)[kind]
@@ -94,7 +94,7 @@ def test_an_index_of_a_module_hides_no_variable_below_it(tmp_path: Path) -> None
     assert tree["d"].to_dataset().indexes.keys() == {"x"}
 
 
-def test_modules_that_do_not_fit_together_are_refused_as_by_xarray() -> None:
+def test_conflicting_modules_are_refused_as_by_xarray() -> None:
     # A file cannot bring them: its names of axes are made to fit.
     from xckpt.upstream.xarray_trees import make_tree
 

@@ -18,13 +18,13 @@ CONTRACTS = ("tests/contracts/test_opening.py", "tests/contracts/test_xarray_sui
 
 
 @pytest.mark.skipif(upstream.IS_PLAIN, reason="they are switched off")
-def test_the_private_parts_are_those_of_today() -> None:
+def test_private_parts_of_dependencies_are_unchanged() -> None:
     assert dask_arrays.IS_FAST
     assert xarray_variables.IS_FAST
 
 
 @pytest.mark.parametrize("attrs", [None, {"a": 1}])
-def test_a_variable_is_the_one_that_xarray_makes(attrs: dict[str, int] | None) -> None:
+def test_fast_variables_equal_those_of_xarray(attrs: dict[str, int] | None) -> None:
     values = np.arange(3)
     ours = xarray_variables.make_variable(xr.Variable, ("x",), values, attrs, {"b": 2})
     theirs = xr.Variable(("x",), values, attrs, {"b": 2})
@@ -33,7 +33,7 @@ def test_a_variable_is_the_one_that_xarray_makes(attrs: dict[str, int] | None) -
 
 
 @pytest.mark.skipif(upstream.IS_PLAIN, reason="this is the other run")
-def test_the_contracts_hold_with_public_ways_only() -> None:
+def test_contracts_hold_with_public_interfaces_only() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CONTRACTS]
     done = subprocess.run(  # noqa: S603  our own interpreter and tests
         [*command, "-k", "safetensors or ztensor"],

@@ -85,14 +85,18 @@ def test_a_warning_points_at_the_caller_each_time(
     assert {warning.category for warning in caught} == {CheckpointWarning}
 
 
-def test_a_notebook_cell(path: Path, caught: list[warnings.WarningMessage]) -> None:
+def test_a_warning_points_at_the_notebook_cell(
+    path: Path, caught: list[warnings.WarningMessage]
+) -> None:
     cell = compile("import xarray as xr\n\nxr.open_dataset(path, tensors='attn')", "<cell>", "exec")
     for _ in range(2):
         exec(cell, {"__name__": "__main__", "path": path})  # noqa: S102  as notebooks do
     assert [(warning.filename, warning.lineno) for warning in caught] == [("<cell>", 3)] * 2
 
 
-def test_a_thread_of_the_user(path: Path, caught: list[warnings.WarningMessage]) -> None:
+def test_a_warning_in_a_user_thread_points_at_its_code(
+    path: Path, caught: list[warnings.WarningMessage]
+) -> None:
     def run() -> None:
         xr.open_dataset(path, tensors="attn")
 
@@ -102,7 +106,7 @@ def test_a_thread_of_the_user(path: Path, caught: list[warnings.WarningMessage])
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line() - 5)]
 
 
-def test_a_thread_without_code_of_the_user(
+def test_a_warning_in_a_thread_without_user_code(
     path: Path, caught: list[warnings.WarningMessage]
 ) -> None:
     """The line is the one where the main thread waits."""
@@ -284,7 +288,7 @@ def test_dims_of_steps_match_stacks_and_tensors(
 # --- names of earlier releases -------------------------------------------------------------------
 
 
-def test_a_deprecated_name(caught: list[warnings.WarningMessage]) -> None:
+def test_a_deprecated_name_warns(caught: list[warnings.WarningMessage]) -> None:
     for _ in range(2):
         deprecated_name("join=", "missing=", since="0.2")
     assert {(warning.filename, warning.category) for warning in caught} == {
@@ -294,7 +298,7 @@ def test_a_deprecated_name(caught: list[warnings.WarningMessage]) -> None:
     assert [str(warning.message) for warning in caught] == [text] * 2
 
 
-def test_a_text_of_one_line(caught: list[warnings.WarningMessage]) -> None:
+def test_warning_texts_have_one_line(caught: list[warnings.WarningMessage]) -> None:
     warn("a message")
     (warning,) = caught
     assert (warning.filename, str(warning.message)) == (__file__, "a message")

@@ -172,7 +172,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_value_of_a_header_may_be_of_any_type(name: str, tmp_path: Path) -> None:
+def test_header_values_of_any_type_are_handled(name: str, tmp_path: Path) -> None:
     data = FILES[name]()
     header = header_of(data)
     assert header is not None
@@ -196,7 +196,7 @@ def test_any_value_of_a_header_may_be_of_any_type(name: str, tmp_path: Path) -> 
     + [*golden_files("mlcp/*.metadata.json"), *golden_files("primitiv/*.primitiv")],
     ids=lambda path: path.name,
 )
-def test_so_may_those_of_golden_files(golden_file: Path, tmp_path: Path) -> None:
+def test_header_values_of_any_type_in_golden_files(golden_file: Path, tmp_path: Path) -> None:
     data = golden_file.read_bytes()
     header = header_of(data) if len(data) <= _LARGEST else None
     if header is None:

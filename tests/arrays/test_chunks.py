@@ -36,11 +36,11 @@ def test_arrays_without_elements_are_one_chunk(shape: tuple[int, ...]) -> None:
     assert chunks_along_slowest(shape, 4, 10) == tuple((n,) for n in shape)
 
 
-def test_chunks_use_the_size_they_are_given() -> None:
+def test_chunks_have_the_requested_size() -> None:
     assert chunks_along_slowest((1000, 1000), 4, 400_000) == ((100,) * 10, (1000,))
 
 
-def test_a_claimed_shape_does_not_make_chunks_without_end() -> None:
+def test_a_claimed_shape_makes_a_bounded_number_of_chunks() -> None:
     for shape in ((1 << 62, 1 << 62), (1 << 62,), (3, 1 << 50)):
         chunks = chunks_along_slowest(shape, 8, 1 << 27)
         assert tuple(map(sum, chunks)) == shape

@@ -158,13 +158,13 @@ def test_a_part_is_verified_once() -> None:
     assert lazy.source.nbytes_read == read + 1
 
 
-def test_it_pickles_by_reference() -> None:
+def test_dense_arrays_pickle_by_reference() -> None:
     lazy = dense(bytes(32), "uint8", (32,))
     copy = pickle.loads(pickle.dumps(lazy))
     np.testing.assert_array_equal(copy[:], lazy[:])
 
 
-def test_an_empty_shape_that_numpy_cannot_have() -> None:
+def test_an_empty_shape_that_numpy_refuses() -> None:
     lazy = dense(b"", "bfloat16", (0, 1 << 61))
     with pytest.raises(UnsupportedError, match="numpy has no array"):
         lazy[:]

@@ -140,11 +140,11 @@ def test_unpacking_inverts_packing(bits: int, nbytes: int, random: Random) -> No
         (bool, "bool"),
     ],
 )
-def test_types_are_known_by_the_names_that_others_use(alias: Any, name: str) -> None:
+def test_element_types_have_aliases(alias: Any, name: str) -> None:
     assert element_type_of(alias) == name
 
 
-def test_a_type_that_nobody_knows() -> None:
+def test_an_unknown_element_type() -> None:
     with pytest.raises(ValueError, match=r"'bflot16' is not .* did you mean 'bfloat16'"):
         element_type_of("bflot16")
     with pytest.raises(ValueError, match=r"7 is not an element type; known: float64"):

@@ -37,7 +37,7 @@ def array_of(source: Source | None = None, target: int = 2400, order: Any = "C")
     return tensor_array(lazy, "t-token", lazy.chunks(target), lazy.empty((0, 0, 0)))
 
 
-def test_it_has_all_that_dask_gives_an_array() -> None:
+def test_the_graph_has_the_interface_of_a_dask_graph() -> None:
     ours = array_of()
     theirs = da.Array(ours.dask, ours.name, ours.chunks, meta=ours._meta)
     assert ours.chunks == theirs.chunks == ((2,) * 10, (3,), (100,))
@@ -80,7 +80,7 @@ def test_a_slice_reads_only_its_own_bytes(key: Any, nbytes: int) -> None:
     assert source.nbytes_read == nbytes
 
 
-def test_tasks_are_made_when_they_are_needed() -> None:
+def test_tasks_are_made_on_demand() -> None:
     array = array_of()
     layer = array.dask.layers["t-token"]
     assert not layer.is_materialized()
@@ -98,7 +98,7 @@ def test_tasks_are_made_when_they_are_needed() -> None:
         assert key not in layer
 
 
-def test_a_slice_makes_only_its_own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_creates_only_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     original = TensorLayer.__getitem__
 
@@ -113,13 +113,13 @@ def test_a_slice_makes_only_its_own_tasks(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(computed) < 10
 
 
-def test_it_mixes_with_other_dask_arrays() -> None:
+def test_the_graph_combines_with_other_dask_arrays() -> None:
     mixed = xr.Dataset({"a": ("x", array_of()[0, 0]), "b": ("x", da.ones(100))})
     np.testing.assert_array_equal((mixed["a"] + mixed["b"]).compute(), VALUES[0, 0] + 1)
     assert mixed.compute()["a"].shape == (100,)
 
 
-def test_it_pickles_as_the_lazy_array(tmp_path: Path) -> None:
+def test_the_graph_pickles_as_its_lazy_array(tmp_path: Path) -> None:
     path = tmp_path / "values"
     path.write_bytes(VALUES.tobytes())
     array = array_of(open_source(path), target=8)
@@ -169,14 +169,14 @@ class TestComputedTogether:
         chunks = lazy.chunks(10**9)
         return [tensor_array(lazy, f"t{n}", chunks, lazy.empty((0, 0, 0))) for n in range(50)]
 
-    def test_a_task_for_each(self, arrays: list[da.Array]) -> None:
+    def test_each_array_takes_one_task(self, arrays: list[da.Array]) -> None:
         done = []
         with Callback(posttask=lambda key, *_: done.append(key)):
             results = dask.compute(*arrays)
         assert len(done) == len(results) == 50
         assert all(np.array_equal(result, VALUES) for result in results)
 
-    def test_in_time_that_grows_with_their_number(
+    def test_time_is_linear_in_the_number_of_arrays(
         self, arrays: list[da.Array], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = []
@@ -204,11 +204,11 @@ class TestComputedTogether:
         np.testing.assert_array_equal(results[not derived_first], VALUES + 1)
         np.testing.assert_array_equal(results[derived_first], VALUES)
 
-    def test_results_are_apart(self, arrays: list[da.Array]) -> None:
+    def test_results_do_not_share_memory(self, arrays: list[da.Array]) -> None:
         first, again = dask.compute(arrays[0], arrays[1])
         assert not np.shares_memory(first, again)
 
-    def test_several_chunks_and_kept_ones(self) -> None:
+    def test_several_chunks_and_persisted_ones(self) -> None:
         source = CountingSource(VALUES.tobytes())
         array = array_of(source)
         full, part, total = dask.compute(array, array[3], array[:2].sum())
@@ -229,7 +229,7 @@ class TestComputedTogether:
             results = dask.compute(*arrays[:3])
         assert all(np.array_equal(result, VALUES) for result in results)
 
-    def test_how_it_is_done_pickles(self, arrays: list[da.Array]) -> None:
+    def test_the_optimize_function_pickles(self, arrays: list[da.Array]) -> None:
         done = arrays[0].__dask_optimize__
         assert pickle.loads(pickle.dumps(done)) is done
 

@@ -65,7 +65,7 @@ def test_boolean_array() -> None:
         ((slice(7, 8), slice(3, 4), slice(None, None, 2)), 9),
     ],
 )
-def test_a_run_is_the_hull_of_the_selection(key: Any, read: int) -> None:
+def test_selections_read_their_hull(key: Any, read: int) -> None:
     array = np.arange(400).reshape(10, 4, 10)
     got, count = select(array, key)
     np.testing.assert_array_equal(got, array[key])

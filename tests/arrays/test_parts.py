@@ -21,7 +21,7 @@ from xckpt.storage import digests, encodings, open_source
 @pytest.mark.parametrize(
     ("digest", "error"), [("crc32:00000000", IntegrityError), ("crc32:0", FormatError)]
 )
-def test_a_wrong_digest_is_told_with_its_place(
+def test_a_wrong_digest_is_reported_with_its_position(
     digest: str, error: type[FormatError | IntegrityError]
 ) -> None:
     part = Part("uint8", (4,), offset=8, nbytes=4, digest=digest)
@@ -31,7 +31,7 @@ def test_a_wrong_digest_is_told_with_its_place(
     assert info.value.offset == 8
 
 
-def test_the_digest_of_a_raw_part_is_compared_where_wanted() -> None:
+def test_the_digest_of_a_raw_part_is_verified_on_request() -> None:
     part = Part("uint8", (4,), offset=8, nbytes=4, digest="crc32:00000000")
     reader = PartReader(open_source(b"\0" * 8 + b"data"), part)
     assert b"".join(reader.blocks(4, 3)) == b"data"
@@ -63,7 +63,7 @@ def test_stored_bytes_with_a_digest_are_read_once(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_what_its_parent_checks(
+def test_a_forked_child_does_not_wait_for_checks_of_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = b"of a tensor"

@@ -140,7 +140,7 @@ NARROW = (1 << 18, 64)  # rows of 256 bytes
         ((256, 64, 1 << 10), (slice(None), 2, slice(0, 9)), 256 * 36, MIB),
     ],
 )
-def test_little_more_is_read_and_kept_than_is_wanted(
+def test_scattered_reads_are_close_to_the_selection(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     shape: Any,
@@ -163,7 +163,7 @@ def test_little_more_is_read_and_kept_than_is_wanted(
     assert peak <= most_memory
 
 
-def test_types_that_are_converted_need_no_second_memory(tmp_path: Path) -> None:
+def test_conversion_needs_no_second_buffer(tmp_path: Path) -> None:
     codes = np.arange(16 * MIB // 2, dtype=np.uint16)
     lazy = array_in(tmp_path / "half", codes, dtype="bfloat16")
     tracemalloc.start()

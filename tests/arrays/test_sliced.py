@@ -62,7 +62,7 @@ def variable_of(
 
 
 @given(KEYS, st.data())
-def test_two_indices_give_what_dask_gives(first: Any, data: st.DataObject) -> None:
+def test_two_indices_equal_those_of_dask(first: Any, data: st.DataObject) -> None:
     ours = variable_of()
     theirs = xr.Variable(DIMS, ours.data, {"kind": "w"}, {"tensor": "t"})
     expected = VALUES
@@ -83,7 +83,7 @@ def test_two_indices_give_what_dask_gives(first: Any, data: st.DataObject) -> No
 
 
 @given(KEYS)
-def test_arrays_and_slices_backward_go_on_as_before(key: Any) -> None:
+def test_index_arrays_and_reversed_slices_equal_numpy(key: Any) -> None:
     ours = variable_of()[key]
     # Where a chunk has no element, dask's own arrays cannot be indexed by an array either:
     # dask.array.slicing.take divides by the average size.
@@ -97,7 +97,7 @@ def test_arrays_and_slices_backward_go_on_as_before(key: Any) -> None:
 
 
 @given(KEYS)
-def test_lazy_arrays_are_sliced_alike(key: Any) -> None:
+def test_lazy_arrays_slice_like_numpy(key: Any) -> None:
     lazy: LazyArray = stacked(CountingSource(VALUES.tobytes()))
     part = lazy.sliced(normalize(key, lazy.shape))
     expected = VALUES[key]
@@ -119,9 +119,7 @@ def test_lazy_arrays_are_sliced_alike(key: Any) -> None:
         ([{"layers": np.int64(3)}, {"experts": slice(2, None)}], 240),
     ],
 )
-def test_any_number_of_selections_reads_what_is_left(
-    keys: list[dict[str, Any]], nbytes: int
-) -> None:
+def test_repeated_selections_read_only_the_result(keys: list[dict[str, Any]], nbytes: int) -> None:
     source = CountingSource(VALUES.tobytes())
     array = xr.Dataset({"w": variable_of(source, target=10**6)}, {"layers": [0, 1, 2, 3]})["w"]
     for key in keys:
@@ -144,7 +142,7 @@ def test_all_of_an_array_is_that_array() -> None:
         assert variable[key].data is variable.data
 
 
-def test_whole_members_are_what_they_were() -> None:
+def test_selected_members_are_not_copied() -> None:
     lazy = stacked(CountingSource(VALUES.tobytes()))
     assert lazy.sliced(normalize((2, 1), lazy.shape)) is lazy.members[7]
     members = lazy.sliced(normalize((slice(0, 4, 2), 1), lazy.shape))
@@ -159,7 +157,7 @@ def test_whole_members_are_what_they_were() -> None:
     assert deep.base is lazy.members[1]
 
 
-def test_names_tell_selections_apart() -> None:
+def test_selections_have_distinct_names() -> None:
     variable = variable_of()
     names = [variable[key].data.name for key in (0, 1, slice(0, 1), slice(0, 2), (0, 1))]
     assert len({variable.data.name, *names}) == 6
@@ -191,7 +189,7 @@ def test_a_task_carries_its_own_tensors_only() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_chunks_are_those_of_dask(sizes: list[int], data: st.DataObject) -> None:
+def test_chunks_equal_those_of_dask(sizes: list[int], data: st.DataObject) -> None:
     length = sum(sizes)
     key = data.draw(st.slices(length).filter(forward))
     theirs = da.zeros(length, chunks=(tuple(sizes),))[key].chunks
@@ -199,7 +197,7 @@ def test_chunks_are_those_of_dask(sizes: list[int], data: st.DataObject) -> None
 
 
 @given(st.integers(1, 30), st.data())
-def test_two_indices_are_one(length: int, data: st.DataObject) -> None:
+def test_two_indices_are_combined(length: int, data: st.DataObject) -> None:
     (first,) = normalize(data.draw(st.slices(length).filter(forward)), (length,))
     chosen = np.arange(length)[first]
     (second,) = normalize(data.draw(st.slices(len(chosen))), (len(chosen),))

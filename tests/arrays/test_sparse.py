@@ -185,7 +185,7 @@ def test_the_blocks_of_stored_elements_make_up_the_array(
         np.testing.assert_array_equal(values, dense[dense != 0])
 
 
-def test_a_row_of_csr_reads_its_own_elements() -> None:
+def test_a_csr_row_reads_only_its_elements() -> None:
     dense = np.eye(1000, dtype="<f8")
     lazy = csr(dense)
     np.testing.assert_array_equal(lazy[500], dense[500])
@@ -243,7 +243,7 @@ def test_signed_indices_below_zero() -> None:
         ([0, 2**63, 2], "decrease"),
     ],
 )
-def test_row_pointers_that_make_no_sense(indptr: list[int], reason: str) -> None:
+def test_invalid_row_pointers(indptr: list[int], reason: str) -> None:
     parts = {
         "values": np.ones(2, "<f4"),
         "indices": np.zeros(2, U8),
@@ -275,7 +275,7 @@ def test_a_hostile_last_row_pointer_allocates_nothing() -> None:
         tensor_of("sparse_csr", (1, 3), parts, compress=True)[:]
 
 
-def test_a_shape_that_no_memory_holds_is_an_error_not_a_hang() -> None:
+def test_a_shape_beyond_memory_raises_without_a_hang() -> None:
     parts = {"values": np.ones(1, "<f4"), "coords": np.zeros((2, 1), U8)}
     lazy = tensor_of("sparse_coo", (1 << 62, 1 << 62), parts)
     assert lazy.chunks(1 << 27)
@@ -296,7 +296,7 @@ def huge(**options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_columns_are_chosen_before_anything_of_the_size_of_a_row_is_made(compress: bool) -> None:
+def test_columns_are_selected_before_rows_are_allocated(compress: bool) -> None:
     with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
         for lazy in huge(compress=compress):
             np.testing.assert_array_equal(lazy[0:1, 6:9], [[0, 1.5, 0]])
@@ -367,7 +367,7 @@ def test_large_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert csr(dense).chunks(40) != ((50,), (10,))
 
 
-def test_positions_that_64_bits_do_not_count() -> None:
+def test_positions_beyond_64_bits() -> None:
     coords = np.array([[9, 1 << 61, 9, 0], [1 << 61, 3, 1 << 61, 5]], U8)
     parts = {"values": np.array([1, 2, 4, 8], "<f4"), "coords": coords}
     lazy = tensor_of("sparse_coo", (1 << 62, 1 << 62), parts)
@@ -387,7 +387,7 @@ def test_any_number_of_axes() -> None:
     assert lazy[(1,) * 48].tolist() == [[0, 0], [0, 1.5]]
 
 
-def test_running_out_of_memory_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_a_package_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = csr(np.eye(3, dtype="<f4"))
 
     def zeros(*_: Any) -> None:

@@ -190,7 +190,7 @@ def test_sizes_sort_largest_first(page: Page) -> None:
     assert all_names(page) == [r.name for r in sorted(ROWS, key=lambda r: -r.nbytes)]
 
 
-def test_statistics_sort_and_what_is_not_known_comes_last(page: Page) -> None:
+def test_unknown_statistics_sort_last(page: Page) -> None:
     values = np.full((4, len(STATISTICS)), np.nan)
     values[:, STATISTICS.index("std")] = [0.5, 2, math.nan, 1]
     tell_statistics(page, [10, 20, 30, 40], values)
@@ -203,7 +203,7 @@ def test_statistics_sort_and_what_is_not_known_comes_last(page: Page) -> None:
     assert shown_rows(page)[:3] == order[::-1]
 
 
-def test_statistics_that_come_in_are_sorted_in(page: Page) -> None:
+def test_new_statistics_are_sorted_into_the_rows(page: Page) -> None:
     select(page, "Sort by", "by mean")
     assert shown_rows(page)[0] == NAMES[0]
     tell_statistics(page, [77], np.ones((1, len(STATISTICS))))
@@ -255,7 +255,7 @@ def test_a_click_selects(page: Page) -> None:
     assert page.locator(".xckpt-figures progress").evaluate("(bar) => bar.value") == 0.25
 
 
-def test_keys_move_and_only_where_they_stop_is_selected(page: Page) -> None:
+def test_keys_move_and_select_the_row_where_they_stop(page: Page) -> None:
     page.locator(".xckpt-list").focus()
     page.evaluate("window.rows = []; model.on('change:_row', () => rows.push(model.get('_row')))")
     # However long the keys take to arrive, no time passes between them.
@@ -272,7 +272,7 @@ def test_keys_move_and_only_where_they_stop_is_selected(page: Page) -> None:
     assert page.locator(f"#{active} .xckpt-name").inner_text() == NAMES[len(ROWS) - 2 - 12]
 
 
-def test_python_selects_what_is_out_of_sight(page: Page) -> None:
+def test_python_can_select_a_hidden_row(page: Page) -> None:
     page.get_by_role("searchbox").fill("wte")
     page.evaluate(f"model.set('_row', {NAMES.index('h.9.mlp.c_fc.bias')})")
     assert "h.9.mlp.c_fc.bias" in shown_rows(page)
@@ -326,7 +326,7 @@ def test_a_failure_is_shown_with_its_tensor(page: Page) -> None:
     assert page.get_by_role("alert").count() == 0
 
 
-def test_why_work_ended_early_is_shown(page: Page) -> None:
+def test_the_reason_for_an_early_end_is_shown(page: Page) -> None:
     page.evaluate("model.tell({ tell: 'stopped', reason: 'disk <b>gone</b>' }, [])")
     assert page.get_by_role("alert").inner_text() == "Stopped: disk <b>gone</b>"
     page.get_by_role("button", name="Compute all").click()
@@ -381,7 +381,7 @@ def test_the_common_prefix_ends_before_a_number(page: Page) -> None:
         assert page.evaluate("(names) => explorer.sharedPrefix(names)", names) == len(text)
 
 
-def test_where_names_do_not_fit_all_lose_the_same_words(browser: Browser) -> None:
+def test_long_names_all_lose_the_same_words(browser: Browser) -> None:
     names = [f"model.language.layers.{n}.w" for n in (3, 30)] + ["model.language." + "x" * 300]
     rows = [row(name, "int8", 1) for name in names]
     with explorer_page(browser, rows) as (page, _):
@@ -473,7 +473,7 @@ def test_a_finding_is_a_whole_sentence(page: Page) -> None:
     assert mark.evaluate("(box) => box.scrollWidth <= box.clientWidth")
 
 
-def test_codes_are_not_taken_for_weights(browser: Browser) -> None:
+def test_codes_are_not_shown_as_weights(browser: Browser) -> None:
     rows = [row("a.weight", "int8", 4, storage="codes"), row("b.weight", "int8", 4)]
     with explorer_page(browser, rows) as (page, _):
         tell_statistics(page, [0, 1], [[4, 0, 99.0, 50.0, 98.0], [4, 0, 1.0, 2.0, 3.0]])
@@ -497,7 +497,7 @@ def asked(page: Page) -> list[int]:
     return rows
 
 
-def test_all_that_is_found_and_not_known_is_asked_for(page: Page) -> None:
+def test_missing_statistics_of_all_matches_are_requested(page: Page) -> None:
     assert page.evaluate("model.sent.map(([message]) => message)") == [{"ask": "known"}]
     page.get_by_role("searchbox").fill("*.attn.c_proj.bias")
     matches = [n for n, name in enumerate(NAMES) if name.endswith("attn.c_proj.bias")]
@@ -575,7 +575,7 @@ def test_a_hundred_thousand_rows_make_few_elements(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("width", [1200, 480, 320])
-def test_it_fits_into_any_width(browser: Browser, width: int) -> None:
+def test_the_explorer_fits_into_any_width(browser: Browser, width: int) -> None:
     rows: Sequence[Row] = [*ROWS, row("n" * 500, "int8", 1)]
     with explorer_page(browser, rows, viewport={"width": width, "height": 900}) as (page, _):
         page.evaluate(f"model.set('_row', {len(rows) - 1})")

@@ -187,7 +187,7 @@ def test_a_tensor_is_searched_for_selected_and_described(ran: list[Locator], lab
     "explorer.selected = 'model.norm.weight'",
     "explorer.selected",
 )
-def test_python_and_the_explorer_select_for_each_other(ran: list[Locator]) -> None:
+def test_selections_in_python_and_in_the_explorer_agree(ran: list[Locator]) -> None:
     page, count = ran[0].page, ran[0].page.locator(".jp-CodeCell").count()
     box = ran[0].locator(".xckpt-explorer")
     expect(box.locator(".xckpt-title")).to_have_text("model.norm.weight")
@@ -206,7 +206,7 @@ def test_python_and_the_explorer_select_for_each_other(ran: list[Locator]) -> No
 
 
 @cells(OPEN + "ds.ckpt.explore()")
-def test_all_statistics_are_computed_and_sorted_by(ran: list[Locator], lab: Lab) -> None:
+def test_all_statistics_are_computed_and_sortable(ran: list[Locator], lab: Lab) -> None:
     box = ran[0].locator(".xckpt-explorer")
     box.get_by_role("button", name="Compute all").click()
     done = box.get_by_role("button", name="Statistics are complete")
@@ -283,7 +283,7 @@ def test_large_datasets_are_shown_as_their_summary_without_asking(ran: list[Loca
     expect(output(ran[1])).to_contain_text("xarray.Dataset")
 
 
-def test_notebooks_that_are_not_trusted_show_the_same(page: Page, lab: Lab) -> None:
+def test_untrusted_notebooks_show_the_same(page: Page, lab: Lab) -> None:
     html = render(
         new_summary(
             mixture_of_experts(4, 4),

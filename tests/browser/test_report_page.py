@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-def test_a_report(browser: Browser, tmp_path: Path) -> None:
+def test_a_report_opens_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     names = [f"layers.{layer}.{name}" for layer in range(3) for name in HOSTILE]
     arrays = {n: ("x", np.arange(4, dtype="f4") + at) for at, n in enumerate(names)}
     path = tmp_path / "report.html"

@@ -108,7 +108,7 @@ def test_lists_open_with_the_keyboard(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1200, 600, 360])
-def test_it_fits_into_any_width(browser: Browser, tmp_path: Path, width: int) -> None:
+def test_the_summary_fits_into_any_width(browser: Browser, tmp_path: Path, width: int) -> None:
     viewport = {"width": width, "height": 900}
     with summary_page(browser, tmp_path, a_mixture_of_experts(), viewport=viewport) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -32,13 +32,13 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "none.zt"
     assert main(["info", str(path)]) == 2
     assert capsys.readouterr() == ("", f"xckpt: {path}: No such file or directory\n")
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_other_than_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "evil\x1b[2J\n.txt"
     path.write_text("nothing of the kind")
     assert main(["info", str(path)]) == 1
@@ -49,7 +49,9 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert err.count("\n") == 1
 
 
-def test_an_error_says_where_and_what_to_do(fails: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_names_the_place_and_the_remedy(
+    fails: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     fails(
         IntegrityError(
             "the digest disagrees",
@@ -194,14 +196,14 @@ def run(*arguments: str, **more: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_it_runs_as_a_module(checkpoint: Path) -> None:
+def test_the_package_runs_as_a_module(checkpoint: Path) -> None:
     with run("info", str(checkpoint)) as process:
         out, err = process.communicate()
     assert out.startswith("<Checkpoint m.zt>")
     assert (err, process.returncode) == ("", 0)
 
 
-def test_a_reader_that_leaves_early_is_no_news(checkpoint: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(checkpoint: Path) -> None:
     with run("info", str(checkpoint), "--json") as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -236,7 +238,7 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
 
 
-def test_advice_is_in_the_words_of_the_command_line(
+def test_advice_uses_options_of_the_command_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*arguments: str) -> str:

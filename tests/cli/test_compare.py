@@ -82,7 +82,9 @@ def test_a_row_for_each_channel_or_block(
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_document_of_compare(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", *pair, "--json"]) == 1
     out, err = capsys.readouterr()
     document = json.loads(out, parse_constant=pytest.fail)
@@ -115,7 +117,7 @@ def test_wrong_usage(
     assert message in err
 
 
-def test_a_missing_file_is_no_difference(
+def test_a_missing_file_is_not_a_difference(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", pair[0], "missing.zt"]) == 2

@@ -53,7 +53,7 @@ def test_how_tensors_are_stored(checkpoint: Path, tmp_path: Path) -> None:
     assert index.tensors["model.norm.weight"].dtype == "float64"
 
 
-def test_the_document_says_what_was_written(
+def test_the_json_document_lists_the_written_files(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "new.zt"
@@ -172,7 +172,7 @@ def test_several_files(
         (["--tensors", "model.norm.wieght"], "similar names"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_have_status_2(
     checkpoint: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -184,7 +184,7 @@ def test_mistakes_are_told(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_suffix_of_many_asks_for_the_format(
+def test_an_ambiguous_suffix_needs_a_format(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("new.bin", "new", "new.txt"):

@@ -74,7 +74,7 @@ def test_info_as_json_has_every_tensor(
         assert shown["offset"] == min(part.offset for part in tensor.parts.values())
 
 
-def test_json_takes_whatever_a_file_says(reads: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_any_metadata(reads: Any, capsys: pytest.CaptureFixture[str]) -> None:
     nested: Any = "deep"
     for _ in range(500):
         nested = [nested]
@@ -156,9 +156,7 @@ def test_a_glob_that_matches_nothing(checkpoint: Path, capsys: pytest.CaptureFix
     assert "similar names: 'lm_head.weight'" in err
 
 
-def test_an_engine_that_is_not_the_files(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_of_another_format(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(checkpoint), "--engine", "burnpack"]) == 1
     assert capsys.readouterr().err.startswith(f"xckpt: {checkpoint}: ")
 

@@ -72,7 +72,7 @@ def test_an_unknown_column(
     assert "there is no column 'sdt', only dtype, shape, nbytes, count" in err
 
 
-def test_quantiles_that_are_asked_for(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_quantiles(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantiles = ["--quantile", "0.1", "--quantile", "1", "--exact-quantiles"]
     tensors = ["--tensors", "model.norm.weight"]
     assert main(["stats", str(checkpoint), *quantiles, *tensors, "--columns", "all"]) == 0
@@ -99,7 +99,9 @@ def test_findings_are_ignored(checkpoint: Path, capsys: pytest.CaptureFixture[st
     assert "--ignore='nam': there is no such rule; similar names: 'nan'" in capsys.readouterr().err
 
 
-def test_harmless_findings_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harmless_findings_have_status_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m.zt"
     save(xr.Dataset({"ones": ("x", np.ones(5, np.float32))}), path)
     assert main(["stats", str(path), "--findings"]) == 0

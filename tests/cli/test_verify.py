@@ -65,7 +65,9 @@ def test_a_missing_file_does_not_keep_others_from_being_checked(
     assert err == f"xckpt: {missing}: No such file or directory\n"
 
 
-def test_the_document(checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_document_of_verify(
+    checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(checkpoint), str(damaged), "--json"]) == 1
     sound, broken = json.loads(capsys.readouterr().out)["files"]
     assert (sound["ok"], sound["findings"], sound["path"]) == (True, [], str(checkpoint))
@@ -75,7 +77,7 @@ def test_the_document(checkpoint: Path, damaged: Path, capsys: pytest.CaptureFix
     assert (finding["offset"], finding["rule"]) == (64, "Digest")
 
 
-def test_a_file_that_is_no_checkpoint_is_damage(
+def test_a_file_other_than_a_checkpoint_is_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cut\x1b[2J.zt"
@@ -85,7 +87,7 @@ def test_a_file_that_is_no_checkpoint_is_damage(
     assert r"cut\x1b[2J.zt: DAMAGED" in out
 
 
-def test_some_tensors_of_a_format(
+def test_selected_tensors_are_verified(
     checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = ["--tensors", "*norm*", "--engine", "ztensor"]
@@ -98,7 +100,7 @@ def test_some_tensors_of_a_format(
     assert "did you mean '*.weight'?" in capsys.readouterr().err
 
 
-def test_numbers_are_judged_if_asked_for(
+def test_findings_are_reported_on_request(
     checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(checkpoint)]) == 0
@@ -117,7 +119,7 @@ def test_numbers_are_judged_if_asked_for(
     assert main(["verify", "--findings", "--ignore=no_rule", str(checkpoint)]) == 2
 
 
-def test_a_manifest(
+def test_files_are_verified_against_a_manifest(
     checkpoint: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["manifest", str(checkpoint)]) == 0

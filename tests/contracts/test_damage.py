@@ -66,7 +66,7 @@ def read(declared: Declared, data: bytes) -> dict[Any, Any]:
 
 
 @small_files
-def test_whole(small: Small) -> None:
+def test_intact_files_are_read(small: Small) -> None:
     declared, _, data = small
     index = outcome(declared, data)
     assert isinstance(index, Index)
@@ -76,7 +76,7 @@ def test_whole(small: Small) -> None:
 
 
 @small_files
-def test_cut_short_at_every_byte(small: Small) -> None:
+def test_files_cut_short_at_every_byte(small: Small) -> None:
     """What is left is refused, or has the same values as far as it has any."""
     declared, label, data = small
     full = read(declared, data)
@@ -117,7 +117,7 @@ def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
 
 
 @of_files([declared for declared in SMALL if declared.declared.guards_data])
-def test_any_bit_of_what_is_not_data_flipped(small: Small) -> None:
+def test_any_flipped_bit_outside_the_data(small: Small) -> None:
     """Data are right, or an error says that something is wrong."""
     declared, _, data = small
     full = outcome(declared, data)
@@ -171,7 +171,7 @@ def test_changed_bytes_raise_errors_or_return_values(
 
 @every_format
 @given(data=st.data())
-def test_bytes_after_what_a_file_begins_with(declared: Declared, data: st.DataObject) -> None:
+def test_a_valid_head_with_other_bytes_after_it(declared: Declared, data: st.DataObject) -> None:
     _, start = data.draw(st.sampled_from(sorted(declared.small_files().items())))
     begin = start[: data.draw(st.integers(0, min(64, len(start))))]
     outcome(declared, begin + data.draw(st.binary(max_size=200)))

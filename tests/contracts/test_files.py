@@ -49,7 +49,9 @@ def opened(file: Any, **options: Any) -> tuple[xr.Dataset, bool]:
 class TestGoodFiles:
     @pytest.mark.parametrize("mmap", [True, False])
     @good_files
-    def test_values(self, declared: Declared, file: Any, mmap: bool) -> None:
+    def test_good_files_have_the_expected_values(
+        self, declared: Declared, file: Any, mmap: bool
+    ) -> None:
         """Decoded, in part, and with what the file says of them."""
         expected = declared.expected(file)
         ds, warned = opened(file, engine=declared.name, mmap=mmap)
@@ -77,7 +79,7 @@ class TestGoodFiles:
             assert declared.attributes(ds.attrs, expected.attrs) == expected.attrs
 
     @good_files
-    def test_a_tree_has_the_same(self, declared: Declared, file: Any) -> None:
+    def test_trees_have_the_same_values(self, declared: Declared, file: Any) -> None:
         expected = declared.expected(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", xckpt.CheckpointWarning)
@@ -157,7 +159,7 @@ def test_neighbouring_files_are_left_to_other_engines() -> None:
 
 class TestBadFiles:
     @bad_files
-    def test_an_error_of_ours_in_time(self, declared: Declared, file: Any) -> None:
+    def test_bad_files_raise_package_errors_in_time(self, declared: Declared, file: Any) -> None:
         bad = declared.verdict(file)
         label = file.stem if isinstance(file, Path) else ""
         start = time.process_time()

@@ -56,7 +56,7 @@ def web(path: Path) -> Iterator[WebServer]:
 
 
 @every_format
-def test_over_http_a_header_takes_few_requests(
+def test_headers_over_http_take_few_requests(
     declared: Declared, path: Path, web: WebServer
 ) -> None:
     local = xr.open_dataset(path, engine=declared.name)
@@ -71,7 +71,7 @@ def test_over_http_a_header_takes_few_requests(
 
 
 @every_format
-def test_in_memory_and_on_other_file_systems(declared: Declared, path: Path) -> None:
+def test_files_in_memory_and_on_other_file_systems(declared: Declared, path: Path) -> None:
     data, local = path.read_bytes(), xr.open_dataset(path, engine=declared.name).compute()
     fsspec.filesystem("memory").pipe(f"/contracts/{path.name}", data)
     for obj in (data, memoryview(data), f"memory://contracts/{path.name}", path.as_uri()):
@@ -86,7 +86,7 @@ def another_process() -> Iterator[ProcessPoolExecutor]:
 
 
 @every_format
-def test_a_dataset_goes_to_other_processes_by_reference(
+def test_datasets_pickle_by_reference(
     declared: Declared, path: Path, another_process: ProcessPoolExecutor
 ) -> None:
     ds = xr.open_dataset(path, engine=declared.name)

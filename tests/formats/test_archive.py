@@ -54,7 +54,7 @@ def refused(data: bytes, rule: str) -> FormatError:
 
 @pytest.mark.parametrize("note", [b"", b"PK\5\6" * 9, b"x" * 65535])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_contents(method: int, note: bytes) -> None:
+def test_heads_and_remainders_of_members(method: int, note: bytes) -> None:
     members = {"a/b": TEXT, "größe": b"", "z": TEXT[:7]}
     members_read = heads(zipped(*members.items(), method=method, note=note))
     assert list(members_read) == list(members)
@@ -85,7 +85,7 @@ def test_members_and_archives_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
-def test_larger_ones_are_written(tmp_path: Path) -> None:
+def test_large_members_are_written(tmp_path: Path) -> None:
     sizes = [3 << 30, 5 << 30, 7]
     new = [
         archive.NewMember(f"w{n}", f"w{n}", b"front", WantedPart("uint8", (size,), size))
@@ -121,7 +121,7 @@ def test_checksums_are_joined(first: bytes, second: bytes) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, (1 << 28) + 1, (1 << 40) + 12345])
-def test_checksums_of_much(nbytes: int) -> None:
+def test_checksums_of_large_members(nbytes: int) -> None:
     """Halves that are joined are the whole, as one that cannot be computed shows."""
     first, second, half = 0x12345678, 0x9ABCDEF0, nbytes // 2
     at_once = archive.joined_crc(first, second, nbytes)
@@ -142,7 +142,7 @@ def test_encrypted_and_unknown_members_are_not_read() -> None:
             content.take(1, "a head")
 
 
-def test_rules() -> None:
+def test_broken_rules_are_errors() -> None:
     data = zipped(("a", TEXT), ("b", TEXT[:5]))
     directory = data.index(b"PK\1\2")
     end = data.rindex(b"PK\5\6")
@@ -192,7 +192,7 @@ def test_any_byte_changed_and_cut_short(method: int) -> None:
         refused(data[:at], "EndRecord")
 
 
-def test_a_content_that_decodes_to_more_is_not_read_on() -> None:
+def test_decoding_stops_at_the_stated_size() -> None:
     bomb = zlib.compress(bytes(1 << 26), 9, wbits=-15)
     data = zipped(("w", bomb))
     directory = data.index(b"PK\1\2")

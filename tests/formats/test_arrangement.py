@@ -57,7 +57,7 @@ def opened(data: bytes, **options: Any) -> tuple[xr.Dataset, list[str]]:
     return ds, [str(warning.message) for warning in caught]
 
 
-def test_it_is_believed() -> None:
+def test_a_stored_arrangement_is_applied() -> None:
     text = {
         "coords": ["x", "y", "m.x"],
         "attrs": {"w": {"units": "m"}},
@@ -164,12 +164,12 @@ JSON = st.recursive(
     ),
     stack=st.booleans(),
 )
-def test_anything(text: Any, dims: Any, stack: bool) -> None:
+def test_any_arrangement_text_is_handled(text: Any, dims: Any, stack: bool) -> None:
     ds, _ = opened(file(text, dims), stack=stack)
     assert len(set(ds.variables)) == len(SHAPES)
 
 
-def test_a_file_of_a_tree_that_fits_nowhere_is_saved_again(tmp_path: Any) -> None:
+def test_an_arrangement_of_a_tree_survives_saving_as_a_dataset(tmp_path: Any) -> None:
     ds, _ = opened(file({"coords": ["x", "y", "m.x"], "order": [4, 3, 2, 1, 0]}))
     save(ds, tmp_path / "m.safetensors")
     again = xr.open_dataset(tmp_path / "m.safetensors")
@@ -177,7 +177,7 @@ def test_a_file_of_a_tree_that_fits_nowhere_is_saved_again(tmp_path: Any) -> Non
     assert list(again.data_vars) == list(ds.data_vars) == ["m.v", "w"]
 
 
-def test_the_attribute_is_taken() -> None:
+def test_the_reserved_attribute_is_refused() -> None:
     for name in ("safetensors", "burnpack", "ztensor"):
         draft = Draft({}, {ARRANGEMENT_KEY: "mine"}, arrangement=Arrangement())
         with pytest.raises(UnsupportedError, match="is reserved for names of axes"):

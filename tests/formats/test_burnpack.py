@@ -61,7 +61,7 @@ def cbor(value: Any) -> str:
 # Header
 
 
-def test_an_index_tells_all() -> None:
+def test_an_index_has_every_field() -> None:
     tensors = {"b": dense(ONE, param_id=(1 << 64) - 1), "a": dense(ONE[:0])}
     data = burnpack(tensors, metadata={"k": "v"})
     index = read(data)
@@ -98,7 +98,7 @@ def test_headers(head: bytes, rule: str) -> None:
     assert error_of(head).rule == rule
 
 
-def test_a_swapped_magic_number_is_told() -> None:
+def test_a_swapped_magic_number_is_named() -> None:
     assert "big-endian" in str(error_of(b"BURN" + bytes(6)))
 
 
@@ -122,7 +122,7 @@ def test_detection(head: bytes) -> None:
 
 
 @given(st.lists(st.integers(0, 300), max_size=5), st.integers(0, 300), st.booleans())
-def test_layouts_are_told_apart(sizes: list[int], padding: int, legacy: bool) -> None:
+def test_layouts_are_distinguished(sizes: list[int], padding: int, legacy: bool) -> None:
     tensors = {f"t{i}": dense(np.full(n, i, np.uint8)) for i, n in enumerate(sizes)}
     data = burnpack(tensors, legacy=legacy, metadata={"k": "x" * padding})
     index = read(data)
@@ -159,7 +159,7 @@ def test_other_layouts_are_refused(layout: Any) -> None:
         read(burnpack({}), layout=layout)
 
 
-def test_an_aligned_file_cut_short_is_not_taken_for_a_legacy_one() -> None:
+def test_a_truncated_aligned_file_is_not_read_as_legacy() -> None:
     data = burnpack({"a": dense(ONE), "b": dense(ONE)})
     for size in range(len(data) - 300, len(data)):
         assert error_of(data[:size]).rule == "Truncated"
@@ -423,7 +423,7 @@ def read_key(scalar: dict[Any, Any]) -> str:
     return key.decode() if isinstance(key, bytes) else key
 
 
-def test_scalars_give_way_to_tensors() -> None:
+def test_scalars_do_not_replace_tensors() -> None:
     tensors = {"step": dense(ONE), "step:scalar": dense(ONE)}
     data = burnpack(tensors, scalars={"step": {"UInt": 1}, "step:scalar::": {"UInt": 2}})
     index = read(data)
@@ -463,7 +463,7 @@ def test_an_unreadable_tensor_may_have_any_shape() -> None:
     assert ds["w"].data.npartitions == 1
 
 
-def test_a_large_number_is_not_spelled_out() -> None:
+def test_large_numbers_in_messages_are_shortened() -> None:
     number = cbor2.CBORTag(2, b"\xff" * 100_000)
     entry = {"dtype": "U8", "shape": [number], "data_offsets": [0, 8]}
     error = error_of(container(cbor2.dumps({"tensors": {"w": entry}}), bytes(8)))

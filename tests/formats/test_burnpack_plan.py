@@ -86,7 +86,7 @@ def scalar(name: str, kind: str, dtype: str, data: bytes | None) -> WantedTensor
     drafts(dense_tensors(burnpack.can.types, ATTRS) | scalars(), st.dictionaries(texts, texts)),
     st.sampled_from(["0.21", "0.22"]),
 )
-def test_it_gives_back_what_was_planned(index: Draft, dialect: str) -> None:
+def test_planned_files_are_read_back(index: Draft, dialect: str) -> None:
     data = filled(index)
     file = materialize(burnpack.plan(index, dialect=dialect), data)
     assert read(file).version == "1"
@@ -205,7 +205,7 @@ def test_wide_booleans_are_not_in_the_first_dialect() -> None:
 # Attributes
 
 
-def test_param_ids_are_kept_or_made() -> None:
+def test_param_ids_are_preserved_or_generated() -> None:
     index = draft_of(dense("b", attrs={"param_id": str((1 << 64) - 1)}), dense("a"), dense("c"))
     entries = metadata_of(written(index))["tensors"]
     assert entries["b"]["param_id"] == (1 << 64) - 1
@@ -282,7 +282,7 @@ def test_scalars_are_as_short_as_burn_writes_them(value: float, size: int) -> No
     assert read(file).tensors["lr"].parts["data"].inline == data
 
 
-def test_a_scalar_has_its_name_back_that_a_tensor_has_too() -> None:
+def test_a_scalar_named_like_a_tensor_keeps_its_name() -> None:
     packed_value = struct.pack("<q", 1)
     root = {"w": {"Int": 1}, "w:scalar": {"Int": 1}, "v:scalar": {"Int": 1}, "x": {"Int": 1}}
     entry = {"dtype": "F32", "shape": [1], "data": bytes(4)}
@@ -304,9 +304,7 @@ def test_a_scalar_has_its_name_back_that_a_tensor_has_too() -> None:
         max_size=6,
     ),
 )
-def test_names_of_scalars_come_back_whatever_tensors_are_called(
-    tensors: set[str], scalars: set[str]
-) -> None:
+def test_names_of_scalars_survive_any_tensor_names(tensors: set[str], scalars: set[str]) -> None:
     entry = {"dtype": "F32", "shape": [1], "data": bytes(4)}
     values = {name: {"Int": at} for at, name in enumerate(sorted(scalars))}
     file = packed(dict.fromkeys(sorted(tensors), entry), scalars=values)
@@ -320,7 +318,7 @@ def test_names_of_scalars_come_back_whatever_tensors_are_called(
     st.sets(st.text("ab:", max_size=3) | st.sampled_from(["a:scalar", "a:scalar:"]), max_size=4),
     st.sets(st.builds("{}:scalar{}".format, st.text("ab", max_size=1), st.text(":", max_size=2))),
 )
-def test_no_two_scalars_become_one(tensors: set[str], scalars: set[str]) -> None:
+def test_scalars_never_merge(tensors: set[str], scalars: set[str]) -> None:
     data = struct.pack("<q", 1)
     drafts = [scalar(name, "Int", "int64", data) for name in sorted(scalars - tensors)]
     file = written(draft_of(*map(dense, sorted(tensors)), *drafts))
@@ -443,7 +441,7 @@ def test_schemes_that_an_earlier_burn_lacks_are_refused(
     "store", ["Native", {"PackedU32": 0}, {"PackedU32": 1}, {"PackedNative": 0}]
 )
 @pytest.mark.parametrize("value", ["Q8F", "Q4S", "Q2S", "E4M3", "E2M1"])
-def test_every_store_comes_back(store: Any, value: str) -> None:
+def test_every_quantisation_store_is_read_back(store: Any, value: str) -> None:
     scheme = {"value": value, "store": store, "mode": "Symmetric", "tensor": None, "block": None}
     bits = {"8": 8, "4": 4, "2": 2}.get(value[1], 8)
     codes = 64 if store == "Native" else 4 * (64 * bits // 32)
@@ -515,7 +513,7 @@ def test_a_quantisation_that_no_scheme_has_is_refused(changes: dict[str, Any]) -
     "stated",
     ["", "F32", "{", "[]", "{}", '{"QFloat": 1}', '{"QFloat": {"block": 1}}', 7, "[" * 100_000],
 )
-def test_a_malformed_scheme_is_not_believed(stated: Any) -> None:
+def test_a_malformed_scheme_is_ignored(stated: Any) -> None:
     tensor = from_elsewhere(
         Quantization((4, 64), "int8", 8, 8, 1),
         data=part("int8", (4, 64)),

@@ -203,7 +203,7 @@ def test_dialects_agree(level: str, store: Any) -> None:
     assert before.attrs == after.attrs
 
 
-def test_the_scheme_is_told() -> None:
+def test_the_scheme_is_an_attribute() -> None:
     scheme = new(store={"PackedU32": 0}, block={"size": size(1, 1, 4), "dtype": "F16"})
     burn_dtype = json.loads(tensor_of((2, 8), 16 + 8, scheme).attrs["burn_dtype"])
     assert burn_dtype == {
@@ -217,7 +217,7 @@ def test_the_scheme_is_told() -> None:
     }
 
 
-def test_absent_options_are_none() -> None:
+def test_absent_options_have_defaults() -> None:
     fields = {key: PER_TENSOR[key] for key in ("value", "store", "mode")}
     assert tensor_of((2,), 6, fields).quantization == Quantization((2,), "int8", 8, 8, 0)
     with_bytes = {key.encode(): value for key, value in PER_TENSOR.items()}

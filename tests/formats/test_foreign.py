@@ -58,7 +58,7 @@ def test_errors_name_the_content_and_a_remedy(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("format", formats.names())
-def test_another_of_our_engines(format: str, tmp_path: Path) -> None:
+def test_errors_name_another_engine_of_the_package(format: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(next(iter(declared(format).small_files().values())))
     for engine in formats.names():

@@ -85,7 +85,7 @@ class TestBlocks:
         assert_same_bits(ds["w"].values, values_of(name, shape))
         assert ds["w"].encoding["stored_dtype"] == name
 
-    def test_types_are_as_large_as_ggml_says(self) -> None:
+    def test_block_sizes_equal_those_of_ggml(self) -> None:
         sizes = {t.name.lower(): size for t, size in gguf.GGML_QUANT_SIZES.items()}
         wrong = {"q8_1": (32, 40)}  # of the package: a block has two float16 and 32 codes
         for name, block in BLOCK_TYPES.items():
@@ -180,7 +180,7 @@ def is_nested(value: Any) -> bool:
 
 
 class TestSaving:
-    def test_keys_that_are_not_allowed_are_told_and_not_written(self, tmp_path: Path) -> None:
+    def test_keys_that_gguf_lacks_cause_a_warning(self, tmp_path: Path) -> None:
         attrs = {"a.b-c_1": 1, "worldSize": 2, "": 3, "k" * 65536: 4}
         ds = xr.Dataset({"w": ("x", np.ones(2, "f4"))}, attrs=attrs)
         with pytest.warns(xckpt.CheckpointWarning, match="'worldSize', '', 'kkk") as caught:
@@ -189,7 +189,7 @@ class TestSaving:
         assert read_index(tmp_path / "m.gguf").attrs == {"a.b-c_1": 1}
 
     @pytest.mark.parametrize("path", golden_files("gguf/*.gguf"))
-    def test_data_and_metadata_are_those_that_were_read(self, path: Path, tmp_path: Path) -> None:
+    def test_data_and_metadata_survive_saving(self, path: Path, tmp_path: Path) -> None:
         copied = tmp_path / "m.gguf"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", xckpt.CheckpointWarning)
@@ -278,7 +278,7 @@ class TestSaving:
         assert kinds == [value.UINT8, value.UINT32, value.FLOAT64, value.UINT8]
 
     @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k", "mxfp4"])
-    def test_big_endian_blocks_are_turned(
+    def test_big_endian_blocks_are_swapped(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("xckpt.writing.data.PIECE_NBYTES", 1000)  # which cuts blocks
@@ -326,7 +326,7 @@ class TestSaving:
         assert_same_bits(ds["w"].values, values_of("q4_0", (2, 64)))
         assert ds.attrs["tokens"] == ["t"] * 300
 
-    def test_names_that_others_refuse(self, tmp_path: Path) -> None:
+    def test_names_beyond_the_limit_of_other_readers(self, tmp_path: Path) -> None:
         for name, advice in [("n" * 64, "long_names=True"), ("a\0b", "Rename")]:
             ds = xr.Dataset({name: ("x", np.ones(1, "f4"))})
             with pytest.raises(xckpt.UnsupportedError, match=advice):
@@ -358,7 +358,7 @@ class TestLists:
         attrs = {"tokens": listed(8, entries), "scores": listed(6, scores), "short": u32(1)}
         return gguf_file(attrs, [("w", [1], 0, 0)], bytes(4))
 
-    def test_long_ones_are_read_when_they_are_looked_at(self) -> None:
+    def test_long_lists_are_read_on_demand(self) -> None:
         attrs = xr.open_dataset(self.file(), engine="gguf").attrs
         assert repr(attrs["tokens"]) == "<list of 404 texts>"
         assert len(attrs["tokens"]) == 404
@@ -368,7 +368,7 @@ class TestLists:
         assert attrs["tokens"] == list(self.TOKENS)
         assert attrs["tokens"] != attrs["scores"]
 
-    def test_a_dataset_with_them_pickles_and_copies(self, tmp_path: Path) -> None:
+    def test_a_dataset_with_long_lists_pickles_and_copies(self, tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(self.file())
         ds = xr.open_dataset(tmp_path / "m.gguf")
         xr.testing.assert_identical(ds, copy.deepcopy(ds))
@@ -412,7 +412,7 @@ class TestSplit:
         assert pickle.loads(pickle.dumps(ds))["blk.0.w"].values == [0]
 
     @pytest.mark.skipif(sys.platform == "win32", reason="no file has such a name")
-    def test_a_name_that_is_not_followed_is_told_with_the_file(self, folder: Path) -> None:
+    def test_an_unsafe_name_of_a_split_file_is_an_error(self, folder: Path) -> None:
         """Others are only opened by names without control characters."""
         paths = sorted(folder.iterdir())
         odd = [path.rename(folder / path.name.replace("m-", "m\x01-")) for path in paths]
@@ -427,23 +427,23 @@ class TestSplit:
         assert len(self.names(str(folder / "m-*.gguf"))) == 3
         assert list(self.names([folder / "m-00002-of-00003.gguf"])) == ["blk.1.w"]
 
-    def test_on_other_file_systems_too(self, folder: Path) -> None:
+    def test_split_files_open_on_other_file_systems(self, folder: Path) -> None:
         for path in folder.iterdir():
             fsspec.filesystem("memory").pipe(f"/split/{path.name}", path.read_bytes())
         assert len(self.names("memory://split/m-00002-of-00003.gguf")) == 3
 
-    def test_they_are_saved_as_one(self, folder: Path) -> None:
+    def test_split_files_are_saved_as_one(self, folder: Path) -> None:
         xckpt.save(xr.open_dataset(folder, engine="gguf"), folder / "whole.gguf")
         assert not [k for k in read_index(folder / "whole.gguf").attrs if k.startswith("split")]
         xckpt.convert(folder / "m-00001-of-00003.gguf", folder / "more.gguf")
         assert (folder / "more.gguf").read_bytes() == (folder / "whole.gguf").read_bytes()
 
-    def test_one_that_is_missing_is_named(self, folder: Path) -> None:
+    def test_a_missing_split_file_is_named(self, folder: Path) -> None:
         (folder / "m-00002-of-00003.gguf").unlink()
         with pytest.raises(xckpt.MissingShardError, match="m-00002-of-00003"):
             xr.open_dataset(folder / "m-00001-of-00003.gguf", engine="gguf")
 
-    def test_one_that_was_renamed_is_read_alone(self, folder: Path) -> None:
+    def test_a_renamed_split_file_is_read_alone(self, folder: Path) -> None:
         path = (folder / "m-00001-of-00003.gguf").rename(folder / "m.gguf")
         with pytest.warns(xckpt.CheckpointWarning, match="1 of 3"):
             assert list(xr.open_dataset(path, engine="gguf")) == ["blk.0.w"]
@@ -534,7 +534,7 @@ QUESTIONABLE = {
 
 class TestRules:
     @pytest.mark.parametrize("label", MALFORMED)
-    def test_broken(self, label: str) -> None:
+    def test_broken_rules_are_errors(self, label: str) -> None:
         data, rule = MALFORMED[label]
         with pytest.raises(xckpt.CheckpointError) as caught:
             indexed(data)
@@ -542,7 +542,7 @@ class TestRules:
         assert caught.value.offset is not None
 
     @pytest.mark.parametrize("label", UNREAD)
-    def test_a_tensor_that_cannot_be_read_leaves_the_others(self, label: str) -> None:
+    def test_an_unreadable_tensor_leaves_the_others_readable(self, label: str) -> None:
         extents, kind, offset, rule = UNREAD[label]
         file = gguf_file({}, [("t", extents, kind, offset), *W], struct.pack("<f", 2.5))
         ds = xr.open_dataset(file, engine="gguf")
@@ -554,7 +554,7 @@ class TestRules:
         assert (caught.value.rule, caught.value.tensor) == (rule, "t")
 
     @pytest.mark.parametrize("label", QUESTIONABLE)
-    def test_questionable(self, label: str) -> None:
+    def test_questionable_values_cause_a_warning(self, label: str) -> None:
         index, _ = indexed(QUESTIONABLE[label])
         assert len(index.warnings) == 1
         assert len(index.tensors) >= 1
@@ -567,7 +567,7 @@ class TestRules:
         assert index.tensors["a.weight"].attrs == {"scale_tensor": "a.scale"}
         assert not index.tensors["b.weight"].attrs
 
-    def test_numbers_are_read_as_they_are(self) -> None:
+    def test_metadata_numbers_keep_their_value(self) -> None:
         values: dict[int, Any] = {
             0: ("B", 255),
             1: ("b", -1),

@@ -61,7 +61,7 @@ def fails(data: bytes, rule: str, tensor: str | None = None) -> CheckpointError:
 
 
 @every_container
-def test_tensors(container: str) -> None:
+def test_tensors_of_every_type(container: str) -> None:
     data = WRITERS[container](TWO)
     index = read(data)
     kind, version = container.split()
@@ -113,7 +113,7 @@ def test_an_index_larger_than_a_window() -> None:
     assert list(read(data).tensors) == names
 
 
-def test_other_files_are_not_found() -> None:
+def test_other_files_are_not_detected() -> None:
     for head in (b"", b"GPTRS", b"gptrschk", b"GPTRSXXX" + bytes(500)):
         assert not gptrs.detect(head, len(head), "model.bin")
 
@@ -178,7 +178,7 @@ def test_entries_that_do_not_fit(stated: dict[str, Any], rule: str) -> None:
         fails(indexed_file([Record(**fields)], None), rule, "t")
 
 
-def test_a_right_id_is_accepted() -> None:
+def test_a_correct_id_is_accepted() -> None:
     data = indexed_file([record("t", FLOATS, stored_id=id_bytes("t"))])
     assert read(data).tensors["t"].attrs["base_id"] == id_bytes("t")[::-1].hex()
 
@@ -281,7 +281,7 @@ ARRAYS = st.sampled_from(["<f4", "<f2", "<i4"]).flatmap(
 
 
 @given(st.dictionaries(st.text(max_size=12), ARRAYS, max_size=4), st.sampled_from(sorted(WRITERS)))
-def test_any_tensors(arrays: dict[str, np.ndarray], container: str) -> None:
+def test_files_of_any_tensors(arrays: dict[str, np.ndarray], container: str) -> None:
     records = [record(name, array) for name, array in arrays.items()]
     data = WRITERS[container](records)
     index = gptrs.read(CountingSource(data))

@@ -94,7 +94,7 @@ def test_axes_of_each_kind(config: bytes, axes: dict[str, dict[str, int]]) -> No
 
 
 @pytest.mark.parametrize("head_dim", [None, "absent"])
-def test_heads_share_the_embedding_unless_told(head_dim: str | None) -> None:
+def test_heads_split_the_embedding_by_default(head_dim: str | None) -> None:
     config = {**MINISTRAL, "head_dim": head_dim}
     if head_dim is not None:
         del config["head_dim"]
@@ -128,7 +128,7 @@ def test_sizes_that_disagree_with_the_config() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "4", 4.0, True, 0, -4, 2**70, [4], {}])
-def test_values_that_are_no_sizes(value: Any) -> None:
+def test_invalid_sizes_are_ignored(value: Any) -> None:
     shapes = {"lm_head": (4, 7), "final_ln.gamma": (1,), "final_ln.beta": (0,)}
     dims = dims_of(tagged("gpt", {**GPT, "embed_dim": value}), shapes)
     assert dims == {"lm_head": (None, "vocab_size"), "final_ln.gamma": None, "final_ln.beta": None}

@@ -111,7 +111,7 @@ def test_the_depth_and_the_surrogates_that_are_json() -> None:
     assert config_of(b'{"kind": "\\ud83d\\ude00"}')[0]["kind"] == "\U0001f600"
 
 
-def test_a_config_larger_than_any() -> None:
+def test_a_config_beyond_the_limit() -> None:
     class Sparse(CountingSource):
         size = 1 << 40
 

@@ -21,12 +21,12 @@ _text_only = st.recursive(
 
 
 @given(values)
-def test_the_reader_takes_it_for_deterministic(value: Any) -> None:
+def test_encoded_values_are_deterministic(value: Any) -> None:
     assert decode_deterministic(encode_cbor(value)) == value
 
 
 @given(_text_only)
-def test_it_is_that_of_cbor2_where_all_keys_are_texts(value: Any) -> None:
+def test_encoding_equals_that_of_cbor2_for_text_keys(value: Any) -> None:
     assert encode_cbor(value) == cbor2.dumps(value, canonical=True)
 
 
@@ -49,5 +49,5 @@ def test_it_is_that_of_cbor2_where_all_keys_are_texts(value: Any) -> None:
         (b"\0", "4100"),
     ],
 )
-def test_examples(value: Any, encoded: str) -> None:
+def test_encoded_examples(value: Any, encoded: str) -> None:
     assert encode_cbor(value) == bytes.fromhex(encoded)

@@ -90,7 +90,7 @@ def fails_beside(path: Path, rule: str) -> CheckpointError:
 
 @pytest.mark.parametrize("stated_by", [None, "marker", "option"])
 @pytest.mark.parametrize("reading", READINGS)
-def test_readings(reading: str, stated_by: str | None) -> None:
+def test_payloads_in_every_position(reading: str, stated_by: str | None) -> None:
     custom: Any = {"customFields": {"payload": reading}} if stated_by == "marker" else {}
     data = checkpoint(TWO, reading, **custom)
     index = read(data, payload=reading) if stated_by == "option" else read(data)
@@ -176,11 +176,11 @@ def test_a_payload_that_does_not_fit(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", READINGS)
-def test_where_a_size_does_not_fit_its_shape(option: str) -> None:
+def test_sizes_that_do_not_fit_the_shape(option: str) -> None:
     fails(checkpoint([[Tensor("w", (3,), bytes(8))]], option), "Size", payload=option)
 
 
-def test_bytes_that_nothing_explains() -> None:
+def test_unexplained_bytes_are_an_error() -> None:
     data = checkpoint(TWO, tail=b"junk")
     error = fails(data, "Payload")
     assert error.offset == len(data) - 4
@@ -195,7 +195,7 @@ def test_bytes_that_nothing_explains() -> None:
     fails(checkpoint(TWO, tail=b"junk"), "Payload", payload="companion")
 
 
-def test_no_values() -> None:
+def test_files_without_payload_have_no_values() -> None:
     data = checkpoint(TWO)
     index = read(data)
     assert index.attrs["payload"] == "none"
@@ -216,7 +216,7 @@ def test_no_values() -> None:
         assert marked.attrs["payload"] == "none"
 
 
-def test_a_payload_that_there_is_not() -> None:
+def test_an_unknown_payload_option() -> None:
     with pytest.raises(ValueError, match="payload='middle' is not one of 'none', 'inline'"):
         read(checkpoint(TWO), payload="middle")
     with pytest.raises(ValueError, match="are in other files"):
@@ -224,7 +224,7 @@ def test_a_payload_that_there_is_not() -> None:
 
 
 @pytest.mark.parametrize("text", ["head", "", "Tail", "companion "])
-def test_a_custom_field_of_somebody_else(text: str) -> None:
+def test_foreign_custom_fields_are_ignored(text: str) -> None:
     data = checkpoint(TWO, "inline", customFields={"payload": text})
     assert read(data).attrs["payload"] == "inline"
 
@@ -275,21 +275,21 @@ def test_element_types_by_name_in_metadata() -> None:
         ((1,) * 65, "Shape"),
     ],
 )
-def test_shapes_that_there_cannot_be(shape: tuple[int, ...], rule: str) -> None:
+def test_impossible_shapes(shape: tuple[int, ...], rule: str) -> None:
     data = checkpoint([[Tensor("w", shape, b"")]], shards=None)
     assert fails(data, rule).tensor == "w"
     metadata = fields([[Tensor("w", shape, b"")]])
     fails(json.dumps(metadata).encode(), "Metadata" if len(shape) > 64 else rule)
 
 
-def test_shapes_that_there_can_be() -> None:
+def test_possible_shapes() -> None:
     shapes = [(1,) * 64, (0, 1 << 60), ((1 << 61) - 1,)]
     shard = [Tensor(f"t{i}", s, b"", nbytes=4 * prod(s)) for i, s in enumerate(shapes)]
     index = read(checkpoint([shard]))
     assert [tensor.shape for tensor in index.tensors.values()] == shapes
 
 
-def test_sizes_that_are_not_what_the_shape_makes() -> None:
+def test_sizes_that_contradict_the_shape() -> None:
     wrong = Tensor("w", (2, 3), bytes(25))
     index = read(checkpoint([[wrong, WEIGHT]]))
     assert index.warnings == ("tensor 'w': the size is not what the shape makes",)
@@ -321,7 +321,7 @@ def test_names() -> None:
 # --- equal names ----------------------------------------------------------------------------------
 
 
-def test_names_that_several_shards_have() -> None:
+def test_names_in_several_shards() -> None:
     shards = [
         [Tensor("a.w", (), b"0000"), Tensor("a.b", (), b"1111")],
         [Tensor("a.w", (), b"2222"), Tensor("c", (), b"3333")],
@@ -441,12 +441,12 @@ def test_version_of_metadata_alone(metadata: dict[str, Any], version: str) -> No
         '{"a": ' + "1" * 5000 + "}",
     ],
 )
-def test_metadata_that_are_no_json(text: str) -> None:
+def test_metadata_that_are_not_json(text: str) -> None:
     assert fails(checkpoint(TWO, metadata=text.encode()), "Json").offset == 14
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "1", '"{}"'])
-def test_metadata_that_are_no_object(text: str) -> None:
+def test_metadata_that_are_not_an_object(text: str) -> None:
     fails(checkpoint(TWO, metadata=text.encode()), "Metadata")
 
 
@@ -574,7 +574,7 @@ def test_offsets_in_any_order_and_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("offset", "rule"), [(9, "Bounds"), (-4, "Bounds"), (4, "Overlap")])
-def test_offsets_that_cannot_be(tmp_path: Path, offset: int, rule: str) -> None:
+def test_impossible_offsets(tmp_path: Path, offset: int, rule: str) -> None:
     first, second = Tensor("a", (2,), bytes(8)), Tensor("b", (2,), bytes(8))
     entry = shard_entry([first, second], 0)
     entry["tensors"][1]["offset"] = offset
@@ -584,7 +584,7 @@ def test_offsets_that_cannot_be(tmp_path: Path, offset: int, rule: str) -> None:
         assert actual.problem.rule == rule
 
 
-def test_data_that_are_no_tensors(tmp_path: Path) -> None:
+def test_data_in_another_encoding_have_no_values(tmp_path: Path) -> None:
     # As upstream's coordinator writes them: a state as JSON, and offsets of 0.
     entries = [shard_entry([WEIGHT, STEP], 0, cumulative=False)]
     path = write_set(tmp_path, [[WEIGHT, STEP]], suffix=".bin", shards=entries)
@@ -778,7 +778,7 @@ def test_files_named_like_metadata_are_detected_once(content: bytes, is_detected
         formats.detect(source).read(source)
 
 
-def test_json_of_another_name_is_metadata_if_somebody_says_so() -> None:
+def test_json_of_any_name_is_read_as_metadata() -> None:
     assert mlcp.read(CountingSource(b'{"version": "1.0.0"}', "m.json")).tensors == {}
     with pytest.raises(FormatError, match="the file is not the metadata of a checkpoint") as caught:
         mlcp.read(CountingSource(b'{"name": "something else"}', "m.json"))
@@ -834,7 +834,7 @@ def test_data_of_other_tensors_than_the_metadata_list() -> None:
         struct.pack("<ii", 1, 0) + b"\x07Float32" + struct.pack("<i", (1 << 31) - 1) + bytes(32),
     ],
 )
-def test_counts_that_claim_more_than_there_is(content: bytes) -> None:
+def test_counts_beyond_the_file(content: bytes) -> None:
     start = time.process_time()
     fails(checkpoint([], metadata={"shards": None}) + content, "Truncated")
     assert time.process_time() - start < 1

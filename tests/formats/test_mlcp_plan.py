@@ -301,7 +301,7 @@ def test_a_set_may_be_opened_by_its_metadata() -> None:
     assert read(single_file).attrs["format"] == "single_file"
 
 
-def test_metadata_that_name_shards_otherwise() -> None:
+def test_metadata_with_other_names_of_shards() -> None:
     index = draft_of(
         tensor("a", rank=0), tensor("b", (4,), rank=2), source="some/where/step_1.metadata.json"
     )
@@ -347,7 +347,7 @@ def test_fields_of_a_new_checkpoint() -> None:
     assert list(json.loads(text))[-2:] == ["kind", "config"]
 
 
-def test_lists_of_tensors_are_made_anew() -> None:
+def test_lists_of_tensors_are_recreated() -> None:
     stale = [{"name": "old", "shape": [1]}]
     shards = [{"rank": 2, "tensors": stale}, {"rank": 0}]
     index = draft_of(
@@ -361,7 +361,7 @@ def test_lists_of_tensors_are_made_anew() -> None:
     assert read(written(draft_of(tensorInfos=[]))).attrs["tensorInfos"] == []
 
 
-def test_the_last_name_of_sharding_is_used() -> None:
+def test_the_last_sharding_attribute_wins() -> None:
     sharding = {"strategy": "ddp", "more": [1]}
     attrs = read(written(draft_of(sharding=None, shardingStrategy=sharding))).attrs
     expected = {"strategy": "ddp", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}

@@ -45,7 +45,9 @@ CONV = ("channels_out", "channels_in", "kernel_height", "kernel_width")
         ({}, {}),
     ],
 )
-def test_burn(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | None, ...]]) -> None:
+def test_axes_of_burn_modules(
+    shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | None, ...]]
+) -> None:
     assert formats.get("burnpack").module_axes(shapes) == axes
 
 
@@ -61,13 +63,13 @@ def test_burn(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | No
         ({"pw_cnn1": (3, 3, 1, 8)}, {"pw_cnn1": FILTER}),
     ],
 )
-def test_primitiv(
+def test_axes_of_primitiv_modules(
     shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | None, ...]]
 ) -> None:
     assert formats.get("primitiv").module_axes(shapes) == axes
 
 
-def test_a_tree_of_modules_has_them_and_a_dataset_has_not() -> None:
+def test_module_axes_are_named_in_trees_only() -> None:
     shapes = {
         "fc1.weight": (6, 4),
         "fc1.bias": (4,),
@@ -98,7 +100,7 @@ def test_nodes_below_each_other_agree() -> None:
     assert tree["a/b/weight"].dims == ("d5", "d3")
 
 
-def test_real_files(golden: Path) -> None:
+def test_axes_of_real_files(golden: Path) -> None:
     tree = xr.open_datatree(golden / "burnpack" / "real_mnist.bpk", engine="burnpack")
     assert tree["fc1/weight"].dims == ("d_input", "d_output")
     assert tree["conv1/conv/weight"].dims == CONV

@@ -36,7 +36,7 @@ def path(ds: xr.Dataset, tmp_path: Path) -> Path:
     return tmp_path / "m.npz"
 
 
-def test_others_take_no_notice(ds: xr.Dataset, path: Path) -> None:
+def test_numpy_ignores_the_attributes(ds: xr.Dataset, path: Path) -> None:
     assert EXTRA in path.read_bytes()
     with np.load(path, allow_pickle=False) as archive:
         assert archive.files == ["w", "x"]
@@ -46,12 +46,12 @@ def test_others_take_no_notice(ds: xr.Dataset, path: Path) -> None:
         assert found_zip.comment == b""
 
 
-def test_files_with_nothing_to_say_are_as_before(tmp_path: Path) -> None:
+def test_files_without_attributes_have_no_extra_member(tmp_path: Path) -> None:
     xckpt.save(xr.Dataset({"w": ("x", np.ones(3))}), tmp_path / "m.npz")
     assert EXTRA not in (tmp_path / "m.npz").read_bytes()
 
 
-def test_attributes_alone(tmp_path: Path) -> None:
+def test_attributes_without_tensors(tmp_path: Path) -> None:
     xckpt.save(xr.Dataset(attrs={"step": 7}), tmp_path / "m.npz")
     xr.testing.assert_identical(xr.open_dataset(tmp_path / "m.npz"), xr.Dataset(attrs={"step": 7}))
 

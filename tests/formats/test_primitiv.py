@@ -70,7 +70,7 @@ def stored(data: bytes, tensor: Tensor) -> np.ndarray:
 
 
 class TestContents:
-    def test_shape(self) -> None:
+    def test_a_shape_file(self) -> None:
         index = index_of(SHAPE, shape([2, 1, 3, 1, 1], 7))
         assert not index.tensors
         assert index.attrs == {"data_type": "Shape", "dims": [2, 1, 3], "batch": 7}
@@ -165,7 +165,7 @@ class TestContents:
             (["Mine.a", "Yours.c"], None),
         ],
     )
-    def test_optimizer_is_inferred_where_it_is_sure(
+    def test_optimizer_is_inferred_from_unambiguous_settings(
         self, names: list[str], expected: str | None
     ) -> None:
         index = index_of(OPTIMIZER, optimizer([], [(name, 1.0) for name in names]))
@@ -206,7 +206,7 @@ class TestDetection:
             file(MODEL, b"", version=(1, 1)),
         ],
     )
-    def test_nothing_else(self, head: bytes) -> None:
+    def test_other_files_are_not_detected(self, head: bytes) -> None:
         assert not primitiv.detect(head, 4096, "m.primitiv")
 
 
@@ -235,7 +235,7 @@ class TestNames:
         assert variable_name(["w"], "50%\udcff:.") == "w:50%25%FF:."
 
     @given(st.data())
-    def test_a_name_tells_its_key(self, data: st.DataObject) -> None:
+    def test_a_name_contains_its_key(self, data: st.DataObject) -> None:
         key, stat = data.draw(st.tuples(KEYS, st.none() | ELEMENTS))
         name = variable_name([as_text(element) for element in key], as_text(stat))
         name.encode()  # printable
@@ -263,7 +263,7 @@ class TestNames:
         for path, leaf in placed.values():
             f"{path}/{leaf}".encode()  # printable
 
-    def test_a_tree_has_the_modules_as_they_are(self) -> None:
+    def test_a_tree_has_the_modules_of_the_file(self) -> None:
         keys = [["a.b", "w"], ["a", "b", "w"], ["a%2Eb", "w"], ["a:b", "w:s"], ["a:b", "w"]]
         index = index_of(MODEL, model(*((key, parameter(ONE, ("s", ONE))) for key in keys)))
         placed = tree_paths({name: tensor.path for name, tensor in index.tensors.items()})
@@ -321,7 +321,9 @@ class TestWarnings:
             (OPTIMIZER, optimizer([("\udcff", 1)], []), "not UTF-8"),
         ],
     )
-    def test_let_pass(self, data_type: int, content: bytes, text: str) -> None:
+    def test_questionable_files_are_read_with_a_warning(
+        self, data_type: int, content: bytes, text: str
+    ) -> None:
         (warning,) = index_of(data_type, content).warnings
         assert text.replace(r"\\", "\\") in warning
 
@@ -351,7 +353,7 @@ class TestWarnings:
             "setting 'a' and 1 more: there twice; the first counts, as for primitiv",
         )
 
-    def test_a_thousand_reasons_are_one_text(self) -> None:
+    def test_a_thousand_warnings_are_one_text(self) -> None:
         index = index_of(MODEL, model(*[(["w"], parameter(ONE))] * 1000))
         (warning,) = index.warnings
         assert " and 998 more: there twice" in warning
@@ -423,7 +425,7 @@ class TestErrors:
         assert failure(MODEL, content).tensor == "a.w:m"
         assert failure(MODEL, content[: -len(ONE)]).tensor == "a.w"
 
-    def test_line_ends_are_told(self) -> None:
+    def test_damaged_line_ends_are_reported(self) -> None:
         def damaged(content: bytes) -> FormatError:
             return failure(TENSOR, content.replace(b"\n", b"\r\n"))
 

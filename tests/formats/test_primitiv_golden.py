@@ -26,7 +26,7 @@ OPTIMIZERS = golden_files("primitiv/**/*opt_*.primitiv", with_suffix=".expected.
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
-def test_keys_are_places_in_a_tree_and_batches_are_axes(path: Path) -> None:
+def test_keys_are_tree_paths_and_batches_are_axes(path: Path) -> None:
     entries = golden_json(path).get("entries", [])
     places = {
         variable.encoding["tensor"]: (node.path, name, variable)
@@ -74,12 +74,12 @@ def test_optimizers(path: Path) -> None:
         assert math.isnan(value) == (expected["float_configs"][name] == "nan")
 
 
-def test_line_ends_are_told(golden: Path) -> None:
+def test_damaged_line_ends_are_reported(golden: Path) -> None:
     with pytest.raises(xckpt.FormatError, match="0d 0a"):
         xr.open_dataset(golden / "primitiv/bad/crlf_damaged.primitiv", engine="primitiv")
 
 
-def test_a_model_computes_what_the_library_does(golden: Path) -> None:
+def test_a_model_computes_the_same_as_the_library(golden: Path) -> None:
     folder = golden / "primitiv"
     forward = json.loads((folder / "mlp_adam_model.forward.json").read_text())
     ds = xr.open_dataset(folder / "mlp_adam_model.primitiv", with_stats=False).load()

@@ -180,7 +180,7 @@ def test_planned_files_are_read_back(parameters: Mapping[tuple[str, ...], Any]) 
 
 
 @given(KEYS, st.none() | ELEMENTS)
-def test_names_are_taken_apart(key: tuple[str, ...], stat: str | None) -> None:
+def test_names_are_split_into_keys(key: tuple[str, ...], stat: str | None) -> None:
     assert key_and_stat(tensor(variable_name(key, stat))) == (key, stat)
 
 
@@ -203,7 +203,7 @@ def test_names_of_other_formats(name: str, key: list[str]) -> None:
     assert copy.name == variable_name(key)
 
 
-def test_places_in_a_tree_are_keys() -> None:
+def test_tree_paths_are_keys() -> None:
     index = draft_of(
         tensor("w@rank_0", path=("rank_0", "w")),
         tensor("a.b.w", path=("a.b", "w")),
@@ -270,7 +270,7 @@ def test_settings_of_an_optimizer(integers: dict[str, int], floats: dict[str, fl
     assert written(copy) == written(draft_of(uint_configs=integers, float_configs=floats))
 
 
-def test_rates_are_rounded_as_the_library_has_them() -> None:
+def test_learning_rates_are_rounded_to_float32() -> None:
     data = written(draft_of(float_configs={"SGD.eta": 0.1, "n": float("nan")}))
     rates = read(data).attrs["float_configs"]
     assert rates["SGD.eta"] == struct.unpack("f", struct.pack("f", 0.1))[0]
@@ -350,7 +350,7 @@ def test_a_batch_of_parameters() -> None:
     assert read(written(single)).tensors["w"].shape == (2,)
 
 
-def test_keys_that_no_model_has() -> None:
+def test_keys_without_a_model() -> None:
     assert "'a.b'" in refused(named("a.b", "a"), "Key", "a")
     same = draft_of(tensor("a."), tensor("x", path=("a", "")))
     assert "'a.'" in refused(same, "DuplicateName", "x")
@@ -401,7 +401,7 @@ def test_attributes_of_other_files(attr: str, data_type: str) -> None:
         {"batch": None},
     ],
 )
-def test_shapes_that_cannot_be(attrs: dict[str, Any]) -> None:
+def test_impossible_shapes(attrs: dict[str, Any]) -> None:
     refused(draft_of(**attrs), "ShapeSize", data_type="Shape")
 
 
@@ -424,12 +424,12 @@ def test_shapes_that_are_too_deep() -> None:
         {"uint_configs": {}, "optimizer": "Adam"},
     ],
 )
-def test_settings_that_cannot_be(attrs: dict[str, Any]) -> None:
+def test_invalid_settings(attrs: dict[str, Any]) -> None:
     refused(draft_of(**attrs), "Settings", data_type="Optimizer")
 
 
 @pytest.mark.parametrize("data_type", ["model", 3, None])
-def test_types_of_data_that_there_are_not(data_type: Any) -> None:
+def test_unknown_data_types(data_type: Any) -> None:
     if data_type is not None:
         refused(draft_of(data_type=data_type), "DataType")
     with pytest.raises(ValueError, match="'Shape', 'Tensor', 'Parameter', 'Model', 'Optimizer'"):

@@ -35,7 +35,7 @@ def engines() -> Iterable[CheckpointBackend]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_says_what_its_files_are(name: str) -> None:
+def test_a_format_declares_its_files(name: str) -> None:
     file_format = formats.get(name)
     assert (file_format.name, type(file_format).__name__) == (name, formats.class_name(name))
     assert file_format is formats.get(name)
@@ -55,7 +55,7 @@ def test_every_format_has_an_engine_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("engine", engines(), ids=lambda engine: engine.format)
-def test_an_engine_says_what_its_format_does(engine: CheckpointBackend) -> None:
+def test_an_engine_describes_its_format(engine: CheckpointBackend) -> None:
     file_format = formats.get(engine.format)
     assert f"{type(file_format).__name__}Backend" == type(engine).__name__
     assert engine.description.startswith("Open ")
@@ -82,7 +82,7 @@ def test_the_engines_load_no_format() -> None:
     assert not {name for name in loaded if name.startswith("xckpt.formats.")}
 
 
-def test_a_file_is_recognised_by_its_content_and_loads_the_format_it_is_called_like(
+def test_detection_loads_the_format_of_the_suffix_only(
     tmp_path: Path,
 ) -> None:
     code = """if True:
@@ -133,7 +133,7 @@ def test_declarations_of_a_format_reach_the_registry(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_plan_of_nothing_is_a_plan(name: str) -> None:
+def test_an_empty_draft_can_be_planned(name: str) -> None:
     assert isinstance(formats.writable(name).plan(Draft({})), Plan)
 
 

@@ -212,7 +212,7 @@ ENTRIES = st.fixed_dictionaries(
     st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]), ENTRIES, max_size=3),
     st.binary(max_size=16),
 )
-def test_any_entries(header: dict[str, Any], data: bytes) -> None:
+def test_headers_with_any_entries(header: dict[str, Any], data: bytes) -> None:
     assert_agreement(safetensors_file(header, data))
 
 
@@ -334,7 +334,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("nbytes", [4, -1])
-def test_a_file_that_was_cut_short_is_called_that(nbytes: int) -> None:
+def test_a_truncated_file_is_reported_as_truncated(nbytes: int) -> None:
     data = safetensors_file(one(), bytes(4))
     error = by_us(data[: nbytes if nbytes < 0 else 8 + nbytes])
     assert isinstance(error, CheckpointError)
@@ -345,7 +345,7 @@ def test_a_file_that_was_cut_short_is_called_that(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_as_the_package_does(case: str) -> None:
+def test_files_refused_by_both(case: str) -> None:
     data, rule = REFUSED[case]
     start = time.process_time()
     error = by_us(data)
@@ -378,7 +378,7 @@ LAX: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", LAX)
-def test_refused_though_the_package_lets_it_pass(case: str) -> None:
+def test_files_refused_by_xckpt_only(case: str) -> None:
     start = time.process_time()
     error = by_us(LAX[case])
     assert time.process_time() - start < 2
@@ -417,11 +417,11 @@ READ: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_read_as_the_package_does(case: str) -> None:
+def test_odd_files_read_by_both(case: str) -> None:
     assert by_us(READ[case]) == by_package(READ[case])
 
 
-def test_index() -> None:
+def test_the_index_of_a_file() -> None:
     header = {
         "__metadata__": {"format": "pt"},
         "b": entry("F32", [2], 8, 16),
@@ -447,7 +447,7 @@ def test_only_the_header_is_read() -> None:
 
 
 @pytest.mark.parametrize("length", [1000, 10**8, 10**8 + 1, 2**64 - 1])
-def test_no_header_is_read_by_a_claimed_length(length: int) -> None:
+def test_a_claimed_header_length_is_bounded(length: int) -> None:
     source = CountingSource(safetensors_file("{}", length=length))
     with pytest.raises(FormatError):
         read(source)
@@ -479,7 +479,7 @@ def test_detection(case: str) -> None:
     assert formats.detect(source).name == "safetensors"
 
 
-def test_a_truncated_file_is_known() -> None:
+def test_a_truncated_file_is_detected() -> None:
     """So that the error says what is wrong with it."""
     assert detect(SMALL[:20], 20, "m.safetensors")
 

@@ -38,7 +38,7 @@ kinds = st.tuples(st.sampled_from(PLAIN), shapes)
 @given(
     st.dictionaries(st.text(max_size=5), kinds), st.dictionaries(st.text(), st.text(), max_size=1)
 )
-def test_equal_to_the_package(
+def test_files_equal_those_of_the_package(
     described: dict[str, tuple[str, tuple[int, ...]]], attrs: dict[str, str]
 ) -> None:
     described.pop("__metadata__", None)

@@ -130,7 +130,7 @@ print(json.dumps(seen))
 """
 
 
-class TestNothingRuns:
+class TestNoExecution:
     def test_named_functions_are_neither_imported_nor_called(self, tmp_path: Path) -> None:
         (tmp_path / "evil_module.py").write_text(
             "open('PWNED', 'w')\ndef run(): open('PWNED', 'w')"
@@ -177,9 +177,9 @@ class TestNothingRuns:
 RECORDS = [path for pattern in ("*.pt", "*.ckpt") for path in golden_files(f"torch/{pattern}")]
 
 
-class TestRecordsAreOpcodes:
+class TestFastRecords:
     @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-    def test_reading_them_at_once_changes_nothing(
+    def test_fast_and_stepwise_reading_agree(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         data = path.read_bytes()
@@ -190,7 +190,7 @@ class TestRecordsAreOpcodes:
 
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize("got", range(3, 11))
-    def test_entries_of_the_memo_are_restored(
+    def test_memo_entries_are_restored(
         self, got: int, wide: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also where a record gets what it has put itself."""
@@ -236,7 +236,7 @@ def memoized(hooks: int, *, wide: bool) -> bytes:
     return prefix + record % got(4) + record % got(hooks) + b"."
 
 
-class TestSharing:
+class TestSharedStorage:
     tied = files.archive(
         files.mapping(
             {
@@ -248,7 +248,7 @@ class TestSharing:
         {"0": np.arange(6, dtype="f4").tobytes()},
     )
 
-    def test_it_is_said(self) -> None:
+    def test_shared_storage_is_stated(self) -> None:
         ds = xr.open_dataset(self.tied, engine="torch")
         assert ds["head"].encoding["shares"] == "wte"
         assert not {"shares"} & {*ds["wte"].encoding, *ds["half"].encoding}
@@ -257,7 +257,7 @@ class TestSharing:
         assert "'head' is 'wte'" in repr(index)
         assert "'head' is 'wte'" in repr(ds.ckpt)
 
-    def test_each_is_written_by_itself(self, tmp_path: Path) -> None:
+    def test_shared_tensors_are_written_separately(self, tmp_path: Path) -> None:
         (tmp_path / "m.pt").write_bytes(self.tied)
         with pytest.warns(xckpt.CheckpointWarning, match="shared their bytes"):
             xckpt.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -266,7 +266,7 @@ class TestSharing:
         assert "shares" not in ds["head"].encoding
 
 
-class TestTheWayOut:
+class TestConversion:
     """Everything that is read can be written as safetensors, and is the same there."""
 
     @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
@@ -287,7 +287,7 @@ class TestTheWayOut:
         + [*golden_files("torch/dcp_2rank")],
         ids=lambda path: path.name,
     )
-    def test_as_safetensors(self, path: Path, tmp_path: Path) -> None:
+    def test_conversion_to_safetensors(self, path: Path, tmp_path: Path) -> None:
         new = tmp_path / "m.safetensors"
         xckpt.convert(path, new)
         xckpt.save(xr.open_dataset(path, engine="torch"), tmp_path / "again.safetensors")
@@ -372,7 +372,7 @@ class TestFolders:
         [{(0, 0): (2, 3), (1, 0): (2, 3)}, {(0, 0): (1, 3), (2, 0): (1, 3)}],
         ids=["overlapping", "a gap"],
     )
-    def test_ranks_that_do_not_fit(self, places: dict[Any, Any], tmp_path: Path) -> None:
+    def test_inconsistent_ranks(self, places: dict[Any, Any], tmp_path: Path) -> None:
         self.ranked(tmp_path, {origin: np.ones(shape, "f4") for origin, shape in places.items()})
         with pytest.raises(xckpt.FormatError, match="A file may be missing") as caught:
             xr.open_dataset(tmp_path)
@@ -426,7 +426,7 @@ class TestFolders:
             xr.open_dataset(tmp_path)
         assert caught.value.rule == "FileName"
 
-    def test_an_item_whose_name_is_no_text(self, tmp_path: Path) -> None:
+    def test_an_item_whose_name_is_not_text(self, tmp_path: Path) -> None:
         path = self.folder(tmp_path) / ".metadata"
         field = files.text("fqn") + files.text("w")
         assert field in path.read_bytes()
@@ -444,9 +444,7 @@ class TestFolders:
             ({(0, 0): (2, 2), (1, 1): (2, 2), (0, 2): (1, 1)}, "Chunks"),
         ],
     )
-    def test_chunks_that_are_not_all_of_it(
-        self, chunks: dict[Any, Any], rule: str, tmp_path: Path
-    ) -> None:
+    def test_incomplete_chunks(self, chunks: dict[Any, Any], rule: str, tmp_path: Path) -> None:
         blocks = {origin: np.ones(shape, "f4") for origin, shape in chunks.items()}
         for name, data in files.distributed({"w": blocks}, {"w": (3, 3)}).items():
             (tmp_path / name).write_bytes(data)
@@ -606,7 +604,7 @@ def test_large_arrays_of_numpy_are_listed() -> None:
         (b"\x80\x02]q\0.", "Container"),
     ],
 )
-def test_malformed(data: bytes, rule: str) -> None:
+def test_malformed_files_are_refused(data: bytes, rule: str) -> None:
     with pytest.raises(xckpt.CheckpointError) as caught:
         FORMAT.read(CountingSource(data))
     assert caught.value.rule == rule

@@ -74,7 +74,7 @@ def test_quantised_tensors_are_dequantised_as_by_pytorch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "of 32 bits"])
-def test_dequantised_tensors_are_written_as_they_are_read(kind: str, tmp_path: Path) -> None:
+def test_dequantised_tensors_keep_their_values_when_saved(kind: str, tmp_path: Path) -> None:
     (tmp_path / "m.pt").write_bytes(QUANTISED[kind])
     with pytest.warns(xckpt.CheckpointWarning, match="quantized tensors written dense"):
         xckpt.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -240,7 +240,7 @@ def test_blocks_that_are_sparse_have_their_values(layout: str, tmp_path: Path) -
         ("sparse_coo", {"0": np.array([[2, 0, 3], [4, 1, 4]])}),
     ],
 )
-def test_places_of_blocks_are_checked(layout: str, changed: dict[str, Any]) -> None:
+def test_positions_of_sparse_blocks_are_checked(layout: str, changed: dict[str, Any]) -> None:
     data = blocked(layout, **changed)
     ds = xr.open_dataset(data, engine="torch")
     with pytest.raises(xckpt.FormatError) as caught:

@@ -43,7 +43,7 @@ def one_of_each() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("version", one_of_each())
-def test_every_version_is_told_from_the_others(version: str) -> None:
+def test_versions_are_distinguished(version: str) -> None:
     data = one_of_each()[version]
     index = read(data)
     assert (index.format, index.version, index.nbytes) == ("ztensor", version, len(data))
@@ -93,7 +93,7 @@ def test_other_files_are_not_detected() -> None:
         (b"ZTEN9999" + bytes(64), "HeaderMagic"),
     ],
 )
-def test_files_that_are_something_else(data: bytes, rule: str) -> None:
+def test_other_content_is_refused(data: bytes, rule: str) -> None:
     with pytest.raises(FormatError) as caught:
         read(data)
     assert caught.value.rule == rule

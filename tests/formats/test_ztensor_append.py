@@ -55,7 +55,7 @@ def appended(old: bytes, index: Draft, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_added_tensors_are_there_beside_the_old_ones(version: str) -> None:
+def test_added_tensors_join_the_old_ones(version: str) -> None:
     old = made(version)
     more = draft_of(dense("c", "int16", dims=("y", "x")), dense("A", compression="zstd"), epoch=2)
     new = appended(old, more)
@@ -86,7 +86,7 @@ def test_a_file_that_was_cut_while_it_grew_is_the_old_one_again(version: str) ->
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_name_that_is_taken_is_replaced_only_when_asked(version: str) -> None:
+def test_existing_names_are_replaced_only_on_request(version: str) -> None:
     old, more = made(version), draft_of(dense("b", "int8", (7, 1)))
     with pytest.raises(ValueError, match="has a tensor 'b'; replace=True"):
         appended(old, more)
@@ -129,7 +129,7 @@ def test_the_root_may_lack_attributes() -> None:
 @pytest.mark.parametrize(
     "file", [v12_file({}), v2_data_shard(b"x"), V1_MAGIC, b"", b"ZTEN0001" + bytes(8) + b"\x80"]
 )
-def test_other_files_do_not_grow(file: bytes) -> None:
+def test_other_formats_cannot_be_appended_to(file: bytes) -> None:
     with pytest.raises(UnsupportedError):
         appended(file, draft_of())
 

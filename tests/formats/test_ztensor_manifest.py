@@ -154,7 +154,7 @@ def test_any_other_encoding_of_a_value_is_refused(value: Any) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_nothing_else_is_raised(data: bytes) -> None:
+def test_any_bytes_parse_or_raise_a_format_error(data: bytes) -> None:
     for decode in (manifest.decode, manifest.decode_deterministic):
         try:
             decode(data)

@@ -71,7 +71,7 @@ def manifest_of(file: bytes) -> dict[str, Any]:
         attributes().map(lambda attrs: {"generator": "a test", **attrs}),
     )
 )
-def test_version_1_gives_back_what_was_planned(index: Draft) -> None:
+def test_planned_files_of_version_1_are_read_back(index: Draft) -> None:
     if type(index.attrs["generator"]) is not str:
         index = replace(index, attrs={**index.attrs, "generator": "a test"})
     _check_round_trip(index, version="1.0")
@@ -91,7 +91,7 @@ def test_version_1_gives_back_what_was_planned(index: Draft) -> None:
     ),
     st.sampled_from([4096, 65536]),
 )
-def test_version_2_gives_back_what_was_planned(index: Draft, alignment: int) -> None:
+def test_planned_files_of_version_2_are_read_back(index: Draft, alignment: int) -> None:
     _check_round_trip(index, version="2", alignment=alignment)
 
 
@@ -238,7 +238,7 @@ def test_version_1_puts_blobs_in_order_and_the_manifest_behind_them() -> None:
     assert file[134:192] == bytes(58)
 
 
-def test_only_what_is_behind_a_compressed_part_has_no_offset() -> None:
+def test_only_parts_after_a_compressed_one_have_no_offset() -> None:
     index = draft_of(dense("a"), dense("b", compression="zstd"), dense("c"))
     for version, offsets in (("1.0", [64, 128, None]), ("2", [1 << 16, 2 << 16, None])):
         plan = ztensor.plan(index, version=version)
@@ -404,7 +404,7 @@ def structural(
     )
 
 
-def test_parts_of_other_layouts_keep_its_name() -> None:
+def test_parts_of_unknown_layouts_keep_the_layout_name() -> None:
     for version in ("1.0", "2"):
         tensor = read(written(draft_of(structural("acme/1", k=1)), version=version)).tensors["w"]
         assert (tensor.layout, tensor.problem) == ("structural", None)
@@ -477,7 +477,7 @@ def test_version_2_has_names_of_limited_length(name: str) -> None:
 
 
 @pytest.mark.parametrize(("version", "deepest"), [("1.0", 125), ("2", 30)])
-def test_attributes_nest_as_deep_as_readers_go(version: str, deepest: int) -> None:
+def test_attributes_nest_to_the_limit_of_readers(version: str, deepest: int) -> None:
     nested: Any = 0
     for _ in range(deepest - 1):
         nested = [nested]
@@ -521,12 +521,12 @@ def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
         ztensor.plan(draft_of(), **options)
 
 
-def test_every_declared_element_type_is_one() -> None:
+def test_declared_element_types_are_valid() -> None:
     assert set(ztensor.can.types) == set(ELEMENT_TYPES) - {"bool32"}
     assert len(set(ztensor.can.types)) == len(ztensor.can.types)
 
 
-def test_the_digest_of_a_compressed_part_is_of_its_version_s_bytes() -> None:
+def test_each_version_digests_its_own_form_of_a_compressed_part() -> None:
     index = draft_of(dense("w", "int8", (3000,), compression="zstd", algorithm="sha256"))
     for version, covered in (("1.0", "stored"), ("2", "decoded")):
         file = written(index, version=version)

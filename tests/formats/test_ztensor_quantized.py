@@ -175,7 +175,7 @@ def test_exponents_as_scales() -> None:
         ((7,), 7, 0, (1,)),
     ],
 )
-def test_group_size_0_is_what_the_number_of_scales_says(
+def test_group_size_0_follows_from_the_number_of_scales(
     shape: tuple[int, ...], scales: int, axis: int, block: tuple[int, ...]
 ) -> None:
     tensor = tensor_of(int8(shape, scales, axis))

@@ -25,7 +25,7 @@ def entry(data: bytes = bytes(16), **changes: Any) -> dict[str, Any]:
     return {**fields, "data": stored(data), **changes}
 
 
-def test_indefinite_lengths_are_what_real_files_have() -> None:
+def test_indefinite_lengths_are_accepted() -> None:
     (fields,) = [
         {**entry(), "offset": 64, "size": 16},
     ]
@@ -100,7 +100,7 @@ def test_other_layouts_are_their_bytes(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype"), [({"dtype": "float12"}, "float12"), ({"encoding": "lz4"}, "float32")]
 )
-def test_unknown_features_spare_the_others(changes: dict[str, Any], dtype: str) -> None:
+def test_unknown_features_affect_only_their_tensor(changes: dict[str, Any], dtype: str) -> None:
     index = read(v0_file(entry(**changes), entry(name="other")))
     assert isinstance(index.tensors["w"].problem, UnsupportedError)
     assert index.tensors["w"].dtype == dtype
@@ -137,7 +137,7 @@ def test_two_tensors_of_one_name() -> None:
 
 
 @pytest.mark.parametrize("root", [{}, "w", [1], [{"name": 1}]])
-def test_manifests_that_are_no_list_of_tensors(root: Any) -> None:
+def test_manifests_that_are_not_a_list_of_tensors(root: Any) -> None:
     with pytest.raises(FormatError) as caught:
         read(v0_container(cbor2.dumps(root)))
     assert caught.value.rule == "Schema"

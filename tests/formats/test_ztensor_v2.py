@@ -206,11 +206,11 @@ def test_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [" ", "n" * 1024, "ü" * 512, "a/b", "\n"])
-def test_names_that_are_odd_and_right(name: str) -> None:
+def test_odd_but_valid_names(name: str) -> None:
     assert list(read(placed({name: entry()})).tensors) == [name]
 
 
-def test_keys_that_are_not_known_are_ignored() -> None:
+def test_unknown_keys_are_ignored() -> None:
     data = placed({"w": entry(part={"hint": 1}, zzz=[None])}, future={"a": 1})
     assert read(data).tensors["w"].parts["data"].nbytes == 8
 
@@ -225,7 +225,7 @@ def test_attributes() -> None:
 # Parts
 
 
-def test_a_part() -> None:
+def test_fields_of_a_part() -> None:
     index = read(v2_file({"w": dense_v2(bytes(24), [2, 3], "f32", digest=DIGEST)}))
     part = index.tensors["w"].parts["data"]
     assert (part.dtype, part.shape, part.nbytes) == ("float32", (2, 3), 24)
@@ -267,7 +267,7 @@ def test_seekable_zstd() -> None:
 
 @pytest.mark.parametrize("encoding", ["acme/1", "zstd", "zstd-seekable", "raw"])
 @pytest.mark.parametrize("layout", ["dense", "acme/1"])
-def test_unknown_encodings_spare_the_others(encoding: str, layout: str) -> None:
+def test_unknown_encodings_affect_only_their_tensor(encoding: str, layout: str) -> None:
     part = {"encoding": encoding, "decoded_length": 8}
     index = read(placed({"v": entry(), "w": entry(part=part, layout=layout)}))
     assert isinstance(index.tensors["w"].problem, UnsupportedError)
@@ -275,7 +275,7 @@ def test_unknown_encodings_spare_the_others(encoding: str, layout: str) -> None:
     assert index.tensors["v"].problem is None
 
 
-def test_unknown_types_spare_the_others() -> None:
+def test_unknown_types_affect_only_their_tensor() -> None:
     index = read(placed({"v": entry(), "w": entry(shape=[999], part={"type": "f6"})}))
     tensor = index.tensors["w"]
     assert (tensor.dtype, tensor.shape, tensor.layout) == ("f6", (999,), "dense")
@@ -333,7 +333,7 @@ def test_ranges_are_identical_or_disjoint(
         assert len(read(data).tensors) == 2
 
 
-def test_the_manifest_is_a_range_too() -> None:
+def test_other_ranges_may_not_overlap_the_manifest() -> None:
     data = placed({"w": entry(part={"blob": [8192, 8]})})
     assert error_of(data).rule == "BlobOverlap"
 

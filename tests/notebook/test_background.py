@@ -69,7 +69,7 @@ def test_a_job_can_be_cancelled() -> None:
     assert errors == []
 
 
-def test_an_error_is_handed_on_unless_nobody_cares() -> None:
+def test_errors_are_passed_on_unless_the_job_was_cancelled() -> None:
     errors: list[Exception] = []
     background = Background(errors.append)
     cancelled = Event()
@@ -90,5 +90,5 @@ def test_an_error_is_handed_on_unless_nobody_cares() -> None:
     assert len(errors) == 1
 
 
-def test_waiting_for_nothing_is_over_at_once() -> None:
+def test_waiting_without_a_job_returns_at_once() -> None:
     assert Background(print).wait()

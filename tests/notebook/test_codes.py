@@ -27,7 +27,7 @@ from xckpt.notebook.text import render
         ("a.weight:data", "int8", "a.weight:scale"),
     ],
 )
-def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
+def test_codes_are_recognised_by_the_names_of_scales(codes: str, dtype: str, scale: str) -> None:
     rows = [row(codes, dtype, 8, 8), row(scale, "float32", 8)]
     assert [row.storage for row in marked(rows)] == ["codes", ""]
     assert marked(marked(rows)) == marked(rows)
@@ -53,7 +53,9 @@ def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
         ("a.weight:scale", "uint8", "a.weight:data"),
     ],
 )
-def test_others_are_what_they_are(name: str, dtype: str, companion: str) -> None:
+def test_tensors_with_unrelated_companions_are_not_codes(
+    name: str, dtype: str, companion: str
+) -> None:
     rows = [row(name, "int8", 8)._replace(dtype=dtype), row(companion, "float32", 8)]
     assert marked(rows) == rows
 

@@ -148,7 +148,7 @@ def test_a_hundred_thousand_rows_take_a_moment() -> None:
 # --- selecting -----------------------------------------------------------------------------------
 
 
-def test_selecting_computes_and_tells(opened: Opened) -> None:
+def test_selecting_computes_and_reports(opened: Opened) -> None:
     opened.explorer.selected = "a.1.w"
     opened.done()
     assert opened.explorer._table._row == 1
@@ -169,7 +169,7 @@ def test_a_click_selects(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("row", [6, 2**31, -5])
-def test_a_row_that_is_not_there_selects_nothing(opened: Opened, row: int) -> None:
+def test_a_missing_row_selects_nothing(opened: Opened, row: int) -> None:
     opened.explorer.selected = "b"
     opened.explorer._table._row = row
     assert opened.explorer.selected is None
@@ -200,7 +200,7 @@ def test_the_next_selection_stops_the_one_before(opened: Opened) -> None:
     assert list(opened.statistics()) == [2]
 
 
-def test_a_failure_is_told_without_the_path(opened: Opened) -> None:
+def test_a_failure_is_shown_without_the_path(opened: Opened) -> None:
     opened.source.broken = {"b"}
     opened.explorer.selected = "b"
     opened.done()
@@ -219,7 +219,9 @@ def test_errors_are_shown(opened: Opened) -> None:
     assert [message["tell"] for message, _ in opened.told] == ["findings", "statistics", "failed"]
 
 
-def test_how_far_a_large_tensor_is_is_told(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_large_tensor_is_reported(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_SECONDS_BETWEEN_REPORTS", 0)
     opened.explorer.selected = "b"
     opened.done()
@@ -259,7 +261,9 @@ def test_findings_of_weights_do_not_apply_to_codes() -> None:
 # --- computing all -------------------------------------------------------------------------------
 
 
-def test_all_is_computed_in_batches(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_statistics_are_computed_in_batches(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_BATCH_ROWS", 2)
     opened.explorer.selected = "b"
     opened.done()
@@ -294,7 +298,7 @@ def test_a_failure_does_not_stop_other_tensors(opened: Opened) -> None:
     }
 
 
-def test_cancelling_keeps_what_is_done(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_keeps_finished_results(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_ROWS", 1)
     gate = opened.source.gate
     original = opened.source.compute
@@ -333,7 +337,7 @@ def test_progress_shows_while_it_lasts(opened: Opened) -> None:
     assert progress.layout.display == "none"
 
 
-def test_a_new_view_is_told_what_is_known(opened: Opened) -> None:
+def test_a_new_view_receives_cached_results(opened: Opened) -> None:
     opened.ask({"ask": "compute"}, 0, 1)
     opened.done()
     opened.told.clear()
@@ -341,7 +345,7 @@ def test_a_new_view_is_told_what_is_known(opened: Opened) -> None:
     assert sorted(opened.statistics()) == [0, 1]
 
 
-def test_an_error_of_our_own_is_shown(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_shown(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened.explorer, "_batches", lambda _: 1 / 0)
     opened.ask({"ask": "compute"}, 0)
     opened.done()
@@ -362,7 +366,7 @@ def test_closing_stops_everything(opened: Opened) -> None:
 # --- showing -------------------------------------------------------------------------------------
 
 
-def test_where_widgets_do_not_run_the_summary_is_shown(opened: Opened) -> None:
+def test_without_widgets_the_summary_is_shown(opened: Opened) -> None:
     bundle = opened.explorer._repr_mimebundle_()
     assert set(bundle) == {
         "text/plain",
@@ -374,7 +378,7 @@ def test_where_widgets_do_not_run_the_summary_is_shown(opened: Opened) -> None:
     assert bundle["text/html"].startswith("<div")
 
 
-def test_nothing_is_fetched_and_no_markup_is_made_of_names() -> None:
+def test_the_widget_fetches_nothing_and_escapes_names() -> None:
     state = Opened().explorer._table.get_state()
     code, style = str(state["_esm"]), str(state["_css"])
     assert "export default" in code

@@ -108,14 +108,14 @@ def test_computed_datasets_are_shown_as_summaries(session: Any, ds: xr.Dataset, 
     assert is_summary(session, xr.open_datatree(path, engine="npz")["h"].copy())
 
 
-def test_others_are_shown_as_before(session: Any, ds: xr.Dataset) -> None:
+def test_other_objects_are_shown_as_before(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
     unrelated = xr.Dataset({f"v{n}": ("x", np.zeros(2)) for n in range(LARGE)})
     for obj in (unrelated, unrelated.chunk(), xr.DataTree(unrelated), ds[["h.0.w"]], ds["h.0.w"]):
         assert not is_summary(session, obj)
 
 
-def test_statistics_of_many_tensors_are_a_text(session: Any, ds: xr.Dataset) -> None:
+def test_statistics_of_many_tensors_have_a_short_text(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
     result = ds.ckpt.stats(cache=False, progress=False)
     for shown in (text(session, result), html(session, result)):
@@ -123,7 +123,7 @@ def test_statistics_of_many_tensors_are_a_text(session: Any, ds: xr.Dataset) -> 
     assert html(session, result).startswith("<pre>")
 
 
-def test_the_option_says_from_how_many_on(session: Any, ds: xr.Dataset) -> None:
+def test_the_option_sets_the_smallest_number_of_tensors(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
     for most in (None, False, LARGE):
         with dask.config.set({"xckpt.summary-above": most}):
@@ -200,7 +200,7 @@ def test_formatters_of_a_base_class_stay(session: Any, ds: xr.Dataset) -> None:
     assert set(markdown.type_printers) == {object}
 
 
-def test_other_types_of_content_are_not_asked_for(session: Any, ds: xr.Dataset) -> None:
+def test_other_mimetypes_are_not_rendered(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
     ds["_repr_png_"] = ("x", [1.0])
     assert set(session.display_formatter.format(ds)[0]) == {"text/plain", "text/html"}

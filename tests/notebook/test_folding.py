@@ -141,11 +141,11 @@ def test_an_incomplete_grid_shows_in_the_count() -> None:
     assert (pattern.text, pattern.count, pattern.grid) == ("h.{0..3}.{0..3}", 15, 16)
 
 
-def test_one_index_stays_as_it_is() -> None:
+def test_a_single_index_is_not_folded() -> None:
     assert texts("layers.0.w", "layers.0.v") == ["layers.0.{w,v}"]
 
 
-def test_numbers_with_leading_zeros_are_other_names() -> None:
+def test_numbers_with_leading_zeros_stay_separate() -> None:
     assert texts("h.0.w", "h.00.w") == ["h.{0,00}.w"]
     assert texts(*[f"h.{i:02}.w" for i in range(12)]) == ["h.{00..11}.w"]
     assert texts(*[f"h.{i:02}.w" for i in range(98, 102)]) == ["h.{98..101}.w"]
@@ -186,7 +186,7 @@ def test_numbers_too_long_for_int_are_words() -> None:
          "a.{one,two,three,…,seven}"),
     ],
 )  # fmt: skip
-def test_alternatives_are_cut_where_a_reader_would(names: list[str], text: str) -> None:
+def test_alternatives_are_cut_at_word_boundaries(names: list[str], text: str) -> None:
     assert texts(*names) == [text]
 
 
@@ -259,7 +259,7 @@ def test_a_pattern_stands_for_the_names_in_it(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("separator", ["\n", "\0"])
-def test_characters_that_are_used_inside_are_names_like_others(separator: str) -> None:
+def test_characters_of_the_notation_may_appear_in_names(separator: str) -> None:
     names = [f"a{separator}b.1.w", "a\0b.2.w", "a\nb.3.w"]
     (first, second) = sorted(fold(row(n, "int8", 1) for n in names), key=lambda p: p.count)
     assert (first.count, second.count) == (1, 2)

@@ -61,7 +61,7 @@ def summary_of(rows: Iterable[Row], **more: Any) -> Summary:
     )
 
 
-def test_it_says_what_the_text_says() -> None:
+def test_html_has_the_content_of_the_text() -> None:
     summary = summary_of(
         mixture_of_experts(),
         attrs={"license": "MIT"},
@@ -82,7 +82,7 @@ def test_it_says_what_the_text_says() -> None:
 
 
 @pytest.mark.parametrize("model", [gpt2, mixture_of_experts])
-def test_all_patterns_are_there(model: Any) -> None:
+def test_html_has_all_patterns(model: Any) -> None:
     summary = summary_of(model())
     text = Parsed(render(summary)).text
     for pattern in summary.patterns:
@@ -151,7 +151,7 @@ def test_tensors_without_elements_have_no_share() -> None:
     assert "%" not in Parsed(render(summary_of([row("a", "float32", 0)]))).text
 
 
-def test_findings_are_counted_where_statistics_are_known() -> None:
+def test_findings_are_counted_with_cached_statistics() -> None:
     assert "finding" not in render(summary_of(gpt2()))
     assert "no findings" in render(summary_of(gpt2(), findings=[]))
     many = [TensorFinding(f"t{n}", "dead_rows" if n else "nan", n, "error") for n in range(3)]
@@ -166,7 +166,7 @@ def test_findings_are_counted_where_statistics_are_known() -> None:
         assert f"\n  {text}\n" in render_text(summary_of(gpt2(), findings=many))
 
 
-def test_errors_come_before_findings_and_these_before_notes() -> None:
+def test_errors_precede_findings_and_findings_precede_notes() -> None:
     kinds = ("info", "error", "strange", "warning")
     results = [TensorFinding(f"{kind}_tensor", kind, 1.0, kind) for kind in kinds]
     summary = summary_of(gpt2(), errors=["cut short"], notes=["newer"], findings=results)
@@ -239,7 +239,7 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("color", PALETTE)
 @pytest.mark.parametrize("ground", ["#ffffff", "#111111"])
-def test_colours_can_be_told_from_the_page(color: str, ground: str) -> None:
+def test_colours_have_contrast_with_the_page(color: str, ground: str) -> None:
     dark, bright = sorted([luminance(color), luminance(ground)])
     assert (bright + 0.05) / (dark + 0.05) >= 3
 

@@ -34,13 +34,13 @@ def test_a_mixture_of_experts_has_three_sets_of_layers() -> None:
     ]
 
 
-def test_where_all_modules_are_alike_there_is_nothing_to_say() -> None:
+def test_uniform_modules_have_no_note() -> None:
     assert sets_of(gpt2()) == []
     assert sets_of(mixture_of_experts(5, 4)) == []
     assert "choose" not in text_of(gpt2(), obj="ds")
 
 
-def test_steps_of_a_sequence_are_no_layers() -> None:
+def test_steps_of_a_sequence_are_not_layers() -> None:
     # The number after "downsample" is a convolution's or a norm's.
     assert {layers.module for layers in sets_of(resnet())} == {"layer2", "layer3"}
 
@@ -61,7 +61,7 @@ def test_a_dimension_is_named_with_its_set() -> None:
     assert "choose with ds.ckpt.sel(layers=3), whatever the dimensions are called" in text
 
 
-def test_modules_of_one_name_in_several_places_are_told_apart() -> None:
+def test_modules_of_the_same_name_in_several_places_are_distinguished() -> None:
     rows = [row(f"encoder.layers.{n}.w", "int8", 2) for n in range(12)]
     rows += [row(f"decoder.layers.{n}.w", "int8", 2) for n in range(6)]
     assert sets_of(rows) == [
@@ -81,14 +81,14 @@ def test_the_same_name_in_two_shapes_is_one_set_unless_it_is_stacked() -> None:
     ]
 
 
-def test_the_example_is_of_the_tensors_that_are_most() -> None:
+def test_the_example_is_from_the_largest_group() -> None:
     assert selection(families_of(mixture_of_experts(10, 5, dense=3))) == {"layers": 6, "experts": 2}
     assert selection(families_of(gpt2())) == {"h": 6}
     assert selection(families_of([row("a", "int8", 1)])) == {}
     assert selection(families_of([row("class.0.w", "int8", 1), row("a b.0.w", "int8", 1)])) == {}
 
 
-def test_html_says_it_too() -> None:
+def test_html_has_the_same_note() -> None:
     rows = mixture_of_experts(10, 4, dense=3)
     html = render_html(new_summary(rows, title="m", format="f", version="", attrs={}, obj="dt"))
     assert "layers {3..9}:" in html
@@ -113,7 +113,7 @@ def test_as_many_sets_as_tensors_take_linear_time() -> None:
     assert took[1] < 30 * took[0]
 
 
-def test_names_of_very_many_components_are_no_burden() -> None:
+def test_names_of_many_components_take_little_time() -> None:
     rows = [row("h.0." + "a." * 20_000 + leaf, "int8", 1) for leaf in "xyz"]
     rows += [row(f"h.{n}.b", "int8", 1) for n in range(9)]
     assert sets_of(rows)[0] == ModuleSet("h", "{0..8}", "", ("b",))

@@ -99,7 +99,7 @@ def test_omitted_lines_are_counted() -> None:
     assert lines[-1] == "  … 3 more tensors, 27 B"
 
 
-def test_one_more_pattern_takes_the_line_that_would_say_so() -> None:
+def test_the_last_line_is_a_pattern_if_it_fits() -> None:
     lines = text_of(row(name, "int8", 9) for name in "abcdefghijklm").splitlines()
     assert lines[-1].split()[0] == "m"
 
@@ -186,7 +186,7 @@ def test_sparse_quantised_and_compressed_tensors_are_noted() -> None:
     )
 
 
-def test_an_unknown_layout_is_named_as_it_is() -> None:
+def test_an_unknown_layout_is_named() -> None:
     assert storage_words("lattice", ["zstd", None, "zstd-seekable", "lz4"]) == "lattice zstd lz4"
     assert storage_words("dense", [None]) == ""
 

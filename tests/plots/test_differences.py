@@ -37,7 +37,7 @@ def widths(ax: Any) -> list[float]:
     return [bar.get_width() for bar in ax.patches]
 
 
-def test_bars_of_what_changed_most_changed_at_the_top(base: xr.Dataset, tuned: xr.Dataset) -> None:
+def test_the_largest_change_is_at_the_top(base: xr.Dataset, tuned: xr.Dataset) -> None:
     ax = Plots(base).compare(tuned)
     ax.figure.canvas.draw()
     assert labels(ax) == ["l.3.w", "l.1.w"]
@@ -54,7 +54,7 @@ def test_few_bars_another_statistic_and_some_tensors(base: xr.Dataset, tuned: xr
     assert notes(both) == "the 1 most changed"
 
 
-def test_a_comparison_is_not_made_again(
+def test_an_existing_comparison_is_reused(
     base: xr.Dataset, tuned: xr.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparison = xckpt.compare(base, tuned)
@@ -85,7 +85,7 @@ def test_nothing_changed(base: xr.Dataset) -> None:
     assert not len(ax.get_xticks())
 
 
-def test_nothing_that_is_in_both_changed(base: xr.Dataset) -> None:
+def test_identical_common_tensors_draw_no_bars(base: xr.Dataset) -> None:
     few = base.drop_vars("l.5.w")
     (text,) = Plots(base).compare(few).texts
     assert text.get_text() == "No tensor that is in both has changed."

@@ -102,7 +102,7 @@ def test_many_tensors_are_bands_and_the_outlier_has_a_name() -> None:
     assert len(filled) == 2
 
 
-def test_many_roles_are_united() -> None:
+def test_many_roles_are_merged() -> None:
     rng = np.random.default_rng(0)
     words = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up", "down")
     tensors = {

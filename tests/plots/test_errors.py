@@ -124,7 +124,7 @@ def test_channels_of_zeros(base: xr.Dataset) -> None:
     assert ax.get_title() == "layers.0.q.weight"
 
 
-def test_names_of_a_file_are_only_shown() -> None:
+def test_names_are_drawn_as_plain_text() -> None:
     ds = xr.Dataset({name: (("a", "b"), np.ones((2, 3))) for name in HOSTILE})
     ax = Plots(ds).error(ds * 2, "nmse")
     ax.figure.canvas.draw()

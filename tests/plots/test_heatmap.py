@@ -91,7 +91,7 @@ def test_all_rows_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
         assert (sample.values == expected).all()
 
 
-def test_a_picture_says_what_was_read(flat: xr.Dataset) -> None:
+def test_the_heatmap_states_which_part_was_read(flat: xr.Dataset) -> None:
     plots = Plots(flat)
     assert notes(plots.heatmap("embed")) == ""
     assert notes(plots.heatmap("embed", rows=10)) == "10 of 40 rows"
@@ -106,7 +106,7 @@ def test_a_picture_says_what_was_read(flat: xr.Dataset) -> None:
     assert drawn(ax).shape == (256, 2)
 
 
-def test_nan_and_dead_rows_are_marked_and_known_ones_are_told() -> None:
+def test_nan_and_dead_rows_are_marked() -> None:
     values = np.random.default_rng(0).normal(size=(1000, 8)).astype(np.float32)
     values[[3, 500, 501, 502, 503], :] = 0
     values[700, 2] = np.nan
@@ -126,7 +126,7 @@ def test_nan_and_dead_rows_are_marked_and_known_ones_are_told() -> None:
     assert notes(ds.ckpt.plot.heatmap("w", rows=50)) == "50 of 1,000 rows"
 
 
-def test_so_many_dead_rows_are_marked_by_fewer_marks() -> None:
+def test_many_dead_rows_share_marks() -> None:
     values = np.zeros((20_000, 2), np.float32)
     values[::5] = 1
     ax = Plots(xr.Dataset({"w": (("a", "b"), values)})).heatmap("w", rows="all")
@@ -229,7 +229,7 @@ def test_nonfinite_elements_are_visible() -> None:
     assert image.get_clim() == (-2, 2)
 
 
-def test_robust_colours_and_own_ones(flat: xr.Dataset) -> None:
+def test_robust_and_custom_colours(flat: xr.Dataset) -> None:
     full, robust = (
         Plots(flat).heatmap("embed", robust=robust).get_images()[0].get_clim()[1]
         for robust in (False, True)

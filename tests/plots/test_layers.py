@@ -84,7 +84,7 @@ def test_along_another_module(flat: xr.Dataset) -> None:
     assert ax.get_xlabel() == "experts"
 
 
-def test_it_draws_into_given_axes_with_given_style(flat: xr.Dataset) -> None:
+def test_given_axes_and_style_are_used(flat: xr.Dataset) -> None:
     from matplotlib import pyplot as plt
 
     _, (empty, axes) = plt.subplots(1, 2)
@@ -210,13 +210,13 @@ class TestPanels:
             f"{base}.*": ["input_layernorm.weight", "post_attention_layernorm.weight"],
         }
 
-    def test_have_the_same_positions_which_are_written_once(self) -> None:
+    def test_layer_numbers_are_shared_and_labelled_once(self) -> None:
         ax = Plots(of_architecture(llama(6, 16, np.float32))).layers("std")
         every = ax.get_figure(root=True).axes  # type: ignore[union-attr]
         assert len({axes.get_xlim() for axes in every}) == 1
         assert [axes.get_xlabel() for axes in every] == ["", "", "layers"]
 
-    def test_are_at_most_six_and_none_is_lost(self) -> None:
+    def test_at_most_six_panels_hold_every_role(self) -> None:
         for model in (unet, t5, whisper):
             ds = of_architecture(model())
             with plt.rc_context({"figure.max_open_warning": 0}):
@@ -300,12 +300,12 @@ class TestStages:
         ax = Plots(of_architecture(tensors)).layers("std", "*.conv?.weight")
         assert [label.partition(":")[0] for label in point_labels(ax)] == ["layer3.2"]
 
-    def test_one_of_them_can_be_chosen(self) -> None:
+    def test_a_stage_can_be_chosen(self) -> None:
         ax = Plots(of_architecture(resnet())).layers("std", "*.conv?.weight", x="layer2")
         assert ax.get_xlabel() == "layer2"
 
 
-def test_more_than_eight_series_of_a_panel_are_united() -> None:
+def test_more_than_eight_series_of_a_panel_are_merged() -> None:
     values = np.random.default_rng(0).normal(size=9)
     words = ("q", "k", "v", "o", "gate", "up", "down")
     tensors = {

@@ -26,7 +26,7 @@ def test_a_title_is_the_pattern_of_the_summary() -> None:
     assert title_and_labels([groups_of(["wte.weight"])]) == ("wte.weight", ["wte.weight"])
 
 
-def test_roles_have_what_their_names_do_not_share() -> None:
+def test_roles_are_the_parts_of_names_that_differ() -> None:
     names = [f"m.layers.{n}.{w}" for n in (0, 1, 2) for w in ("attn.w", "mlp.experts.5.w")]
     title, roles = series_of(names)
     assert title == "m.layers.{0..2}.*"
@@ -37,7 +37,7 @@ def test_roles_have_what_their_names_do_not_share() -> None:
     assert (title, [role.label for role in roles]) == ("2 tensors", ["a.w", "b.x"])
 
 
-def test_many_roles_are_united_by_words_and_none_is_lost() -> None:
+def test_many_roles_are_merged_by_words_without_loss() -> None:
     names = names_of_a_mixture()
     _, roles = series_of(names)
     assert sorted(name for role in roles for name in role.names) == sorted(names)
@@ -48,7 +48,7 @@ def test_many_roles_are_united_by_words_and_none_is_lost() -> None:
     assert role.place("model.layers.2.self_attn.k_proj.b") == "layer 2, k_proj"
 
 
-def test_gains_are_not_united_with_weights() -> None:
+def test_gains_are_not_merged_with_weights() -> None:
     names = [f"layers.{n}.{word}.weight" for n in range(3) for word in ("q", "k", "norm")]
     ndims = {name: 1 if "norm" in name else 2 for name in names}
     _, roles = series_of(names, 2, ndims)
@@ -73,7 +73,7 @@ def test_long_labels_begin_at_a_module() -> None:
     assert labels == ["…names.of.modules.{1,2}.x.experts.{1,2}.up.weight", "head"]
 
 
-def test_the_outermost_module_of_most_tensors_is_on_the_axis() -> None:
+def test_the_axis_is_the_outermost_module_of_most_tensors() -> None:
     assert outermost(names_of_a_mixture()) == "layers"
     assert outermost(["a.0.w", "b.1.c.2.w", "b.2.c.2.w"]) == "b"
     assert outermost(["w"]) is None

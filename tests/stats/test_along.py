@@ -84,7 +84,7 @@ def test_distinct_values_are_counted_of_small_types() -> None:
     assert wide.sel(statistic="unique").isnull().all()
 
 
-def test_a_dimension_that_is_nowhere() -> None:
+def test_an_unknown_dimension() -> None:
     with pytest.raises(ValueError, match="no variable has the dimension 'z'"):
         stats(dataset(), dim="z")
 

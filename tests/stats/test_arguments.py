@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
         ("compare", {"tensors": 3}, TypeError, "tensors takes"),
     ],
 )
-def test_mistakes_are_noticed_before_anything_is_read(
+def test_mistakes_raise_before_reading(
     path: Path, read: list[int], call: str, options: Any, error: type[Exception], match: str
 ) -> None:
     arguments = (path,) if call == "compare" else ()
@@ -55,7 +55,7 @@ def test_mistakes_are_noticed_before_anything_is_read(
     assert read == []
 
 
-def test_a_filter_that_compares_nothing_is_told(path: Path) -> None:
+def test_a_filter_that_compares_nothing_warns(path: Path) -> None:
     with pytest.warns(xckpt.CheckpointWarning, match=r"matches no tensor.*similar names: 'embed'"):
         assert not xckpt.compare(path, path, tensors="embd").data_vars
 

@@ -56,7 +56,7 @@ def test_the_outer_edges_are_the_extremes(name: str, scale: Any, bins: int) -> N
     assert h["x"].sum() == 5000
 
 
-def test_an_extreme_next_to_the_edge_of_the_bin_around_zero_is_counted() -> None:
+def test_extremes_at_the_edge_of_the_bin_around_zero_are_counted() -> None:
     for sign in (1, -1):
         assert counts(sign * np.array([-1.0, 0.0, 9.98e-9]))["x"].sum() == 3
 
@@ -75,7 +75,7 @@ def test_the_linear_scale() -> None:
     np.testing.assert_allclose(h["bin_left"], edges[:-1])
 
 
-def test_edges_as_given_and_what_is_beyond_them() -> None:
+def test_given_edges_and_values_beyond_them() -> None:
     h = counts(np.array([-1, 0, 1, 2, 3, 4, np.nan, np.inf], np.float16), bins=[0, 2, 3])
     assert h["x"].values.tolist() == [2, 2]
     for wrong in ([1], [2, 1], [1, 1]):
@@ -159,7 +159,7 @@ def test_bins_of_integers_are_between_integers(span: tuple[int, int]) -> None:
     assert counts[1:-1].tolist() == np.diff(edges)[1:-1].tolist()
 
 
-def test_a_distribution_knows_its_extremes_and_what_is_not_finite() -> None:
+def test_a_distribution_has_extremes_and_a_nonfinite_count() -> None:
     values = np.array([3.0, np.nan, -1.0, np.inf, 0.0, 0.25], np.float32)
     ds = xr.Dataset({"x": ("a", values), "nan": ("b", values[[1]])})
     distribution, nothing = distributions(entries_of(contents_of(ds)))

@@ -64,7 +64,7 @@ def channels_of(obj: Any, name: str = "w") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_of_every_element_type(dtype: Any) -> None:
+def test_channels_of_every_element_type(dtype: Any) -> None:
     values = weight(dtype)
     channels = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
     reference = expected(values)
@@ -79,7 +79,7 @@ def test_of_every_element_type(dtype: Any) -> None:
 
 @pytest.mark.parametrize("rows", [300, 5000])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_of_whatever_is_stored_and_however_it_is_cut(rows: int, order: str, tmp_path: Path) -> None:
+def test_channels_of_every_layout_and_cut(rows: int, order: str, tmp_path: Path) -> None:
     values = weight(np.float32, rows)
     ds = xr.Dataset({"w": (("a", "b"), values)})
     np.savez(tmp_path / "m.npz", w=np.asarray(values, order=order))  # type: ignore[call-overload]
@@ -98,7 +98,7 @@ def test_stacked_experts_have_rows_along_the_last_axis() -> None:
     assert (channels["dead_columns"], channels["top_row"], channels["top_column"]) == (1, 799, 7)
 
 
-def test_what_is_not_finite_is_alive_and_no_outlier() -> None:
+def test_nonfinite_elements_are_neither_dead_nor_outliers() -> None:
     values = weight(np.float32)
     values[5, 3], values[6, 0] = np.nan, np.inf
     channels = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
@@ -130,7 +130,7 @@ class TestCost:
     def path(self, tmp_path: Path) -> Path:
         return settled(write(tmp_path / "m.safetensors", model() | {"w": weight(np.float32)}))
 
-    def test_plain_statistics_are_what_they_were(self, path: Path) -> None:
+    def test_other_statistics_do_not_change(self, path: Path) -> None:
         plain, more = stats(path), stats(path, channels=True, cache=False)
         assert plain["w"].attrs == {"dead_rows": 3}
         names = plain["statistic"].to_numpy().tolist()
@@ -138,7 +138,7 @@ class TestCost:
         for name in plain:
             xr.testing.assert_equal(more[name].sel(statistic=names), plain[name])
 
-    def test_one_pass_is_enough_for_all(self, path: Path, read: list[int]) -> None:
+    def test_one_pass_computes_all_statistics(self, path: Path, read: list[int]) -> None:
         first = stats(path, channels=True)
         assert sum(read) == sum(tensor.size for tensor in model().values()) + 300 * 70
         read.clear()
@@ -147,6 +147,6 @@ class TestCost:
         histogram(path)
         assert read == []
 
-    def test_along_a_dimension_there_are_no_channels(self, path: Path) -> None:
+    def test_statistics_along_a_dimension_have_no_channels(self, path: Path) -> None:
         with pytest.raises(ValueError, match="leave out dim="):
             stats(path, channels=True, dim="d32_1")

@@ -81,13 +81,13 @@ def test_axes_and_blocks(dim: Any, blocks: dict[int, int], dims: tuple[str, ...]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8", "int64", "bool", "float8_e4m3fn"])
-def test_types(dtype: str) -> None:
+def test_every_pair_of_element_types(dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (np.random.default_rng(n).integers(0, 2, (4, 5)).astype(kind) for n in (1, 2))
     check(compare(as_dataset(a), as_dataset(b), dim=1)["w"], a, b, {1: 5})
 
 
-def test_the_same_bits_whatever_the_chunks_and_the_order(
+def test_results_are_identical_for_any_chunks_and_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Channels, "leaf", 1 << 10)
@@ -114,7 +114,7 @@ def test_the_same_bits_whatever_the_chunks_and_the_order(
     np.testing.assert_array_equal(stored["w"], compare(first, second, dim=0)["a"])
 
 
-def test_stacked_tensors_and_those_that_are_alone(tmp_path: Path) -> None:
+def test_stacked_and_single_tensors(tmp_path: Path) -> None:
     layers = {f"layers.{n}.w": pair(5, 8, seed=n) for n in range(3)}
     first, second = (
         xr.Dataset({name: (("o", "i"), sides[side]) for name, sides in layers.items()})
@@ -171,7 +171,7 @@ def test_blocks_that_were_quantised(tmp_path: Path) -> None:
         (True, TypeError, "not True"),
     ],
 )
-def test_dimensions_that_there_are_not(dim: Any, error: type[Exception], message: str) -> None:
+def test_unknown_dimensions(dim: Any, error: type[Exception], message: str) -> None:
     ds = xr.Dataset({f"layers.{n}.w": (("out", "in"), np.ones((2, 3))) for n in range(2)})
     with pytest.raises(error, match=re.escape(message)):
         compare(ds.ckpt.stack(), ds, dim=dim)
@@ -183,7 +183,7 @@ def test_complex_numbers_are_left_out() -> None:
         assert not compare(ds, ds, dim=-1).data_vars
 
 
-def test_more_channels_than_memory_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_channels_than_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xckpt.storage.limits.available_nbytes", lambda: 1 << 20)
     huge = da.zeros((1 << 22, 4), chunks=(1 << 20, 4))
     with pytest.raises(xckpt.TooLargeError, match="fewer of its channels"):

@@ -121,7 +121,7 @@ _WRONG_CONVERSIONS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("fault", _WRONG_CONVERSIONS)
-def test_a_tensor_that_was_converted_wrongly_is_the_only_one_that_differs(fault: str) -> None:
+def test_only_a_wrongly_converted_tensor_differs(fault: str) -> None:
     ours = llama(layers=2)
     outcomes = explained(ours, _WRONG_CONVERSIONS[fault](ours))
     assert {name for name, outcome in outcomes.items() if outcome != "explained"} == {
@@ -129,7 +129,7 @@ def test_a_tensor_that_was_converted_wrongly_is_the_only_one_that_differs(fault:
     }
 
 
-class TestNamesThatWereExchanged:
+class TestExchangedNames:
     """Numbers that are all there, under each other's names."""
 
     @pytest.mark.parametrize("names", [None, "auto"])
@@ -154,7 +154,7 @@ class TestNamesThatWereExchanged:
         wrong = {n for n, outcome in outcomes.items() if outcome != "explained"}
         assert wrong == {n for n in outcomes if re.search(r"layers\.[01]\.", n)}
 
-    def test_are_right_where_layers_are_counted_from_1(self) -> None:
+    def test_are_correct_with_layers_counted_from_1(self) -> None:
         ours = llama()
         theirs = {
             f"x.{re.sub('[012](?=[.])', lambda number: str(int(number[0]) + 1), n)}": values
@@ -168,20 +168,20 @@ class TestConstants:
 
     @pytest.mark.parametrize("value", [0.0, 1.0])
     @pytest.mark.parametrize("difference", [1e-40, 1e-6, 1e-3])
-    def test_that_one_element_left_are_changed(self, value: float, difference: float) -> None:
+    def test_with_one_different_element_are_changed(self, value: float, difference: float) -> None:
         ours = {"norm": np.full(64, value, F32)}
         theirs = {"norm": ours["norm"].copy()}
         theirs["norm"][5] += F32(difference) if difference > 1e-7 or not value else F32(2**-22)
         assert explained(ours, theirs) == {"norm": "changed"}
         assert explained(theirs, ours) == {"norm": "changed"}
 
-    def test_are_explained_by_the_type_that_they_are_stored_in(self) -> None:
+    def test_are_explained_by_their_stored_type(self) -> None:
         ours = {"norm": 1 + F32(1e-4) * np.arange(8, dtype=F32)}
         assert explained(ours, {"norm": np.ones(8, BF16)}) == {"norm": "explained"}
 
     @pytest.mark.parametrize("names", [None, "auto"])
     @pytest.mark.parametrize("is_systematic", [True, False])
-    def test_of_a_weight_and_a_bias_are_not_exchanged(
+    def test_constants_of_a_weight_and_a_bias_are_not_exchanged(
         self, names: Any, is_systematic: bool
     ) -> None:
         ours: Tensors = {}
@@ -198,14 +198,16 @@ class TestConstants:
         wrong = {f"h.{layer}.ln.{leaf}" for layer in layers for leaf in ("weight", "bias")}
         assert {name for name in ours if outcomes[name] != "explained"} == wrong
 
-    def test_of_one_number_are_changed(self) -> None:
+    def test_constants_of_one_number_are_changed(self) -> None:
         assert explained({"scale": np.array(2.97, F32)}, {"scale": np.array(3, F32)}) == {
             "scale": "changed"
         }
 
 
 @pytest.mark.parametrize(("direction", "outcome"), [(1, "explained"), (-1, "changed")])
-def test_an_offset_is_known_for_one_direction(direction: int, outcome: str, tmp_path: Path) -> None:
+def test_an_offset_is_known_in_one_direction_only(
+    direction: int, outcome: str, tmp_path: Path
+) -> None:
     gguf: Any = pytest.importorskip("gguf")
     ours = llama(layers=1, centre=0.0)
     writer = gguf.GGUFWriter(tmp_path / "b.gguf", "gemma")
@@ -267,7 +269,7 @@ def test_all_views_agree(
     assert beginning in (tmp_path / "r.md").read_text("utf-8")
 
 
-def test_parts_that_belong_to_another_tensor_by_name_are_misplaced() -> None:
+def test_parts_named_for_another_tensor_are_misplaced() -> None:
     rng = np.random.default_rng(0)
     ours = {f"{role}.weight": rng.standard_normal((32, 8)).astype(F32) for role in "uvxy"}
     theirs: Tensors = {f"module.{role}.weight": ours[f"{role}.weight"] for role in "uv"}
@@ -278,7 +280,7 @@ def test_parts_that_belong_to_another_tensor_by_name_are_misplaced() -> None:
     assert wrong == {n for n in outcomes if "x" in n or "y" in n}
 
 
-def test_biases_are_joined_as_siblings_of_another_size_are() -> None:
+def test_constant_parts_are_fused_like_siblings_of_another_size() -> None:
     rng = np.random.default_rng(0)
     ours: Tensors = {f"h.0.{role}.weight": rng.standard_normal((32, 8)).astype(F32)
                      for role in "qkv"}  # fmt: skip

@@ -88,7 +88,7 @@ def test_floats_of_eight_bits(tmp_path: Path) -> None:
     )
 
 
-def test_symmetric_codes_end_where_they_are_symmetric(tmp_path: Path) -> None:
+def test_symmetric_codes_have_a_symmetric_range(tmp_path: Path) -> None:
     codes = np.array([-127, 0, 127, 3], np.int8)
     asymmetric = np.array([-128, -127, 127, 3], np.int8)
     ds = xr.Dataset({"w": ("n", codes), "v": ("n", asymmetric)})
@@ -97,7 +97,7 @@ def test_symmetric_codes_end_where_they_are_symmetric(tmp_path: Path) -> None:
     assert compared(ds, tmp_path / "b.safetensors", "v")[0] == 0.5
 
 
-def test_what_has_no_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensors_without_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {f"layers.{n}.w": ("n", np.arange(4, dtype="i1" if n else "f4")) for n in range(2)}
     ds = xr.Dataset({**layers, "empty": ("m", np.zeros(0, np.int8)), "gone": ("n", np.ones(4))})
     path = tmp_path / "b.safetensors"
@@ -113,7 +113,7 @@ def test_what_has_no_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("options", "message"), [({"compute": False}, "compute=False"), ({"dim": -1}, "leave out dim")]
 )
-def test_codes_are_of_whole_tensors_that_are_read_now(options: Any, message: str) -> None:
+def test_code_statistics_need_whole_tensors(options: Any, message: str) -> None:
     ds = xr.Dataset({"w": ("n", np.ones(3, np.int8))})
     with pytest.raises(ValueError, match=message):
         xckpt.compare(ds, ds, codes=True, **options)

@@ -17,7 +17,7 @@ from xckpt.scan.trees import LEAF
 from xckpt.statistics.counts import codes_of
 
 
-def test_without_a_folder_for_the_cache_loops_are_compiled_each_time(
+def test_without_a_cache_folder_loops_compile_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = numba.njit
@@ -32,7 +32,7 @@ def test_without_a_folder_for_the_cache_loops_are_compiled_each_time(
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_no_error() -> None:
+def test_an_unwritable_cache_folder_is_not_an_error() -> None:
     code = (
         "import numpy, xarray, xckpt.statistics\n"
         "ds = xarray.Dataset({'x': ('a', numpy.arange(5, dtype='uint8'))})\n"
@@ -49,7 +49,7 @@ def test_a_folder_that_cannot_be_written_is_no_error() -> None:
     assert run.stdout.strip() == "2.0"
 
 
-def test_memory_of_every_kind_is_taken() -> None:
+def test_arrays_of_every_memory_layout() -> None:
     values = np.arange(4000, dtype=np.float32)
     expected = sketch_of(values)
     readonly = values.copy()

@@ -85,7 +85,7 @@ def test_every_tensor_is_explained_and_a_damaged_one_is_named(
     assert not table.loc[damaged, "verified"]
 
 
-def test_a_name_and_content_together_say_what_differs(tmp_path: Path) -> None:
+def test_name_and_content_together_identify_changes(tmp_path: Path) -> None:
     """Noise in one tensor, and rows overwritten in another, in a model with names of GGUF."""
     ours = model("llama")
     conversion = converted("llama", ours)
@@ -111,7 +111,7 @@ def test_a_name_and_content_together_say_what_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("are_renamed", [False, True])
-def test_layers_that_changed_places_are_a_fault(tmp_path: Path, *, are_renamed: bool) -> None:
+def test_exchanged_layers_are_a_fault(tmp_path: Path, *, are_renamed: bool) -> None:
     ours = model("qwen2")
     names = {
         n: n.replace("layers.0", "layers.X").replace("layers.1", "layers.0").replace("layers.X",
@@ -133,7 +133,7 @@ def test_layers_that_changed_places_are_a_fault(tmp_path: Path, *, are_renamed: 
     assert f"its numbers are those of '{partner}' of b" in table.loc[name, "explanation"]
 
 
-def test_roles_that_changed_places_are_a_fault(tmp_path: Path) -> None:
+def test_exchanged_roles_are_a_fault(tmp_path: Path) -> None:
     """A converter that takes keys for values does so in every layer."""
     ours = model("qwen3")
     theirs = converted("qwen3", ours).tensors
@@ -149,7 +149,7 @@ def test_roles_that_changed_places_are_a_fault(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_experts_that_changed_places_are_a_fault(tmp_path: Path) -> None:
+def test_exchanged_experts_are_a_fault(tmp_path: Path) -> None:
     ours = model("mixtral")
     theirs = converted("mixtral", ours).tensors
     name = "blk.1.ffn_gate_exps.weight"
@@ -161,13 +161,15 @@ def test_experts_that_changed_places_are_a_fault(tmp_path: Path) -> None:
     assert "tensors differ" in sentence
 
 
-class TestAnOffset:
+class TestOffset:
     """Explains norms of architectures that are known for it, and nothing else."""
 
     @pytest.mark.parametrize(
         ("architecture", "outcome"), [("gemma", "explained"), ("llama", "changed")]
     )
-    def test_of_norms(self, tmp_path: Path, architecture: str, outcome: str) -> None:
+    def test_norm_offset_is_explained(
+        self, tmp_path: Path, architecture: str, outcome: str
+    ) -> None:
         ours = model("gemma")
         name = "output_norm.weight"
         theirs = converted("gemma", ours).tensors
@@ -181,7 +183,7 @@ class TestAnOffset:
         ("module", "outcome"),
         [("mlp.up_proj", "changed"), ("pre_feedforward_layernorm", "explained")],
     )
-    def test_is_known_by_names_that_only_such_models_have(self, module: str, outcome: str) -> None:
+    def test_norm_offset_needs_names_of_such_a_model(self, module: str, outcome: str) -> None:
         ours = {"layers.0.norm.weight": model("gemma")["model.norm.weight"],
                 f"layers.0.{module}.weight": np.arange(9, dtype=np.float32)}  # fmt: skip
         theirs = ours | {"layers.0.norm.weight": ours["layers.0.norm.weight"] + np.float32(1)}
@@ -193,7 +195,7 @@ class TestAnOffset:
 class TestAmbiguity:
     """Is no explanation."""
 
-    def test_of_tied_weights(self) -> None:
+    def test_tied_weights(self) -> None:
         rng = np.random.default_rng(0)
         weight, unrelated = rng.standard_normal((2, 30, 16)).astype(np.float32)
         tied = {"embed.weight": weight, "head.weight": weight, "x.weight": unrelated}
@@ -205,7 +207,7 @@ class TestAmbiguity:
             "embed.weight": "explained", "head.weight": "changed", "x.weight": "changed",
         }  # fmt: skip
 
-    def test_of_norms_that_are_all_one(self) -> None:
+    def test_norms_of_ones(self) -> None:
         norms = {f"layers.{n}.norm.weight": np.ones(16, np.float32) for n in range(4)}
         renamed = {f"blk.{n}.ln.weight": np.ones(16, np.float32) for n in range(4)}
         table = xckpt.table(xckpt.compare(norms, renamed, explain=True))
@@ -215,13 +217,13 @@ class TestAmbiguity:
         assert table.loc["blk.2.ln.weight", "outcome"] != "explained"
         assert not table["verified"].all()
 
-    def test_of_tensors_too_small_to_tell(self) -> None:
+    def test_tensors_too_small_to_identify(self) -> None:
         a = {"scale": np.array([0.5], np.float32), "bias": np.array([2.0], np.float32)}
         b = {"gain": np.array([0.5], np.float32), "step": np.array([7.0], np.float32)}
         table = xckpt.table(xckpt.compare(a, b, explain=True))
         assert not table.loc[["bias", "step"], "verified"].any()
 
-    def test_of_infinities_that_rounding_makes(self) -> None:
+    def test_infinities_from_rounding(self) -> None:
         values = np.linspace(1, 1e5, 64, dtype=np.float32)
         with np.errstate(over="ignore"):
             half = values.astype(np.float16)

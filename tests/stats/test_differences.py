@@ -78,7 +78,7 @@ def test_a_variable_for_each_tensor_of_both(a: Path, b: Path) -> None:
     assert result.attrs["compared_with"] == str(b)
 
 
-def test_what_cannot_be_compared_says_why(a: Path, b: Path) -> None:
+def test_the_status_explains_missing_comparisons(a: Path, b: Path) -> None:
     result = compare(a, b)
     statuses = {n: result.attrs["status"][int(v[0])] for n, v in result.data_vars.items()}
     assert statuses == {
@@ -100,7 +100,7 @@ def test_what_cannot_be_compared_says_why(a: Path, b: Path) -> None:
     assert np.isnan(result["mask"].sel(statistic=list(MEASURES[2:]))).all()
 
 
-def test_a_table_has_what_changed_most_first(a: Path, b: Path) -> None:
+def test_a_table_is_sorted_by_change(a: Path, b: Path) -> None:
     frame = table(compare(a, b))
     changed = ["steps", "mask", "extra", "layers.2.b", "layers.1.w", "embed"]
     assert frame.index[:6].tolist() == changed
@@ -129,7 +129,9 @@ def test_all_ways_to_name_checkpoints_give_the_same(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize("stacked", [(True, False), (False, True), (True, True)])
-def test_stacked_or_not(a: Path, b: Path, stacked: tuple[bool, bool]) -> None:
+def test_stacked_and_flat_objects_compare_alike(
+    a: Path, b: Path, stacked: tuple[bool, bool]
+) -> None:
     flat = compare(a, b)
     result = compare(opened(a, stack=stacked[0]), opened(b, stack=stacked[1]))
     if not stacked[0]:
@@ -156,7 +158,7 @@ def test_part_of_a_stack(a: Path, b: Path) -> None:
     assert result["layers.w"].sizes == {"statistic": len(MEASURES), "layers": 2}
 
 
-def test_a_variable_of_the_same_name_as_a_tensor_that_only_b_has() -> None:
+def test_a_variable_named_like_a_tensor_of_the_other_file() -> None:
     stacked = StackRecord(("m.", None, ".w"), ("n",), indices=((0, 1),))
     ours = xr.Dataset({"m.w": (("n", "x"), np.ones((2, 3)))}, {"n": [0, 1]})
     ours["m.w"].encoding["stack"] = stacked
@@ -183,7 +185,7 @@ def by_function(name: str) -> str:
         (re.compile("layers"), "h"),
     ],
 )
-def test_names_may_differ(a: Path, tmp_path: Path, names: Any) -> None:
+def test_names_map_different_spellings(a: Path, tmp_path: Path, names: Any) -> None:
     theirs = {name.replace("layers", "h"): values for name, values in tuned().items()}
     b = write(tmp_path / "renamed.safetensors", theirs)
     result = compare(a, b, names=names)
@@ -193,19 +195,19 @@ def test_names_may_differ(a: Path, tmp_path: Path, names: Any) -> None:
     assert "layers.0.w" in table(result).index
 
 
-def test_several_tensors_of_a_may_be_one_of_b(a: Path) -> None:
+def test_several_tensors_may_map_to_the_same_one(a: Path) -> None:
     result = compare(a, a, names={"layers.0.b": "layers.1.b"})
     check(measured(result, "layers.0.b"), model()["layers.0.b"], model()["layers.1.b"])
     assert measured(result, "layers.1.b")["status"] == 0
 
 
-def test_no_names_in_common_is_said(a: Path, tmp_path: Path) -> None:
+def test_checkpoints_without_common_names_warn(a: Path, tmp_path: Path) -> None:
     b = write(tmp_path / "b.safetensors", {"x": np.ones(3)})
     with pytest.warns(xckpt.CheckpointWarning, match="names= says"):
         compare(a, b)
 
 
-def test_names_that_are_none(a: Path) -> None:
+def test_invalid_names_raise(a: Path) -> None:
     with pytest.raises(ValueError, match="not a regular expression"):
         compare(a, a, names=("(", ""))
     with pytest.raises(TypeError, match="a mapping, a function"):
@@ -331,7 +333,7 @@ def test_a_tensor_that_cannot_be_read_is_named(a: Path, tmp_path: Path) -> None:
         compare(a, ds)
 
 
-def test_nothing_in_common_and_nothing_at_all() -> None:
+def test_empty_and_scalar_datasets() -> None:
     result = compare(xr.Dataset(), xr.Dataset())
     assert not result.data_vars
     assert table(result).empty

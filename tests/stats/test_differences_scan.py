@@ -50,7 +50,7 @@ def opened(path: Path, **options: Any) -> xr.Dataset:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("task_nbytes", [1 << 16, 1 << 20, 16 << 20])
-def test_threads_and_tasks(
+def test_threads_and_tasks_give_the_same_comparison(
     paths: tuple[Path, Path],
     expected: xr.Dataset,
     threads: int,
@@ -63,7 +63,9 @@ def test_threads_and_tasks(
 
 
 @pytest.mark.parametrize("size", ["100kiB", "1MiB", "128MiB"])
-def test_chunks(paths: tuple[Path, Path], expected: xr.Dataset, size: str) -> None:
+def test_any_chunks_give_the_same_comparison(
+    paths: tuple[Path, Path], expected: xr.Dataset, size: str
+) -> None:
     with dask.config.set({"array.chunk-size": size}):
         a, b = map(opened, paths)
         xr.testing.assert_equal(compare(a, b, cache=False), expected)
@@ -88,7 +90,9 @@ def client() -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("client")
-def test_a_cluster(paths: tuple[Path, Path], expected: xr.Dataset) -> None:
+def test_a_cluster_gives_the_same_comparison(
+    paths: tuple[Path, Path], expected: xr.Dataset
+) -> None:
     a, b = map(opened, paths)
     reports: list[tuple[int, int]] = []
     xr.testing.assert_identical(
@@ -122,7 +126,7 @@ def test_a_second_call_reads_nothing(pair: tuple[Path, Path], read: list[int]) -
     assert read
 
 
-def test_what_is_kept_is_of_both_files(pair: tuple[Path, Path], read: list[int]) -> None:
+def test_cached_comparisons_depend_on_both_files(pair: tuple[Path, Path], read: list[int]) -> None:
     a, b = pair
     first = compare(a, b)
     back = compare(b, a)
@@ -141,7 +145,7 @@ def test_what_is_kept_is_of_both_files(pair: tuple[Path, Path], read: list[int])
     assert (compare(a, b).sel(statistic="status").to_array() == 0).all()
 
 
-def test_a_file_that_was_just_written_is_not_kept(
+def test_comparisons_of_a_new_file_are_not_cached(
     pair: tuple[Path, Path], cache_folder: Path
 ) -> None:
     for path in pair:
@@ -151,7 +155,7 @@ def test_a_file_that_was_just_written_is_not_kept(
         settled(path, 60)
 
 
-def test_an_interrupted_comparison_goes_on(
+def test_an_interrupted_comparison_resumes(
     pair: tuple[Path, Path], read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "_TASK_NBYTES", 1)

@@ -177,7 +177,7 @@ def test_subnormal_numbers_and_zeros_of_both_signs(name: str) -> None:
     assert statistics["q1"] == 1.0
 
 
-def test_nothing_but_nan() -> None:
+def test_tensors_of_nan_alone() -> None:
     for name in ("float32", "float64", "float16", "bfloat16"):
         statistics = stats_of(np.full(40_000, np.nan, dtype_of(name)))
         assert (statistics["count"], statistics["nan"], statistics["l2"]) == (40_000, 40_000, 0.0)
@@ -189,7 +189,7 @@ def test_nothing_but_nan() -> None:
     st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
 )
 @settings(max_examples=150)
-def test_any_floats(numbers: list[float], name: str) -> None:
+def test_statistics_of_any_floats(numbers: list[float], name: str) -> None:
     with np.errstate(over="ignore"):
         values = np.array(numbers, np.float32).astype(dtype_of(name))
     statistics, exact = stats_of(values), exact_stats(values)
@@ -207,7 +207,7 @@ def test_any_floats(numbers: list[float], name: str) -> None:
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40))
 @settings(max_examples=100)
-def test_any_integers(numbers: list[int]) -> None:
+def test_statistics_of_any_integers(numbers: list[int]) -> None:
     values = np.array(numbers, np.int64)
     sketch = sketch_of(values)
     assert sketch.total == sum(numbers)
@@ -218,7 +218,7 @@ def test_any_integers(numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "int64", "uint8", "bfloat16", "float16"])
-def test_tensors_that_are_described_together_are_as_each_by_itself(name: str) -> None:
+def test_tensors_described_together_equal_those_described_alone(name: str) -> None:
     rng = np.random.default_rng(3)
     tensors = [(rng.standard_normal(size) * 30).astype(dtype_of(name)) for size in (1, 0, 700, 5)]
     tensors += [np.zeros(9, dtype_of(name)), -tensors[2][:300]]

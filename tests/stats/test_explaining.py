@@ -54,8 +54,8 @@ def table(both: tuple[Path, Path]) -> pd.DataFrame:
     return explained(*both)
 
 
-class TestEachCause:
-    def test_is_named_and_no_other(self, models: list[Made], table: pd.DataFrame) -> None:
+class TestCause:
+    def test_is_the_only_one_named(self, models: list[Made], table: pd.DataFrame) -> None:
         expected = {f"{n}/{k}": v for n, case in enumerate(models) for k, v in case.causes.items()}
         assert table["cause"].to_dict() == expected
 
@@ -64,7 +64,7 @@ class TestEachCause:
         assert table["outcome"].to_dict() == expected
         assert table["verified"].equals(table["outcome"] == "explained")
 
-    def test_has_its_parameters(self, models: list[Made], table: pd.DataFrame) -> None:
+    def test_has_its_own_parameters_only(self, models: list[Made], table: pd.DataFrame) -> None:
         for number, case in enumerate(models):
             for name, parameters in case.parameters.items():
                 row = table.loc[f"{number}/{name}"]
@@ -78,7 +78,7 @@ class TestEachCause:
                 present = [c for c in absent if row[c] == row[c]]
                 assert present == (["scale"] if "scaled" in row["cause"] and present else []), name
 
-    def test_is_a_sentence_with_numbers(self, table: pd.DataFrame) -> None:
+    def test_has_a_sentence_with_numbers(self, table: pd.DataFrame) -> None:
         sentences = table["explanation"].str.replace(r"\d/", "", regex=True)
         assert sentences["0/rounded.bfloat16"] == "b is a rounded to bfloat16"
         assert sentences["0/rounded.float16.back"] == "a is b rounded to float16"
@@ -109,11 +109,11 @@ def test_an_unrelated_copy_is_changed_and_nothing_else(tmp_path: Path) -> None:
     assert result.attrs["explanation"].startswith(f"{count} of {count} tensors differ: '")
 
 
-class TestOneElementThatDiffers:
+class TestSingleChangedElement:
     """Makes a cause no fact any more."""
 
     @pytest.mark.parametrize("at", ["beginning", "middle", "end"])
-    def test_is_noticed(self, models: list[Made], at: str) -> None:
+    def test_is_not_explained_away(self, models: list[Made], at: str) -> None:
         ours, theirs = models[1].a, {}
         # New rows may hold anything, and these pairs are not compared element by element.
         inexact = ("changed", "padded", "low_rank", "quantised")
@@ -128,7 +128,7 @@ class TestOneElementThatDiffers:
         assert len(table) > 40
         assert facts.empty, facts[["cause", "explanation"]].to_string()
 
-    def test_is_a_remark_with_the_share(self) -> None:
+    def test_is_mentioned_with_its_share(self) -> None:
         x = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
         y = x.astype(BF16)
         y[7, 7] = 5
@@ -140,14 +140,14 @@ class TestOneElementThatDiffers:
         )
 
 
-class TestAllTensors:
-    def test_are_equal(self, tmp_path: Path) -> None:
+class TestWholeModels:
+    def test_equal_models(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.safetensors", model())
         result = xckpt.compare(path, path, explain=True)
         assert result.attrs["explanation"] == "all 10 tensors are equal"
         assert set(xckpt.table(result)["cause"]) == {"equal"}
 
-    def test_are_equal_after_something_was_done(self) -> None:
+    def test_models_equal_after_conversion(self) -> None:
         rng = np.random.default_rng(0)
         a = {f"w{n}": rng.standard_normal((8, 6)).astype(np.float32) for n in range(3)}
         b = {"w0": a["w0"], "w1": a["w1"].T.copy(), "v": a["w2"]}
@@ -156,7 +156,7 @@ class TestAllTensors:
             "all 3 tensors are equal after: 1 transposed, 1 renamed, 1 equal as it is"
         )
 
-    def test_are_tied_on_one_side(self) -> None:
+    def test_tensors_tied_on_one_side(self) -> None:
         weight = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
         almost = weight.copy()
         almost[-1, -1] += 1
@@ -172,7 +172,7 @@ class TestAllTensors:
             assert explanations.pop("head") == f"its numbers are those of 'embed' of {side}"
             assert explanations.str.startswith("nothing on the other side").all()
 
-    def test_have_nothing_in_common(self) -> None:
+    def test_unrelated_models(self) -> None:
         a = {"w": np.arange(6.0)}
         b = {"v": np.arange(12.0).reshape(3, 4) - 100, "u": np.ones(3)}
         result = xckpt.compare(dataset(a), dataset(b), explain=True)
@@ -183,12 +183,12 @@ class TestAllTensors:
         assert xckpt.table(result)["cause"].tolist() == ["only_a", "only_b", "only_b"]
 
     @pytest.mark.parametrize("sides", [({}, {}), ({}, {"w": np.ones(3)}), ({"w": np.ones(3)}, {})])
-    def test_may_be_none(self, sides: tuple[dict[str, Array], dict[str, Array]]) -> None:
+    def test_empty_models(self, sides: tuple[dict[str, Array], dict[str, Array]]) -> None:
         result = xckpt.compare(dataset(sides[0]), dataset(sides[1]), explain=True)
         assert result.attrs["explanation"].startswith("a and b share nothing")
 
 
-class TestTheResult:
+class TestResult:
     def test_is_shown_with_the_sentence_first(self, both: tuple[Path, Path]) -> None:
         ds = xr.open_dataset(both[0], engine="safetensors")
         result = ds.ckpt.compare(both[1], explain=True)
@@ -209,12 +209,12 @@ class TestTheResult:
         # A part of it no longer says which layer is which.
         assert xckpt.table(result.isel(layers=[1]))["cause"].tolist().count("") == 2
 
-    def test_costs_nothing_where_it_is_not_asked_for(self, both: tuple[Path, Path]) -> None:
+    def test_has_no_explanation_by_default(self, both: tuple[Path, Path]) -> None:
         result = xckpt.compare(*both)
         assert "explanation" not in result.attrs
         assert "cause" not in xckpt.table(result)
 
-    def test_cannot_wait(self, both: tuple[Path, Path]) -> None:
+    def test_cannot_be_deferred(self, both: tuple[Path, Path]) -> None:
         with pytest.raises(ValueError, match="leave out dim and compute=False"):
             xckpt.compare(*both, explain=True, compute=False)
 
@@ -236,7 +236,7 @@ def test_dask_arrays(models: list[Made], chunk: int) -> None:
     assert table["cause"].to_dict() == expected
 
 
-def test_a_type_that_was_computed_in_is_said_where_the_numbers_are_of_a_finer_one() -> None:
+def test_a_coarser_computation_type_is_mentioned() -> None:
     x = np.arange(1, 40, dtype=np.int8)
     y = (x + np.float32(0.1)).astype(np.float64)
     row = explained(dataset({"w": x}), dataset({"w": y})).loc["w"]
@@ -257,7 +257,7 @@ def test_names_are_escaped() -> None:
     assert "\x1b" not in table.loc["w", "explanation"]
 
 
-def test_nothing_is_said_of_random_pairs_that_is_not_so() -> None:
+def test_explanations_of_random_pairs_are_true() -> None:
     assert not untrue(np.random.default_rng(7), 400)
 
 
@@ -279,7 +279,7 @@ def untrue(rng: np.random.Generator, count: int) -> list[Any]:
     return wrong
 
 
-def test_a_cluster_says_the_same(models: list[Made], tmp_path: Path) -> None:
+def test_a_cluster_gives_the_same_explanations(models: list[Made], tmp_path: Path) -> None:
     distributed: Any = pytest.importorskip("distributed")
     names = ("rounded.b", "offset", "transposed", "rope.2", "low_rank", "renamed_", "fused.c")
     sides: list[Path] = []
@@ -293,7 +293,7 @@ def test_a_cluster_says_the_same(models: list[Made], tmp_path: Path) -> None:
     assert local.equals(on_cluster)
 
 
-def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> None:
+def test_a_model_converted_for_llama_cpp_is_explained(tmp_path: Path) -> None:
     gguf: Any = pytest.importorskip("gguf")
     layers, width, heads = 2, 64, 4
     rng = np.random.default_rng(0)
@@ -332,7 +332,7 @@ def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("names", [None, "auto"])
 @pytest.mark.parametrize(("written", "rounded"), [("llama", ""), ("llama-f16", "+rounded")])
-def test_a_model_that_burn_wrote_is_the_one_of_hugging_face(
+def test_a_model_converted_for_burn_is_explained(
     written: str, rounded: str, names: Any, tmp_path: Path
 ) -> None:
     ours = llama.tensors()
@@ -349,7 +349,7 @@ def test_a_model_that_burn_wrote_is_the_one_of_hugging_face(
 
 
 @pytest.mark.parametrize("update", [0.4, 0.04])
-def test_an_adapter_that_was_merged_and_rounded(update: float) -> None:
+def test_a_merged_and_rounded_adapter(update: float) -> None:
     rng = np.random.default_rng(0)
     w = rng.standard_normal((384, 512)).astype(BF16)
     added = rng.standard_normal((384, 16)) @ rng.standard_normal((16, 512)) * (update / 4)
@@ -358,7 +358,7 @@ def test_an_adapter_that_was_merged_and_rounded(update: float) -> None:
     assert float(row["explanation"].rpartition("for ")[2].split()[0]) > 95
 
 
-def test_heads_that_changed_places() -> None:
+def test_exchanged_heads() -> None:
     rng = np.random.default_rng(0)
     w = rng.standard_normal((32, 8, 64)).astype(np.float32)
     order = np.r_[1, 0, 2:32]
@@ -368,7 +368,7 @@ def test_heads_that_changed_places() -> None:
     assert row.loc["w", "cause"] == "rows_permuted"
 
 
-def test_what_is_fused_is_not_paired_with_a_part_that_projects_call_alike() -> None:
+def test_fused_tensors_do_not_match_parts_of_a_similar_name() -> None:
     pytest.importorskip("gguf")
     rng = np.random.default_rng(0)
     gate, up = rng.standard_normal((2, 24, 16)).astype(np.float32)

@@ -42,24 +42,24 @@ def rules(frame: pd.DataFrame) -> set[tuple[str, str]]:
     return set(zip(frame["tensor"], frame["rule"], strict=True))
 
 
-class TestNothing:
+class TestSoundModels:
     @pytest.mark.parametrize("model", [*FRESH, *ARCHITECTURES, quantised])
-    def test_is_found_in_a_new_model(self, model: Callable[[], Tensors], tmp_path: Path) -> None:
+    def test_new_model_has_no_findings(self, model: Callable[[], Tensors], tmp_path: Path) -> None:
         frame = found(tmp_path / "m.safetensors", model())
         assert frame.empty, frame.to_string()
 
     @pytest.mark.parametrize("model", FRESH)
-    def test_is_found_in_one_whose_names_have_slashes(
+    def test_model_with_slashes_in_names_has_no_findings(
         self, model: Callable[[], Tensors], tmp_path: Path
     ) -> None:
         tensors = {name.replace(".", "/"): values for name, values in model().items()}
         frame = found(tmp_path / "m.safetensors", tensors)
         assert frame.empty, frame.to_string()
 
-    def test_is_found_in_one_of_float16(self, tmp_path: Path) -> None:
+    def test_float16_model_has_no_findings(self, tmp_path: Path) -> None:
         assert found(tmp_path / "m.safetensors", llama(4, 64, np.float16)).empty
 
-    def test_but_what_was_planted_is_found_in_the_demo(self, tmp_path: Path) -> None:
+    def test_demo_has_only_its_planted_faults(self, tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path / "m.zt", layers=4, width=128)
         expected = {
             (f"model.layers.{layer}.mlp.gate_proj.weight", "outlier_channels") for layer in range(4)
@@ -245,7 +245,7 @@ def test_each_rule_finds_what_is_planted(
 
 
 class TestCodes:
-    def test_that_use_little_of_their_range(self, tmp_path: Path) -> None:
+    def test_codes_that_use_little_of_their_range(self, tmp_path: Path) -> None:
         tensors = quantised()
         tensors["layers.1.up.weight"] //= 4
         tensors["layers.2.down.weight"] = (
@@ -259,7 +259,7 @@ class TestCodes:
         )
         assert len(narrow) == 2
 
-    def test_that_were_cut_off(self, tmp_path: Path) -> None:
+    def test_clipped_codes(self, tmp_path: Path) -> None:
         tensors = quantised()
         codes = tensors["layers.0.up.weight"].astype(int)
         tensors["layers.0.up.weight"] = (codes * 3).clip(-128, 127).astype(np.int8)
@@ -273,9 +273,7 @@ class TestCodes:
 
 
 class TestEqualTensors:
-    def test_a_layer_that_is_a_copy_is_named_and_its_tensors_are_no_duplicates(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_copied_layer_is_one_finding(self, tmp_path: Path) -> None:
         tensors = llama(5, 64)
         for name in [key for key in tensors if key.startswith("model.layers.1.")]:
             tensors[name.replace(".1.", ".3.")] = tensors[name].copy()
@@ -332,9 +330,7 @@ class TestTrainingCheckpoints:
         frame = found(tmp_path / "m.safetensors", training)
         assert frame.empty, frame.to_string()
 
-    def test_nor_are_averages_and_copies_of_new_weights(
-        self, training: Tensors, tmp_path: Path
-    ) -> None:
+    def test_averages_and_copies_are_not_weights(self, training: Tensors, tmp_path: Path) -> None:
         weights = {name: v for name, v in training.items() if name.startswith("model.")}
         training |= {name.replace("model.", "ema.", 1): v.copy() for name, v in weights.items()}
         masks = ("attn.bias", "masked_bias")
@@ -401,7 +397,7 @@ class TestSiblings:
         assert found(tmp_path / "m.safetensors", tensors).empty
 
 
-class TestSilence:
+class TestIgnoredRules:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
         tensors = torch_mixture(experts=1)
@@ -420,13 +416,15 @@ class TestSilence:
             ("*", []),
         ],
     )
-    def test_rules_are_ignored(self, ignore: Any, remaining: list[str], path: Path) -> None:
+    def test_ignored_rules_have_no_findings(
+        self, ignore: Any, remaining: list[str], path: Path
+    ) -> None:
         assert xckpt.findings(path, ignore=ignore)["rule"].tolist() == remaining
         ds = xr.open_dataset(path, engine="safetensors", stack=True)
         st = xckpt.stats(ds, progress=False)
         assert ds.ckpt.findings(st, ignore=ignore)["rule"].tolist() == remaining
 
-    def test_a_typo_is_an_error_before_anything_is_read(self) -> None:
+    def test_an_unknown_rule_raises_before_reading(self) -> None:
         with pytest.raises(ValueError, match="no such rule; similar names: 'dead_rows'"):
             xckpt.findings("nowhere.safetensors", ignore="dead_row")
         wrong: list[Any] = [[3], 3]

@@ -141,11 +141,11 @@ def rules(result: xr.Dataset) -> dict[str, int]:
     return counts
 
 
-class TestLayoutsOfProjects:
+class TestProjectLayouts:
     """Every tensor of a model is found in the file that another project made of it."""
 
     @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
-    def test_gguf(self, original: Path, tmp_path: Path, kind: str) -> None:
+    def test_hugging_face_matches_gguf(self, original: Path, tmp_path: Path, kind: str) -> None:
         tensors = hugging_face()
         names = dict(zip(tensors, in_gguf(tensors), strict=True))
         path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), kind)
@@ -162,7 +162,9 @@ class TestLayoutsOfProjects:
             assert (result.ckpt.table()["status"] == "same").sum() == norms + linear
 
     @pytest.mark.parametrize("own_modules", [False, True])
-    def test_burn(self, original: Path, tmp_path: Path, own_modules: bool) -> None:
+    def test_hugging_face_matches_burn(
+        self, original: Path, tmp_path: Path, own_modules: bool
+    ) -> None:
         tensors = hugging_face()
         burn = in_burn(tensors, own_modules=own_modules)
         path = write_burn(tmp_path / "model.bpk", burn)
@@ -177,7 +179,7 @@ class TestLayoutsOfProjects:
             norms = 2 * LAYERS + 1
             assert rules(result) == {"name": embedding + linear, "values": norms}
 
-    def test_burn_and_gguf(self, tmp_path: Path) -> None:
+    def test_burn_matches_gguf(self, tmp_path: Path) -> None:
         tensors = hugging_face()
         burn = in_burn(tensors, own_modules=True)
         first = write_burn(tmp_path / "model.bpk", burn)
@@ -186,9 +188,7 @@ class TestLayoutsOfProjects:
         assert result.ckpt.names == dict(zip(burn, in_gguf(tensors), strict=True))
         assert rules(result)["rows"] == 2 * LAYERS
 
-    def test_norms_that_were_never_trained_are_told_apart_by_their_names(
-        self, tmp_path: Path
-    ) -> None:
+    def test_untrained_norms_are_matched_by_name(self, tmp_path: Path) -> None:
         tensors = hugging_face(trained=False)
         save_file(tensors, tmp_path / "hf.safetensors")
         path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), "F32")
@@ -213,7 +213,7 @@ class TestLayoutsOfProjects:
 
     @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
     @pytest.mark.parametrize("model", ["llama", "gemma2", "gpt2"])
-    def test_what_converters_write(self, model: str) -> None:
+    def test_names_recorded_from_converters(self, model: str) -> None:
         path = GOLDEN / "gguf" / f"convert_{model}.gguf"
         pairs = json.loads(path.with_suffix(".expected.json").read_text("utf-8"))["pairs"]
         expected = {pair["hf"]: pair["gguf"] for pair in pairs if pair.get("gguf")}
@@ -237,7 +237,7 @@ class TestRules:
         result: xr.Dataset = xckpt.compare(first, second, names="auto", **options)
         return result
 
-    def test_content(self) -> None:
+    def test_tensors_are_matched_by_content(self) -> None:
         rng = np.random.default_rng(0)
         a: Tensors = {n: rng.standard_normal((6, 8)).astype(np.float32) for n in "abcde"}
         b: Tensors = {
@@ -253,7 +253,7 @@ class TestRules:
         assert rules == ["values", "transposed", "rows", "rows", "elements"]
         assert result["b"].attrs["shapes"] == "b: (6, 8) and (8, 6)"
 
-    def test_what_is_there_several_times_is_paired_in_order_and_never_twice(self) -> None:
+    def test_equal_tensors_are_paired_in_order_and_only_once(self) -> None:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
         result = self.compared({"a": x, "b": x}, {"c": x, "d": x})
         assert result.ckpt.names == {"a": "c", "b": "d"}
@@ -261,7 +261,7 @@ class TestRules:
             result = self.compared({"a": x, "b": x}, {"c": x})
         assert result.ckpt.names == {}
 
-    def test_other_numbers_under_other_names_stay_alone(self) -> None:
+    def test_different_tensors_of_different_names_stay_unmatched(self) -> None:
         rng = np.random.default_rng(0)
         x, y = rng.standard_normal((2, 5, 7))
         result = self.compared({"a": x, "w": x}, {"b": y, "w": y})
@@ -270,7 +270,7 @@ class TestRules:
         frame = result.ckpt.table()
         assert frame["status"].to_dict() == {"w": "changed", "a": "only_a", "b": "only_b"}
 
-    def test_names_that_wrappers_add(self) -> None:
+    def test_prefixes_of_wrappers_are_ignored(self) -> None:
         x = np.ones((3, 4), np.float32)
         result = self.compared({"module.model.fc.weight": x}, {"_orig_mod.fc.weight": 2 * x})
         assert result["module.model.fc.weight"].attrs["matched_by"] == "prefix"
@@ -293,7 +293,7 @@ class TestRules:
         )
         assert result.ckpt.names == {"a": "A"}
 
-    def test_stacked_tensors_say_it_for_each(self) -> None:
+    def test_stacked_tensors_have_a_match_per_member(self) -> None:
         rng = np.random.default_rng(0)
         ours = {f"layers.{n}.w": (("x", "y"), rng.standard_normal((3, 4))) for n in range(3)}
         theirs = {f"h.{n}.v": array for n, (_, array) in enumerate(ours.values())}
@@ -311,7 +311,7 @@ class TestRules:
         # Of a part nobody knows any more which are meant.
         assert "other_name" not in result.isel(layers=[0]).ckpt.table()
 
-    def test_progress_goes_on_where_matching_ends(self, original: Path, tmp_path: Path) -> None:
+    def test_progress_covers_matching_and_comparing(self, original: Path, tmp_path: Path) -> None:
         path = write_burn(tmp_path / "m.bpk", in_burn(hugging_face(), own_modules=True))
         reports: list[tuple[int, int]] = []
         options: Any = {"progress": lambda *nbytes: reports.append(nbytes), "cache": False}
@@ -323,7 +323,7 @@ class TestRules:
             > sum(tensor.nbytes for tensor in hugging_face().values())
         )
 
-    def test_the_names_of_what_is_no_comparison(self) -> None:
+    def test_names_of_other_results_raise(self) -> None:
         ds = xr.Dataset({"x": ("n", [1.0])})
         with pytest.raises(TypeError, match="names are of what"):
             _ = ds.ckpt.names
@@ -335,7 +335,7 @@ class TestRules:
 class TestCommandLine:
     """A mapping that `compare` found is what `convert` takes."""
 
-    def test_from_one_to_the_other(
+    def test_names_map_from_one_file_to_the_other(
         self, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         tensors = hugging_face()
@@ -358,7 +358,7 @@ class TestCommandLine:
         assert main(["compare", str(original), new, "--names", names]) == 0
         assert capsys.readouterr().err.endswith("all are the same\n")
 
-    def test_names_and_a_pattern_are_too_much(
+    def test_names_and_a_pattern_are_exclusive(
         self, original: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         both = ["--names", "auto", "--rename", "a", "b"]

@@ -51,7 +51,7 @@ def test_leaves_in_any_order(order: list[int]) -> None:
     assert forward.total() == shuffled.total()
 
 
-def test_both_versions_of_merge_give_the_same_bits() -> None:
+def test_both_implementations_of_merge_agree_exactly() -> None:
     rng = np.random.default_rng(2)
     for _ in range(40):
         nodes = rng.standard_normal((8, 7)) * 10.0 ** rng.integers(-9, 9, (8, 7))
@@ -65,7 +65,7 @@ def test_both_versions_of_merge_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("rare", [np.nan, np.inf, 1e300])
-def test_leaves_that_need_another_look_among_others(rare: float) -> None:
+def test_leaves_that_need_a_second_look(rare: float) -> None:
     values = np.random.default_rng(3).standard_normal(11 * LEAF)
     values[[3 * LEAF + 1, 8 * LEAF]] = rare
     values[5 * LEAF : 6 * LEAF] = rare

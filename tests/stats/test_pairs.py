@@ -140,7 +140,7 @@ def test_a_wider_copy_is_the_same() -> None:
     assert compare_arrays(ints, ints.astype(np.complex64))["status"] == 0
 
 
-def test_what_counts_as_equal() -> None:
+def test_equality_of_special_values() -> None:
     nan = np.uint32(0x7FC00001).view(np.float32)
     a = np.array([np.nan, np.nan, 0.0, np.inf, np.inf, np.inf, 1.0, -np.inf], np.float32)
     b = np.array([nan, 1.0, -0.0, np.inf, -np.inf, 2.0, np.nan, np.nan], np.float32)
@@ -274,7 +274,7 @@ def test_complex_numbers() -> None:
     st.integers(0, 40),
     st.sampled_from([None, np.nan, np.inf, -0.0, 1e30]),
 )
-def test_whatever_the_numbers_are(a: Array, at: int, put: float | None) -> None:
+def test_any_pair_of_arrays(a: Array, at: int, put: float | None) -> None:
     b = a.copy()
     if put is not None and len(b):
         b[at % len(b)] = put
@@ -311,7 +311,7 @@ def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
     assert measures(total) == measures(compare_readers(ArrayReader(a), ArrayReader(b)))
 
 
-def test_comparisons_come_back_as_they_were() -> None:
+def test_comparisons_survive_packing() -> None:
     a = np.random.default_rng(0).standard_normal(5 * LEAF + 3)
     comparison = compare_readers(ArrayReader(a), ArrayReader(a * 2))
     unpacked = Comparison.unpack(comparison.pack(), pair_of(ArrayReader(a), ArrayReader(a)))
@@ -395,7 +395,7 @@ def test_layouts_and_memory_orders(
         assert same.equal == same.count == a.size, f"{name}, {second_layout}"
 
 
-def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_stored_bytes_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     a = VALUES.copy()
     a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
     b = a.copy()
@@ -420,7 +420,7 @@ def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.Monk
     assert decoded.count("SparsePairReader") == 2
 
 
-def test_stored_bytes_that_mean_something_else() -> None:
+def test_stored_bytes_of_different_meaning_are_decoded() -> None:
     ours = layouts(VALUES)
     for name, second in product(ours, ours):
         is_raw = "C" in (name, second) or "F" in (name, second) or "memory" in (name, second)
@@ -481,7 +481,7 @@ def test_many_stored_values_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -
     check(dict(zip(MEASURES, measures(compare_readers(first, second)), strict=True)), a, b)
 
 
-def test_errors_name_the_file_they_are_in(tmp_path: Path) -> None:
+def test_errors_name_their_file(tmp_path: Path) -> None:
     from tests.stats.checkpoints import write
 
     ours = write(tmp_path / "a.safetensors", {"w": VALUES})

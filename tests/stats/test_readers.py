@@ -98,7 +98,7 @@ def test_packed_four_bit_floats(size: int) -> None:
     assert sketch.kind.name == "float4_e2m1fn"
 
 
-def test_one_element_and_none() -> None:
+def test_tensors_of_one_and_of_zero_elements() -> None:
     for shape in ((), (0,), (3, 0), (1, 1)):
         values = np.ones(shape, np.float32)
         check(reader_of(dense(values, "float32", values.tobytes())), values)
@@ -188,9 +188,7 @@ def test_sparse_tensors_are_never_made_dense() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 11, 13), (1, 1, 1000), (5,), (2, 0, 3), (1000, 1)])
-def test_anything_that_is_indexed_like_an_array(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_indexable_arrays(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", 100)
     values = np.random.default_rng(0).standard_normal(shape)
     reader = ArrayReader(values)

@@ -36,7 +36,7 @@ def nearest(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "int32", "uint32", "int64", "uint64"])
-def test_they_are_those_of_numpy(name: str) -> None:
+def test_exact_quantiles_equal_those_of_numpy(name: str) -> None:
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(50_000) * 1e6).astype(name)
     if name.startswith("u"):
@@ -51,14 +51,14 @@ def test_they_are_those_of_numpy(name: str) -> None:
 
 @given(arrays(np.float32, st.integers(1, 30), elements=st.floats(width=32, allow_nan=False)))
 @settings(max_examples=60)
-def test_any_float32(values: np.ndarray[Any, Any]) -> None:
+def test_exact_quantiles_of_any_float32(values: np.ndarray[Any, Any]) -> None:
     if np.isfinite(values).any():
         np.testing.assert_array_equal(quantiles_of(values, exact_quantiles=True), nearest(values))
 
 
 @given(arrays(np.int64, st.integers(1, 30)))
 @settings(max_examples=60)
-def test_any_int64(values: np.ndarray[Any, Any]) -> None:
+def test_exact_quantiles_of_any_int64(values: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(quantiles_of(values, exact_quantiles=True), nearest(values))
 
 
@@ -71,12 +71,12 @@ def floats(width: Literal[32, 64], smallest: float) -> st.SearchStrategy[np.ndar
 
 @given(floats(32, 2.0**-149) | floats(64, 2.0**-1074))
 @settings(max_examples=80)
-def test_others_are_within_their_bound_of_any_float(values: np.ndarray[Any, Any]) -> None:
+def test_approximate_quantiles_stay_within_their_bound(values: np.ndarray[Any, Any]) -> None:
     if np.isfinite(values).any():
         np.testing.assert_allclose(quantiles_of(values), nearest(values), rtol=2.0**-8)
 
 
-def test_quantiles_of_subnormal_numbers_need_no_other_pass_a_second_time(tmp_path: Path) -> None:
+def test_quantiles_of_subnormal_numbers_are_cached(tmp_path: Path) -> None:
     values = (np.arange(1, 3000) * np.finfo(np.float32).smallest_subnormal).astype(np.float32)
     path = tmp_path / "m.zt"
     write(path, {"w": values, "v": np.ones(9, np.float32)})
@@ -92,13 +92,13 @@ def test_quantiles_of_subnormal_numbers_need_no_other_pass_a_second_time(tmp_pat
     assert not passes
 
 
-def test_within_the_bound_at_the_largest_numbers() -> None:
+def test_approximate_quantiles_of_the_largest_numbers() -> None:
     largest = np.finfo(np.float32).max
     values = np.linspace(largest * 0.9, largest, 1001, dtype=np.float32)
     np.testing.assert_allclose(quantiles_of(values), nearest(values), rtol=2.0**-8)
 
 
-def test_tensors_of_a_file(tmp_path: Path) -> None:
+def test_exact_quantiles_of_a_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     tensors = {f"w{i}": rng.standard_normal((200, 30)).astype(np.float32) for i in range(4)}
     path = write(tmp_path / "m.safetensors", tensors)

@@ -61,14 +61,14 @@ def test_all_ways_to_name_a_checkpoint_give_the_same(path: Path) -> None:
     xr.testing.assert_equal(single["embed"], first["embed"])
 
 
-def test_the_function_is_not_hidden_by_a_room_of_its_name(path: Path) -> None:
+def test_the_function_is_not_hidden_by_the_package_of_its_name(path: Path) -> None:
     import xckpt.statistics
 
     assert xckpt.stats is xckpt.statistics.stats
     xr.testing.assert_identical(xckpt.stats(path), stats(path))
 
 
-def test_element_types_are_those_that_are_stored(path: Path) -> None:
+def test_element_types_are_the_stored_ones(path: Path) -> None:
     st = stats(opened(path))
     assert not np.isnan(st["layers.0.w"].sel(statistic="unique"))
     xr.testing.assert_identical(st, stats(opened(path, decode=False)))
@@ -164,7 +164,7 @@ def test_sparse_arrays_of_dask_count_implied_zeros() -> None:
     xr.testing.assert_equal(st["s"].drop_attrs(), st["d"].rename("s").drop_attrs())
 
 
-def test_what_is_no_number_is_left_out_with_a_warning() -> None:
+def test_variables_without_numbers_are_left_out_with_a_warning() -> None:
     ds = xr.Dataset({"text": ("a", np.array(["x", "y"])), "number": ("a", [1.0, 2.0])})
     with pytest.warns(xckpt.CheckpointWarning, match="'text' has no statistics"):
         st = stats(ds)
@@ -181,7 +181,7 @@ def test_complex_numbers_have_the_statistics_of_their_magnitudes() -> None:
         xr.testing.assert_equal(result["z"], st)
 
 
-def test_coordinates_are_not_described() -> None:
+def test_coordinates_have_no_statistics() -> None:
     ds = xr.Dataset({"x": ("a", [1.0, 2.0])}, {"a": [10, 20], "b": ("a", [0.5, 0.6])})
     assert list(stats(ds).data_vars) == ["x"]
 
@@ -219,7 +219,7 @@ def test_progress_counts_all_bytes(path: Path) -> None:
     assert reports[-1] == (nbytes, nbytes)
 
 
-def test_a_bar_says_what_it_counts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_has_a_label(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stats(path, progress=True, cache=False)
     assert "B/s" in capsys.readouterr().err
     stats(path, progress=False, cache=False)

@@ -30,13 +30,13 @@ def normal(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def test_a_good_model_has_none() -> None:
+def test_a_good_model_has_no_findings() -> None:
     tensors = {name.replace(".", "_"): array for name, array in model().items()}
     assert found(**tensors) == []
     assert found(shift=1000 + normal(50), single=np.array([5.0]), zero=np.array([0.0])) == []
 
 
-def test_each_rule() -> None:
+def test_each_rule_has_a_finding() -> None:
     broken, infinite, exploding, dead = (normal(100, 100) for _ in range(4))
     broken[0, :3] = np.nan
     infinite[1, 1] = -np.inf

@@ -64,7 +64,7 @@ def test_steps_that_are_equal(stack: bool, tmp_path: Path) -> None:
     assert text == "all 5 tensors are equal to those of step 400"
 
 
-def test_a_step_that_has_the_weights_of_one_long_before(tmp_path: Path) -> None:
+def test_a_step_that_repeats_much_earlier_weights(tmp_path: Path) -> None:
     findings = rules(run(tmp_path, swapped=(200, 700)))
     assert ("step.700", "identical_step", 200.0) in [row[:3] for row in findings]
 

@@ -55,7 +55,7 @@ def opened(path: Path, **options: Any) -> xr.Dataset:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("task_nbytes", [1 << 16, 1 << 20, 16 << 20])
-def test_threads_and_tasks(
+def test_threads_and_tasks_give_the_same_statistics(
     path: Path,
     expected: xr.Dataset,
     threads: int,
@@ -68,7 +68,7 @@ def test_threads_and_tasks(
 
 
 @pytest.mark.parametrize("size", ["100kiB", "1MiB", "16MiB", "128MiB"])
-def test_chunks(path: Path, expected: xr.Dataset, size: str) -> None:
+def test_any_chunks_give_the_same_statistics(path: Path, expected: xr.Dataset, size: str) -> None:
     with dask.config.set({"array.chunk-size": size}):
         ds = opened(path)
         xr.testing.assert_equal(stats(ds, cache=False), expected)
@@ -103,7 +103,7 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
         stats(ds, cache=False)
 
 
-def test_chunks_that_are_no_runs(path: Path, expected: xr.Dataset) -> None:
+def test_chunks_that_are_not_contiguous(path: Path, expected: xr.Dataset) -> None:
     ds = opened(path).chunk(77)
     xr.testing.assert_equal(stats(ds, cache=False), expected)
 
@@ -123,7 +123,7 @@ def client() -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("client")
-def test_a_cluster(path: Path, expected: xr.Dataset) -> None:
+def test_a_cluster_gives_the_same_statistics(path: Path, expected: xr.Dataset) -> None:
     reports: list[tuple[int, int]] = []
     result = stats(opened(path), cache=False, progress=lambda *nbytes: reports.append(nbytes))
     xr.testing.assert_identical(result, stats(path, cache=False))

@@ -61,8 +61,8 @@ def wide(array: Any) -> Any:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-class TestAgainstASingularValueDecomposition:
-    def test_values(self, tmp_path: Path) -> None:
+class TestSingularValues:
+    def test_every_kind_of_matrix(self, tmp_path: Path) -> None:
         arrays = dict(enumerate(matrices()))
         ds = xr.Dataset({f"m{n}": ((f"a{n}", f"b{n}"), a) for n, a in arrays.items()})
         xckpt.save(ds, tmp_path / "m.zt", version="2")
@@ -140,7 +140,7 @@ class TestAgainstASingularValueDecomposition:
 
     @pytest.mark.parametrize("shape", [(300, 200), (200, 300), (20, 10)])
     @pytest.mark.parametrize("dtype", ["float32", "complex64", "float64"])
-    def test_the_largest_alone(self, shape: tuple[int, int], dtype: str) -> None:
+    def test_largest_value_alone(self, shape: tuple[int, int], dtype: str) -> None:
         pytest.importorskip("scipy")
         array = RNG.standard_normal(shape).astype(dtype)
         statistics = ("stable_rank", "spectral_norm")
@@ -180,7 +180,7 @@ def reference_power_law(values: Any) -> tuple[float, float]:
 
 class TestPowerLaw:
     @pytest.mark.parametrize("seed", range(8))
-    def test_as_the_method_is_published(self, seed: int) -> None:
+    def test_published_examples(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         values = [
             rng.pareto(1.5 + seed, 150) + 1,
@@ -193,7 +193,7 @@ class TestPowerLaw:
     def test_no_tail(self, values: list[float]) -> None:
         assert np.isnan(power_law(np.array(values))).all()
 
-    def test_it_finds_the_exponent(self) -> None:
+    def test_a_known_exponent_is_recovered(self) -> None:
         alpha, _ = power_law(np.random.default_rng(3).pareto(1.5, 20_000) + 1)
         assert abs(alpha - 2.5) < 0.1
 
@@ -226,8 +226,8 @@ def norm(array: Any) -> float:
     return float(np.linalg.norm(np.asarray(array, float).reshape(len(array), -1), 2))
 
 
-class TestWhichMatrices:
-    def test_flat(self, path: Path) -> None:
+class TestSelection:
+    def test_flat_datasets(self, path: Path) -> None:
         result = xckpt.spectrum(path, progress=False)
         assert set(result) == {
             "embed",
@@ -240,7 +240,7 @@ class TestWhichMatrices:
         assert list(table.columns) == list(STATISTICS)
         assert "layers.1.conv" in table.index
 
-    def test_stacked_and_trees(self, path: Path) -> None:
+    def test_stacked_datasets_and_trees(self, path: Path) -> None:
         flat = xckpt.spectrum(path, progress=False).ckpt.table().sort_index()
         for obj in (
             xr.open_dataset(path, stack=True),
@@ -253,7 +253,7 @@ class TestWhichMatrices:
         stacked = xr.open_dataset(path, stack=True).ckpt.spectrum(progress=False)
         assert stacked["layers.w"].dims == ("statistic", "layers")
 
-    def test_some_of_a_stack(self, path: Path) -> None:
+    def test_part_of_a_stack(self, path: Path) -> None:
         ds = xr.open_dataset(path, stack=True)
         result = ds.ckpt.spectrum("layers.1.*", progress=False)
         assert set(result) == {"layers.w", "layers.conv"}
@@ -263,7 +263,7 @@ class TestWhichMatrices:
         assert values["layers.w"].shape == (3, 8)
         assert values["layers.conv"].dims != values["layers.w"].dims
 
-    def test_large_ones_are_done_when_they_are_named(
+    def test_large_matrices_are_computed_only_by_name(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(spectra, "LARGEST", 400)
@@ -271,7 +271,7 @@ class TestWhichMatrices:
             assert "embed" not in xckpt.spectrum(path, progress=False)
         assert "embed" in xckpt.spectrum(path, "embed", progress=False)
 
-    def test_a_typo(self, path: Path) -> None:
+    def test_a_pattern_without_a_match(self, path: Path) -> None:
         with pytest.raises(KeyError, match=r"similar names.*embed"):
             xckpt.spectrum(path, "embedd")
         with pytest.raises(ValueError, match="stable_rank"):
@@ -289,7 +289,7 @@ class TestWhichMatrices:
 
 
 class TestDifferences:
-    def test_the_rank_of_what_was_added(self, path: Path, tmp_path: Path) -> None:
+    def test_the_rank_of_an_added_update(self, path: Path, tmp_path: Path) -> None:
         tuned = model()
         added = np.outer(np.arange(12.0), np.ones(8)) + np.outer(np.ones(12), np.arange(8.0))
         tuned["layers.1.w"] = tuned["layers.1.w"] + added.astype("f4")
@@ -327,7 +327,7 @@ class TestRounding:
     @pytest.mark.parametrize(
         "dtype", [ml_dtypes.bfloat16, "float16", "float32", ml_dtypes.float8_e4m3fn]
     )
-    def test_an_adapter_that_is_merged(self, shape: tuple[int, int], dtype: Any) -> None:
+    def test_a_merged_adapter(self, shape: tuple[int, int], dtype: Any) -> None:
         base, added = adapter(shape, 0.004)
         base = base.astype(dtype)
         tuned = (base.astype(float) + added).astype(dtype)
@@ -354,12 +354,12 @@ class TestRounding:
             tuned = (base.astype(float) + added).astype(ml_dtypes.bfloat16)
             assert of_difference(tuned, base)["rank"] <= 8
 
-    def test_numbers_of_a_small_type_in_a_large_one(self) -> None:
+    def test_values_of_a_small_type_stored_in_a_large_one(self) -> None:
         base, added = adapter((100, 140), 0.004)
         pair = [np.asarray(x, ml_dtypes.bfloat16).astype("f4") for x in (base + added, base)]
         assert of_difference(*pair)["rank"] == 8
 
-    def test_files_that_are_read_in_blocks_and_again(
+    def test_files_read_twice_in_blocks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(spectra, "_BLOCK_NBYTES", 1 << 15)
@@ -384,7 +384,7 @@ class TestRounding:
         part = xckpt.spectrum(opened[0], minus=opened[1], progress=False)["w"]
         assert part.sel(statistic="rank") == 8
 
-    def test_of_quantised_tensors_it_is_unknown(self, tmp_path: Path) -> None:
+    def test_noise_of_quantised_tensors_is_unknown(self, tmp_path: Path) -> None:
         import gguf
 
         weight = RNG.standard_normal((64, 64)).astype("f4")
@@ -410,14 +410,14 @@ class TestRounding:
             assert np.isnan(unknown).all()
             assert np.isfinite(statistics.sel(statistic="spectral_norm"))
 
-    def test_without_a_difference_it_is_that_of_the_type(self) -> None:
+    def test_noise_without_a_difference_follows_from_the_type(self) -> None:
         array = RNG.standard_normal((30, 20)).astype("f4")
         statistics = xckpt.spectrum(xr.DataArray(array), progress=False)["data"]
         expected = 30 * np.finfo("f4").eps * statistics.sel(statistic="spectral_norm")
         np.testing.assert_allclose(statistics.sel(statistic="noise_floor"), expected, rtol=1e-12)
 
 
-class TestKept:
+class TestCache:
     def test_a_second_call_reads_nothing(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = xckpt.spectrum(path, progress=False)
         monkeypatch.setattr(spectra, "singular_values", None)
@@ -426,7 +426,7 @@ class TestKept:
         with pytest.raises(TypeError):
             xckpt.spectrum(path, progress=False, cache=False)
 
-    def test_what_is_done_when_it_is_interrupted(
+    def test_an_interrupted_call_keeps_finished_matrices(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         done = []
@@ -448,7 +448,7 @@ class TestKept:
         xckpt.spectrum(path, progress=False)
         assert len(count) == 4  # of 7
 
-    def test_a_difference_and_its_noise_come_back(
+    def test_a_difference_and_its_noise_are_cached(
         self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         subtrahend = tmp_path / "other.zt"

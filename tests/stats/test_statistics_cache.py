@@ -129,7 +129,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save(folder / "a.safetensors", tensors), save(folder / "b.safetensors", reversed_rows)]
 
 
-class TestOfAllTypes:
+class TestElementTypes:
     @pytest.mark.parametrize(
         "call",
         [
@@ -252,7 +252,7 @@ def test_bytes_in_memory_are_not_cached(path: Path, scanned: list[str]) -> None:
         assert len(scanned) == len(model())
 
 
-class TestWhereNothingCanBeWritten:
+class TestUnwritableCache:
     @pytest.fixture(autouse=True)
     def nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XCKPT_CACHE_DIR", "/dev/null/nowhere")

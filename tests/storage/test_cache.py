@@ -62,7 +62,7 @@ def mean(path: Path | str) -> tuple[float, bool]:
     return float(statistics["w"].sel(statistic="mean")), any(reports)
 
 
-def test_nothing_is_kept_where_the_folder_is_empty(
+def test_an_empty_folder_option_disables_the_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path, web: WebServer
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -84,7 +84,7 @@ def test_nothing_is_kept_where_the_folder_is_empty(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no HOME")
-def test_without_a_home_nothing_is_kept_and_nothing_fails(
+def test_without_a_home_the_cache_is_disabled(
     tmp_path: Path, checkpoint: Path, web: WebServer
 ) -> None:
     code = """
@@ -113,13 +113,13 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no modes")
-class TestOnlyTheOwner:
-    def test_may_look_into_what_is_kept(self, folder: Path) -> None:
+class TestOwner:
+    def test_only_the_owner_can_read_the_cache(self, folder: Path) -> None:
         assert cache.write(folder / "a", b"kept")
         assert [entry.stat().st_mode & 0o777 for entry in (folder, folder / "a")] == [0o700, 0o600]
         assert cache.read(folder / "a", 4) == b"kept"
 
-    def test_may_write_what_is_read(self, folder: Path) -> None:
+    def test_files_that_others_can_write_are_ignored(self, folder: Path) -> None:
         cache.write(folder / "a", b"kept")
         (folder / "a").chmod(0o622)
         assert cache.read(folder / "a", 4) is None
@@ -128,7 +128,7 @@ class TestOnlyTheOwner:
         assert cache.read(folder / "a", 4) is None
         assert not cache.write(folder / "b", b"new")
 
-    def test_reads_no_links_and_nothing_too_long(self, folder: Path) -> None:
+    def test_links_and_long_files_are_ignored(self, folder: Path) -> None:
         cache.write(folder / "a", b"kept")
         (folder / "link").symlink_to(folder / "a")
         assert cache.read(folder / "link", 4) is None
@@ -136,7 +136,7 @@ class TestOnlyTheOwner:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no modes")
-class TestStatisticsThatAreKept:
+class TestCachedStatistics:
     @pytest.fixture
     def stored(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
         monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
@@ -145,7 +145,7 @@ class TestStatisticsThatAreKept:
         (path,) = (tmp_path / "cache" / statistics_cache.FOLDER).iterdir()
         return path
 
-    def test_by_another_user_are_neither_read_nor_changed(
+    def test_statistics_of_another_user_are_neither_read_nor_changed(
         self, stored: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         data = stored.read_bytes()
@@ -154,7 +154,7 @@ class TestStatisticsThatAreKept:
         assert [mean(checkpoint) for _ in range(2)] == [(4.0, True)] * 2
         assert [entry.read_bytes() for entry in stored.parent.iterdir()] == [data]
 
-    def test_where_others_may_write_are_neither_read_nor_changed(
+    def test_statistics_in_a_shared_folder_are_neither_read_nor_changed(
         self, stored: Path, checkpoint: Path
     ) -> None:
         data = stored.read_bytes()
@@ -175,7 +175,7 @@ class TestStatisticsThatAreKept:
         assert not stored.is_symlink()
         assert mean(checkpoint) == (4.0, False)
 
-    def test_may_lie_in_a_folder_that_the_user_linked(
+    def test_may_be_in_a_linked_folder_of_the_user(
         self, stored: Path, checkpoint: Path, tmp_path: Path
     ) -> None:
         (tmp_path / "cache").rename(tmp_path / "elsewhere")
@@ -197,7 +197,7 @@ class TestStatisticsThatAreKept:
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_what_was_used_least_recently_makes_room(folder: Path) -> None:
+def test_the_least_recently_used_entry_is_evicted(folder: Path) -> None:
     for number, name in enumerate("abc"):
         cache.write(folder / name, b"xxxx")
         os.utime(folder / name, (number, number))

@@ -39,7 +39,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return ranges
 
 
-def test_what_is_asked_for_is_a_little_ahead_of_what_is_read(
+def test_advice_stays_slightly_ahead_of_reading(
     source: LocalSource, advised: list[tuple[int, int]]
 ) -> None:
     memory = memoryview(bytearray(MIB))
@@ -53,7 +53,7 @@ def test_what_is_asked_for_is_a_little_ahead_of_what_is_read(
     assert len(advised) == count  # nobody said that this goes on
 
 
-def test_each_byte_that_is_announced_is_asked_for_once_and_no_other(
+def test_each_announced_byte_is_advised_once(
     source: LocalSource, advised: list[tuple[int, int]]
 ) -> None:
     announced = [(3, 20 * MIB), (100 * MIB, 50 * MIB), (90 * MIB, 5), (250 * MIB, 6 * MIB)]
@@ -65,13 +65,13 @@ def test_each_byte_that_is_announced_is_asked_for_once_and_no_other(
     assert sum(stop - start for start, stop in advised) == sum(nbytes for _, nbytes in announced)
 
 
-def test_a_single_row_asks_for_nothing(source: LocalSource, advised: list[tuple[int, int]]) -> None:
+def test_a_single_row_causes_no_advice(source: LocalSource, advised: list[tuple[int, int]]) -> None:
     with reading_ahead([(source, 5 * MIB, 4096)]):
         source.read(5 * MIB, 4096)
     assert advised == []
 
 
-def test_what_is_asked_for_comes(on_a_disk: Path) -> None:
+def test_advised_bytes_enter_the_page_cache(on_a_disk: Path) -> None:
     path = on_a_disk / "cold"
     path.write_bytes(os.urandom(3 * MIB))
     source = LocalSource(str(path))
@@ -87,7 +87,7 @@ def test_what_is_asked_for_comes(on_a_disk: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_file_that_is_gone_is_told_by_the_read(source: LocalSource) -> None:
+def test_a_missing_file_is_reported_by_the_read(source: LocalSource) -> None:
     source.close()
     os.truncate(source.name, 10)
     with reading_ahead([(source, 0, MIB), (source, MIB, MIB)]), pytest.raises(FileChangedError):

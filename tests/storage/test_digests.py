@@ -62,7 +62,7 @@ def test_known_values(digest: str) -> None:
         "sha 256:00",
     ],
 )
-def test_malformed(digest: str) -> None:
+def test_malformed_digests(digest: str) -> None:
     with pytest.raises(FormatError) as caught:
         parse(digest)
     assert caught.value.rule == "Digest"
@@ -77,7 +77,7 @@ def test_any_text_parses_or_is_malformed(text: str) -> None:
     assert (value is not None) == is_known(text) == (algorithm in ALGORITHMS)
 
 
-def test_unknown_algorithms_are_told_apart() -> None:
+def test_unknown_and_malformed_algorithms_are_distinguished() -> None:
     assert parse("md5:00") == ("md5", None)
     assert not is_known("md5:00")
     assert not is_known("crc16")
@@ -116,7 +116,7 @@ def test_typed_memory_is_hashed_by_its_bytes() -> None:
     check("sha256:" + hashlib.sha256(array.tobytes()).hexdigest(), array.data)
 
 
-def test_the_pure_python_crc_is_no_warning() -> None:
+def test_the_pure_python_crc_does_not_warn() -> None:
     code = (
         "import sys; sys.modules['google_crc32c.cext'] = None\n"
         "from xckpt.storage.digests import check\n"

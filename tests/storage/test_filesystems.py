@@ -35,7 +35,7 @@ def memory() -> Iterator[str]:
         fs.rm(folder, recursive=True)
 
 
-def test_reads_are_the_bytes(memory: str) -> None:
+def test_reads_return_the_bytes(memory: str) -> None:
     source = open_source(f"{memory}/m.zt")
     assert (source.size, source.name) == (100_000, f"{memory}/m.zt")
     for offset, nbytes in ((0, 0), (99_999, 1), (5, 20_000), (0, 100_000)):
@@ -45,7 +45,7 @@ def test_reads_are_the_bytes(memory: str) -> None:
         source.read(99_999, 2)
 
 
-def test_what_is_missing_or_no_file(memory: str) -> None:
+def test_missing_files_and_folders_are_errors(memory: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.zt"):
         open_source(f"{memory}/none.zt")
     with pytest.raises(IsADirectoryError, match=memory):
@@ -108,7 +108,7 @@ def filesystem(monkeypatch: pytest.MonkeyPatch) -> ScriptedFileSystem:
     return fs
 
 
-def test_the_version_is_not_asked_for_with_each_read(
+def test_the_version_is_not_checked_with_each_read(
     filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source("scripted://" + uuid4().hex)
@@ -123,7 +123,7 @@ def test_the_version_is_not_asked_for_with_each_read(
         source.read(0, 5)
 
 
-def test_a_copy_in_another_process_asks_once(
+def test_a_copy_in_another_process_checks_once(
     filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickled = pickle.dumps(open_source("scripted://" + uuid4().hex))
@@ -141,7 +141,7 @@ class Blocking(ScriptedFileSystem):
         raise AssertionError
 
 
-def test_a_file_system_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocking_file_system_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (Blocking(), "m.zt"))
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"scripted://m\.zt"):
@@ -151,7 +151,7 @@ def test_a_file_system_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("filesystem")
 @pytest.mark.parametrize("error", [ValueError("no number"), IndexError("no range"), KeyError("x")])
-def test_errors_of_file_systems_are_errors_of_a_file(
+def test_errors_of_file_systems_name_the_file(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     source = open_source("scripted://" + uuid4().hex)
@@ -168,7 +168,7 @@ def test_errors_of_file_systems_are_errors_of_a_file(
 
 
 @pytest.mark.parametrize("size", [1 << 63, 10**30])
-def test_a_size_that_is_none_is_an_error(filesystem: ScriptedFileSystem, size: int) -> None:
+def test_an_invalid_size_is_an_error(filesystem: ScriptedFileSystem, size: int) -> None:
     filesystem.current_info["size"] = size
     with pytest.raises(UnsupportedError, match="size"):
         open_source("scripted://m.zt")
@@ -199,7 +199,7 @@ def test_ranges_are_merged_and_read_at_the_same_time(filesystem: ScriptedFileSys
     assert sorted(filesystem.fetched) == [(0, 3), (8, 10)]
 
 
-def test_a_file_system_without_range_reads_of_its_own(tmp_path: Path) -> None:
+def test_a_file_system_without_range_reads(tmp_path: Path) -> None:
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
@@ -236,7 +236,7 @@ def test_urls_of_siblings(url: str, sibling: str) -> None:
     assert sibling_url(url, ["n o.zt"]) == sibling
 
 
-def test_what_is_a_url() -> None:
+def test_urls_are_recognised() -> None:
     assert all(map(is_remote, ["https://h/m.zt", "simplecache::s3://b/m.zt", "memory://m.zt"]))
     paths = ["m.zt", "/a/m.zt", "C:\\m.zt", "C:/m.zt", "file:///m.zt", "FILE:///m.zt", "a:b", ""]
     assert not any(map(is_remote, [*paths, Path("s3://b/m.zt"), b"s3://"]))

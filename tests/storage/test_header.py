@@ -29,7 +29,7 @@ ARRAYS = {f"t{n}": np.full((2, 2), n, "<f4") for n in range(2000)}
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 200_000)), max_size=20))
-def test_reads_are_the_bytes_and_none_is_requested_twice(reads: list[tuple[int, int]]) -> None:
+def test_no_byte_is_requested_twice(reads: list[tuple[int, int]]) -> None:
     source = CountingSource(DATA)
     ahead = HeaderSource(source)
     for offset, nbytes in reads:
@@ -40,7 +40,7 @@ def test_reads_are_the_bytes_and_none_is_requested_twice(reads: list[tuple[int, 
     assert ahead.requests == len(ranges)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MOST_KEPT", 1 << 18)
     monkeypatch.setattr(cache, "_LARGEST_AHEAD", 1 << 16)
     ahead = HeaderSource(CountingSource(DATA))
@@ -75,7 +75,7 @@ def test_a_second_open_is_one_request(web: WebServer, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*neither ETag:xckpt.errors.CheckpointWarning")
 @pytest.mark.parametrize("etag", [None, 'W/"weak"'])
-def test_what_has_no_sure_version_is_not_kept(
+def test_headers_without_a_strong_version_are_not_cached(
     web: WebServer, tmp_path: Path, etag: str | None
 ) -> None:
     web.behaviour.etag = etag
@@ -95,7 +95,7 @@ def test_another_version_is_read_anew(web: WebServer) -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "head", "of another", "garbage"])
-def test_a_damaged_entry_is_none(web: WebServer, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_entry_is_ignored(web: WebServer, tmp_path: Path, damage: str) -> None:
     assert_opens(web, 2)
     (entry,) = (tmp_path / "headers").iterdir()
     data = bytearray(entry.read_bytes())
@@ -110,7 +110,7 @@ def test_a_damaged_entry_is_none(web: WebServer, tmp_path: Path, damage: str) ->
     assert_opens(web, 1)
 
 
-def test_nothing_is_kept_where_that_is_not_wanted(
+def test_nothing_is_cached_without_permission(
     web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XCKPT_CACHE_DIR", "")
@@ -133,7 +133,7 @@ def test_the_oldest_entries_make_room(
     assert not first.exists()
 
 
-def test_ranges_are_remembered_by_themselves() -> None:
+def test_ranges_are_remembered_separately() -> None:
     data = bytes(range(256)) * 1000
     source = CountingSource(data)
     header = HeaderSource(source)

@@ -108,7 +108,7 @@ def opened(url: str = MODEL, **options: Any) -> xr.Dataset:
 
 class TestRequests:
     @pytest.mark.parametrize(("count", "width"), [(4, 8192), (163, WIDTH)])
-    def test_a_model_opens_by_two_for_each_shard(
+    def test_a_model_opens_with_two_requests_per_shard(
         self, hub: HubServer, count: int, width: int
     ) -> None:
         hub.repositories["org/model"].push(shards(count, width))
@@ -119,7 +119,7 @@ class TestRequests:
         assert hub.count("copies") == count + (small == 3)
         assert hub.nbytes_sent <= count * (128 << 10) + 100_000
 
-    def test_nothing_is_asked_for_that_is_kept(
+    def test_cached_answers_are_not_requested(
         self, hub: HubServer, files: dict[str, bytes]
     ) -> None:
         opened()
@@ -132,7 +132,9 @@ class TestRequests:
         opened(f"{MODEL}@{hub.repositories['org/model'].revisions['main']}")
         assert (hub.count("hub"), hub.count("copies")) == (1, 0)
 
-    def test_a_row_is_one_for_its_bytes(self, hub: HubServer, files: dict[str, bytes]) -> None:
+    def test_a_row_is_one_request_for_its_bytes(
+        self, hub: HubServer, files: dict[str, bytes]
+    ) -> None:
         ds = opened()
         hub.requests.clear()
         hub.nbytes_sent = 0
@@ -153,8 +155,8 @@ class TestRequests:
         assert (hub.count("hub"), hub.count("copies")) == (1, 1)
 
 
-class TestWhatIsOpened:
-    def test_values(self, hub: HubServer, folder: Path) -> None:
+class TestOpening:
+    def test_values_equal_the_local_ones(self, hub: HubServer, folder: Path) -> None:
         xr.testing.assert_equal(opened().compute(), xr.open_dataset(folder).compute())
         remote = xckpt.stats(MODEL, progress=False)
         xr.testing.assert_equal(remote, xckpt.stats(folder, progress=False))
@@ -173,7 +175,9 @@ class TestWhatIsOpened:
             ("/model-*.safetensors", 8),
         ],
     )
-    def test_places(self, hub: HubServer, files: dict[str, bytes], path: str, count: int) -> None:
+    def test_every_spelling_of_a_location(
+        self, hub: HubServer, files: dict[str, bytes], path: str, count: int
+    ) -> None:
         for revision in ("refs/pr/1", "a/b"):
             hub.repositories["org/model"].push(files, revision)
         ds = xr.open_dataset(MODEL + path)  # the engine is found
@@ -282,7 +286,7 @@ class TestRedirects:
                 np.testing.assert_array_equal(ds.variables[name][row], expected[row])
         assert all(used <= 2 for used in hub.signed.values())
 
-    def test_many_readers_ask_once(self, hub: HubServer, files: dict[str, bytes]) -> None:
+    def test_many_readers_share_a_renewal(self, hub: HubServer, files: dict[str, bytes]) -> None:
         name = "model-00001-of-00004.safetensors"
         source = open_source(f"{MODEL}/{name}")
         with ThreadPoolExecutor(16) as threads:
@@ -291,15 +295,13 @@ class TestRedirects:
         assert sum("/resolve/" in request.path for request in hub.requests) == 1
 
     @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://a/?Signature=s3cret", "//["])
-    def test_addresses_that_are_not_safe(
-        self, hub: HubServer, files: dict[str, bytes], location: str
-    ) -> None:
+    def test_unsafe_addresses(self, hub: HubServer, files: dict[str, bytes], location: str) -> None:
         hub.behaviour.location = location
         with pytest.raises(OSError, match="not safe") as caught:
             open_source(f"{MODEL}/model-00001-of-00004.safetensors").read(0, 8)
         assert "s3cret" not in str(caught.value)
 
-    def test_circles(self, hub: HubServer, files: dict[str, bytes]) -> None:
+    def test_circular_redirects(self, hub: HubServer, files: dict[str, bytes]) -> None:
         name = "model-00001-of-00004.safetensors"
         commit = hub.repositories["org/model"].revisions["main"]
         hub.behaviour.location = f"/org/model/resolve/{commit}/{name}"
@@ -309,7 +311,7 @@ class TestRedirects:
 
 class TestToken:
     @pytest.mark.parametrize("source", ["environment", "file", "option"])
-    def test_it_goes_to_the_hub_alone(
+    def test_the_token_is_sent_to_the_hub_only(
         self, hub: HubServer, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub.repositories["org/model"].private = True
@@ -348,7 +350,7 @@ class TestRefusals:
             ("gpt2", ValueError, "a repository is hf://organisation/name"),
         ],
     )
-    def test_they_say_what_to_do(
+    def test_refusals_explain_what_to_do(
         self, hub: HubServer, files: dict[str, bytes], place: str, error: type, text: str
     ) -> None:
         hub.repositories |= {
@@ -365,7 +367,7 @@ class TestRefusals:
             opened(storage_options={"token": "hf_wrong"})
         assert "hf_wrong" not in str(caught.value)
 
-    def test_writing(self, hub: HubServer) -> None:
+    def test_writing_is_refused(self, hub: HubServer) -> None:
         with pytest.raises(xckpt.UnsupportedError, match=r"only read.*hf upload"):
             xckpt.save(xr.Dataset({"w": ("x", np.ones(3))}), f"{MODEL}/w.safetensors")
         assert not hub.requests
@@ -389,9 +391,7 @@ class TestRefusals:
             opened()
 
     @pytest.mark.parametrize("answer", ["{}", "[1]", '[{"path": "a", "type": "file"}]', "<html>"])
-    def test_answers_that_are_none(
-        self, hub: HubServer, files: dict[str, bytes], answer: str
-    ) -> None:
+    def test_invalid_answers(self, hub: HubServer, files: dict[str, bytes], answer: str) -> None:
         hub.behaviour.listing = answer
         with pytest.raises(OSError, match=r"the Hub (lists .* as a file|does not answer)"):
             opened()
@@ -464,7 +464,7 @@ class TestHostileAnswers:
             (COMMIT, _new_page, "lists a folder without end; 110 files so far"),
         ],
     )
-    def test_they_are_errors_in_bounded_time_and_memory(
+    def test_hostile_answers_are_errors_in_bounded_time_and_memory(
         self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, url: str, answer: Any, text: str
     ) -> None:
         monkeypatch.setattr(storage_hub, "_MOST_FILES", 100)
@@ -475,7 +475,7 @@ class TestHostileAnswers:
         assert url in str(caught.value)
         assert time.monotonic() - start < 20
 
-    def test_a_slow_one_is_a_time_out(self, hub: HubServer) -> None:
+    def test_a_slow_answer_is_a_time_out(self, hub: HubServer) -> None:
         hub.behaviour.hostile = _slow
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=MODEL):
@@ -497,7 +497,7 @@ class TestHostileAnswers:
 
 class TestBusyServers:
     @pytest.mark.parametrize("host", ["hub", "copies"])
-    def test_they_are_asked_again(self, hub: HubServer, folder: Path, host: str) -> None:
+    def test_busy_servers_are_retried(self, hub: HubServer, folder: Path, host: str) -> None:
         hub.behaviour.busy[host] = 3
         ds = opened()
         hub.behaviour.busy[host] = 3
@@ -513,7 +513,7 @@ class TestBusyServers:
 
     @pytest.mark.parametrize("commit", ["main", "known"])
     @pytest.mark.parametrize("header", ["retry_after", "rate_limit"])
-    def test_who_asks_for_too_long_is_not_waited_for(
+    def test_a_long_retry_after_is_not_obeyed(
         self, hub: HubServer, files: dict[str, bytes], header: str, commit: str
     ) -> None:
         if commit == "known":
@@ -523,20 +523,20 @@ class TestBusyServers:
         with pytest.raises(TimeoutError, match=r"429.*with a token.*240 seconds: try again"):
             opened(f"{MODEL}@{commit}")
 
-    def test_bodies_that_are_cut(self, hub: HubServer, folder: Path) -> None:
+    def test_truncated_bodies_are_retried(self, hub: HubServer, folder: Path) -> None:
         hub.behaviour.cut = 6
         xr.testing.assert_equal(opened().compute(), xr.open_dataset(folder).compute())
         assert hub.behaviour.cut == 0
 
 
 class TestCommands:
-    def test_in_this_process(
+    def test_commands_in_this_process(
         self, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(["info", f"{MODEL}@main", "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["tensors"]) == 8
 
-    def test_one_that_is_killed(self, hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    def test_a_killed_command(self, hub: HubServer, folder: Path, tmp_path: Path) -> None:
         hub.repositories["org/model"].private = True
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
         target = tmp_path / "copy.zt"

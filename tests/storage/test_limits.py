@@ -45,7 +45,9 @@ def test_memory_of_this_machine() -> None:
     assert nbytes is None or nbytes > 0
 
 
-def test_nothing_is_known(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_information_memory_is_unknown(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (machine / "meminfo").write_text("nothing here")
     monkeypatch.delattr("os.sysconf", raising=False)
     assert available_nbytes() is None
@@ -75,14 +77,14 @@ def test_memory_of_a_control_group_of_the_first_version(machine: Path) -> None:
     assert available_nbytes() == 31 * KIB
 
 
-def test_a_read_that_fits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fits_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "available_nbytes", lambda: 1 << 30)
     require_memory(1 << 30)
     with pytest.raises(TooLargeError, match=r"^1073741825 bytes \(1\.00 GiB\).*1\.00 GiB is avail"):
         require_memory((1 << 30) + 1)
 
 
-def test_what_is_available_is_not_asked_for_small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_reads_skip_the_check_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "available_nbytes", lambda: 0)
     require_memory(1 << 20)
     with pytest.raises(TooLargeError):
@@ -102,7 +104,7 @@ def test_the_limit_is_an_option(limit: object, monkeypatch: pytest.MonkeyPatch) 
             require_memory(UNCHECKED_NBYTES)
 
 
-def test_the_error_is_one_of_ours_and_of_python() -> None:
+def test_the_error_is_a_package_error_and_a_memory_error() -> None:
     assert issubclass(TooLargeError, UnsupportedError)
     assert issubclass(TooLargeError, MemoryError)
     error = TooLargeError("too many", path="m.zt", tensor="w")

@@ -50,7 +50,7 @@ def source(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     ("offset", "nbytes"),
     [(0, 0), (0, 1), (5, 1000), (0, 1 << 20), ((1 << 20) - 1, 1), (1 << 20, 0)],
 )
-def test_reads_and_views_are_the_bytes(source: Source, offset: int, nbytes: int) -> None:
+def test_reads_and_views_return_the_bytes(source: Source, offset: int, nbytes: int) -> None:
     for get in (source.read, source.view):
         got = get(offset, nbytes)
         assert isinstance(got, memoryview)
@@ -71,7 +71,7 @@ def test_ranges_outside_are_refused_before_allocating(
         assert (caught.value.offset, caught.value.path) == (offset, source.name)
 
 
-def test_a_read_is_memory_of_its_own(source: Source, path: Path) -> None:
+def test_reads_do_not_share_memory(source: Source, path: Path) -> None:
     got = source.read(10, 10)
     got[0] = 0
     assert path.read_bytes() == DATA
@@ -112,7 +112,7 @@ def test_ranges_of_a_map_are_views(path: Path) -> None:
     assert all(map(is_mapped, pieces))
 
 
-def test_what_is_missing_or_no_file(tmp_path: Path) -> None:
+def test_missing_files_and_folders_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.zt"):
         open_source(tmp_path / "none.zt")
     with pytest.raises(IsADirectoryError, match=tmp_path.name):
@@ -132,7 +132,7 @@ def test_without_permission(path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
-def test_what_a_disk_says_of_an_open_file_names_it_and_of_a_closed_one_is_not_heard(
+def test_disk_errors_name_an_open_file_and_are_ignored_on_close(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
@@ -492,9 +492,7 @@ def test_an_error_of_the_system_names_the_file(path: Path, monkeypatch: pytest.M
     assert source.read(7, 100) == DATA[7:107]
 
 
-def test_a_file_that_the_server_forgot_is_opened_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_file_handle_is_reopened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(path)
     failing(monkeypatch, [errno.ESTALE])
     assert source.read(7, 100) == DATA[7:107]
@@ -508,7 +506,7 @@ def test_a_file_that_the_server_forgot_is_opened_again(
         source.read(7, 100)
 
 
-def test_pieces_and_blocks(source: Source) -> None:
+def test_ranges_and_blocks_equal_single_reads(source: Source) -> None:
     offsets = [(1 << 20) - 10, 0, 500, 501, 0]
     memory = np.zeros(50, np.uint8)
     source.read_pieces(offsets, 10, memory.data)
@@ -545,7 +543,7 @@ def test_a_tilde_is_a_home_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("location", ["a\0b", "file:///a%00b", "~\0/m.zt"])
-def test_a_null_character_is_told(location: str) -> None:
+def test_a_null_character_is_an_error(location: str) -> None:
     for use in (open_source, local_path):
         with pytest.raises(ValueError, match=r"the path '.*0.*' has a null character"):
             use(location)

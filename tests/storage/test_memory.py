@@ -81,7 +81,7 @@ def fsspec_file() -> Any:
         yield file
 
 
-def test_reads_are_the_bytes(source: Source) -> None:
+def test_reads_return_the_bytes(source: Source) -> None:
     assert source.size == len(DATA)
     for offset, nbytes in ((0, 0), (99_999, 1), (5, 20_000), (0, 100_000), (7, 1)):
         for get in (source.read, source.view):
@@ -98,7 +98,7 @@ def test_ranges_outside_are_refused(source: Source) -> None:
                 get(offset, nbytes)
 
 
-def test_a_read_is_memory_of_its_own(source: Source) -> None:
+def test_reads_do_not_share_memory(source: Source) -> None:
     source.read(0, 10)[:] = bytes(10)
     assert source.read(0, 10) == DATA[:10]
 
@@ -138,7 +138,7 @@ def test_empty_bytes() -> None:
 
 
 @pytest.mark.parametrize("make", [open_source, lambda data: open_source(io.BytesIO(data))])
-def test_what_is_in_memory_pickles_with_its_contents(make: Any) -> None:
+def test_sources_in_memory_pickle_with_their_contents(make: Any) -> None:
     source = make(DATA)
     copy = pickle.loads(pickle.dumps(source))
     assert copy == source
@@ -158,7 +158,7 @@ def file_file_on_disk(tmp_path: Path) -> Any:
         yield file
 
 
-def test_the_position_stays(file_file_on_disk: Any) -> None:
+def test_the_position_of_a_file_object_is_unchanged(file_file_on_disk: Any) -> None:
     file_file_on_disk.seek(77)
     source = open_source(file_file_on_disk)
     assert file_file_on_disk.tell() == 77
@@ -184,7 +184,7 @@ def test_a_buffer_that_shrinks() -> None:
     assert file.tell() == 0
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_unusable_file_objects(tmp_path: Path) -> None:
     path = tmp_path / "m.txt"
     path.write_text("abc")
     with path.open() as text, pytest.raises(TypeError, match="'rb'"):
@@ -204,7 +204,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("obj", [None, 5, ["a.zt"], object()])
-def test_what_is_no_file_at_all(obj: object) -> None:
+def test_objects_that_are_not_files(obj: object) -> None:
     with pytest.raises(TypeError, match=type(obj).__name__):
         open_source(obj)
     assert not is_remote(obj)

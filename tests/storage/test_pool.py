@@ -15,7 +15,7 @@ class Thing:
     pass
 
 
-def test_the_least_recently_used_is_let_go() -> None:
+def test_the_least_recently_used_is_closed() -> None:
     pool: Pool[Thing] = Pool(limit=2)
     a, b = pool.get("a", Thing), weakref.ref(pool.get("b", Thing))
     pool.get("a", Thing)
@@ -26,7 +26,7 @@ def test_the_least_recently_used_is_let_go() -> None:
     assert b() is None
 
 
-def test_what_is_in_use_outlives_the_pool() -> None:
+def test_entries_in_use_outlive_eviction() -> None:
     pool: Pool[Thing] = Pool(limit=1)
     used = pool.get("a", Thing)
     pool.get("b", Thing)
@@ -34,7 +34,7 @@ def test_what_is_in_use_outlives_the_pool() -> None:
     assert pool.get("a", Thing) is not used
 
 
-def test_things_of_different_sizes() -> None:
+def test_entries_of_different_sizes() -> None:
     pool: Pool[bytes] = Pool(10, len)
     for key, size in {"a": 4, "b": 4, "c": 3}.items():
         pool.get(key, lambda size=size: bytes(size))  # type: ignore[misc]
@@ -76,7 +76,7 @@ def test_threads_that_open_at_the_same_time_get_the_same() -> None:
     assert len(set(map(id, got))) == 1
 
 
-def test_opening_one_does_not_hold_up_others() -> None:
+def test_opening_an_entry_does_not_block_others() -> None:
     pool: Pool[Thing] = Pool()
 
     def opener() -> Thing:
@@ -116,7 +116,7 @@ def test_a_forked_child_starts_empty_and_waits_for_no_lock() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_where_too_many_files_are_open_idle_ones_are_let_go(number: int) -> None:
+def test_idle_files_are_closed_at_the_descriptor_limit(number: int) -> None:
     pool: Pool[Thing] = Pool()
     used, idle = pool.get("used", Thing), weakref.ref(pool.get("idle", Thing))
 

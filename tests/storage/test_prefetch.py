@@ -99,7 +99,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 class TestScans:
     @every_scan
-    def test_many_requests_at_a_time_for_each_byte_once(
+    def test_scans_request_each_byte_once_in_parallel(
         self, scan: Any, web: WebServer, path: Path, tmp_path: Path
     ) -> None:
         opened(web)  # the header is kept
@@ -126,7 +126,7 @@ class TestScans:
         of_file = [request for request in web.requests if request[1] == "/m.zt"]
         assert len(of_file) <= (4 if scan is SCANS["compare"] else 3)
 
-    def test_what_is_computed_may_be_written_to(self, web: WebServer) -> None:
+    def test_computed_arrays_are_writable(self, web: WebServer) -> None:
         ds = opened(web)
         first, second = ds.compute(), ds.compute()
         for name in ds.variables:
@@ -135,7 +135,7 @@ class TestScans:
             values[...] = 0
         xr.testing.assert_identical(ds.compute(), second)
 
-    def test_small_ranges_that_are_wanted_between_large_ones(
+    def test_small_ranges_between_large_ones_are_merged(
         self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(prefetch, "_GAP", 1000)
@@ -166,7 +166,7 @@ class TestScans:
         assert web.faults
 
     @every_scan
-    def test_a_file_that_is_replaced_meanwhile(
+    def test_a_file_replaced_during_a_scan(
         self, scan: Any, web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened(web)  # the header is kept: what is taken first are data
@@ -211,7 +211,9 @@ class TestScans:
         )  # with what each of two blocks has and waits for
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-    def test_an_end_in_the_middle(self, error: type[BaseException], web: WebServer) -> None:
+    def test_an_abandoned_scan_stops_reading(
+        self, error: type[BaseException], web: WebServer
+    ) -> None:
         opened(web)
         web.behaviour.latency = 0.2
 
@@ -224,7 +226,7 @@ class TestScans:
             xckpt.stats(f"{web.url}/m.zt", cache=False, progress=end)
         assert time.monotonic() - start < 10  # much less than the 30 seconds of a time-out
 
-    def test_a_server_that_is_busy_is_asked_again(self, web: WebServer, path: Path) -> None:
+    def test_a_busy_server_is_retried(self, web: WebServer, path: Path) -> None:
         ds = opened(web)
         web.behaviour.busy = 40
         xr.testing.assert_identical(
@@ -232,7 +234,7 @@ class TestScans:
         )
 
 
-class TestAnythingElse:
+class TestOtherReads:
     def test_a_row_is_one_request_for_its_own_bytes(self, web: WebServer) -> None:
         ds = opened(web)
         web.requests.clear()
@@ -294,7 +296,7 @@ class TestAnythingElse:
         assert len(set(of_file)) == len(of_file)
         assert {method for method, _ in of_file} == {"GET"}
 
-    def test_who_waits_for_what_another_gives_up_reads_it(self, web: WebServer) -> None:
+    def test_a_waiting_reader_takes_over_an_abandoned_request(self, web: WebServer) -> None:
         source = open_source(f"{web.url}/m.zt")
         web.behaviour.latency = 0.3
         with ThreadPoolExecutor(1) as pool:
@@ -370,7 +372,7 @@ places = st.tuples(st.integers(0, 5000), st.integers(0, 3000))
     unannounced=st.lists(places, max_size=30),
     in_order=st.booleans(),
 )
-def test_whatever_is_announced_and_read(
+def test_any_announced_and_read_ranges(
     announced: list[tuple[int, int]], unannounced: list[tuple[int, int]], in_order: bool
 ) -> None:
     data = np.random.default_rng(1).bytes(8000)

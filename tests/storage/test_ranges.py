@@ -18,14 +18,14 @@ RANGES = st.lists(
 
 
 @given(RANGES, st.integers(0, 200))
-def test_reads_what_is_asked_in_its_order(ranges: list[tuple[int, int]], gap: int) -> None:
+def test_ranges_come_in_the_requested_order(ranges: list[tuple[int, int]], gap: int) -> None:
     source = CountingSource(DATA)
     pieces = source.read_ranges(ranges, gap=gap)
     assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in ranges]
 
 
 @given(RANGES, st.integers(0, 200))
-def test_what_is_read_is_apart_and_in_order(ranges: list[tuple[int, int]], gap: int) -> None:
+def test_merged_ranges_are_disjoint_and_ordered(ranges: list[tuple[int, int]], gap: int) -> None:
     reading = CountingSource(DATA)
     reading.read_ranges(ranges, gap=gap)
     assert all(b - (a + n) > gap for (a, n), (b, _) in pairwise(reading.reads))
@@ -38,7 +38,7 @@ def test_near_ranges_are_one_request() -> None:
     assert source.reads == [(0, 15), (100, 25)]
 
 
-def test_merging_stops_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_ranges_have_a_maximum_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_source, "_LARGEST_MERGED", 100)
     source = CountingSource(DATA)
     pieces = source.read_ranges([(0, 90), (90, 20), (110, 400), (510, 10), (120, 5)], gap=0)
@@ -46,7 +46,7 @@ def test_merging_stops_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.reads == [(0, 90), (90, 20), (110, 400), (510, 10)]
 
 
-def test_nothing_is_read_where_one_range_is_outside() -> None:
+def test_an_invalid_range_reads_nothing() -> None:
     source = CountingSource(DATA)
     with pytest.raises(FormatError, match="1000"):
         source.read_ranges([(0, 10), (995, 10)])

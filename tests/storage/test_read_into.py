@@ -18,7 +18,7 @@ DATA = bytes(range(256)) * 40
 
 
 @pytest.mark.parametrize("kind", ["path", "no maps", "bytes", "object"])
-def test_it_fills_memory_and_nothing_around(tmp_path: Path, kind: str) -> None:
+def test_read_into_fills_exactly_the_given_memory(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "data"
     path.write_bytes(DATA)
     location: Any = {"bytes": DATA, "object": io.BytesIO(DATA)}.get(kind, path)

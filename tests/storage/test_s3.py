@@ -56,7 +56,7 @@ def opened(s3: S3Server, url: str = KEY, **options: Any) -> xr.Dataset:
     return xr.open_dataset(url, engine="ztensor", storage_options=s3.options, **options)
 
 
-def test_ten_thousand_tensors_are_three_requests_and_then_one(s3: S3Server) -> None:
+def test_ten_thousand_tensors_take_three_requests_and_then_one(s3: S3Server) -> None:
     arrays = {f"t{n}": np.full((2, 2), n, "<f4") for n in range(10_000)}
     s3.put(**{"many.zt": zt(arrays)})
     ds = opened(s3, f"s3://{BUCKET}/many.zt")
@@ -91,7 +91,7 @@ def test_reading_all_reads_each_byte_once(s3: S3Server) -> None:
         np.testing.assert_array_equal(ds.variables[name], values)
 
 
-def test_requests_that_fail_now_and_then_do_not_show(s3: S3Server) -> None:
+def test_occasional_failures_are_retried(s3: S3Server) -> None:
     s3.failing, before = 0.1, s3.faults
     ds = opened(s3)
     for name, values in list(ARRAYS.items())[:120]:  # one by one: all of them are one request
@@ -99,7 +99,7 @@ def test_requests_that_fail_now_and_then_do_not_show(s3: S3Server) -> None:
     assert s3.faults - before > 5
 
 
-def test_a_range_that_is_never_there_is_an_error(s3: S3Server) -> None:
+def test_a_range_that_always_fails_is_an_error(s3: S3Server) -> None:
     ds = opened(s3)
     s3.refuse = lambda _path, byte_range: byte_range is not None
     with pytest.raises(OSError, match=r"m\.zt") as caught:
@@ -129,7 +129,7 @@ def test_a_store_that_is_silent_is_a_time_out(s3: S3Server) -> None:
     assert time.monotonic() - start < 4
 
 
-def test_what_is_no_object(s3: S3Server) -> None:
+def test_missing_objects_are_errors(s3: S3Server) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.zt"):
         opened(s3, f"s3://{BUCKET}/none.zt")
     assert open_source(f"s3://{BUCKET}/empty", storage_options=s3.options).size == 0
@@ -175,7 +175,7 @@ def test_names_that_lead_elsewhere_are_errors(s3: S3Server, key: str) -> None:
 
 
 class TestOptions:
-    def test_those_of_other_libraries(self, s3: S3Server) -> None:
+    def test_options_of_other_libraries_are_accepted(self, s3: S3Server) -> None:
         endpoint = {"endpoint_url": s3.url}
         credentials = {"key": "test", "secret": "test", "token": None}
         for options in (
@@ -188,7 +188,7 @@ class TestOptions:
         ):
             assert open_source(KEY, storage_options=options).size > 0
 
-    def test_an_unknown_one_is_an_error_that_lists_those_that_there_are(self, s3: S3Server) -> None:
+    def test_an_unknown_option_lists_the_known_ones(self, s3: S3Server) -> None:
         with pytest.raises(ValueError, match=r"no key 'seceret' for s3.*secret.*S3Config"):
             open_source(KEY, storage_options={**s3.options, "seceret": "x"})
 

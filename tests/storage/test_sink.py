@@ -85,7 +85,7 @@ def test_abort_leaves_what_was_there(tmp_path: Path, *, overwrite: bool) -> None
     assert not overwrite or target.read_bytes() == b"old"
 
 
-def test_a_sink_that_is_forgotten_removes_its_file(tmp_path: Path) -> None:
+def test_a_garbage_collected_sink_removes_its_file(tmp_path: Path) -> None:
     Sink(tmp_path / "m.zt").write(b"new", 0)
     gc.collect()
     assert names(tmp_path) == []
@@ -111,7 +111,7 @@ def test_an_existing_file_is_refused_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_that_came_meanwhile_is_refused_at_commit(
+def test_a_file_created_meanwhile_is_refused_at_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
 ) -> None:
     if not links:
@@ -214,7 +214,7 @@ def test_names_that_are_as_long_as_can_be(tmp_path: Path) -> None:
     assert target.read_bytes() == b"new"
 
 
-def test_left_overs_are_removed_and_files_in_use_are_not(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_files_in_use_are_not(tmp_path: Path) -> None:
     target = tmp_path / "m.zt"
     mine = Sink(target)
     leftover = tmp_path / f".m.zt.0badcafe{PARTIAL_SUFFIX}"
@@ -257,7 +257,7 @@ def test_a_file_that_another_writer_is_about_to_remove_is_not_used(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
-def test_a_left_over_that_has_both_names_is_removed_by_who_appends(tmp_path: Path) -> None:
+def test_a_leftover_link_is_removed_when_appending(tmp_path: Path) -> None:
     """Its writer was killed between `link` and `unlink`; who appends has locked the file."""
     import fcntl
 
@@ -302,7 +302,7 @@ def test_no_error_is_raised_when_the_new_file_is_there(
     assert names(tmp_path) == ["m.zt"]
 
 
-def test_whether_a_name_is_taken_is_not_guessed(
+def test_a_failed_check_for_an_existing_file_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
@@ -316,7 +316,7 @@ def test_whether_a_name_is_taken_is_not_guessed(
             sink.is_taken()
 
 
-def test_a_ctrl_c_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -409,7 +409,7 @@ def test_many_writers_at_once_each_leave_a_whole_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["m.zt"]
 
 
-def test_a_folder_that_is_not_brought_to_the_disk_is_a_warning(
+def test_a_folder_that_is_not_synced_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is there: an error would say that it is not."""
@@ -468,7 +468,7 @@ def test_names_change_one_after_another_and_a_killed_writer_locks_nothing(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
-def test_who_waited_for_a_lock_does_not_take_one_that_is_gone(tmp_path: Path) -> None:
+def test_a_waiting_writer_does_not_use_a_removed_lock(tmp_path: Path) -> None:
     target, inside = tmp_path / "m.zt", [0]
     most: list[int] = []
 
@@ -499,7 +499,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == ["m.zt"]
 
 
-def test_what_another_writer_replaced_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_file_that_another_writer_replaced_stays(tmp_path: Path) -> None:
     target = tmp_path / "m.zt"
     target.write_bytes(b"old")
     for replacement in (b"other", b"dlo"):

@@ -72,11 +72,11 @@ class TestReading:
         assert b"".join(source.blocks(0, len(DATA))) == DATA
         assert web.nbytes_sent == 2 * len(DATA)
 
-    def test_what_is_read_may_be_written_to_and_a_view_may_not(self, source: Source) -> None:
+    def test_reads_are_writable_and_views_are_not(self, source: Source) -> None:
         assert not source.read(0, 100).readonly
         assert source.view(0, 100).readonly
 
-    def test_connections_are_used_again(self, web: WebServer, source: Source) -> None:
+    def test_connections_are_reused(self, web: WebServer, source: Source) -> None:
         for start in range(0, len(DATA) - (1 << 20), 1 << 18):
             assert source.read(start, 1 << 20) == DATA[start : start + (1 << 20)]
         assert len(web.gets) > 5
@@ -170,22 +170,20 @@ class TestOptions:
         "limits",
         [{"time_out": 1}, {"timeout": 0}, {"timeout": "1"}, {"retries": -1}, {"timeout": 1e999}],
     )
-    def test_limits_that_are_wrong(self, web: WebServer, limits: dict[str, Any]) -> None:
+    def test_invalid_limits(self, web: WebServer, limits: dict[str, Any]) -> None:
         for options in ({"xckpt": limits}, limits):
             with pytest.raises(ValueError, match="storage_options"):
                 open_source(f"{web.url}/m.zt", storage_options=options)
 
-    def test_an_unknown_one_is_an_error_that_lists_those_that_there_are(
-        self, web: WebServer
-    ) -> None:
+    def test_an_unknown_option_lists_the_known_ones(self, web: WebServer) -> None:
         with pytest.raises(ValueError, match=r"no key 'hedaers' for http.*headers.*verify"):
             open_source(f"{web.url}/m.zt", storage_options={"hedaers": {}})
 
-    def test_the_rate_that_was_once_an_option(self, web: WebServer) -> None:
+    def test_the_former_rate_option_is_explained(self, web: WebServer) -> None:
         with pytest.warns(FutureWarning, match=r"'min_rate'.*'read_timeout'"):
             open_source(f"{web.url}/m.zt", storage_options={"xckpt": {"min_rate": 1000}})
 
-    def test_ours_do_not_reach_a_glob_or_an_upload(self) -> None:
+    def test_package_options_are_not_passed_to_globs_and_uploads(self) -> None:
         from xckpt.opening.sharding import list_files
         from xckpt.storage.sink import UploadSink
 
@@ -296,7 +294,7 @@ class TestAnswers:
         with pytest.raises(OSError, match=r"asked for bytes 500\.\.600, got 501\.\.601"):
             source.read(500, 100)
 
-    def test_an_answer_that_does_not_say_what_it_is(self, web: WebServer, source: Source) -> None:
+    def test_an_answer_without_a_content_range(self, web: WebServer, source: Source) -> None:
         web.behaviour.content_range = False
         with pytest.raises(UnsupportedError, match="does not state which bytes"):
             source.read(500, 100)
@@ -326,7 +324,7 @@ class TestAnswers:
         with pytest.raises(FileNotFoundError, match=r"none\.zt"):
             open_source(f"{web.url}/none.zt")
 
-    def test_no_server_at_all(self) -> None:
+    def test_a_server_that_is_not_running(self) -> None:
         with WebServer(**{"m.zt": DATA}) as web:
             source = open_source(f"{web.url}/m.zt")
         for call in (lambda: source.read(0, 5), lambda: open_source(f"{web.url}/m.zt")):
@@ -334,7 +332,7 @@ class TestAnswers:
                 call()
             assert not isinstance(caught.value, FileNotFoundError)
 
-    def test_requests_that_fail_now_and_then_do_not_show(self, web: WebServer) -> None:
+    def test_occasional_failures_are_retried(self, web: WebServer) -> None:
         web.behaviour.failing, web.behaviour.latency = 0.2, 0.02
         ranges = [(offset, 8000) for offset in range(0, len(DATA) - 8000, 16_000)]
         source = open_source(f"{web.url}/m.zt")
@@ -366,7 +364,7 @@ class TestTime:
             assert len(web.requests) == 2
 
     @pytest.mark.parametrize("trickle", [0.05, float("inf")])
-    def test_a_body_that_hardly_comes_is_a_time_out(self, web: WebServer, trickle: float) -> None:
+    def test_a_stalled_body_is_a_time_out(self, web: WebServer, trickle: float) -> None:
         source = open_source(f"{web.url}/m.zt", storage_options=QUICK)
         web.behaviour.trickle = trickle
         start = time.monotonic()
@@ -374,7 +372,7 @@ class TestTime:
             source.read(0, 5000)
         assert time.monotonic() - start < 5
 
-    def test_a_body_that_comes_slowly_comes(self, web: WebServer) -> None:
+    def test_a_slow_body_is_read(self, web: WebServer) -> None:
         options = {"timeout": 30, "read_timeout": 0.5}
         source = open_source(f"{web.url}/m.zt", storage_options=options)
         web.behaviour.trickle = 0.02
@@ -469,7 +467,7 @@ class TestCredentials:
             ({}, "", "?token=SECRET"),
         ],
     )
-    def test_they_stay_with_the_server_that_they_are_for(
+    def test_credentials_are_not_sent_to_another_server(
         self, web: WebServer, other_host: WebServer, options: Any, user: str, query: str
     ) -> None:
         url = f"{web.url.replace('://', f'://{user}')}/m.zt{query}"
@@ -484,7 +482,7 @@ class TestCredentials:
             assert "SECRET" not in text
             assert "Authorization" not in text
 
-    def test_redirects_to_the_same_server_keep_them(self, web: WebServer) -> None:
+    def test_credentials_follow_redirects_to_the_same_server(self, web: WebServer) -> None:
         web.behaviour.files["/here"] = DATA
         web.behaviour.moved = {"/m.zt": "/here"}
         options = {"headers": {"X-Api-Key": "SECRET"}}
@@ -494,9 +492,7 @@ class TestCredentials:
         assert [path for _, path, _ in web.requests] == ["/here"]
         assert web.headers[0]["X-Api-Key"] == "SECRET"
 
-    def test_an_address_that_has_expired_is_asked_for_again(
-        self, web: WebServer, other_host: WebServer
-    ) -> None:
+    def test_an_expired_address_is_renewed(self, web: WebServer, other_host: WebServer) -> None:
         options = {"headers": {"X-Api-Key": "SECRET"}}
         source = open_source(f"{web.url}/m.zt", storage_options=options)
         other_host.behaviour.files["/new"] = other_host.behaviour.files.pop("/m.zt")
@@ -540,7 +536,7 @@ class Rows:
 
 class TestProcesses:
     @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-    def test_another_process(self, source: Source, method: Any) -> None:
+    def test_a_source_pickles_to_another_process(self, source: Source, method: Any) -> None:
         read_some(source)
         assert len(pickle.dumps(source)) < 1000
         with get_context(method).Pool(1) as workers:
@@ -548,7 +544,7 @@ class TestProcesses:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-    def test_a_forked_one_says_what_to_do(self, source: Source) -> None:
+    def test_a_read_in_a_fork_explains_what_to_do(self, source: Source) -> None:
         read_some(source)
         start = time.monotonic()
         with (

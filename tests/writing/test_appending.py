@@ -89,7 +89,7 @@ def test_the_old_bytes_stay_and_all_tensors_are_there(model: Path) -> None:
     assert names(model.parent) == ["m.zt"]
 
 
-def test_generation_upon_generation(model: Path) -> None:
+def test_appending_many_times(model: Path) -> None:
     for number in range(5):
         append(xr.Dataset({f"g{number}": ("n", np.full(1000, number))}), model)
     ds = opened(model)
@@ -105,7 +105,7 @@ def test_sparse_tensors_and_trees(model: Path) -> None:
     assert np.array_equal(opened(model)["a.b.s"].values, np.eye(5))
 
 
-def test_names_are_taken_unless_they_are_replaced(model: Path) -> None:
+def test_existing_names_are_refused_without_replace(model: Path) -> None:
     before = model.read_bytes()
     new = xr.Dataset({"b": ("out", np.ones(300)), "c": ("out", np.ones(300))})
     with pytest.raises(ValueError, match=r"has a tensor 'b'; replace=True"):
@@ -130,7 +130,7 @@ def test_tensors_of_the_file_itself_under_new_names(model: Path) -> None:
         ds["w"].compute()
 
 
-def test_losses_are_warnings_and_faults_are_errors(model: Path) -> None:
+def test_losses_warn_and_faults_raise(model: Path) -> None:
     before = model.read_bytes()
     ds = xr.Dataset({"v": ("n", np.zeros(2))}, coords={"name": ("n", ["a", "b"])})
     with pytest.warns(CheckpointWarning, match="without numbers.*'name'") as caught:
@@ -149,7 +149,7 @@ def test_losses_are_warnings_and_faults_are_errors(model: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*without a place:xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e != "ztensor"])
-def test_formats_that_do_not_grow(engine: str, tmp_path: Path) -> None:
+def test_formats_without_appending(engine: str, tmp_path: Path) -> None:
     ds = xr.Dataset({"w": ("n", np.zeros(2, "f4"))})
     save(ds, tmp_path / "m", engine)
     before = (tmp_path / "m").read_bytes()
@@ -160,7 +160,7 @@ def test_formats_that_do_not_grow(engine: str, tmp_path: Path) -> None:
     assert (tmp_path / "m").read_bytes() == before
 
 
-def test_only_to_a_file_that_is_there(tmp_path: Path) -> None:
+def test_appending_needs_an_existing_file(tmp_path: Path) -> None:
     ds = xr.Dataset({"w": ("n", np.zeros(2, "f4"))})
     with pytest.raises(FileNotFoundError):
         append(ds, tmp_path / "m.zt")
@@ -174,7 +174,7 @@ def test_only_to_a_file_that_is_there(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.zt", "b.zt"]
 
 
-def test_a_url(tmp_path: Path) -> None:
+def test_appending_to_a_url(tmp_path: Path) -> None:
     save(xr.Dataset({"a": ("n", np.arange(3))}), "memory://appended/m.zt")
     append(xr.Dataset({"b": ("n", np.arange(4))}), "memory://appended/m.zt")
     ds = xr.open_dataset("memory://appended/m.zt", engine="ztensor")
@@ -243,7 +243,7 @@ def test_concurrent_changes_of_another_process_survive(model: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["append", "convert", "save", "computed", "stacked", "delayed"])
-def test_results_of_the_old_file_undo_nothing(
+def test_computed_results_of_the_old_file_undo_nothing(
     kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another writer is there first when all is read and written, but for the name."""

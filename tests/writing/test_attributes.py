@@ -101,7 +101,7 @@ def test_nothing_is_lost_silently_between_two_formats(old: str, new: str, tmp_pa
 
 
 @pytest.mark.parametrize("new", ENGINES)
-def test_only_what_has_no_place_is_told(new: str, tmp_path: Path) -> None:
+def test_warnings_list_only_lost_attributes(new: str, tmp_path: Path) -> None:
     text = told(save, rich(new), tmp_path / "m", new, **OPTIONS.get(new, {}))
     can = formats.writable(new).can
     for places, attrs in [
@@ -127,7 +127,7 @@ def test_formats_of_texts_have_json(engine: str, tmp_path: Path) -> None:
     assert (attrs["licence"], attrs["empty"]) == ("MIT", "")
 
 
-class TestWhatAFileStatesItself:
+class TestStatedAttributes:
     """What the opened file said of itself is said anew; what a user said does not go unnoticed."""
 
     def saved(self, engine: str, tmp_path: Path) -> xr.Dataset:
@@ -157,19 +157,19 @@ class TestWhatAFileStatesItself:
                 lost = missing(index_of(changed), read_index(tmp_path / key), text)
                 assert not [line for line in lost if line.startswith(repr(key))]
 
-    def test_it_is_told_in_which_way(self, tmp_path: Path) -> None:
+    def test_the_warning_states_the_change(self, tmp_path: Path) -> None:
         w = xr.Variable("n", np.ones(2, "f4"), {"base_id": "mine"})
         ds = xr.Dataset({"w": w}, attrs={"kind": "gpt", "config": {}, "ids": "mine"})
         text = told(save, ds, tmp_path / "m", "gptrs")
         assert "attributes of the file without a place: 'ids'" in text
         assert "attributes of tensors that the file states otherwise: 'base_id'" in text
 
-    def test_an_option_takes_the_place_of_an_attribute(self, tmp_path: Path) -> None:
+    def test_an_option_replaces_an_attribute(self, tmp_path: Path) -> None:
         ds = xr.Dataset({"w": ("n", np.ones(2, "f4"))}, attrs={"kind": "gpt", "config": {}})
         assert told(save, ds, tmp_path / "m", "gptrs", kind="mlp") == ""
         assert read_index(tmp_path / "m").attrs["kind"] == "mlp"
 
-    def test_a_file_that_grows(self, tmp_path: Path) -> None:
+    def test_appending_keeps_stated_attributes(self, tmp_path: Path) -> None:
         ds = xr.Dataset({"w": ("n", np.ones(2, "f4"))})
         save(ds, tmp_path / "m.zt")
         more = ds.rename(w="v").assign_attrs(generator="mine", note="x")
@@ -177,7 +177,7 @@ class TestWhatAFileStatesItself:
         assert "'generator'" in text
         assert "'note'" not in text
 
-    def test_compressed_and_in_several_files(self, tmp_path: Path) -> None:
+    def test_compressed_and_sharded_files(self, tmp_path: Path) -> None:
         w = xr.Variable("n", np.ones(2000, "f4"), {"type": "mine", "note": "x"})
         ds = xr.Dataset({"v": w, "w": w}, coords={"n": np.arange(2000)}, attrs={"total_size": 1})
         encoding = {"*": {"compression": "zstd", "digest": "sha256"}}

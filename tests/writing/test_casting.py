@@ -67,16 +67,14 @@ def test_the_smallest_type_that_holds_all_values(
         ("float16", ["float8_e5m2"], "float8_e5m2"),
     ],
 )
-def test_the_nearest_type_only_where_that_is_allowed(
-    name: str, writes: list[str], nearest: str
-) -> None:
+def test_the_nearest_type_needs_permission(name: str, writes: list[str], nearest: str) -> None:
     for cast in ("exact", "never"):
         with pytest.raises(UnsupportedError, match=rf"'w': {name} .* \[Dtype\].*cast='allow'"):
             choose_type(name, writes, cast, tensor="w")
     assert choose_type(name, writes, "allow", tensor="w") == nearest
 
 
-def test_never_converts_nothing() -> None:
+def test_never_refuses_every_cast() -> None:
     with pytest.raises(UnsupportedError, match="bfloat16"):
         choose_type("bfloat16", ["float32"], "never", tensor="w")
     with pytest.raises(UnsupportedError, match="complex64"):
@@ -88,7 +86,7 @@ def test_never_converts_nothing() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("wide", ["float32", "float64", "int32", "complex64", "float16"])
-def test_a_type_that_is_chosen_holds_every_value_and_gives_it_back(name: str, wide: str) -> None:
+def test_chosen_types_hold_and_return_every_value(name: str, wide: str) -> None:
     try:
         chosen = choose_type(name, [wide], "exact", tensor="w")
     except UnsupportedError:
@@ -109,7 +107,7 @@ def test_decoded_values_are_encoded_to_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [*product(IEEE[:2], IEEE[2:])])
-def test_exact_gives_back_each_bit_or_refuses(wide: str, narrow: str) -> None:
+def test_exact_casts_return_each_bit_or_raise(wide: str, narrow: str) -> None:
     rng = np.random.default_rng(0)
     size = stored_dtype(wide).itemsize
     random = rng.integers(0, 2**63, 2000, np.uint64).astype(f"u{size}").view(wide)
@@ -166,7 +164,7 @@ def test_the_error_names_the_element_and_what_to_do() -> None:
     assert rounded.astype("f4").tolist() == [[1, 2], [3.5, 1]]
 
 
-def test_a_sign_of_zero_and_a_part_of_a_complex_number_are_not_lost() -> None:
+def test_exact_casts_keep_signs_of_zero_and_imaginary_parts() -> None:
     for values, name in [(np.array([-0.0]), "int8"), (np.array([1 + 1j]), "float64")]:
         with pytest.raises(UnsupportedError, match="element"):
             convert(values, name, "exact")
@@ -185,7 +183,7 @@ def test_arrays_of_the_right_type_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("name", ["float8_e5m2", "bfloat16", "float16"])
-def test_nan_without_axes_keep_their_payload(name: str) -> None:
+def test_scalar_nan_keep_their_payload(name: str) -> None:
     value = all_values(name)[-3]
     assert np.isnan(value)
     wide = convert(np.array(value), "float32", "exact")

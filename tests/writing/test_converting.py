@@ -131,7 +131,7 @@ def test_compression(
 
 
 @pytest.mark.parametrize("target", ["raw", "recoded", "pieces", "gathered", "compressed"])
-def test_damage_gets_no_fresh_digest(target: str, model: Path, tmp_path: Path) -> None:
+def test_damaged_tensors_get_no_new_digest(target: str, model: Path, tmp_path: Path) -> None:
     name = "small" if target == "gathered" else "big"
     damaged = bytearray(model.read_bytes())
     damaged[read_index(model).tensors[name].parts["data"].offset + 7] ^= 1
@@ -162,7 +162,7 @@ def test_only_some_tensors(model: Path, tmp_path: Path) -> None:
     assert set(read_index(tmp_path / "new.safetensors").tensors) == {"big", "half"}
 
 
-def test_in_place(model: Path) -> None:
+def test_converting_in_place(model: Path) -> None:
     convert(model, model, tensors="b*", overwrite=True, **WHOLE)
     assert set(read_index(model).tensors) == {"big"}
     with pytest.raises(FileExistsError):
@@ -180,7 +180,7 @@ def test_exact_is_the_default(tmp_path: Path) -> None:
     assert variable.values.tolist() == np.array([0.1, 0.2], "f4").tolist()
 
 
-def test_holes_stay_holes(tmp_path: Path) -> None:
+def test_sparse_files_keep_their_holes(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     header = b'{"w":{"dtype":"F32","shape":[67108864],"data_offsets":[0,268435456]}}   '
     with path.open("wb") as file:
@@ -196,7 +196,7 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
     assert int((ds["w"] != 0).sum()) == 1
 
 
-def test_without_the_kernels_help(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_copying_by_the_kernel(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delattr(os, "copy_file_range")
     monkeypatch.delattr(os, "SEEK_DATA")
     convert(model, tmp_path / "slow.zt", verify=False, encoding={"*": {"digest": None}}, **WHOLE)
@@ -240,7 +240,7 @@ def test_an_odd_number_of_small_elements_is_not_rounded_up() -> None:
     assert [(start, bytes(read())) for start, read in data.pieces() or ()] == [(0, blocks)]
 
 
-def test_a_conversion_says_what_it_changed(model: Path, tmp_path: Path) -> None:
+def test_a_conversion_reports_its_changes(model: Path, tmp_path: Path) -> None:
     done = convert(model, tmp_path / "same.zt")
     assert (done.recasts, done.exact, done.tensors) == ((), True, 4)
     assert done.nbytes == (tmp_path / "same.zt").stat().st_size
@@ -262,7 +262,7 @@ def test_a_conversion_says_what_it_changed(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["convert", "verify"])
-def test_a_filter_that_matches_nothing_is_a_mistake(model: Path, tmp_path: Path, call: str) -> None:
+def test_a_filter_without_a_match_raises(model: Path, tmp_path: Path, call: str) -> None:
     arguments = {"convert": (model, tmp_path / "new.zt"), "verify": (model,)}[call]
     with pytest.raises(ValueError, match=r"matches none of the 4 tensors; similar names: 'small'"):
         getattr(xckpt, call)(*arguments, tensors="smal")
@@ -300,7 +300,7 @@ class TestNewNames:
             xr.testing.assert_identical(a, b)
 
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_in_every_format(self, engine: str, model: Path, tmp_path: Path) -> None:
+    def test_new_names_in_every_format(self, engine: str, model: Path, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
             done = convert(
@@ -316,7 +316,7 @@ class TestNewNames:
         with xr.open_dataset(tmp_path / "b.zt") as reopened:
             xr.testing.assert_identical(reopened, ds.rename(w="v"))
 
-    def test_quantised_weights_and_what_is_stored_for_them(self, tmp_path: Path) -> None:
+    def test_quantised_weights_and_their_scales(self, tmp_path: Path) -> None:
         path = GOLDEN / "hf-quantized" / "awq_gemm_group32"
         if not path.exists():
             pytest.skip(f"no quantised model at {path}")

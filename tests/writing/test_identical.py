@@ -90,7 +90,7 @@ def assert_the_same(reopened: xr.Dataset, saved: xr.Dataset) -> None:
 @with_room
 @settings(max_examples=8)
 @given(ds=datasets())
-def test_any_dataset(engine: str, options: dict[str, Any], ds: xr.Dataset) -> None:
+def test_any_dataset_is_restored(engine: str, options: dict[str, Any], ds: xr.Dataset) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, again = Path(folder) / "m", Path(folder) / "again"
         xckpt.save(ds, path, engine, **options)
@@ -155,12 +155,14 @@ class TestOptions:
     def test_stored_types(self, path: Path) -> None:
         assert_the_same(xr.open_dataset(path, decode=False), model())
 
-    def test_a_part_of_it(self, path: Path, engine: str, options: dict[str, Any]) -> None:
+    def test_a_part_of_a_restored_dataset(
+        self, path: Path, engine: str, options: dict[str, Any]
+    ) -> None:
         new, selection = path.with_name(f"part{path.suffix}"), {"x": slice(1, 3), "y": 0}
         xckpt.save(xr.open_dataset(path).isel(selection)[["w"]], new, engine, **options)
         assert_the_same(xr.open_dataset(new), model().isel(selection)[["w"]])
 
-    def test_a_conversion_keeps_it(self, path: Path) -> None:
+    def test_a_conversion_keeps_the_arrangement(self, path: Path) -> None:
         for number, (engine, options) in enumerate(WITH_ROOM):
             new = path.with_name(f"{number}{formats.get(engine).suffixes[0]}")
             xckpt.convert(path, new, engine, **options)
@@ -170,7 +172,7 @@ class TestOptions:
             assert ds.attrs["config"] == model().attrs["config"]
 
     @pytest.mark.filterwarnings("ignore:.*files disagree on the attributes")
-    def test_one_of_several_files(
+    def test_a_file_of_a_set_is_restored(
         self, path: Path, engine: str, options: dict[str, Any], tmp_path: Path
     ) -> None:
         more = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
@@ -179,7 +181,7 @@ class TestOptions:
         ds = xr.open_dataset(both, engine=engine)
         xr.testing.assert_equal(ds, model().merge(more))
 
-    def test_a_tree(self, path: Path, engine: str, options: dict[str, Any]) -> None:
+    def test_trees_are_restored(self, path: Path, engine: str, options: dict[str, Any]) -> None:
         nodes = {
             "/": model(),
             "/m": xr.Dataset({"v": ("x", np.ones(3))}, attrs={"kind": "attention"}),
@@ -199,7 +201,7 @@ class TestOptions:
 
 
 @with_room
-def test_an_array_of_several_axes_that_is_called_like_one(
+def test_an_array_of_several_axes_named_like_one(
     engine: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     ds = xr.Dataset({"x": (("t", "x"), np.ones((2, 3))), "v": ("x", np.ones(3))})
@@ -220,7 +222,9 @@ def test_other_programs_see_tensors(tmp_path: Path) -> None:
 
 
 @with_room
-def test_nothing_is_said_without_need(engine: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_plain_datasets_need_no_extra_attributes(
+    engine: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     ds = xr.Dataset({"a": ("d3", np.ones(3)), "b": (("d2", "d3"), np.ones((2, 3)))})
     xckpt.save(ds, tmp_path / "m", engine, **options)
     assert b"xckpt." not in (tmp_path / "m").read_bytes()
@@ -235,7 +239,7 @@ def test_losses_cause_a_warning(engine: str, tmp_path: Path) -> None:
 
 
 @with_room
-def test_attributes_that_json_lacks_are_told(
+def test_attributes_that_json_lacks_cause_a_warning(
     engine: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     if formats.get(engine).can.tensor_attrs is None:

@@ -38,7 +38,7 @@ def grown(path: Path, **options: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
-def test_the_maintained_reader_reads_what_grew(tmp_path: Path) -> None:
+def test_the_maintained_reader_reads_appended_files(tmp_path: Path) -> None:
     arrays = grown(tmp_path / "m.zt", version="2")
     assert ztensor.verify(str(tmp_path / "m.zt")).undigested == 0
     source = ztensor.open(str(tmp_path / "m.zt"))
@@ -49,7 +49,7 @@ def test_the_maintained_reader_reads_what_grew(tmp_path: Path) -> None:
         assert source[name]["data"].tobytes() == array.tobytes()
 
 
-def test_the_maintained_writer_appends_to_what_grew(tmp_path: Path) -> None:
+def test_the_maintained_writer_appends_to_appended_files(tmp_path: Path) -> None:
     arrays = grown(tmp_path / "m.zt", version="2")
     with ztensor.Writer(str(tmp_path / "m.zt"), canonical=False, append=True) as writer:
         writer.add("theirs", bytes(8), [2], "f32")
@@ -61,7 +61,7 @@ def test_the_maintained_writer_appends_to_what_grew(tmp_path: Path) -> None:
         assert np.array_equal(ds[name].values, array)
 
 
-def test_the_release_of_version_1_reads_what_grew(tmp_path: Path, old_release: Path) -> None:
+def test_the_release_of_version_1_reads_appended_files(tmp_path: Path, old_release: Path) -> None:
     arrays = grown(tmp_path / "m.zt")
     assert written.read_old(old_release, str(tmp_path / "m.zt")) == {
         name: [array.dtype.name, list(array.shape), "dense", {"data": array.tobytes().hex()}]

@@ -52,12 +52,12 @@ def found(path: Any, expected: Any) -> list[tuple[str, str | None, str | None]]:
     ]
 
 
-class TestWhatHoldsTheSame:
+class TestEqualContent:
     """The digest is that of the elements as numpy has them."""
 
     @pytest.mark.parametrize("name", WRITABLE)
     @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
-    def test_is_the_same_in_every_format(self, name: str, tmp_path: Path) -> None:
+    def test_manifest_is_the_same_in_every_format(self, name: str, tmp_path: Path) -> None:
         arrays = WEIGHTS | {"b": np.array([1, -0.0, np.nan, np.inf, 1e-40], "f4")}
         path = tmp_path / f"m{formats.get(name).suffixes[0]}"
         xckpt.save(dataset(arrays), path, name)
@@ -164,7 +164,7 @@ class TestWhatHoldsTheSame:
                 if entry.kind == "decoded" and name in expected:
                     assert entry.sha256 == sha256(expected[name].astype("f4"))
 
-    def test_whose_types_differ_is_told(self, tmp_path: Path) -> None:
+    def test_manifest_of_other_types_differs(self, tmp_path: Path) -> None:
         halves = {n: a.astype(ml_dtypes.bfloat16) for n, a in WEIGHTS.items()}
         expected = manifest(dataset(halves))
         xckpt.save(dataset(halves), tmp_path / "m.npz")
@@ -180,7 +180,7 @@ class TestWhatHoldsTheSame:
         ]
 
 
-class TestWhatDiffers:
+class TestDifferences:
     """Each is named, with the file that it is in."""
 
     def test_every_flipped_bit(self, model: Path) -> None:
@@ -256,7 +256,7 @@ class TestWhatDiffers:
         assert messages["layers.0.w"] == "it is called 'new.w' here"
         assert messages["layers.2.w"] == "its shape is (5, 8), not (8, 5)"
 
-    def test_only_what_is_chosen(self, model: Path) -> None:
+    def test_only_selected_tensors_are_compared(self, model: Path) -> None:
         expected = manifest(model)
         xckpt.save(dataset({"layers.3.w": WEIGHTS["layers.3.w"]}), model, overwrite=True)
         assert verify(model, manifest=expected, tensors="*.3.*").findings == ()
@@ -267,7 +267,7 @@ class TestWhatDiffers:
         with pytest.raises(ValueError, match="matches none"):
             verify(model, manifest=expected, tensors="absent")
 
-    def test_two_that_share_nothing(self, model: Path) -> None:
+    def test_checkpoints_without_common_tensors(self, model: Path) -> None:
         rules = [rule for rule, _, _ in found(model, manifest(dataset({"z": np.ones(3)})))]
         assert rules == ["Missing"] + ["Extra"] * 4
 
@@ -278,7 +278,7 @@ class TestWhatDiffers:
         assert verify(path).ok
         assert "ManifestUnread" in {f.rule for f in verify(path, manifest=expected).findings}
 
-    def test_damage_is_told_once(self, tmp_path: Path) -> None:
+    def test_damage_is_reported_once(self, tmp_path: Path) -> None:
         path = tmp_path / "m.zt"
         xckpt.save(dataset(WEIGHTS), path, encoding={"*": {"digest": "sha256"}})
         expected = manifest(path)
@@ -291,10 +291,10 @@ class TestWhatDiffers:
             manifest(path)
 
 
-class TestTheFile:
+class TestManifestFile:
     """JSON that is the same for the same content; what is wrong with it is told."""
 
-    def test_is_written_and_read(self, tmp_path: Path) -> None:
+    def test_manifest_is_written_and_read(self, tmp_path: Path) -> None:
         written = manifest(dataset({name: np.arange(3) for name in HOSTILE}))
         written.save(tmp_path / "m.json")
         assert Manifest.read(tmp_path / "m.json") == written
@@ -303,7 +303,7 @@ class TestTheFile:
             written.save(tmp_path / "m.json")
         assert repr(written) == f"<Manifest of {len(HOSTILE)} tensors, {written.digest}>"
 
-    def test_the_digest_is_what_the_documentation_says(self) -> None:
+    def test_the_digest_is_the_documented_one(self) -> None:
         written = manifest(dataset(WEIGHTS))
         tensors = json.loads(written.to_json())["tensors"]
         lines = [

@@ -128,7 +128,7 @@ def test_an_error_while_writing_names_the_file_as_the_user_does(
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
-def test_a_temporary_file_that_others_touch_is_an_error_that_names_the_file(
+def test_a_damaged_temporary_file_is_an_error_with_the_path(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is compressed is computed into a file of its own first."""

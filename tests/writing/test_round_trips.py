@@ -200,7 +200,7 @@ attribute_names = names | st.sampled_from(STATED)
 @example(of_file={"payload": "mine", "total_size": 1}, of_tensor={"name": "mine", "scalar": "Int"})
 @example(of_file={"shards": "mine"}, of_tensor={"scale_tensor": "mine", "burn_dtype": "mine"})
 @example(of_file={"split.no": "mine"}, of_tensor={"key": "mine", "type": "f32"})
-def test_attributes_come_back_or_are_told_or_refused(
+def test_attributes_come_back_or_warn_or_are_refused(
     engine: str, of_file: dict[str, Any], of_tensor: dict[str, Any]
 ) -> None:
     ds = xr.Dataset({"w": ("n", np.ones(2, "f4"), of_tensor)}, attrs=of_file)
@@ -217,7 +217,7 @@ def test_attributes_come_back_or_are_told_or_refused(
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_values_that_come_before_all_data(tmp_path: Path, loaded: bool) -> None:
+def test_scalars_in_metadata_are_written_with_their_values(tmp_path: Path, loaded: bool) -> None:
     """Burnpack has numbers in its metadata, which are planned with their values."""
     weight = {"dtype": "F32", "shape": [2], "data": bytes(8)}
     scalars: dict[str, dict[str, Any]] = {

@@ -118,7 +118,7 @@ def test_contents_that_safetensors_lacks(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_attributes_that_are_no_text_become_json(tmp_path: Path) -> None:
+def test_attributes_other_than_text_become_json(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros(2)).assign_attrs(n=np.int64(3), sizes=[1, 2], text="ü")
     save(ds, tmp_path / "m.safetensors")
     with safetensors.safe_open(tmp_path / "m.safetensors", "np") as theirs:
@@ -182,7 +182,7 @@ def test_changed_values_that_do_not_fit_are_an_error_and_leave_nothing(
     assert xr.open_dataset(target)["w"].encoding["stored_dtype"] == np.float32
 
 
-def test_a_type_can_be_asked_for(tmp_path: Path) -> None:
+def test_an_element_type_can_be_requested(tmp_path: Path) -> None:
     ds = dataset(a=np.arange(6.0), b=np.arange(3.0) + 0.1, c=np.arange(3))
     target = tmp_path / "m.safetensors"
     expected: dict[str, Any] = {"*": {"dtype": "float32"}, "b": {"dtype": np.float64}}
@@ -320,7 +320,7 @@ def test_over_the_file_that_it_was_opened_from(halves: Path) -> None:
     assert halves.read_bytes() == before
 
 
-def test_overwriting_is_asked_for(tmp_path: Path) -> None:
+def test_overwriting_needs_permission(tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     save(dataset(w=np.zeros(3)), target)
     with pytest.raises(FileExistsError, match="overwrite=True"):
@@ -328,7 +328,7 @@ def test_overwriting_is_asked_for(tmp_path: Path) -> None:
     assert xr.open_dataset(target)["w"].values.tolist() == [0, 0, 0]
 
 
-def test_the_ending_names_the_format(tmp_path: Path) -> None:
+def test_the_suffix_decides_the_format(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros((2, 3), "f4"))
     for engine in ENGINES:
         suffix = formats.get(engine).suffixes[0]
@@ -367,7 +367,7 @@ def test_a_url(tmp_path: Path) -> None:
 # --- what else is in a Dataset --------------------------------------------------------------
 
 
-def test_coordinates_with_numbers_are_tensors_and_others_are_told(tmp_path: Path) -> None:
+def test_numeric_coordinates_are_tensors_and_others_warn(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros(3)).rename(d3="n")
     ds = ds.assign_coords(n=[1, 2, 3], name=("n", ["a", "b", "c"]), scale=2.0)
     with pytest.warns(CheckpointWarning, match="coordinates without numbers.*'name'"):
@@ -399,7 +399,7 @@ def test_lazy_variables_of_other_engines_are_not_loaded_into_the_dataset(tmp_pat
     assert xr.open_dataset(tmp_path / "m.safetensors")["w"].values.sum() == 66
 
 
-def test_progress_is_told_all_bytes(tmp_path: Path) -> None:
+def test_progress_reports_all_bytes(tmp_path: Path) -> None:
     reports: list[tuple[int, int]] = []
     ds = dataset(w=np.zeros(2**21), lazy=da.zeros(1000, chunks=100), small=np.zeros(3, "i1"))
     save(ds, tmp_path / "m.safetensors", progress=lambda done, total: reports.append((done, total)))
@@ -409,7 +409,7 @@ def test_progress_is_told_all_bytes(tmp_path: Path) -> None:
     assert reports[-1][0] >= raw
 
 
-def test_a_bar_is_shown_where_it_is_wanted(tmp_path: Path, capsys: Any) -> None:
+def test_a_bar_is_shown_on_request(tmp_path: Path, capsys: Any) -> None:
     save(dataset(w=np.zeros(3)), tmp_path / "a.safetensors", progress=True)
     assert "a.safetensors: 100%" in capsys.readouterr().err
     save(dataset(w=np.zeros(3)), tmp_path / "b.safetensors")
@@ -438,7 +438,7 @@ def test_thousands_of_small_tensors_are_few_writes(
     assert all((ds.variables[name].values == array).all() for name, array in many.items())
 
 
-def test_a_tilde_that_is_no_home_is_part_of_the_name(
+def test_a_tilde_without_a_home_is_part_of_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -452,7 +452,7 @@ def test_a_tilde_that_is_no_home_is_part_of_the_name(
     assert xckpt.verify("~no one.zt").ok
 
 
-def test_a_tilde_that_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded_to_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     save(dataset(a=np.arange(3.0)), "~/m.zt")

@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[xr.Dataset], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*without a place. 'more'")
 @pytest.mark.parametrize("change", CHANGES)
-def test_batches_that_cannot_have_that_name(change: str, model: Path, tmp_path: Path) -> None:
+def test_batches_whose_axis_name_is_taken(change: str, model: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(model, engine="primitiv")
     assert "batch" not in ds.dims  # it is a variable
     save(CHANGES[change](ds), tmp_path / "new.model", "primitiv")
@@ -67,7 +67,7 @@ def test_batches_that_cannot_have_that_name(change: str, model: Path, tmp_path: 
         assert (tmp_path / "new.model").read_bytes() == model.read_bytes()
 
 
-def test_a_batch_that_was_renamed_is_one_no_more(model: Path, tmp_path: Path) -> None:
+def test_a_renamed_batch_is_an_ordinary_axis(model: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(model, engine="primitiv")
     first, second = ds["w:s"].dims[-1], ds["w:t"].dims[-1]
     with pytest.warns(CheckpointWarning, match="dimensions without a place: 'w:s'$"):
@@ -78,7 +78,7 @@ def test_a_batch_that_was_renamed_is_one_no_more(model: Path, tmp_path: Path) ->
     assert second in ds.dims
 
 
-def test_the_callers_names_count(model: Path, tmp_path: Path) -> None:
+def test_names_of_the_caller_win(model: Path, tmp_path: Path) -> None:
     dims = {"w:s": (None, None, "time"), "w": ("out", "in")}
     ds = xr.open_dataset(model, engine="primitiv", dims=dims)
     save(ds, tmp_path / "new.zt")
@@ -92,7 +92,7 @@ def test_the_callers_names_count(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"primitiv"}))
-def test_names_that_two_sizes_or_a_variable_have(engine: str, tmp_path: Path) -> None:
+def test_names_with_two_sizes_or_of_a_variable(engine: str, tmp_path: Path) -> None:
     options = OPTIONS.get(engine, {}) | ({"kind": "custom"} if engine == "gptrs" else {})
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     nodes = {
@@ -114,7 +114,7 @@ def test_names_that_two_sizes_or_a_variable_have(engine: str, tmp_path: Path) ->
     assert third.read_bytes() == first.read_bytes()
 
 
-def test_roles_in_modules_are_written_where_reading_does_not_give_them(tmp_path: Path) -> None:
+def test_names_of_axes_that_reading_does_not_infer_are_written(tmp_path: Path) -> None:
     path = tmp_path / "m.bpk"
     tensors = {"fc.weight": dense(np.ones((4, 3), "f4")), "fc.bias": dense(np.ones(3, "f4"))}
     path.write_bytes(burnpack(tensors))

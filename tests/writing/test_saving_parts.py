@@ -61,7 +61,7 @@ def test_golden_files_open_as_parts_are_saved_whole(
 
 
 @pytest.mark.skipif(not PARTS, reason="no golden files")
-def test_such_files_were_found() -> None:
+def test_golden_files_with_parts_exist() -> None:
     layouts = {tensor.layout for path in PARTS for tensor in _quietly(path).tensors.values()}
     assert layouts >= {"sparse_csr", "sparse_coo", "quantized", "structural"}
 
@@ -114,7 +114,7 @@ def test_all_parts_may_be_renamed_alike(model: Path, tmp_path: Path) -> None:
     assert_same_bits(variable.values, opened(model)["coo"].values)
 
 
-def test_parts_that_are_no_whole_tensor_are_tensors(model: Path, tmp_path: Path) -> None:
+def test_changed_or_incomplete_parts_are_saved_as_tensors(model: Path, tmp_path: Path) -> None:
     parts = opened(model, decode=False)
     for changed, separate in [
         (parts.drop_vars("coo:coords"), {"coo:values"}),
@@ -193,7 +193,7 @@ CLASHING = {"burnpack": clashing_burnpack, "ztensor": clashing_ztensor}
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("tree", [False, True])
-def test_tensors_called_like_parts_of_others(
+def test_tensors_named_like_parts_of_others(
     engine: str, stack: bool, decode: bool, tree: bool, tmp_path: Path
 ) -> None:
     path, options = tmp_path / "model", OPTIONS.get(engine, {})
@@ -211,7 +211,7 @@ def test_tensors_called_like_parts_of_others(
 
 @pytest.mark.parametrize("engine", CLASHING)
 @pytest.mark.parametrize("stack", [False, True])
-def test_values_of_tensors_called_like_parts(engine: str, stack: bool, tmp_path: Path) -> None:
+def test_values_of_tensors_named_like_parts(engine: str, stack: bool, tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.write_bytes(CLASHING[engine]())
     ds = xr.open_dataset(path, engine=engine, decode=False, stack=stack)
@@ -242,7 +242,7 @@ def test_parts_that_are_tensors_elsewhere_have_free_names(tmp_path: Path) -> Non
     assert ds["odd:data::"].values.tolist() == [0, 1, 2, 3]
 
 
-def test_parts_of_what_forgot_its_encoding(model: Path, tmp_path: Path) -> None:
+def test_parts_without_their_encoding(model: Path, tmp_path: Path) -> None:
     for decode in (True, False):
         bare = opened(model, decode=decode).drop_encoding()
         saved(bare, tmp_path / "again.zt", "ztensor")

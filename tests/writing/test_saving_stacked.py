@@ -110,9 +110,7 @@ SELECTIONS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_selections_are_the_tensors_that_are_left(
-    engine: str, selection: str, tmp_path: Path
-) -> None:
+def test_selections_save_only_selected_tensors(engine: str, selection: str, tmp_path: Path) -> None:
     path = model(engine, tmp_path)
     stacked = SELECTIONS[selection](xr.open_dataset(path, engine=engine, stack=True))
     names = list(stacked.ckpt.unstack().data_vars)
@@ -213,7 +211,7 @@ def test_renamed_dimensions_are_an_error_that_says_what_to_do(tmp_path: Path) ->
     assert not (tmp_path / "again.safetensors").exists()
 
 
-def test_thousands_of_members_cost_what_they_cost_flat(tmp_path: Path) -> None:
+def test_thousands_of_members_take_no_longer_than_flat_tensors(tmp_path: Path) -> None:
     """A quadratic step would take a minute; what is measured is a fifth of a second."""
     arrays = {
         f"layers.{i // 8}.experts.{i % 8}.w": ("i", np.full(16, i, "f4")) for i in range(2000)

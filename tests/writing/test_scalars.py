@@ -83,7 +83,7 @@ def test_opened_scalars_are_saved(opener: str, record: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dialect", ["0.20", "0.21", "0.22"])
-def test_a_scheduler_has_nothing_else(dialect: str, tmp_path: Path) -> None:
+def test_a_file_of_scalars_alone(dialect: str, tmp_path: Path) -> None:
     path = tmp_path / "scheduler.bpk"
     path.write_bytes(burnpack({}, scalars={"0.step": {"UInt": 7}, "lr": {"Float": 0.5}}))
     convert(path, tmp_path / "new.bpk", dialect=dialect)
@@ -93,7 +93,7 @@ def test_a_scheduler_has_nothing_else(dialect: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["ztensor", "mlcp"])
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
-def test_by_way_of_another_format(engine: str, record: Path, tmp_path: Path) -> None:
+def test_scalars_survive_another_format(engine: str, record: Path, tmp_path: Path) -> None:
     convert(record, tmp_path / "other", engine)
     with xr.open_dataset(record) as old, xr.open_dataset(tmp_path / "other", engine=engine) as ds:
         for name in old.variables:
@@ -181,7 +181,7 @@ def test_values_of_another_kind_are_refused(value: Any, kind: Any, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_scalar_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.bpk"
     path.write_bytes(burnpack({}, scalars={"k": {"Str": "x"}, "n": {"Int": 1}}))
     ds = xr.open_dataset(path)
@@ -192,7 +192,7 @@ def test_one_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.floats(), st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, (1 << 64) - 1))
-def test_every_number(real: float, signed: int, unsigned: int) -> None:
+def test_every_number_is_stored_exactly(real: float, signed: int, unsigned: int) -> None:
     values = {"Float": np.float64(real), "Int": np.int64(signed), "UInt": np.uint64(unsigned)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.bpk"

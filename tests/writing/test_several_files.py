@@ -86,20 +86,20 @@ def test_the_option_and_the_name_go_together(tmp_path: Path) -> None:
     assert names(tmp_path) == ["one.metadata.json"]
 
 
-def test_in_place(target: Path) -> None:
+def test_saving_over_the_opened_files(target: Path) -> None:
     convert(target, target, tensors="w[01]", overwrite=True)
     assert set(read_index(target).tensors) == {"w0", "w1"}
     assert values(target) == {1}
 
 
-def test_a_companion_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_a_companion_is_overwritten_only_on_request(tmp_path: Path) -> None:
     (tmp_path / FILES[2]).write_bytes(b"somebody else's")
     with pytest.raises(FileExistsError, match=FILES[2]):
         save(dataset(1), tmp_path / "m.metadata.json", "mlcp")
     assert names(tmp_path) == [FILES[2]]
 
 
-def test_a_url(tmp_path: Path) -> None:
+def test_saving_to_a_url(tmp_path: Path) -> None:
     target = "memory://several/m.metadata.json"
     memory: Any = fsspec.filesystem("memory")
     for value in (1, 2):
@@ -195,7 +195,7 @@ def old_files(target: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("before", ["a checkpoint", "nothing", "raw data"])
-def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
+def test_interruption_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     target = tmp_path / "m.metadata.json"
     stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
     outcomes: list[str] = []
@@ -273,7 +273,7 @@ def interrupted(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return target
 
 
-def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(interrupted: Path) -> None:
+def test_an_interrupted_save_warns_and_saving_again_repairs_it(interrupted: Path) -> None:
     with pytest.warns(CheckpointWarning, match=r"it is complete.*Save it again"):
         assert values(interrupted) == {2}
     assert as_upstream(interrupted) is None
@@ -284,7 +284,7 @@ def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(interrupted: Pa
     assert names(interrupted.parent) == FILES
 
 
-def test_one_file_ends_what_several_left(interrupted: Path) -> None:
+def test_a_single_file_replaces_an_interrupted_set(interrupted: Path) -> None:
     with pytest.warns(CheckpointWarning, match="Save it again"):
         ds = xr.load_dataset(interrupted, engine="mlcp")
     save(ds, interrupted, "mlcp", multi_shard=False, overwrite=True)

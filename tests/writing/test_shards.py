@@ -84,7 +84,7 @@ def test_files_and_their_index(written: tuple[Path, Any]) -> None:
     assert xckpt.verify(folder).ok
 
 
-def test_they_are_replaced_together(written: tuple[Path, Any]) -> None:
+def test_shards_are_replaced_together(written: tuple[Path, Any]) -> None:
     folder, write = written
     with pytest.raises(FileExistsError, match=r"index\.json|model-0000"):
         write(folder, 2.0)
@@ -93,7 +93,7 @@ def test_they_are_replaced_together(written: tuple[Path, Any]) -> None:
     check(folder, 2.0)
 
 
-def test_they_stand_for_the_file_that_was_there(written: tuple[Path, Any], tmp_path: Path) -> None:
+def test_shards_replace_the_single_file(written: tuple[Path, Any], tmp_path: Path) -> None:
     _, write = written
     folder = tmp_path / "other"
     folder.mkdir()
@@ -105,7 +105,7 @@ def test_they_stand_for_the_file_that_was_there(written: tuple[Path, Any], tmp_p
     check(folder, 2.0)
 
 
-def test_an_index_that_hides_a_new_file_is_told(tmp_path: Path) -> None:
+def test_an_index_that_hides_a_new_file_warns(tmp_path: Path) -> None:
     save_it(tmp_path)
     with pytest.warns(xckpt.CheckpointWarning, match=r"prefer .* remove it: .*index\.json"):
         xckpt.save(dataset(2.0), tmp_path / "model.safetensors")
@@ -139,7 +139,7 @@ def test_concurrent_readers_get_one_version(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_folders_come_to_the_disk_between_the_steps(
+def test_folders_are_synced_between_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
 ) -> None:
     """If the power fails, a file system may have done any of the renames since and not others."""
@@ -172,7 +172,7 @@ def test_folders_come_to_the_disk_between_the_steps(
     assert "file" not in steps[steps.index(main) :]
 
 
-def test_a_file_that_cannot_be_removed_is_told(
+def test_a_file_that_cannot_be_removed_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, unlink = tmp_path / "model.safetensors", os.unlink
@@ -226,7 +226,7 @@ def test_only_shards_have_an_index(tmp_path: Path) -> None:
         xckpt.save(dataset(), tmp_path / "m.zt.index.json")
 
 
-def test_later(tmp_path: Path) -> None:
+def test_deferred_saving_of_shards(tmp_path: Path) -> None:
     later = xckpt.save(
         dataset().chunk(), tmp_path / "model.safetensors", compute=False, max_shard_size="900"
     )
@@ -235,7 +235,7 @@ def test_later(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-def test_a_url(tmp_path: Path) -> None:
+def test_saving_shards_to_a_url(tmp_path: Path) -> None:
     url = "memory://shards/model.safetensors"
     for value in (1.0, 2.0):
         xckpt.save(dataset(value), url, max_shard_size=900, overwrite=True)
@@ -244,7 +244,7 @@ def test_a_url(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_no_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
@@ -262,7 +262,7 @@ def test_metadata_go_into_every_file(tmp_path: Path) -> None:
     assert index.attrs == {"format": "np", "by": "me", "total_size": 1840}
 
 
-def test_a_file_is_kept_while_what_stands_for_it_may_vanish(
+def test_the_old_file_stays_until_its_shards_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(fileno: int) -> None:
@@ -291,11 +291,11 @@ def test_invalid_sizes_are_errors(tmp_path: Path, size: Any) -> None:
 @pytest.mark.parametrize(
     ("size", "nbytes"), [("1KB", 1000), ("1kib", 1024), ("0.9 kB", 900), (900, 900)]
 )
-def test_sizes(size: Any, nbytes: int) -> None:
+def test_shard_sizes_in_every_spelling(size: Any, nbytes: int) -> None:
     assert parse_size("size", size) == nbytes
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported(tmp_path: Path) -> None:
     save_it(tmp_path)
     (tmp_path / FILES[1]).unlink()
     with pytest.warns(xckpt.CheckpointWarning, match="missing"):
@@ -303,6 +303,6 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     assert isinstance(index.tensors["c"].problem, MissingShardError)
 
 
-def test_only_where_the_format_has_it(tmp_path: Path) -> None:
+def test_other_formats_refuse_shards(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="max_shard_size"):
         xckpt.save(dataset(), tmp_path / "model.zt", max_shard_size=900)

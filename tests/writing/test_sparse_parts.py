@@ -74,7 +74,7 @@ def test_sparse_tensors_stay_sparse(sparsely: bool, load: bool, tmp_path: Path) 
     assert (tmp_path / "again.zt").read_bytes() == (tmp_path / "m.zt").read_bytes()
 
 
-def test_dense_where_a_format_has_no_other_layout_and_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_dense_layout_where_necessary_or_requested(tmp_path: Path) -> None:
     ds = xr.Dataset({"w": (("r", "c"), forms(matrix())["dask"])})
     with pytest.warns(CheckpointWarning, match="sparse_csr tensors written dense: 'w'"):
         save(ds, tmp_path / "m.safetensors")
@@ -93,7 +93,7 @@ def test_unstored_elements_are_zero(tmp_path: Path) -> None:
         save(xr.Dataset({"w": (("r", "c"), filled)}), tmp_path / "m.zt")
 
 
-def test_an_array_that_is_not_the_same_twice_is_an_error(tmp_path: Path) -> None:
+def test_an_array_that_changes_between_passes_is_an_error(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def unsteady(block: Any) -> Any:

@@ -52,7 +52,7 @@ def damage(path: Path, tensor: str, role: str, at: int = 5, value: int | None = 
     path.write_bytes(data)
 
 
-def test_a_whole_file(model: Path) -> None:
+def test_an_intact_file(model: Path) -> None:
     report = verify(model, tensors=["raw", "packed"])
     assert report.ok
     assert (report.tensors, report.digests, report.findings) == (2, 2, ())
@@ -70,7 +70,7 @@ def test_contents_without_digests_are_not_called_ok(model: Path) -> None:
     assert repr(report).startswith(f"{model}: {expected}so they were not checked  ztensor 1.0 · 3")
 
 
-def test_damage_that_nothing_tells_is_not_denied(tmp_path: Path) -> None:
+def test_undetectable_damage_is_not_called_ok(tmp_path: Path) -> None:
     """Zeros over values of a file without digests are as good as other values."""
     path = tmp_path / "m.safetensors"
     save(xr.Dataset({"w": ("n", np.ones(1000, "f4")), "empty": ("m", np.ones(0, "f4"))}), path)
@@ -166,14 +166,14 @@ def test_progress(model: Path) -> None:
 
 
 @pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.npz"))
-def test_golden_files_are_whole(path: Path) -> None:
+def test_golden_files_are_intact(path: Path) -> None:
     report = verify(path)
     # Of a digest by an algorithm that its version does not know, the value is made up.
     assert report.ok or "digest_unknown" in os.fspath(path), report
 
 
 @pytest.mark.parametrize("path", golden_files("*/bad/*", with_suffix=".txt"))
-def test_malformed_golden_files_are_not(path: Path) -> None:
+def test_malformed_golden_files_are_damaged(path: Path) -> None:
     if path.suffix != ".txt":
         report = verify(path)
         assert report.findings or path.name in TAKEN or may_be_whole(path), report

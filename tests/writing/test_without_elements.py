@@ -81,7 +81,7 @@ def test_no_data_are_missing(write: Callable[[Path], Path], tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:.*without a place:xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"primitiv"}))
-def test_all_that_there_is_has_no_elements(engine: str, tmp_path: Path) -> None:
+def test_checkpoints_of_empty_tensors_alone(engine: str, tmp_path: Path) -> None:
     ds = xr.Dataset(
         {n: xr.Variable([f"{n}_{i}" for i in range(a.ndim)], a) for n, a in EMPTY.items()}
     )
@@ -97,7 +97,7 @@ def test_all_that_there_is_has_no_elements(engine: str, tmp_path: Path) -> None:
     assert second.read_bytes() == third.read_bytes() == first.read_bytes()
 
 
-def test_quantised_and_sparse_ones(tmp_path: Path) -> None:
+def test_quantised_and_sparse_tensors_without_elements(tmp_path: Path) -> None:
     scheme: dict[str, Any] = {"bits": 4, "group_size": 8, "axis": 1, "scale_form": "f16_factors"}
     scheme |= {"packing": {"word": "u32", "order": "lsb_first", "per_word": 8}}
     scheme |= {"zero_point": {"form": "none"}}

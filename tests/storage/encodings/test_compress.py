@@ -73,11 +73,11 @@ def test_an_empty_seekable_stream_is_its_table() -> None:
     assert len(compressed("zstd-seekable", b"", [])) == 17
 
 
-def test_level() -> None:
+def test_the_level_changes_the_size() -> None:
     data = sample(MiB)
     assert len(compressed("zstd", data, [], level=19)) < len(compressed("zstd", data, [], level=1))
 
 
-def test_unknown() -> None:
+def test_an_unknown_encoding() -> None:
     with pytest.raises(UnsupportedError, match="'lz4'"):
         new_encoder("lz4", 1)

@@ -28,7 +28,9 @@ def deflated(data: bytes, level: int = 6) -> bytes:
     st.integers(0, 300_000),
     st.integers(1, 100_000),
 )
-def test_whole_in_part_and_by_blocks(data: bytes, level: int, at: int, block: int) -> None:
+def test_streams_are_read_whole_in_part_and_by_blocks(
+    data: bytes, level: int, at: int, block: int
+) -> None:
     stored, at = deflated(data, level), min(at, len(data))
     assert decompress(stored, len(data)) == data
     assert decompress_range(memoryview(stored), at // 2, at) == data[at // 2 : at]
@@ -38,7 +40,7 @@ def test_whole_in_part_and_by_blocks(data: bytes, level: int, at: int, block: in
 
 
 @pytest.mark.parametrize("encoding", STREAMS)
-def test_blocks_after_others(encoding: str) -> None:
+def test_later_blocks_of_a_stream(encoding: str) -> None:
     encoder = new_encoder(encoding, len(DATA))
     stored = encoder.add(DATA) + encoder.end()
     blocks = STREAMS[encoding].decompressed_blocks(stored, 1000, 300, 70_000)
@@ -46,12 +48,12 @@ def test_blocks_after_others(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [len(DATA) - 1, len(DATA) + 1, 0])
-def test_another_size(nbytes: int) -> None:
+def test_a_wrong_decoded_size_is_an_error(nbytes: int) -> None:
     with pytest.raises(FormatError, match=r"deflate.*\[Encoding\]"):
         decompress(deflated(DATA), nbytes)
 
 
-def test_cut_short_anywhere() -> None:
+def test_a_stream_cut_anywhere_is_an_error() -> None:
     stored = deflated(DATA[:5000])
     for length in range(len(stored)):
         with pytest.raises(FormatError, match=r"\[Encoding\]"):
@@ -74,7 +76,7 @@ def test_more_than_a_stream_can_have_is_not_allocated() -> None:
 
 
 @given(st.lists(st.integers(0, len(DATA)), max_size=3), st.integers(1, 22))
-def test_streams_that_are_written(cuts: list[int], level: int) -> None:
+def test_written_streams_are_read_back(cuts: list[int], level: int) -> None:
     encoder = new_encoder("deflate", len(DATA), level=level)
     edges = [0, *sorted(cuts), len(DATA)]
     pieces = [encoder.add(DATA[a:b]) for a, b in itertools.pairwise(edges)]

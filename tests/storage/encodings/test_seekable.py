@@ -103,7 +103,7 @@ def test_one_row_costs_two_reads() -> None:
     assert source.nbytes_read < 4096 + 10_000
 
 
-def test_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encodings, "_THREADS_FROM_NBYTES", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     stored = bytearray(SEEKABLE[True])
@@ -203,7 +203,7 @@ def test_a_seekable_stream_cut_anywhere() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 1000))
-def test_any_bytes(stored: bytes, nbytes: int) -> None:
+def test_any_bytes_decode_or_raise(stored: bytes, nbytes: int) -> None:
     source = CountingSource(stored)
     with pytest.raises(FormatError) as caught:
         read_seekable(source.read, 0, len(stored), nbytes, 0, nbytes)

@@ -107,7 +107,7 @@ def test_a_stated_size_that_no_stream_can_have() -> None:
         stated_nbytes(stored, len(stored))
 
 
-def test_what_does_not_fit_in_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_beyond_memory_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = frame(bytes(2 << 20))
     monkeypatch.setattr(np, "empty", None)
     with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
@@ -118,7 +118,7 @@ def test_what_does_not_fit_in_memory_is_not_begun(monkeypatch: pytest.MonkeyPatc
 
 
 @given(STREAMS, st.integers(1, 40))
-def test_another_size_is_an_error(stream: tuple[bytes, bytes], by: int) -> None:
+def test_a_wrong_decoded_size_is_an_error(stream: tuple[bytes, bytes], by: int) -> None:
     data, stored = stream
     for nbytes in (len(data) + by, len(data) - by):
         if nbytes >= 0:
@@ -145,7 +145,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_cut_anywhere(kind: str) -> None:
+def test_a_stream_cut_anywhere_is_an_error(kind: str) -> None:
     """Each cut is an error, unless it is between frames and the size fits."""
     stored = STORED[kind]
     nbytes = decompressed_nbytes(stored, 10_000)
@@ -181,7 +181,7 @@ def test_the_beginning_of_a_frame_after_a_stream_is_an_error(
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_any_flipped_byte(kind: str) -> None:
+def test_a_flipped_byte_is_an_error_with_a_checksum(kind: str) -> None:
     stored = STORED[kind]
     nbytes = decompressed_nbytes(stored, 10_000)
     for at in range(len(stored)):
@@ -192,12 +192,12 @@ def test_any_flipped_byte(kind: str) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 1000))
-def test_any_bytes(stored: bytes, nbytes: int) -> None:
+def test_any_bytes_decode_or_raise(stored: bytes, nbytes: int) -> None:
     for call in (decompress, decompress_prefix, decompressed_nbytes):
         broken(call, stored, nbytes)
 
 
-def test_the_end_mark_in_the_data_is_data() -> None:
+def test_an_end_mark_inside_the_data_is_data() -> None:
     end = ZstdDecoder.END
     for data in (end, ZstdDecoder.end_frame(), end * 2, DATA + end):
         stored = frame(data)
@@ -259,7 +259,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no getrusage on Windows")
-def test_a_bomb_neither_takes_long_nor_much_memory(tmp_path: Any) -> None:
+def test_a_bomb_takes_bounded_time_and_memory(tmp_path: Any) -> None:
     stored = frame(bytes(1 << 30))
     (tmp_path / "bomb").write_bytes(stored)
     begin = time.process_time()
