@@ -97,7 +97,7 @@ class Part:
         Position of the first element in a chunked tensor.
     within : Part or None
         Longer byte range that begins with this part, if the file states a decoded size or a digest
-        for the longer one; only verification reads it.
+        for the longer one; read by `verify`, and with ``verify=True``.
     """
 
     dtype: str

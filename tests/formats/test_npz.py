@@ -132,3 +132,16 @@ def test_notes_and_errors_name_the_variable(tmp_path: Path) -> None:
     with pytest.raises(xckpt.FormatError) as caught:
         xr.open_dataset(tmp_path / "m.npz")
     assert caught.value.tensor == "arr_0"
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_bytes_after_an_array_are_verified_with_it(compression: int) -> None:
+    member, archived = io.BytesIO(), io.BytesIO()
+    np.save(member, np.arange(6, dtype="f4"))
+    with zipfile.ZipFile(archived, "w", compression, compresslevel=0) as target:
+        target.writestr("a.npy", member.getvalue())
+    data = bytearray(archived.getvalue())
+    data[data.index(b"\x93NUMPY") + 8] -= 35  # the array begins earlier, among spaces
+    ds = xr.open_dataset(bytes(data), verify=True)
+    with pytest.raises(xckpt.IntegrityError, match="'a'"):
+        ds["a"].load()

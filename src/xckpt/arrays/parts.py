@@ -215,6 +215,9 @@ class PartReader:
         part = self.part
         if part.strides is not None:
             require_expansion(nbytes, part.nbytes)
+        if self.verify and part.within is not None:
+            whole = replace(self, part=part.within)
+            whole.check(whole.decoded_nbytes())
         if part.digest is not None and self.verify is not False:
             with self._placing():
                 digests.parse(part.digest)  # a malformed digest is always an error
