@@ -75,7 +75,7 @@ def test_open_takes_the_options_of_one_format() -> None:
         ("pytorch", "did you mean 'torch'?"),
         ("pt", "did you mean 'torch'?"),
         ("zt", "did you mean 'ztensor'?"),
-        ("nonsense", "known are: burnpack, gguf"),
+        ("nonsense", "known are: burnpack, flax"),
     ],
 )
 def test_an_unknown_engine_has_a_suggestion(engine: str, hint: str) -> None:

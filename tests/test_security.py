@@ -29,6 +29,7 @@ LIMITS = {
     "zTensor: ": "formats.ztensor.manifest.LARGEST formats.ztensor.manifest._DEEPEST_2"
     " formats.ztensor.v2._LONGEST_NAME",
     "Burnpack: ": "formats.burnpack.cbor._LONGEST_KEY",
+    "Flax: ": "formats.flax._DEEPEST formats.flax._MOST_NAMES formats.flax._MOST_ATTRS",
     "GGUF: ": "formats.gguf.metadata.DEEPEST formats.gguf._MOST_NESTED",
     "gpt.rs: ": "formats.gptrs.models.LARGEST_CONFIG formats.gptrs.models._DEEPEST",
     "MLCP: ": "formats.mlcp._LARGEST_JSON formats.mlcp.metadata._DEEPEST"

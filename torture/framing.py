@@ -166,4 +166,6 @@ _BY_MAGIC: dict[bytes, Callable[[bytes], Iterator[Frame]]] = {
     b"\xce": partial(_whole, MSGPACK),
     b"{": partial(_whole, JSON),
     b"[": partial(_whole, JSON),
+    # Maps of msgpack, with which files of Flax begin; the map without entries begins a pickle.
+    **{bytes([code]): partial(_whole, MSGPACK) for code in (*range(0x81, 0x90), 0xDE, 0xDF)},
 }

@@ -27,6 +27,7 @@ __all__ = [
     "BurnpackBackend",
     "CheckpointBackend",
     "DetectingBackend",
+    "FlaxBackend",
     "GgufBackend",
     "GptrsBackend",
     "MlcpBackend",
@@ -236,6 +237,10 @@ class DetectingBackend(CheckpointBackend):
 
 class BurnpackBackend(CheckpointBackend):
     format = "burnpack"
+
+
+class FlaxBackend(CheckpointBackend):
+    format = "flax"
 
 
 class GgufBackend(CheckpointBackend):

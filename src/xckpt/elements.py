@@ -137,13 +137,15 @@ _ROWS = (
         "float8_e8m0fnu", 8, "float", "float32", FloatFormat(8, 0, 2.0**-127, 2.0**127, zeros=0)
     ),
     ElementType("float4_e2m1fn", 4, "float", "float32", FloatFormat(2, 1, 0.5, 6.0)),
+    *(ElementType(f"int{bits}", bits, "integer", "int8") for bits in (4, 2)),
+    *(ElementType(f"uint{bits}", bits, "integer", "uint8") for bits in (4, 2)),
 )
 
 # Types of ml_dtypes that no format stores as elements. Arrays in memory have them, and codes of
 # quantised tensors.
 _ROWS_IN_MEMORY = (
-    *(ElementType(f"int{bits}", bits, "integer", "int8") for bits in (4, 2, 1)),
-    *(ElementType(f"uint{bits}", bits, "integer", "uint8") for bits in (4, 2, 1)),
+    ElementType("int1", 1, "integer", "int8"),
+    ElementType("uint1", 1, "integer", "uint8"),
     ElementType(
         "float8_e3m4", 8, "float", "float32", FloatFormat(3, 4, 2.0**-6, 15.5, is_ieee=True)
     ),

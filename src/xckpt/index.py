@@ -16,7 +16,7 @@ from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from xckpt.errors import CheckpointError
 
@@ -33,6 +33,7 @@ __all__ = [
     "Tensor",
     "is_json",
     "paused_collector",
+    "runs_of",
     "show_indexes_with",
 ]
 
@@ -90,7 +91,8 @@ class Part:
     strides : tuple of int or None
         Distance between elements along each axis, counted in elements; 0 along an axis that repeats
         one element. None if the elements are in the order of the tensor. With strides, the byte
-        range extends from the first element to the last one.
+        range extends from the first element to the last one, and elements of less than 8 bits have
+        a byte each.
     inverted : bytes or None
         Bits of each element that are stored inverted, such as the sign of an imaginary part.
     origin : tuple of int or None
@@ -557,3 +559,25 @@ def paused_collector() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def runs_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Return keys of the blocks that make up a range of elements in C order."""
+    if len(shape) < 2:
+        yield (slice(start, stop, 1),) * len(shape)
+        return
+    length, inner = shape[0], shape[1:]
+    row = prod(inner)
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        for key in runs_of(inner, start - first * row, stop - first * row):
+            yield (slice(first, first + 1, 1), *key)
+        return
+    if start % row:
+        yield from runs_of(shape, start, (first + 1) * row)
+        first += 1
+    end = min(stop // row, length)
+    if first < end:
+        yield (slice(first, end, 1), *(slice(0, n, 1) for n in inner))
+    if stop % row:
+        yield from runs_of(shape, end * row, stop)

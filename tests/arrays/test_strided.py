@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from tests.formats import torch_files as files
 from xckpt.arrays import parts
-from xckpt.arrays.parts import runs_of
+from xckpt.index import runs_of
 
 if TYPE_CHECKING:
     from pathlib import Path

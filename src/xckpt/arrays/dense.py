@@ -24,7 +24,7 @@ from xckpt.arrays.keys import (
     take,
 )
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.parts import strided_chunks
+from xckpt.arrays.parts import decoded_nbytes, has_byte_each, strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
@@ -68,7 +68,7 @@ class OnePartArray(LazyArray):
     @property
     def part_nbytes(self) -> int:
         """Decoded size of the part, in bytes."""
-        return nbytes_of(self.reader.part.dtype, prod(self.shape))
+        return decoded_nbytes(self.reader.part, prod(self.shape))
 
     def verified(self) -> Self:
         """Return the array with its digest checked before first use, unless that is disabled."""
@@ -232,7 +232,7 @@ class DenseArray(OnePartArray):
             flat = empty_array((stop - start) * itemsize).view(self.dtype)
             self._read_run(start, flat)
             return flat
-        bits = ELEMENT_TYPES[part.dtype].bits
+        bits = self._bits
         data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, self.part_nbytes)
         return self._unpacked(data, start, stop) if bits < 8 else self.decoded(data, start)
 
@@ -260,10 +260,15 @@ class DenseArray(OnePartArray):
             and self.dtype == stored_dtype(part.dtype)
         )
 
+    @property
+    def _bits(self) -> int:
+        """Bits of an element in the decoded part."""
+        part = self.reader.part
+        return 8 if has_byte_each(part) else ELEMENT_TYPES[part.dtype].bits
+
     def decoded(self, data: memoryview, start: int) -> Array:
         """Return the elements in whole bytes of the part, from the element `start` on."""
-        part = self.reader.part
-        bits = ELEMENT_TYPES[part.dtype].bits
+        part, bits = self.reader.part, self._bits
         if bits < 8:
             stop = start + len(data) * 8 // bits
             return self._unpacked(data, start, min(stop, prod(self.shape)))
@@ -288,14 +293,14 @@ class DenseArray(OnePartArray):
     def check(self) -> None:
         """Check booleans, and the padding after the last element."""
         element, size = ELEMENT_TYPES[self.reader.part.dtype], prod(self.shape)
-        if element.bits < 8 and size:
+        if self._bits < 8 and size:
             self._elements(size - 1, size)
         elif element.decoded == "bool":
             for _ in self.flat():
                 pass
 
     def _unpacked(self, data: memoryview, start: int, stop: int) -> Array:
-        """Return 4-bit elements, the low half of a byte first."""
+        """Return elements that share bytes, the lowest bits first."""
         dtype = self.reader.part.dtype
         bits = ELEMENT_TYPES[dtype].bits
         codes = unpack_codes(data, bits)
@@ -325,8 +330,11 @@ def elements(
     """Return the elements that bytes hold, as a flat array."""
     if dtype == "bool":
         return _booleans(np.frombuffer(data, np.uint8), strict=strict)
-    stored = stored_dtype(dtype)
-    if byteorder == "big":
+    stored, bits = stored_dtype(dtype), ELEMENT_TYPES[dtype].bits
+    if bits < 8:
+        # Bits beyond those of the type have no meaning.
+        array = (np.frombuffer(data, np.uint8) & np.uint8((1 << bits) - 1)).view(stored)
+    elif byteorder == "big":
         # The cast to native order copies, as it must.
         array = np.frombuffer(data, stored.newbyteorder(">")).astype(stored)
     else:
@@ -341,7 +349,7 @@ def elements(
         # is several times faster than ml_dtypes' element-wise cast.
         shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
         return shifted.view(np.float32)
-    return np.take(_float_table(dtype), array.view(f"u{array.itemsize}"))
+    return np.take(_value_table(dtype), array.view(f"u{array.itemsize}"))
 
 
 def _booleans(codes: Array, *, strict: bool) -> Array:
@@ -354,8 +362,8 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
 
 
 @cache
-def _float_table(dtype: str) -> Array:
-    """All values of a float type of at most 16 bits, indexed by bit pattern."""
+def _value_table(dtype: str) -> Array:
+    """All values of a type of at most 16 bits, indexed by bit pattern."""
     element = ELEMENT_TYPES[dtype]
     bits = element.bits
     codes = np.arange(1 << bits, dtype=np.uint16 if bits > 8 else np.uint8)

@@ -20,8 +20,9 @@ from xckpt.arrays.keys import (
     result_shape,
     take,
 )
-from xckpt.elements import nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
+from xckpt.index import runs_of
 from xckpt.storage import digests, encodings
 from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
 from xckpt.storage.source import StoredRange
@@ -83,26 +84,14 @@ class Strided(NamedTuple):
             self._select_into(part_key, out[place])
 
 
-def runs_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Return keys of the blocks that make up a range of elements in C order."""
-    if len(shape) < 2:
-        yield (slice(start, stop, 1),) * len(shape)
-        return
-    length, inner = shape[0], shape[1:]
-    row = prod(inner)
-    first, last = start // row, (stop - 1) // row
-    if first == last:
-        for key in runs_of(inner, start - first * row, stop - first * row):
-            yield (slice(first, first + 1, 1), *key)
-        return
-    if start % row:
-        yield from runs_of(shape, start, (first + 1) * row)
-        first += 1
-    end = min(stop // row, length)
-    if first < end:
-        yield (slice(first, end, 1), *(slice(0, n, 1) for n in inner))
-    if stop % row:
-        yield from runs_of(shape, end * row, stop)
+def has_byte_each(part: Part) -> bool:
+    """Return whether small elements do not share bytes, because their distances are given."""
+    return part.strides is not None and ELEMENT_TYPES[part.dtype].bits < 8
+
+
+def decoded_nbytes(part: Part, count: int) -> int:
+    """Return the size of `count` elements of a part after decoding, in bytes."""
+    return count if has_byte_each(part) else nbytes_of(part.dtype, count)
 
 
 def strided_chunks(
@@ -278,7 +267,7 @@ class PartReader:
         """Return the decoded size that the file or the headers of zstd frames state, or None."""
         part = self.part
         if self.is_arranged and part.shape is not None:
-            return nbytes_of(part.dtype, prod(part.shape))
+            return decoded_nbytes(part, prod(part.shape))
         if part.encoding is None:
             return part.nbytes
         if part.decoded_nbytes is not None or part.encoding != "zstd":

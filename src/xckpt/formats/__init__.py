@@ -48,6 +48,7 @@ __all__ = [
 # class is the name of its module, of the format and of its engine. Suffixes are in lower case.
 _REGISTRY = {
     "Burnpack": (".bpk",),
+    "Flax": (".msgpack",),
     "Gguf": (".gguf",),
     "Gptrs": (".bin", ".ten", ".gptrs"),
     "Mlcp": (".checkpoint", ".metadata.json"),

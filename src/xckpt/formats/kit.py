@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite, prod
 from operator import itemgetter
@@ -20,7 +21,7 @@ from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.index import DEEPEST_ATTRS, Arrangement, is_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from struct import Struct
 
     from xckpt.formats import Readable
@@ -66,14 +67,24 @@ class Cursor:
 
     def enter(self, nbytes: int, area: str) -> None:
         """Restrict reading to the next `nbytes` bytes; `area` is their name in messages."""
-        self._require(nbytes, area)
+        self.require(nbytes, area)
         self._area = area
         self._end = self.at + nbytes
+
+    @contextmanager
+    def inside(self, nbytes: int, area: str) -> Iterator[None]:
+        """Restrict reading to the next `nbytes` bytes for as long as the context lasts."""
+        outer = self._area, self._end
+        self.enter(nbytes, area)
+        try:
+            yield
+        finally:
+            self._area, self._end = outer
 
     def take(self, nbytes: int, label: str) -> bytes:
         """Read exactly `nbytes` bytes."""
         if nbytes > self._end - self.at:
-            self._require(nbytes, label)
+            self.require(nbytes, label)
         start = self.at - self._base
         stop = start + nbytes
         if start < 0 or stop > len(self._buffer):
@@ -131,10 +142,11 @@ class Cursor:
 
     def skip(self, nbytes: int, label: str) -> None:
         """Skip bytes without reading them."""
-        self._require(nbytes, label)
+        self.require(nbytes, label)
         self.at += nbytes
 
-    def _require(self, nbytes: int, label: str) -> None:
+    def require(self, nbytes: int, label: str) -> None:
+        """Raise `FormatError` if fewer bytes are left."""
         if nbytes > self.left:
             raise FormatError(
                 f"{label}: {nbytes} bytes, but {self.left} are left of {self._area}",

@@ -328,6 +328,9 @@ def _indexed(source: Source) -> FileList:
             files[name] = None
         except CheckpointError as error:
             raise error.located(path=source.name) from None
+        if files[name] == source:
+            reason = f"{shown(name)}, one of its files, is the index of shards itself"
+            raise FormatError(reason, path=source.name, rule="ShardIndex")
     if source.is_free_to_check:  # see `sources_of`
         source.check()
     return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})

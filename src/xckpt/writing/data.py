@@ -23,7 +23,7 @@ from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
 from xckpt.arrays.blocks import BlockArray, byteswapped
 from xckpt.arrays.dense import ChunkedArray, DenseArray, OnePartArray, dense_array
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
-from xckpt.arrays.parts import decoded_shape
+from xckpt.arrays.parts import decoded_shape, has_byte_each
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart, WantedTensor
@@ -213,7 +213,7 @@ def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str)
         is_turned = order != array.order and sum(n > 1 for n in array.shape) > 1
         # A file may have booleans other than 0 and 1, which the new one must not.
         is_recoded = part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool"
-        if is_turned or is_recoded:
+        if is_turned or is_recoded or has_byte_each(stored):
             checked = array.verified()
             is_small = array.part_nbytes <= _TURNED_NBYTES and stored.encoding is None
             if is_turned and not is_small:

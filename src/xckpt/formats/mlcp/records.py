@@ -99,7 +99,7 @@ class NetCursor(kit.Cursor):
         if number < 0:
             raise FormatError(f"{label}: {number} is negative", offset=at, rule="Negative")
         if number * size > self.left:
-            self._require(number * size, label)
+            self.require(number * size, label)
         return number
 
     def string(self, label: str) -> str:

@@ -104,7 +104,7 @@ class ObjectCursor(kit.Cursor):
         """Read a str; a byte that is not UTF-8 becomes a lone surrogate."""
         nbytes = self.length(STR, what)
         if nbytes > _LONGEST_TEXT:
-            self._require(nbytes, what)
+            self.require(nbytes, what)
             reason = f"{what}: {nbytes} bytes, but at most {_LONGEST_TEXT} are read"
             raise UnsupportedError(reason, offset=self.at, rule="TextLength")
         return self.take(nbytes, what).decode("utf-8", "surrogateescape")
@@ -120,9 +120,10 @@ class ObjectCursor(kit.Cursor):
         reason = f"{what}: type byte 0x{code:02x}, expected {expected}"
         return FormatError(reason, offset=self.at, rule="Type")
 
-    def _require(self, nbytes: int, what: str) -> None:
+    def require(self, nbytes: int, label: str) -> None:
+        """Raise `FormatError` if fewer bytes are left; see `kit.Cursor.require`."""
         if nbytes > self.left:
-            reason = f"{what}: {nbytes} bytes, but the file ends after {self.left}"
+            reason = f"{label}: {nbytes} bytes, but the file ends after {self.left}"
             raise FormatError(reason, offset=self.at, rule="EndOfFile", hint=kit.TRUNCATED)
 
 
