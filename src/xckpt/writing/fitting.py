@@ -8,41 +8,30 @@ that is dropped or changes its form.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
-from math import isclose, isnan, prod
-from operator import itemgetter
+from math import prod
 from typing import TYPE_CHECKING, Any, get_args
 
 from xckpt.arrays.dense import OnePartArray
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown, some, warn
-from xckpt.formats.plan import Draft, WantedPart, Written
+from xckpt.errors import CheckpointError, UnsupportedError, shown, some, warn
+from xckpt.formats.plan import Draft, WantedPart
 from xckpt.index import Arrangement, is_json
-from xckpt.storage.digests import Hasher
 from xckpt.writing.casting import Cast, holds
 from xckpt.writing.data import ArrayData, Gathered, Payload
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Callable,
-        Collection,
-        Hashable,
-        Iterable,
-        Iterator,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.formats import Can, Format, Readable
-    from xckpt.formats.plan import LiteralBytes, Plan
-    from xckpt.index import Index, Tensor
+    from xckpt.formats import Can, Format
 
 __all__ = [
+    "OF_FILE",
+    "OF_TENSORS",
     "TENSOR_OPTIONS",
     "Changes",
     "Fitting",
@@ -51,12 +40,9 @@ __all__ = [
 ]
 
 _SHOWN_NAMES = 5
-_OF_FILE = "attributes of the file without a place"
-_OF_TENSORS = "attributes of tensors without a place"
-_OTHERWISE = {
-    _OF_FILE: "attributes of the file that it states otherwise",
-    _OF_TENSORS: "attributes of tensors that the file states otherwise",
-}
+#: Changes of attributes.
+OF_FILE = "attributes of the file without a place"
+OF_TENSORS = "attributes of tensors without a place"
 _SHARED = "tensors that shared their bytes with others are written by themselves"
 # Part with the element type of the tensor, by layout.
 _VALUES = {"dense": "data", "sparse_csr": "values", "sparse_csc": "values", "sparse_coo": "values"}
@@ -183,14 +169,14 @@ class Fitting:
                     if can.arrangement and is_json(key) and is_json(unsupported[key]):
                         extra_attrs.setdefault(name, {})[key] = unsupported[key]
                     else:
-                        self.changes.add(_OF_TENSORS, str(key))
+                        self.changes.add(OF_TENSORS, str(key))
                 fitted[name] = stored if attrs == stored.attrs else replace(stored, attrs=attrs)
         self.requests.check_used([*names, *fitted])
         inline = [payload for payload in fitted.values() if self.writer.is_inline(payload)]
         fitted |= {payload.name: payload for payload in self._with_values(inline)}
         file_attrs, unsupported = _split_attrs(gathered.attrs, can.file_attrs)
         for key in unsupported:
-            self.changes.add(_OF_FILE, key)
+            self.changes.add(OF_FILE, key)
         arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
         draft = Draft(fitted, file_attrs, path, arrangement, extra_attrs, gathered.attr_types)
         return draft, fitted
@@ -331,75 +317,6 @@ class Fitting:
                 self.changes.add("attributes of modules are not written", path)
         return replace(arrangement, modules=modules)
 
-    def tell_stated(
-        self,
-        draft: Draft,
-        plan: Plan,
-        *,
-        given: Collection[str],
-        before: Callable[[], Index | None],
-        grown: Readable | None,
-    ) -> None:
-        """Add attributes that are lost because the file states other values for them.
-
-        To find them, the reader of the format reads the planned file.
-
-        Parameters
-        ----------
-        draft, plan : Draft, Plan
-            The new file.
-        given : collection of str
-            Options of the format, which replace attributes of the file with the same name.
-        before : callable
-            Returns the index of the old file if it has the same format. An attribute with the
-            value that the old file stated is not lost, because the format derives it.
-        grown : Readable or None
-            The file that the plan appends to.
-        """
-        can = self.writer.can_in(draft.path)
-        names = {
-            change: {*can.stated_attrs, *(supported if isinstance(supported, tuple) else ())}
-            for change, supported in ((_OF_FILE, can.file_attrs), (_OF_TENSORS, can.tensor_attrs))
-        }
-        names[_OF_FILE].difference_update(given)
-        tensor_attrs = [
-            (_OF_TENSORS, tensor.name, tensor.attrs) for tensor in draft.tensors.values()
-        ]
-        candidates = [
-            (change, tensor, key, attrs[key])
-            for change, tensor, attrs in [(_OF_FILE, None, draft.attrs), *tensor_attrs]
-            for key in attrs
-            if key in names[change]
-        ]
-        if not candidates:
-            return
-        files = _planned_files(draft.path, plan, grown)
-        # An index of shards has no format, so its shards are read instead.
-        indexes = [
-            self.writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])
-        ]
-        offsets = {planned.tensor: planned.offset for planned in reversed(plan.parts)}
-        attrs_of = _stated_attrs(indexes, offsets)
-        lost = []
-        for change, tensor, key, value in candidates:
-            stated = attrs_of(tensor)
-            if key not in stated or not _is_same(value, stated[key]):
-                lost.append((change, key, value, key in stated))
-        old = before() if lost else None
-        derived: dict[str, set[tuple[str, str]]] = {_OF_FILE: set(), _OF_TENSORS: set()}
-        if old is not None:
-            derived[_OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
-            derived[_OF_TENSORS] = {
-                (key, repr(value))
-                for tensor in old.tensors.values()
-                for key, value in tensor.attrs.items()
-            }
-        for change, key, value, is_stated in lost:
-            if not is_stated and key not in can.stated_attrs:
-                self.changes.add(change, key)
-            elif (key, repr(value)) not in derived[change]:
-                self.changes.add(_OTHERWISE[change] if is_stated else change, key)
-
 
 def _choose_option(
     request: Mapping[str, Any], option: str, before: str | None, supported: Sequence[str]
@@ -484,116 +401,3 @@ def _without_numpy(value: Any) -> Any:
         plain = [_without_numpy(inner) for inner in value]
         return plain if isinstance(value, list) else tuple(plain)
     return value
-
-
-# --- attributes that the file states itself ------------------------------------------------------
-
-
-def _stated_attrs(
-    indexes: Sequence[Index], offsets: Mapping[str, int | None]
-) -> Callable[[str | None], Mapping[str, Any]]:
-    """Return a function from a tensor's name to its attributes; None stands for the file.
-
-    `offsets` has the planned offset of each tensor, for formats that rename tensors.
-    """
-    file_attrs: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    by_offset: dict[int | None, Tensor] = {}
-    for index in reversed(indexes):
-        file_attrs |= index.attrs
-        tensors |= index.tensors
-        for tensor in index.tensors.values():
-            by_offset |= {
-                part.offset: tensor for part in tensor.parts.values() if part.shard is None
-            }
-
-    def attrs_of(name: str | None) -> Mapping[str, Any]:
-        if name is None:
-            return file_attrs
-        stated = tensors.get(name) or by_offset.get(offsets.get(name))
-        return {} if stated is None else stated.attrs
-
-    return attrs_of
-
-
-def _is_same(value: Any, stated: Any) -> bool:
-    """Return whether a file states a value: exactly, as text, in 32 bits, or with more keys."""
-    if isinstance(value, dict) and isinstance(stated, dict):
-        return all(key in stated and _is_same(value[key], stated[key]) for key in value)
-    if isinstance(value, list | tuple) and isinstance(stated, list | tuple):
-        return len(value) == len(stated) and all(map(_is_same, value, stated))
-    if isinstance(value, float) and isinstance(stated, float) and not isnan(value):
-        return isclose(value, stated, rel_tol=2**-24)
-    return repr(value) == repr(stated) or str(value) == stated
-
-
-class _PlannedFile:
-    """A planned file for a reader of headers, with zeros instead of data."""
-
-    def __init__(self, name: str, files: Mapping[str, _PlannedFile], old: Readable | None) -> None:
-        self.name, self._files, self._old = name, files, old
-        self.size = old.size if old else 0
-        self._literals: list[tuple[int, bytes]] = []
-
-    def put(self, literals: Iterable[LiteralBytes]) -> None:
-        """Add literal bytes."""
-        for literal in literals:
-            offset = self.size if literal.offset is None else literal.offset
-            self._literals.append((offset, literal.data))
-            self.size = max(self.size, offset + len(literal.data))
-        self._literals.sort(key=itemgetter(0))
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return exactly `nbytes` bytes."""
-        end = offset + nbytes
-        if not 0 <= offset <= end <= self.size:
-            raise FormatError("what is read is not planned", path=self.name, offset=offset)
-        buffer = bytearray(nbytes)
-        if self._old is not None and offset < self._old.size:
-            prefix = self._old.read(offset, min(end, self._old.size) - offset)
-            buffer[: len(prefix)] = prefix
-        first = bisect_right(self._literals, offset, key=itemgetter(0)) - 1
-        for position, data in self._literals[max(first, 0) :]:
-            if position >= end:
-                break
-            start, stop = max(position, offset), min(position + len(data), end)
-            if start < stop:
-                literal = data[start - position : stop - position]
-                buffer[start - offset : stop - offset] = literal
-        return memoryview(buffer)
-
-    def sibling(self, name: str) -> _PlannedFile:
-        """Return another file of the plan."""
-        if name not in self._files:
-            raise FileNotFoundError(name)
-        return self._files[name]
-
-
-def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _PlannedFile]:
-    """Return the planned files by name; the main file has the name ""."""
-    plans = {**plan.companions, "": plan}
-    files: dict[str, _PlannedFile] = {}
-    written: dict[tuple[str, str], Written] = {}
-    folder, slash, basename = path.rpartition("/")
-    for name, file_plan in plans.items():
-        file = _PlannedFile(folder + slash + (name or basename), files, None if name else old)
-        files[name] = file
-        position = file.size
-        alignment = file_plan.alignment
-        for planned in file_plan.parts:
-            part, offset = planned.part, planned.offset
-            if offset is None:
-                offset = -(-(position + planned.gap) // alignment) * alignment
-            digest = None
-            if part.algorithm is not None:
-                digest = f"{part.algorithm}:{Hasher(part.algorithm).value().hex()}"
-            # The compressed size is unknown, but no attribute depends on it.
-            written[planned.tensor, planned.role] = Written(offset, part.nbytes, digest)
-            position = offset + part.nbytes
-            file.size = max(file.size, position)
-        file.put(file_plan.literals)
-    for name, file_plan in plans.items():
-        file = files[name]
-        file.put(file_plan.finish(written))
-        file.size = file.size if file_plan.nbytes is None else file_plan.nbytes
-    return files

@@ -40,6 +40,7 @@ from xckpt.writing.data import Gathered, dense_values, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Target, WriteJob
+from xckpt.writing.rehearsal import changed_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -515,7 +516,10 @@ def _write_job(
         for loss, names in plan.losses.items():
             for name in names:
                 fitting.changes.add(loss, name)
-        fitting.tell_stated(draft, plan, given=format_options, before=before, grown=grown)
+        for change, name in changed_attributes(
+            draft, plan, writer, given=format_options, before=before, grown=grown
+        ):
+            fitting.changes.add(change, name)
         label = os.path.basename(path)  # noqa: PTH119  it may be a URL
         paths = [path, *map(target.companion, plan.companions)]
         superseded = None
