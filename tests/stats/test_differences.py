@@ -203,7 +203,7 @@ def test_several_tensors_may_map_to_the_same_one(a: Path) -> None:
 
 def test_checkpoints_without_common_names_warn(a: Path, tmp_path: Path) -> None:
     b = write(tmp_path / "b.safetensors", {"x": np.ones(3)})
-    with pytest.warns(xckpt.CheckpointWarning, match="names= says"):
+    with pytest.warns(xckpt.CheckpointWarning, match="use names=.auto. to match"):
         compare(a, b)
 
 

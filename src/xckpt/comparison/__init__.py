@@ -7,7 +7,7 @@ two of them in step, `measures` and `cells` add up their differences, `explainin
 
 from xckpt.interrupts import uninterrupted
 
-# Numba and what it compiles are large.
+# Importing numba takes long, and an interrupt in the middle would break later imports.
 with uninterrupted():
     from xckpt.comparison.comparing import compare
     from xckpt.comparison.measures import MEASURES

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# A reduced axis is one block of its whole length; the other axes have blocks of one element. So
-# each element belongs to a cell of a grid, and a run of elements along the last axis to one cell.
+# Every axis is cut into blocks: of one element, of some neighbours, or of its whole length if it is
+# reduced completely. The products of blocks are the cells of a grid.
 
 #: Dimensions to reduce: names or positions, optionally with the number of neighbours to reduce.
 Reduced = Hashable | Iterable[Hashable] | Mapping[Hashable, int | None]
@@ -62,7 +62,7 @@ class ChannelGrid:
         return tuple(shape), tuple(blocks)
 
 
-def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable, int | None]:
+def reduced_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable, int | None]:
     """Return the dimensions to reduce, each with its number of neighbours; None reduces all."""
     if isinstance(dim, Mapping):
         lengths: dict[Hashable, int | None] = dict(dim)
@@ -141,7 +141,7 @@ class Channels(Comparison):
         return cls(reader.kinds, reader.size, argument)
 
     def table(self) -> Array:
-        """Return the counts and sums of each cell, after the last element was added."""
+        """Return the counts and sums of each cell, once all elements were added."""
         first, rows = self.tree.total()
         table = np.zeros((self.cells, _COLUMNS))
         table[first : first + len(rows)] = rows
@@ -155,7 +155,7 @@ class Channels(Comparison):
             self.tree.add(0, (start + offset) // self.leaf, node)
 
     def _node(self, start: int, a: Array, b: Array) -> tuple[int, Array]:
-        """Return the table of the cells that a leaf overlaps, after the number of the first."""
+        """Return the first of the cells that a leaf overlaps, and the table of these cells."""
         size, block = self.shape[-1], self.blocks[-1]
         (line, along), (last, end) = divmod(start, size), divmod(start + len(a) - 1, size)
         lines = np.arange(line, last + 1)
@@ -176,7 +176,7 @@ class Channels(Comparison):
 
 
 def _add_tables(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[int, Array]:
-    """Add up two tables, each after the number of its first cell."""
+    """Add two tables of cells, which are given with the numbers of their first cells."""
     tables = [table for table in (a, b) if len(table[1])]
     if len(tables) < 2:
         return tables[0] if tables else a
@@ -190,7 +190,7 @@ def _add_tables(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[int, Array]
 
 
 def measures_of(table: Array) -> Array:
-    """Return the statistics of each cell: one row per cell, one column for each of `MEASURES`."""
+    """Return the statistics of cells: one row for each cell, one column for each measure."""
     count, equal, finite, nan, inf, d, a, b, product, largest = table.T
     with np.errstate(divide="ignore", invalid="ignore"):
         nmse = np.where(d > 0, d / a, 0.0)

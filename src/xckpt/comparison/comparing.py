@@ -15,7 +15,7 @@ from xckpt.comparison.cells import (
     grid_of,
     measures_of,
     pair_in_order,
-    wanted_lengths,
+    reduced_lengths,
 )
 from xckpt.comparison.matching import matched
 from xckpt.comparison.measures import MEASURES, Comparison, measures
@@ -61,8 +61,8 @@ def compare(
     """Compare the tensors of two checkpoints by name, in one pass over both.
 
     Formats, element types, memory orders, layouts and stacking may differ: numbers are compared.
-    The comparison runs where `stats` does, in bounded memory. The chunks and the number of threads
-    do not change a bit of the result.
+    The comparison runs where `stats` does, in bounded memory. The result is bitwise the same for
+    all chunks and numbers of threads.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def compare(
     names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
         Names in `b` for the names in `a`. A mapping can omit names that stay the same; a pair is
         applied as by `re.sub`. ``"auto"`` matches tensors without a namesake by their content,
-        which reads them once more, and then by the naming conventions of some projects: see Notes.
+        which reads them once more, and then by naming conventions: see Notes.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Tensors to compare: one or several globs of whole names, a regular expression to search
         for, or a function from a name to a bool.
@@ -80,8 +80,8 @@ def compare(
         Dimensions to reduce, by name or position (-1 is the last one). The result has one value
         for each position along the other dimensions: ``dim=-1`` gives one value for each output
         channel of PyTorch's linear layers. A mapping gives the number of neighbours to reduce to
-        one value: ``{-1: 128}`` for groups of 128. All dimensions by default; tensors that have
-        none of the dimensions are omitted.
+        one value: ``{-1: 128}`` for groups of 128. All dimensions by default. Tensors without
+        these dimensions are omitted.
     codes : bool
         Count the codes of the quantised tensors of `b`, in another pass over them, for the
         statistics ``saturated`` and ``unused``.
@@ -123,7 +123,7 @@ def compare(
                             sum of the squares of `a`; infinite if all of `a` is zero
         ``cosine``          cosine of the angle between both; NaN if one of them is zero
         ``sqnr_db``         signal to quantisation noise in decibels: 10 log10 of the sum of the
-                            squares of `a` over that of the squared differences
+                            squares of `a` over the sum of the squared differences
         ``nmse``            the inverse ratio, which is the square of ``rel_l2``
         ``saturated``       with `codes`: fraction of the codes of `b` at the ends of their range;
                             NaN without codes, and for GGUF's blocks of other than 4 or 8 bits
@@ -200,7 +200,7 @@ def compare(
     if (codes or explain) and (dim is not None or not compute):
         keyword = "codes" if codes else "explain"
         raise ValueError(
-            f"{keyword}=True is of whole tensors, now: leave out dim and compute=False"
+            f"{keyword}=True needs whole tensors at once: leave out dim and compute=False"
         )
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
@@ -257,8 +257,8 @@ def _warn_of_no_match(
         text = "no tensor of a was found in b, neither by its name nor by its content"
     else:
         text = (
-            "no tensor of a has the name of one of b: names='auto' finds, and names= says, which "
-            "belong together"
+            "no tensor of a has the name of one of b: use names='auto' to match them by content, "
+            "or names= to list the pairs"
         )
     warn(text)
 
@@ -378,7 +378,7 @@ def _along(
     dim: Reduced, entries: Sequence[Described], rows: Sequence[list[Match]]
 ) -> tuple[list[Described], list[list[Match]], list[Any]]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
-    lengths = wanted_lengths(dim, entries)
+    lengths = reduced_lengths(dim, entries)
     selected: list[Described] = []
     selected_rows: list[list[Match]] = []
     inputs: list[Any] = []
@@ -469,7 +469,7 @@ def _fill_places(entry: Described, results: Sequence[Any]) -> Sequence[Any]:
 
 
 def _unread(row: Match) -> list[float]:
-    """Return the statistics of a match that is not compared: status and count, or only NaN."""
+    """Return the statistics of a match without a pair: status and count, or only NaN."""
     statistics: dict[str, float] = {}
     if row.status:
         statistics = {"status": STATUSES.index(row.status), "count": row.size}

@@ -1,8 +1,8 @@
-"""Pairs of tensors of two checkpoints: by name, by content, or by spellings of known projects.
+"""Pairs of tensors of two checkpoints: by name, by content, or by naming conventions.
 
-Content comes first where names differ: a conversion that renames, transposes or permutes keeps the
+Where names differ, content comes first: a conversion that renames, transposes or permutes keeps the
 numbers, and names can mislead. Rounded tensors and constants, such as the norms of an untrained
-model, are paired by known spellings of names.
+model, are paired by the naming conventions of known projects.
 """
 
 from __future__ import annotations
@@ -37,40 +37,44 @@ if TYPE_CHECKING:
 
 def matched(
     entries: Sequence[Described],
-    others: Sequence[Described],
+    entries_of_b: Sequence[Described],
     names: Renaming | Literal["auto"] | None,
     tensors: TensorFilter | None,
     progress: ProgressOption,
 ) -> tuple[list[Described], list[list[Match]], ProgressOption]:
-    """Pair tensors, by variables; return the observer of the remaining progress, too."""
+    """Pair the tensors of all variables.
+
+    Returns the variables of the result, the matches of each, and the progress option for the
+    comparison, which continues the count of bytes.
+    """
     if isinstance(names, str) and names == "auto":
         ours, theirs = (
             {reader.name: reader for entry in side for reader in entry.readers}
-            for side in (entries, others)
+            for side in (entries, entries_of_b)
         )
         chosen = set(select(ours, tensors))
         candidates = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
         with Progress(progress, "matching") as bar:
             partners = _partners({n: ours[n] for n in ours if n in chosen}, candidates, bar)
         if callable(progress):
-            call = progress  # bytes that matching has read count on
+            call = progress  # continue after the bytes that matching has read
             progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
     else:
         new = new_names([reader.name for entry in entries for reader in entry.readers], names)
         partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
     with paused_collector():
-        return *_rows_of(entries, others, partners, tensors), progress
+        return *_rows_of(entries, entries_of_b, partners, tensors), progress
 
 
 def _rows_of(
     entries: Sequence[Described],
-    others: Sequence[Described],
+    entries_of_b: Sequence[Described],
     partners: Mapping[str, Partner],
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[Match]]]:
-    """Return the variables to compare and their tensors; those of `b` alone come last."""
+    """Return the variables to compare and their matches; tensors only in `b` come last."""
     theirs: dict[str, Reader] = {}
-    for reader in (reader for entry in others for reader in entry.readers):
+    for reader in (reader for entry in entries_of_b for reader in entry.readers):
         if theirs.setdefault(reader.name, reader) is not reader:
             raise ValueError(f"two tensors of b are called {shown(reader.name)}")
     ours = [reader.name for entry in entries for reader in entry.readers]
@@ -111,28 +115,32 @@ def _rows_of(
 def _partners(
     ours: Mapping[str, Reader], theirs: Mapping[str, Reader], progress: Progress
 ) -> dict[str, Partner]:
-    """Pair tensors of two sides; numbers are read where names differ."""
+    """Pair tensors of two sides, after reading the numbers of tensors without a namesake."""
     pairs = {name: Partner(name, "name") for name in ours if name in theirs}
-    left, right = (
+    free_a, free_b = (
         {name: reader for name, reader in side.items() if name not in pairs}
         for side in (ours, theirs)
     )
-    usual = conventions(left, right)
+    usual = conventions(free_a, free_b)
 
     def take(name: str, name_of_b: str, rule: str) -> None:
-        if name in left and name_of_b in right:
+        if name in free_a and name_of_b in free_b:
             pairs[name] = Partner(name_of_b, rule)
-            del left[name], right[name_of_b]
+            del free_a[name], free_b[name_of_b]
 
-    # Only tensors with as many elements as one of the other side are read.
-    sizes = {reader.size for reader in left.values()} & {reader.size for reader in right.values()}
-    readers = [r for side in (left, right) for r in side.values() if r.size in sizes]
+    # Read only tensors whose number of elements occurs on both sides.
+    sizes = {reader.size for reader in free_a.values()} & {
+        reader.size for reader in free_b.values()
+    }
+    readers = [r for side in (free_a, free_b) for r in side.values() if r.size in sizes]
     sketches = {id(r): sketch for r, sketch in zip(readers, sketched(readers, progress),
                                                    strict=True)}  # fmt: skip
 
     def unmatched() -> list[list[Sketched]]:
         """Return the sketches of unmatched tensors."""
-        return [[s for r in side.values() if (s := sketches.get(id(r)))] for side in (left, right)]
+        return [
+            [s for r in side.values() if (s := sketches.get(id(r)))] for side in (free_a, free_b)
+        ]
 
     copies = _copies(unmatched())
     exact = [
@@ -141,21 +149,21 @@ def _partners(
         if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies
     ]
     exact += _same_elements(unmatched(), {name for pair in exact for name in pair[:2]})
-    shapes: dict[str, object] = {r.name: r.array.shape for r in right.values()}
+    shapes: dict[str, object] = {r.name: r.array.shape for r in free_b.values()}
     rules = Rules((name, name_of_b) for name, name_of_b, _ in exact)
-    broken = rules.broken(left, right, shapes, usual)
+    broken = rules.broken(free_a, free_b, shapes, usual)
     for name, name_of_b, rule in exact:
         if name not in broken:
             take(name, name_of_b, rule)
-    for name, name_of_b, rule in match_names(left, right):
-        # A tensor that consists of others has the name of a part.
+    for name, name_of_b, rule in match_names(free_a, free_b):
+        # Reject a pair of a joined tensor and one of its parts.
         small, large = sorted((ours[name].size, theirs[name_of_b].size))
         if rule == "prefix" or large < 2 * small or small == large:
             take(name, name_of_b, rule)
     renamed = [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
-    # Constants, and copies: any of them has the same values.
+    # Constants and copies, whose values alone are ambiguous.
     sides = unmatched()
-    for a, b in _in_order(sides[0], sides[1], Rules(renamed), [*right]):
+    for a, b in _in_order(sides[0], sides[1], Rules(renamed), [*free_b]):
         take(a.name, b.name, "values")
     renamed = [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
     for name, name_of_b in _nearly_equal(unmatched(), renamed, shapes, usual):
@@ -163,7 +171,7 @@ def _partners(
     return pairs
 
 
-# Sums of numbers that were quantised to few bits agree at least this much.
+# The least agreement of sums after quantisation to few bits.
 _ALIKE = 0.8
 
 
@@ -173,7 +181,7 @@ def _nearly_equal(
     shapes: dict[str, object],
     usual: Mapping[str, str],
 ) -> list[tuple[str, str]]:
-    """Pair rounded and quantised tensors: their sums are nearly the same."""
+    """Pair rounded and quantised tensors, whose sums are nearly the same."""
     likely = [
         (candidate.a.name, candidate.b.name)
         for candidate in partners(*sides, extended=False)
@@ -185,7 +193,7 @@ def _nearly_equal(
 
 
 def _rule_of(candidate: Candidate) -> str:
-    """Return the rule by which two tensors of the same numbers belong together."""
+    """Return the name of the rule that pairs two tensors with the same numbers."""
     causes = [step.cause for step in candidate.arrangement.steps]
     if candidate.arrangement.score < _SAME:
         is_rows = candidate.a.shape == candidate.b.shape or _is_turned(candidate)
@@ -218,7 +226,7 @@ def _same_elements(
 
 
 def _rule_of_elements(a: Sketched, b: Sketched) -> str:
-    """Return the rule for equal numbers in another order: by rows, or by elements."""
+    """Return the name of the rule for equal numbers in another order: rows or elements."""
     for x in (a.rows, a.columns):
         for y in (b.rows, b.columns):
             if x is not None and y is not None and len(x) == len(y) > 1 and len(a.shape) > 1:
@@ -250,7 +258,7 @@ def _contents(tensor: Sketched) -> Any:
 def _in_order(
     ours: Sequence[Sketched], theirs: Sequence[Sketched], rules: Rules, names: Sequence[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
-    """Pair equal tensors by the rules, or in file order, if both sides have as many of them."""
+    """Pair equal tensors by rules of names, else in file order, if their counts are equal."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
         for tensor in side:

@@ -1,7 +1,7 @@
-"""Offsets and scales that architectures are known for, with where each is from.
+"""Offsets and scales that conversions of known architectures apply, with their sources.
 
-The converters of llama.cpp (github.com/ggml-org/llama.cpp, ``conversion/*.py``) change numbers so
-that the engine need not: see `KNOWN`. Any other offset or scale is a difference.
+The converters of llama.cpp (github.com/ggml-org/llama.cpp, ``conversion/*.py``) change the numbers
+of some tensors to simplify inference: see `KNOWN`. Any other offset or scale is a difference.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """A number that the tensors of some architectures are added or multiplied by."""
+    """An offset and a scale that a conversion applies to tensors of some architectures."""
 
     architectures: frozenset[str]
     names: re.Pattern[str]
-    #: None for any number: it is in the configuration of the model.
+    #: None for any number, which depends on the configuration of the model.
     offset: float | None
     scale: float | None
     source: str
@@ -45,39 +45,39 @@ KNOWN = (
 )
 # Names that only models with such norms have: Gemma 2 and 3.
 _GEMMA = re.compile(r"(pre|post)_feedforward_layernorm\.weight$|\.post_ffw_norm\.weight$")
-# Names of GGUF, which has the numbers with the offset.
+# Names of GGUF, whose numbers include the offset.
 _GGUF = re.compile(r"(blk\.\d+|output_norm)\.")
 _KEYS = ("general.architecture", "model_type", "architecture")
 
 
 class Architecture:
-    """The architecture of two checkpoints, as their attributes or names state it."""
+    """The architecture of two checkpoints, from their attributes or the names of their tensors."""
 
     def __init__(self, attrs: Iterable[Mapping[object, object]], names: Iterable[str]) -> None:
-        stated = {str(each[key]).lower() for each in attrs for key in _KEYS if key in each}
+        stated = {str(attr[key]).lower() for attr in attrs for key in _KEYS if key in attr}
         if not stated and any(_GEMMA.search(name) for name in names):
             stated = {"gemma2"}
         self.stated = frozenset(stated)
 
     def offset(self, names: Iterable[str]) -> float | None:
-        """Return the number that may have been added to a tensor with one of some names."""
-        for known in KNOWN:
-            is_meant = not self.stated or known.architectures & self.stated
-            if is_meant and known.offset and any(known.names.search(name) for name in names):
-                return known.offset
+        """Return the offset that a conversion may have added to a tensor with one of the names."""
+        for change in KNOWN:
+            applies = not self.stated or change.architectures & self.stated
+            if applies and change.offset and any(change.names.search(name) for name in names):
+                return change.offset
         return None
 
     def admits(self, transform: Transform, names: tuple[str, str]) -> bool:
-        """Return whether the architecture is known for a transform from one name to the other."""
+        """Return whether conversions of the architecture transform the first tensor like this."""
         is_of_gguf = [_GGUF.match(name) is not None for name in names]
-        for known in KNOWN:
-            is_meant = known.architectures & self.stated
-            if not is_meant or not any(known.names.search(name) for name in names):
+        for change in KNOWN:
+            applies = change.architectures & self.stated
+            if not applies or not any(change.names.search(name) for name in names):
                 continue
-            is_back = known.offset is not None and transform.offset == -known.offset != 0
-            if known.offset and is_of_gguf == [not is_back, is_back]:
+            is_back = change.offset is not None and transform.offset == -change.offset != 0
+            if change.offset and is_of_gguf == [not is_back, is_back]:
                 continue
-            is_scaled = known.scale is None or transform.scale == known.scale
-            if is_scaled and (is_back or transform.offset == known.offset):
+            is_scaled = change.scale is None or transform.scale == change.scale
+            if is_scaled and (is_back or transform.offset == change.offset):
                 return True
         return False

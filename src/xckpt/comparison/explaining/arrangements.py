@@ -1,8 +1,8 @@
 """Arrangements: the same numbers in other places, as lazy views of arrays.
 
-A step of an arrangement moves numbers: axes are transposed, rows are permuted as for rotary
-embeddings, zeros are added at the end. It makes a view of an array. A view is indexed like an array
-and reads no more than it has to, so that tensors of any size are compared piece by piece.
+A step of an arrangement moves numbers: it transposes axes, permutes rows as for rotary embeddings,
+or adds zeros at the end. A view applies steps to an array when it is indexed, and reads only the
+requested elements, so that tensors of any size are compared piece by piece.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RopePermuted:
     cause = "rope_permuted"
 
     def order(self, length: int) -> Array:
-        """Return where each position comes from."""
+        """Return the original position of each row."""
         halves = np.arange(length).reshape(self.heads, 2, length // self.heads // 2)
         order = halves.swapaxes(1, 2).reshape(-1)
         return np.argsort(order) if self.undone else order
@@ -82,13 +82,13 @@ class RopePermuted:
     def words(self) -> str:
         """The change in words, to follow "after"."""
         lines = "rows" if self.axis == 0 else "columns"
-        how = "interleaving undone" if self.undone else "halves interleaved"
-        return f"permuting {lines} as for rotary embeddings ({heads_text(self.heads)}, {how})"
+        change = "interleaving undone" if self.undone else "halves interleaved"
+        return f"permuting {lines} as for rotary embeddings ({heads_text(self.heads)}, {change})"
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Zeros are added at the end of some axes, or other numbers that do not matter."""
+    """Zeros, or other irrelevant numbers, are added at the end of some axes."""
 
     before: Shape
     after: Shape
@@ -101,7 +101,7 @@ class Padded:
         return _Padding(array, self.after)
 
     def inverse(self, shape: Shape) -> None:
-        """Return None: a part of an array does not show that the rest is zero."""
+        """Return None: removing numbers does not prove that they are zero."""
         return
 
     @property
@@ -113,7 +113,7 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class Permuted:
-    """Rows are in any other order, which describes a difference and does not explain it."""
+    """Rows are in an arbitrary order, which describes a difference without explaining it."""
 
     axis: int
     order: tuple[int, ...]
@@ -138,7 +138,7 @@ class Permuted:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Only the beginning is there, which describes a difference and does not explain it."""
+    """Only the beginning remains, which describes a difference without explaining it."""
 
     before: Shape
     after: Shape
@@ -150,7 +150,7 @@ class Cut:
         return part_of(array, (0,) * len(self.after), self.after)
 
     def inverse(self, shape: Shape) -> None:
-        """Return None: the numbers that were cut off are not known."""
+        """Return None: the removed numbers are unknown."""
         return
 
     @property
@@ -163,7 +163,7 @@ Step = Transposed | RopePermuted | Padded | Permuted | Cut
 
 
 def _counts(sizes: Sequence[int]) -> str:
-    """Write by how much each axis is longer or shorter."""
+    """Describe the numbers of rows, columns or elements, such as "2 rows and 1 column"."""
     names = {1: ("elements",), 2: ("rows", "columns")}.get(len(sizes), ())
     counts = []
     for axis, n in enumerate(sizes):
@@ -174,19 +174,19 @@ def _counts(sizes: Sequence[int]) -> str:
 
 
 def heads_text(count: int) -> str:
-    """Write how many heads there are."""
+    """Format a number of attention heads."""
     return "1 head" if count == 1 else f"{count:,} heads"
 
 
 def arranged(array: Any, steps: Sequence[Step]) -> Any:
-    """Return a view of an array after some steps."""
+    """Apply steps to an array, as a view."""
     for step in steps:
         array = step.view(array)
     return array
 
 
 def undone(array: Any, steps: Sequence[Step]) -> Any | None:
-    """Return a view of an arranged array as it was before; None if a step cannot be undone."""
+    """Undo steps of an arranged array, as a view; None if a step cannot be undone."""
     for step in reversed(steps):
         back = step.inverse(array.shape)
         if back is None:
@@ -196,12 +196,12 @@ def undone(array: Any, steps: Sequence[Step]) -> Any | None:
 
 
 def part_of(array: Any, start: Shape, shape: Shape) -> Any:
-    """Return a view of a box of an array, or the array itself if that is all of it."""
+    """Return a view of a box of an array, or the array itself if the box is all of it."""
     return array if shape == tuple(array.shape) else _PartView(array, start, shape)
 
 
 def joined(arrays: Sequence[Any], axis: int) -> Any:
-    """Return a view of arrays one after the other along an axis."""
+    """Return a view of arrays concatenated along an axis."""
     return _JoinedView(arrays, axis)
 
 
@@ -211,7 +211,7 @@ def stacked(array: Any) -> Any:
 
 
 def unstacked(array: Any) -> Any:
-    """Return a view of an array without its first axis, along which it has one entry."""
+    """Return a view of an array without its first axis, which has length 1."""
     return _Layers(array)
 
 
@@ -219,14 +219,14 @@ def unstacked(array: Any) -> Any:
 
 
 class View:
-    """An array that is made of others when it is indexed."""
+    """An array that is computed from other arrays when it is indexed."""
 
     shape: Shape
     dtype: np.dtype[Any]
     arrays: tuple[Any, ...]
 
     def __getitem__(self, key: Any) -> Array:
-        """Read a box: integers and slices without steps for the first axes, all of the others."""
+        """Read a box. Keys are integers and slices without steps, for the first axes or all."""
         keys = () if key is ... else key if isinstance(key, tuple) else (key,)
         box = []
         for axis, size in enumerate(self.shape):
@@ -238,15 +238,15 @@ class View:
         return values[tuple(squeezed)]
 
     def read(self, box: Box) -> Array:
-        """Read a box; all axes stay."""
+        """Read a box, with as many axes as the view."""
         raise NotImplementedError
 
     def dask(self, arrays: Sequence[Any]) -> Any:
-        """Make the same of dask arrays."""
+        """Return the same view as an operation on dask arrays."""
         raise NotImplementedError
 
     def of(self, arrays: Sequence[Any]) -> View:
-        """Make the same view of other arrays."""
+        """Return the same view of other arrays."""
         raise NotImplementedError
 
 
@@ -257,7 +257,7 @@ class _Transposition(View):
 
     def read(self, box: Box) -> Array:
         places = np.argsort(self.axes)
-        return _read(self.arrays[0], tuple([box[at] for at in places])).transpose(self.axes)
+        return _read(self.arrays[0], tuple([box[place] for place in places])).transpose(self.axes)
 
     def dask(self, arrays: Sequence[Any]) -> Any:
         return arrays[0].transpose(self.axes)
@@ -319,12 +319,12 @@ class _PartView(View):
         self.arrays, self.start, self.shape, self.dtype = (array,), start, shape, array.dtype
 
     def read(self, box: Box) -> Array:
-        moved = [slice(s.start + at, s.stop + at) for s, at in zip(box, self.start, strict=True)]
+        moved = [slice(s.start + n, s.stop + n) for s, n in zip(box, self.start, strict=True)]
         return _read(self.arrays[0], tuple(moved))
 
     def dask(self, arrays: Sequence[Any]) -> Any:
         ends = zip(self.start, self.shape, strict=True)
-        return arrays[0][tuple([slice(at, at + n) for at, n in ends])]
+        return arrays[0][tuple([slice(start, start + n) for start, n in ends])]
 
     def of(self, arrays: Sequence[Any]) -> View:
         return _PartView(arrays[0], self.start, self.shape)
@@ -372,9 +372,9 @@ class _JoinedView(View):
         self.dtype = np.dtype(np.float32 if narrow else np.float64)
 
     def read(self, box: Box) -> Array:
-        wanted, pieces = box[self.axis], []
+        span, pieces = box[self.axis], []
         for array, start, stop in zip(self.arrays, self.starts, self.starts[1:], strict=False):
-            low, high = max(wanted.start, start) - start, min(wanted.stop, stop) - start
+            low, high = max(span.start, start) - start, min(span.stop, stop) - start
             if low < high:
                 inner = slice(int(low), int(high))
                 values = _read(array, (*box[: self.axis], inner, *box[self.axis + 1 :]))
@@ -414,16 +414,16 @@ class _ArrangedReader(ArrayReader):
         self.whole = self.loads = loads
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements."""
+        """Yield blocks of elements of the view, each after its first position."""
         if not self.loads:
             yield from super().blocks(start, stop, buffer)
             return
-        # Arrays that are costly to read in pieces are loaded for the time of the read.
+        # Load arrays that are slow to read in pieces.
         in_memory = _rebuilt(self.array, lambda leaf: np.asarray(dense_values(leaf[...])))
         yield from ArrayReader(in_memory).blocks(start, stop, buffer)
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the byte ranges of the elements, as far as they are known in advance."""
+        """Yield the byte ranges of all elements, if they are known in advance."""
         if start == 0 and stop:
             for leaf in leaves(self.array):
                 if hasattr(leaf, "ranges"):
@@ -431,7 +431,7 @@ class _ArrangedReader(ArrayReader):
 
 
 def reader_of_view(view: Any, readers: Sequence[Reader], name: str) -> Reader:
-    """Return a reader of a view of the arrays of some readers."""
+    """Return a reader of a view, whose arrays belong to some readers."""
     if len(readers) == 1 and view is readers[0].array:
         return in_c_order(readers[0])
     if any(isinstance(reader, ChunkedTensor) for reader in readers):
@@ -439,7 +439,7 @@ def reader_of_view(view: Any, readers: Sequence[Reader], name: str) -> Reader:
 
         reader_of_all: Reader = ChunkedTensor(_as_dask(view))
         reader_of_all = in_c_order(reader_of_all)
-        # Numbers of one block are in one chunk where rows are.
+        # Blocks lie within rows, so that each row has to be in one chunk.
         if (
             isinstance(reader_of_all, ChunkedTensor)
             and reader_of_all.array.ndim > 1
@@ -459,7 +459,7 @@ def reader_of_view(view: Any, readers: Sequence[Reader], name: str) -> Reader:
 
 
 def leaves(array: Any) -> Iterator[Any]:
-    """Return the arrays that a view is made of."""
+    """Yield the arrays under a view, of any depth."""
     if not isinstance(array, View):
         yield array
         return
@@ -477,7 +477,7 @@ def _turns(array: Any) -> bool:
 
 def _rebuilt(array: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(array, View):
-        return array.of([_rebuilt(each, change) for each in array.arrays])
+        return array.of([_rebuilt(inner, change) for inner in array.arrays])
     return change(array)
 
 
@@ -485,5 +485,5 @@ def _as_dask(array: Any) -> Any:
     import dask.array as da
 
     if isinstance(array, View):
-        return array.dask([_as_dask(each) for each in array.arrays])
+        return array.dask([_as_dask(inner) for inner in array.arrays])
     return array if hasattr(array, "dask") else da.from_array(array)

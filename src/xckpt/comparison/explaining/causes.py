@@ -1,11 +1,11 @@
 """Relations between numbers at the same places: one class for each kind of cause.
 
-A relation says how `b` follows from `a`, or `a` from `b`, element by element. Each class suspects
-relations because of a sample, verifies them on every element, and words them:
+A relation derives `b` from `a`, or `a` from `b`, element by element. Each class suggests relations
+from a sample, counts the elements for which they hold, and describes them in words:
 
 =================  ===========================================================================
-`Elementwise`      equal, rounded, a number was added or multiplied by, zeros elsewhere
-`Requantised`      a quantiser that can be repeated makes these very numbers
+`Elementwise`      equal, rounded, offset, scaled, or pruned (zeros for some elements)
+`Requantised`      a deterministic quantiser reproduces the numbers exactly
 `WithinScales`     each element is within the distance that its block's stored scales allow
 `Levelled`         each element is the nearest of the evenly spaced levels of its block
 =================  ===========================================================================
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: A relation that holds for fewer of the elements is not worth a remark.
+#: Relations that hold for a smaller share of the elements are not reported.
 LIKELY = 0.9
 
 # The least number of elements from which an offset or a scale is inferred.
 _FEWEST = 4
-# In steps of the type: the median of ratios is one of them, and itself rounded.
+# Tolerance of a ratio, in steps of the type; generous, because the median is itself rounded.
 _NEAR = 64
-# Elements of a sample, to rule relations out; and the relations that are tried on all of it.
+# Elements of a first sample that rules relations out, and relations to test on the whole sample.
 _FEW = 2048
 _TRIED = 8
-# Elements whose difference, or ratio, is looked at.
+# Elements from which differences and ratios are estimated.
 _PROBED = 256
 # Number of rounding chains that are tried after an offset or a scale.
 _MOVED_CHAINS = 4
@@ -53,22 +53,22 @@ _MOVED_CHAINS = 4
 _ROUNDED_TO = ("float16", "bfloat16", "float8_e4m3fn")
 # Elements of the sample whose correlation is computed.
 _CORRELATED = 4096
-# Numbers that agree less were not quantised.
+# Below this correlation, one side is not a quantised copy of the other.
 _RELATED = 0.5
-# Elements of a sample that is quantised again, in blocks.
+# Elements of the sample that are quantised again, in blocks.
 _IN_BLOCKS = 2048
 _LEVELS_BLOCKS = (256, 128, 64, 32, 16)
-# Elements of the sample that show the blocks of levels.
+# Elements of the sample in which evenly spaced levels are searched for.
 _LEVELLED = 4096
-# Distinct numbers from which on they show a type that they are not stored in.
+# The least number of distinct values that shows a type other than the stored one.
 _FEWEST_VALUES = 3
-# Large blocks are preferred to small ones that fit little better.
+# Margin by which a smaller block has to fit better than a larger one.
 _BETTER = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class SampledPairs:
-    """Pairs of numbers from some places, and the names of their types."""
+    """Pairs of numbers at sampled positions, and the names of their types."""
 
     x: Array
     y: Array
@@ -80,11 +80,11 @@ class SampledPairs:
 
     @property
     def reverse(self) -> SampledPairs:
-        """The same with the sides exchanged."""
+        """The sample with its sides exchanged."""
         return replace(self, x=self.y, y=self.x, kinds=self.kinds[::-1], blocks=self.blocks[::-1])
 
     def first(self, count: int) -> tuple[Array, Array]:
-        """Return the first elements, which follow one another."""
+        """Return the first elements of both sides, which are contiguous in the tensor."""
         return self.x[:count], self.y[:count]
 
 
@@ -93,61 +93,61 @@ class SampledPairs:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """A relation: a transform of each element of `a` gives that of `b`; no infinities arise."""
+    """Each element of `b` is a transform of the same element of `a`, without new infinities."""
 
     transform: Transform
-    #: Or it is zero.
+    #: Whether elements of `b` may also be zero.
     masked: bool = False
-    #: It is `a` that is made of `b`.
+    #: Whether `a` is derived from `b`.
     backwards: bool = False
     #: Whether the types are coarser than the type of the input.
     rounds: bool = False
     block = 0
 
-    def held(self, x: Array, y: Array) -> int:
-        """Return of how many pairs it holds: of equal numbers, and of NaN."""
-        made = self.transform(x)
-        same = made == y
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs for which the relation holds, NaN on both sides included."""
+        expected = self.transform(x)
+        same = expected == y
         if self.masked:
             same |= y == 0
         count = int(np.count_nonzero(same))
         if count < len(x):
             count += int(np.count_nonzero(np.isnan(x) & np.isnan(y)))
-        if self.rounds and not math.isfinite(float(np.abs(made).sum(dtype=np.float64))):
-            count -= int(np.count_nonzero(same & np.isfinite(x) & ~np.isfinite(made)))
+        if self.rounds and not math.isfinite(float(np.abs(expected).sum(dtype=np.float64))):
+            count -= int(np.count_nonzero(same & np.isfinite(x) & ~np.isfinite(expected)))
         return count
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """The causes that it stands for, in their order."""
+        """Names of the causes in the relation, in the order of `CAUSES`."""
         transform = self.transform
         is_rounded = self.rounds and transform.types
-        named = {
+        applies = {
             "offset": transform.offset,
             "scaled": transform.scale != 1.0,
             "pruned": self.masked,
             "rounded": is_rounded,
         }
-        return tuple([cause for cause, is_so in named.items() if is_so])
+        return tuple([cause for cause, applies_here in applies.items() if applies_here])
 
     def words(self, zeros: float) -> str:
-        """Write how one side follows from the other; `zeros` is the share of zeros in it."""
-        of, to = ("b", "a") if self.backwards else ("a", "b")
-        transform, text = self.transform, of
+        """Describe how one side derives from the other; `zeros` is the share of zeros in it."""
+        source, result = ("b", "a") if self.backwards else ("a", "b")
+        transform, text = self.transform, source
         if transform.offset:
-            text = f"{of} {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
+            text = f"{source} {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
         if transform.scale != 1.0:
-            text = f"{transform.scale:.9g} * {of}"
+            text = f"{transform.scale:.9g} * {source}"
         types = list(transform.types)
-        if text != of:
-            # The type of the computation is a detail where it is not the coarsest one.
+        if text != source:
+            # Omit the type of the computation unless the result has no coarser one.
             types = [name for name in types if name not in {"float32", "float64"}] or types[:1]
         if self.rounds and types:
             text += f" rounded to {' and then to '.join(types)}"
         if self.masked:
             share = f", which {percent(zeros)} of its elements are" if zeros else ""
-            text += f" where {to} is not 0{share}"
-        return f"{to} is {text}" if text != of else f"{to} is equal to {of}"
+            text += f" where {result} is not 0{share}"
+        return f"{result} is {text}" if text != source else f"{result} is equal to {source}"
 
     @staticmethod
     def suspected(sample: SampledPairs) -> Iterator[tuple[float, Elementwise]]:  # noqa: C901  one search
@@ -155,19 +155,19 @@ class Elementwise:
         x, y, kinds = sample.x, sample.y, sample.kinds
         chains = list(rounding_chains(y, kinds))
         has_zeros = bool(np.any((y == 0) & (x != 0)) and np.any(y))
-        own_bits = FRACTION_BITS.get(kinds[0], FRACTION_BITS["float32"])
+        source_bits = FRACTION_BITS.get(kinds[0], FRACTION_BITS["float32"])
         if kinds[1] == "float64":
-            own_bits = FRACTION_BITS["float64"]
+            source_bits = FRACTION_BITS["float64"]
 
         def shares(transform: Transform) -> Iterator[tuple[float, Elementwise]]:
-            is_coarser = any(FRACTION_BITS[name] < own_bits for name in transform.types)
+            is_coarser = any(FRACTION_BITS[name] < source_bits for name in transform.types)
             is_cast = transform.scale == 1.0 and not transform.offset and transform.types
             relation = Elementwise(transform, rounds=is_coarser or bool(is_cast))
-            share = relation.held(x, y) / len(x)
+            share = relation.count_matches(x, y) / len(x)
             yield share, relation
             if has_zeros and share < 1:
                 masked = replace(relation, masked=True)
-                yield masked.held(x, y) / len(x), masked
+                yield masked.count_matches(x, y) / len(x), masked
 
         for types in chains:
             for share, relation in shares(Transform(types=types)):
@@ -181,9 +181,9 @@ class Elementwise:
             return
         u, v = x[used].astype(np.float64), y[used].astype(np.float64)
         for types in chains[:_MOVED_CHAINS]:
-            # Computed in float32 if not in float64, as all libraries do.
-            own_types = (kinds[1],) if kinds[1] in FRACTION_BITS else ()
-            exact = types or own_types
+            # Libraries compute in float32 unless the numbers are float64.
+            target_type = (kinds[1],) if kinds[1] in FRACTION_BITS else ()
+            exact = types or target_type
             exact = exact if y.dtype == np.float64 else ("float32", *exact)
             coarsest = min(exact, key=lambda n: FRACTION_BITS[n], default="float64")
             spacing = spacing_of(v, coarsest)
@@ -194,7 +194,7 @@ class Elementwise:
 
 
 def offsets(x: Array, y: Array, spacing: Array) -> list[float]:
-    """Return the numbers that may have been added: where little was rounded they are seen."""
+    """Return candidates for an added number, from the elements that were rounded least."""
     at = np.argsort(spacing, kind="stable")[:_PROBED]
     difference = y[at] - x[at]
     middle = float(np.median(difference))
@@ -207,17 +207,17 @@ def offsets(x: Array, y: Array, spacing: Array) -> list[float]:
 
 
 def scales(x: Array, y: Array, spacing: Array) -> list[float]:
-    """Return the numbers that may have been multiplied by."""
-    some = np.flatnonzero(x)
-    if len(some) < _FEWEST or len(np.unique(np.abs(x[some[:_PROBED]]))) < 2:
+    """Return candidates for a factor."""
+    nonzero = np.flatnonzero(x)
+    if len(nonzero) < _FEWEST or len(np.unique(np.abs(x[nonzero[:_PROBED]]))) < 2:
         return []
-    ratio = y[some] / x[some]
-    error = spacing[some] / 2 / np.abs(x[some])
+    ratio = y[nonzero] / x[nonzero]
+    error = spacing[nonzero] / 2 / np.abs(x[nonzero])
     probed = slice(0, _PROBED)
     middle = float(np.median(ratio[probed]))
     if middle in {0.0, 1.0} or not np.isfinite(middle):
         return []
-    # Of numbers that are not related it is far off for nearly all.
+    # Most ratios of unrelated numbers are far from the median.
     if np.mean(np.abs(ratio - middle)[probed] <= _NEAR * error[probed]) < LIKELY:
         return []
     at = np.argsort(error / np.abs(ratio), kind="stable")[:_PROBED]
@@ -233,7 +233,7 @@ def scales(x: Array, y: Array, spacing: Array) -> list[float]:
 
 
 def _scales_between(low: float, high: float) -> list[float]:
-    """Return numbers between two nearly equal ones, with few digits first."""
+    """Return numbers in a narrow interval, those with few digits first."""
     middle = (low + high) / 2
     if not _SMALLEST < abs(middle) < 1 / _SMALLEST:
         return []
@@ -260,13 +260,13 @@ class Before:
     """A change of numbers before they were quantised."""
 
     transform: Transform = UNCHANGED
-    #: A quantiser that was used first.
+    #: Scheme of an earlier quantiser, if any.
     scheme: str = ""
 
     def __call__(self, x: Array) -> Array:
-        """Do it to whole blocks."""
-        made = self.transform(x)
-        return OF_BLOCKS[self.scheme].made(made) if self.scheme else made
+        """Apply the change to whole blocks."""
+        values = self.transform(x)
+        return OF_BLOCKS[self.scheme].round_trip(values) if self.scheme else values
 
     @property
     def block(self) -> int:
@@ -290,7 +290,7 @@ _NOTHING_BEFORE = Before()
 
 @dataclass(frozen=True, slots=True)
 class Requantised:
-    """A relation: a quantiser makes each block of `b` from `a`, with the same codes and scales."""
+    """A quantiser makes each block of `b` from `a`, with the same codes and scales."""
 
     scheme: str
     #: The change before quantisation, and the types that the result was rounded to.
@@ -305,25 +305,25 @@ class Requantised:
         """Elements of a block."""
         return max(OF_BLOCKS[self.scheme].block, self.before.block)
 
-    def held(self, x: Array, y: Array) -> int:
-        """Return of how many pairs of whole blocks it holds."""
-        quantiser, made = OF_BLOCKS[self.scheme], self.before(x)
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs in whole blocks for which the relation holds."""
+        quantiser, values = OF_BLOCKS[self.scheme], self.before(x)
         if self.after:
-            rounded = Transform(types=self.after)(quantiser.made(made))
+            rounded = Transform(types=self.after)(quantiser.round_trip(values))
             return int(np.count_nonzero(rounded == y))
-        return int(np.count_nonzero(quantiser.holds(made, y)))
+        return int(np.count_nonzero(quantiser.holds(values, y)))
 
     def words(self, zeros: float) -> str:
         """Write how one side follows from the other."""
-        of, to = ("b", "a") if self.backwards else ("a", "b")
-        text = f"{to} is {of}{self.before.words} quantised to {scheme_name(self.scheme)}"
+        source, result = ("b", "a") if self.backwards else ("a", "b")
+        text = f"{result} is {source}{self.before.words} quantised to {scheme_name(self.scheme)}"
         if self.after:
             text += f" and rounded to {' and then to '.join(self.after)}"
         return f"{text}, with the codes that its quantiser makes"
 
     @staticmethod
     def suspected(sample: SampledPairs, before: Iterable[Before]) -> Iterator[Requantised]:
-        """Return the quantisers that make all of a sample."""
+        """Yield the quantisers that reproduce the whole sample."""
         stored = sample.blocks[1]
         names = [stored] if stored in OF_BLOCKS else [] if stored else [q.name for q in REPEATED]
         ends = [()] if stored else _endings(sample.kinds[1])
@@ -334,8 +334,8 @@ class Requantised:
                 size = min(len(sample.x), _IN_BLOCKS) // block * block
                 x, y = sample.first(size)
                 for relation in relations if size else ():
-                    if relation.held(x[:block], y[:block]) == block and (
-                        relation.held(x, y) == size
+                    if relation.count_matches(x[:block], y[:block]) == block and (
+                        relation.count_matches(x, y) == size
                     ):
                         yield relation
 
@@ -355,46 +355,46 @@ class WithinScales:
         """Elements in a block of the first quantiser, 0 without one."""
         return self.before.block
 
-    def held(self, x: Array, y: Array) -> int:
-        """Return of how many pairs it holds; `y` has the distances."""
-        made = self.before(x)
-        difference = made - y["value"]
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs for which the relation holds; `y` has the dtype `GRADED`."""
+        expected = self.before(x)
+        difference = expected - y["value"]
         return int(np.count_nonzero((difference <= y["above"]) & (-difference <= y["below"])))
 
     def words(self, zeros: float) -> str:
         """Write how one side follows from the other."""
-        of, to = ("b", "a") if self.backwards else ("a", "b")
-        text = f"{to} is {of}{self.before.words} quantised to {scheme_name(self.scheme)}"
+        source, result = ("b", "a") if self.backwards else ("a", "b")
+        text = f"{result} is {source}{self.before.words} quantised to {scheme_name(self.scheme)}"
         return f"{text}: every element is within the bound of its block's scales"
 
 
 @dataclass(frozen=True, slots=True)
 class Levelled:
-    """Each element of `b` is the nearest to `a` of evenly spaced levels, in blocks."""
+    """Each element of `b` is the evenly spaced level of its block that is nearest to `a`."""
 
     block: int
-    #: Bits of the fraction that the levels are stored with.
+    #: Bits of the fraction with which the levels are stored.
     digits: int = 21
     backwards: bool = False
     causes = ("quantised",)
     masked = False
 
-    def held(self, x: Array, y: Array) -> int:
-        """Return of how many pairs it holds."""
-        # The loop is compiled for one type, not for all pairs of them.
-        x, y = (np.ascontiguousarray(each, np.float64) for each in (x, y))
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs for which the relation holds."""
+        # One type, so that the loop is compiled only once.
+        x, y = (np.ascontiguousarray(values, np.float64) for values in (x, y))
         count: int = count_levels(x, y, self.block, 2.0**-self.digits)
         return count
 
     def words(self, zeros: float) -> str:
         """Write how one side follows from the other."""
-        of, to = ("b", "a") if self.backwards else ("a", "b")
-        levels = f"the nearest of evenly spaced levels to {of}"
-        return f"{to} is {levels}, in blocks of {self.block} elements"
+        source, result = ("b", "a") if self.backwards else ("a", "b")
+        levels = f"the nearest of evenly spaced levels to {source}"
+        return f"{result} is {levels}, in blocks of {self.block} elements"
 
     @staticmethod
     def suspected(sample: SampledPairs) -> tuple[float, Levelled] | None:
-        """Return the blocks in which elements are levels, and for which share of the sample."""
+        """Return the best size of blocks, after the share of the sample that it explains."""
         x, y = sample.first(_LEVELLED)
         digits = min(21, FRACTION_BITS.get(sample.kinds[1], 21))
         best: tuple[float, Levelled] | None = None
@@ -404,7 +404,7 @@ class Levelled:
             if size < 2 * block:
                 continue
             relation = Levelled(block, digits)
-            share = relation.held(x[:size], y[:size]) / size
+            share = relation.count_matches(x[:size], y[:size]) / size
             if share >= LIKELY and (best is None or share > best[0] + _BETTER):
                 best = share, relation
         return best
@@ -420,16 +420,16 @@ def _endings(kind: str) -> list[tuple[str, ...]]:
     return [(), ("float16",), ("bfloat16",)] if kind == "float32" else []
 
 
-# --- what is suspected of a sample ----------------------------------------------------------------
+# --- relations that a sample suggests -------------------------------------------------------------
 
 
 def suspect(
     sample: SampledPairs, graded: SampledPairs | None = None, offset: float | None = None
 ) -> tuple[Relation, ...]:
-    """Return the relations that hold for all, or else one that holds for most, of a sample.
+    """Return the relations that hold for the whole sample, or else one that holds for most of it.
 
-    `graded` has the distances that stored scales allow for one of its sides. `offset` is a number
-    that the architecture is known to add to this tensor.
+    `graded` is the sample with the distances that the stored scales of one side allow. `offset` is
+    the number that the architecture is known to add to this tensor.
     """
     thinned = slice(None, None, max(1, len(sample.x) // _FEW))
     thin = replace(sample, x=sample.x[thinned].copy(), y=sample.y[thinned].copy())
@@ -443,7 +443,7 @@ def suspect(
         certain = [entry for entry in certain if _holds(entry, sample)]
         plain = [entry for entry in certain if not entry.masked]
         if plain:
-            # There may be zeros elsewhere.
+            # Elements outside the sample may have been set to zero.
             return plain[0], replace(plain[0], masked=True)
         is_related = not correlation(thin.x, thin.y) < _RELATED
         quantised = _suspect_quantised(sample, graded, offset) if is_related else None
@@ -463,11 +463,11 @@ def suspect(
 
 def _holds(relation: Relation, sample: SampledPairs) -> bool:
     x, y = (sample.y, sample.x) if relation.backwards else (sample.x, sample.y)
-    return relation.held(x, y) == len(x)
+    return relation.count_matches(x, y) == len(x)
 
 
 def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
-    """Return whether types state a relation, or numbers show it: a constant fits any type."""
+    """Return whether types or varied numbers support a relation; a constant fits any type."""
     side = sample.reverse if relation.backwards else sample
     is_stated = False
     if isinstance(relation, Elementwise):
@@ -493,7 +493,7 @@ def _suspect_quantised(
         for first in _before_quantisers(side, offset):
             within = WithinScales(scheme, first, backwards)
             size = len(side.x) // (within.block or 1) * (within.block or 1)
-            if size and within.held(side.x[:size], side.y[:size]) == size:
+            if size and within.count_matches(side.x[:size], side.y[:size]) == size:
                 return within
     levels = _suspect_levels(sample)
     return levels[1] if levels is not None and levels[0] == 1.0 else None
@@ -502,16 +502,16 @@ def _suspect_quantised(
 def _suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:
     best: tuple[float, Levelled] | None = None
     for side, backwards in ((sample, False), (sample.reverse, True)):
-        found = None if any(sample.blocks) else Levelled.suspected(side)
-        if found is not None and (best is None or found[0] > best[0]):
-            best = found[0], replace(found[1], backwards=backwards)
+        candidate = None if any(sample.blocks) else Levelled.suspected(side)
+        if candidate is not None and (best is None or candidate[0] > best[0]):
+            best = candidate[0], replace(candidate[1], backwards=backwards)
     return best
 
 
 def _before_quantisers(sample: SampledPairs, offset: float | None) -> Iterator[Before]:
-    """Return what may have been done before numbers were quantised, likely things first."""
-    own = FRACTION_BITS.get(sample.kinds[0], 23)
-    coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < own]
+    """Yield changes that may precede quantisation, likely ones first."""
+    source_bits = FRACTION_BITS.get(sample.kinds[0], 23)
+    coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < source_bits]
     chains = [(), *((name,) for name in coarser), *permutations(coarser, 2)]
     for added in (0.0, *([offset] if offset else [])):
         for chain in chains:
@@ -521,7 +521,7 @@ def _before_quantisers(sample: SampledPairs, offset: float | None) -> Iterator[B
 
 
 def percent(share: float) -> str:
-    """Write a share."""
+    """Format a share as a percentage."""
     text = f"{100 * share:.4g}"
     if text == "100" and share < 1:
         text = "more than 99.99"
@@ -529,7 +529,7 @@ def percent(share: float) -> str:
 
 
 def correlation(x: Array, y: Array) -> float:
-    """Return about the correlation of some pairs; NaN if one side is constant."""
+    """Estimate the correlation of two vectors from a few pairs; NaN if one side is constant."""
     few = slice(None, None, max(1, len(x) // _CORRELATED))
     x, y = x[few], y[few]
     both = np.isfinite(x) & np.isfinite(y)

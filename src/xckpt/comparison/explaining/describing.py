@@ -1,4 +1,4 @@
-"""Tensors that are not explained: where their numbers are, and what may be behind a difference."""
+"""Descriptions of unexplained tensors: misplaced numbers, and likely causes of differences."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.work import Explanations, Work
     from xckpt.scan.readers import Reader
 
-# Correlation from which on an update of low rank is looked for.
+# The least correlation of the sides of a low-rank update.
 _NEAR = 0.5
-# Smaller tensors have the numbers of another one by chance.
+# Smaller tensors may have the numbers of another tensor by chance.
 _SMALLEST = 8
-# Tensors of one shape that may be tied to another one.
+# The most tensors of one shape that are tested for equality with a tensor.
 _MOST_OWNERS = 8
 
 
 def misplaced(work: Work) -> Explanations:
-    """Find tensors whose numbers are under another name, which both sides have."""
+    """Find tensors whose numbers are under another name that both sides have."""
     numbers = [n for n in work.open if not work.is_aligned(n)]
     sides = [list(work.sketch(numbers, side).values()) for side in (0, 1)]
     candidates = [
@@ -48,7 +48,7 @@ def misplaced(work: Work) -> Explanations:
         if done is None or done.outcome != "explained":
             continue
         detail = "" if done.causes == ("equal",) else f" ({done.text})"
-        # Of the two tensors of a case the one of `a` is what the case is about.
+        # The tensor of `a` takes precedence where a case has two tensors.
         for tensor, owner, side in ((candidates[n].a, candidates[n].b, "b"),
                                   (candidates[n].b, candidates[n].a, "a")):  # fmt: skip
             status = work.cases[tensor.number].status
@@ -64,7 +64,7 @@ def misplaced(work: Work) -> Explanations:
 
 
 def described(work: Work) -> Explanations:
-    """Describe changed tensors: the likely cause, and the size of the difference."""
+    """Describe changed tensors by a likely cause, or by the size of the difference."""
     explanations: Explanations = {
         n: work.descriptions[n] for n in work.open if n in work.descriptions
     }
@@ -98,15 +98,15 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
         )
         if best is None:
             continue
-        for at, step in enumerate(best.steps):
+        for position, step in enumerate(best.steps):
             if isinstance(step, Cut):
                 links.append((n, work.link(a, b, best.steps), best.steps))
             elif isinstance(step, Padded):
-                view = arranged(a.reader.array, best.steps[:at])
+                view = arranged(a.reader.array, best.steps[:position])
                 place = part_of(b.reader.array, (0,) * len(b.shape), tuple(view.shape))
                 order = (Side.of(view, a.reader), Side(place, (b.reader,)))
                 added = replace(step, is_zero=False)
-                links.append((n, Link((a.name, b.name), [order]), (*best.steps[:at], added)))
+                links.append((n, Link((a.name, b.name), [order]), (*best.steps[:position], added)))
     examine([link for _, link, _ in links], work.bar)
     return {
         n: replace(related(work, link, link.relation, steps), holds=False)
@@ -116,7 +116,7 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
 
 
 def tied(work: Work) -> Explanations:
-    """Describe tensors of one side only: equal to another one of their side, or nowhere."""
+    """Describe tensors that only one side has: copies of another of its tensors, or unmatched."""
     owners: dict[Any, list[Reader]] = defaultdict(list)
     unmatched = [n for n in work.open if work.cases[n].status in ALONE]
     for n in set(range(len(work.cases))).difference(unmatched):

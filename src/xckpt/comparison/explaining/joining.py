@@ -1,4 +1,4 @@
-"""Tensors that consist of several of the other side: fused, or split."""
+"""Tensors that consist of several tensors of the other side: fused or split."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NOT_IN_ORDER = "not in the order of its siblings"
 
 
 def joined(work: Work) -> Explanations:
-    """Explain tensors that consist of several of the other side, and their parts."""
-    # A whole may have a namesake of another shape, which is one of its parts.
+    """Explain tensors that consist of several tensors of the other side, and their parts."""
+    # The name of a joined tensor may be the name of one of its parts.
     shaped = [n for n in work.open if work.cases[n].status == "shape"]
     explanations: Explanations = {}
     for side in (1, 0):
@@ -65,14 +65,14 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
         Order(joint.whole.name, tuple([member.part.name for member in joint.members]))
         for joint in likely
     ]
-    earlier = [order for at, _, order in work.joints if at == side]
+    earlier = [order for number, _, order in work.joints if number == side]
     names = {case.match.name for case in work.cases if case.status != ALONE[1 - side]}
     broken = out_of_order([*earlier, *orders], names)
     explanations: Explanations = {}
-    for at, (joint, of_parts, order) in enumerate(zip(likely, links, orders, strict=True)):
+    for number, (joint, of_parts, order) in enumerate(zip(likely, links, orders, strict=True)):
         if any(link.relation is not None for link in of_parts):
             explanations |= _explanations(
-                work, joint, of_parts, side, is_broken=at + len(earlier) in broken
+                work, joint, of_parts, side, is_broken=number + len(earlier) in broken
             )
         whole = explanations.get(joint.whole.number)
         if whole is not None and whole.verified:
@@ -81,7 +81,7 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
 
 
 def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
-    """Return a link between a part and its place in the whole, in the order of either."""
+    """Return a link between a part and its place in the joined tensor, readable in either order."""
     whole, part = joint.whole, member.part
     start, shape = [0] * len(whole.shape), _place(joint, member)
     start[joint.axis] = member.start
@@ -97,13 +97,13 @@ def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
         back: Any = undone(unstacked(place) if joint.is_stack else place, member.steps)
         at_part = Side(back, (whole.reader,), None if member.steps else run)
         if not _is_padded(joint, member):
-            like = stacked(view) if joint.is_stack else view
-            orders = [(Side.of(like, part.reader), in_whole), (in_part, at_part)]
+            arranged_part = stacked(view) if joint.is_stack else view
+            orders = [(Side.of(arranged_part, part.reader), in_whole), (in_part, at_part)]
         elif all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
             padded = Padded(tuple(back.shape), part.shape).view(back)
             orders = [(in_part, Side(padded, (whole.reader,)))]
         else:
-            orders = []  # numbers were left out
+            orders = []  # numbers are missing
     names = (part.name, whole.name)
     if not side:
         orders, names = [order[::-1] for order in orders], names[::-1]
@@ -126,7 +126,7 @@ def _is_padded(joint: Joint, member: JointPart) -> bool:
 
 @dataclass
 class _Whole:
-    """A summary of the parts of a tensor."""
+    """A summary of the parts of a joined tensor."""
 
     causes: list[str]
     facts: list[str] = field(default_factory=list)
@@ -167,11 +167,11 @@ def _explanations(
             text = "equal after adding zeros" if is_equal else explanation.text
             explanation = replace(explanation, causes=("padded", *explanation.causes), text=text)
         summary.add(explanation)
-        more = tuple([name for name in explanation.causes if name != "equal"])
+        other_causes = tuple([name for name in explanation.causes if name != "equal"])
         explanations[part.number] = replace(
             explanation,
-            causes=(cause, *fault, *more),
-            text=head + (f"; {explanation.text}" if more else "") + order,
+            causes=(cause, *fault, *other_causes),
+            text=head + (f"; {explanation.text}" if other_causes else "") + order,
             holds=not is_broken,
             other_names=(whole.name,),
         )
@@ -199,33 +199,33 @@ def _explanations(
 def _by_analogy(
     work: Work, wholes: Sequence[Sketched], parts: Sequence[Sketched], side: int
 ) -> list[Joint]:
-    """Return the joints that others like them lead to expect, as of biases that are all zero."""
-    free, found = {part.name: part for part in parts}, []
+    """Return joints with the names of verified siblings, such as of biases that are all zero."""
+    free, analogies = {part.name: part for part in parts}, []
     for whole in wholes:
-        for at, joint, order in work.joints:
-            names = analogous(order, whole.name) if at == side else None
+        for joint_side, joint, order in work.joints:
+            names = analogous(order, whole.name) if joint_side == side else None
             if names is None or not all(name in free for name in names):
                 continue
-            like = _like(joint, whole, [free[name] for name in names])
-            if like is not None:
-                found.append(like)
+            analogy = _analogy(joint, whole, [free[name] for name in names])
+            if analogy is not None:
+                analogies.append(analogy)
                 for name in names:
                     del free[name]
                 break
-    return found
+    return analogies
 
 
-def _like(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | None:
-    """Return parts one after the other as in another joint; None if they do not fit."""
+def _analogy(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | None:
+    """Join parts in the same way as another joint; None if the sizes do not fit."""
     axis = min(joint.axis, len(whole.shape) - 1)
-    at, members = 0, []
+    start, members = 0, []
     for part, sibling in zip(parts, joint.members, strict=True):
         steps = sibling.steps if part.shape == sibling.part.shape else ()
         shape = tuple(arranged(part.reader.array, steps).shape)
         if len(shape) != len(whole.shape) - joint.is_stack:
             return None
         length = 1 if joint.is_stack else shape[axis]
-        members.append(JointPart(part, at, at + length, steps, 0.0))
-        at += length
-    fits = at == whole.shape[axis]
+        members.append(JointPart(part, start, start + length, steps, 0.0))
+        start += length
+    fits = start == whole.shape[axis]
     return Joint(whole, axis, tuple(members), is_stack=joint.is_stack) if fits else None

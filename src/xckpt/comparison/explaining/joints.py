@@ -1,7 +1,7 @@
 """The search for joints: tensors of one side that consist of several tensors of the other.
 
-Along the axis where parts meet, the sums of the whole are the sums of the parts, one after the
-other. The search follows the seams from part to part.
+Along the axis of a joint, the sums of the joined tensor (the *whole*) are the concatenated sums of
+its parts. The search walks along these sums and looks for the next part at the end of each part.
 """
 
 from __future__ import annotations
@@ -24,67 +24,67 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
-# How much the sums of parts that are joined agree at least, by how many there are.
+# The least agreement of the sums of a part with its place, by the least number of sums.
 _JOINED = {32: 0.7, 16: 0.85, 0: 0.9}
-# By how much sums have to agree better for another arrangement.
+# Margin of agreement by which another arrangement has to be better.
 _CLEARLY = 1e-3
 
 
 class JointPart(NamedTuple):
-    """A part of a joint: a tensor, where it begins and ends along the axis, and its arrangement.
+    """A part of a joint, and its place along the axis of the joint.
 
-    Its place may be larger than the part, or smaller; elements beyond the smaller one must be zero.
+    The place and the part may differ in size; the additional elements of either must be zero.
     """
 
     part: Sketched
     start: int
     stop: int
-    #: From the part to its place.
+    #: Steps that arrange the part as in its place.
     steps: tuple[Step, ...]
-    #: How much the sums agree; 0 where only the place was free.
+    #: Agreement of the sums; 0 for a part that only fills a gap.
     score: float
 
     @property
     def is_alike(self) -> bool:
-        """Whether the sums agree, rather than only the place being free."""
+        """True if the sums agree; False for a part that only fills a gap."""
         return self.score > 0
 
 
 class Joint(NamedTuple):
-    """A tensor that consists of several of the other side."""
+    """A tensor that consists of several tensors of the other side."""
 
     whole: Sketched
     axis: int
     members: tuple[JointPart, ...]
     #: Steps applied to the whole before it is cut into the parts.
     steps: tuple[Step, ...] = ()
-    #: Whether the parts have no such axis.
+    #: Whether the parts are stacked along a new axis.
     is_stack: bool = False
 
     @property
     def score(self) -> float:
-        """The agreement of the sums; arrangements with fewer steps rank higher."""
+        """The mean agreement of the sums, less a small penalty for each step."""
         steps = sum(len(member.steps) for member in self.members) + len(self.steps)
         mean = sum(member.score for member in self.members) / len(self.members)
         return mean - 0.01 * steps / len(self.members)
 
 
 class _Oriented(NamedTuple):
-    """A part as it would be in the whole."""
+    """A part with its axes in the order of the whole, and its sums along the axis of the joint."""
 
     part: Sketched
     sums: Array
     steps: tuple[Step, ...]
-    #: Whether zeros at its end are left out.
+    #: Whether trailing zeros were removed.
     is_trimmed: bool = False
 
 
 def joints(
     wholes: Sequence[Sketched], parts: Sequence[Sketched], *, are_larger: bool
 ) -> list[Joint]:
-    """Find tensors of one side that consist of several of the other; each part is used once.
+    """Find tensors of one side that consist of several of the other; no part belongs to two.
 
-    With `are_larger`, zeros may have been added to the parts, else to the whole.
+    With `are_larger`, the parts may have been padded with zeros, else the whole.
     """
     chosen_joints: list[Joint] = []
     free = {id(part): part for part in parts if part.size > 1}
@@ -146,7 +146,7 @@ def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> I
 
 
 def _layers(part: Sketched, shape: Shape) -> Iterator[_Oriented]:
-    """Yield a matrix as a layer of a stack, transposed or not."""
+    """Yield a matrix as a layer of a stack, as stored and transposed, if its shape fits."""
     if part.shape == shape[1:] and part.rows is not None:
         yield _Oriented(part, part.rows, ())
     if part.shape == shape[:0:-1] and part.columns is not None:
@@ -154,13 +154,13 @@ def _layers(part: Sketched, shape: Shape) -> Iterator[_Oriented]:
 
 
 def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iterator[_Oriented]:
-    """Return a tensor as a part along an axis, with its axes in any order."""
+    """Yield a tensor as a part along an axis, once for each order of its axes that fits."""
     if len(part.shape) != len(shape):
         return
     for axes in permutations(range(len(shape))):
-        turned = tuple([part.shape[k] for k in axes])
+        extents = tuple([part.shape[k] for k in axes])
         sums = part.along[axes[axis]]
-        sizes = [(n, m) for k, (n, m) in enumerate(zip(turned, shape, strict=True)) if k != axis]
+        sizes = [(n, m) for k, (n, m) in enumerate(zip(extents, shape, strict=True)) if k != axis]
         fits = all(n >= m if are_larger else n <= m for n, m in sizes)
         if not fits or sums is None:
             continue
@@ -169,27 +169,27 @@ def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iter
             sums = sums[: filled[-1] + 1]
         if len(sums) < shape[axis]:
             is_plain = axes == tuple(range(len(shape)))
-            is_trimmed = len(sums) < turned[axis]
+            is_trimmed = len(sums) < extents[axis]
             yield _Oriented(part, sums, () if is_plain else (Transposed(axes),), is_trimmed)
 
 
 def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
-    """Follow the seams of a tensor from part to part; empty where they lead nowhere."""
+    """Find the parts that cover the sums of a whole, in order; empty if there is no such chain."""
     parts.used.clear()
     members: list[JointPart] = []
-    at = 0
-    while at < len(sums):
-        member = parts.at(sums, at)
+    start = 0
+    while start < len(sums):
+        member = parts.at(sums, start)
         if member is not None:
             parts.used.add(id(member.part))
             members.append(member)
-        elif members and (zeros := _zeros(sums, at)):
+        elif members and (zeros := _zeros(sums, start)):
             members[-1] = members[-1]._replace(stop=members[-1].stop + zeros)
-        elif gap := parts.gap(sums, at):
-            members.append(JointPart(parts.oriented[0].part, at, at + gap, (), 0.0))
+        elif gap := parts.gap(sums, start):
+            members.append(JointPart(parts.oriented[0].part, start, start + gap, (), 0.0))
         else:
             return []
-        at = members[-1].stop
+        start = members[-1].stop
     matched = [member for member in members if member.is_alike]
     if len(matched) < 2 or 2 * len(matched) < len(members):
         return []
@@ -197,7 +197,7 @@ def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
 
 
 class _Parts:
-    """Parts that may be joined along an axis, by their lengths."""
+    """Candidates for the parts of a joint along an axis, grouped by length."""
 
     def __init__(self, oriented: list[_Oriented], axis: int, *, are_permuted: bool) -> None:
         self.oriented = oriented
@@ -216,14 +216,14 @@ class _Parts:
         }
 
     def at(self, sums: Array, place: int) -> JointPart | None:
-        """Return the part that begins at a place: the one whose sums agree best."""
+        """Return the free part whose sums agree best with the sums from a place on, if any do."""
         best: JointPart | None = None
         for n, group in self.groups.items():
             is_free = np.array([id(oriented_part.part) not in self.used for oriented_part in group])
             if place + n > len(sums) or not is_free.any():
                 continue
             segment = standardised([sums[place : place + n]], n)[0]
-            # The part as it is, and after each permutation: the other way round for the whole.
+            # Permuting the part is the same as permuting its place inversely, which is cheaper.
             steps: list[tuple[Step, ...]] = [()]
             segments = segment[None]
             if self.are_permuted:
@@ -231,7 +231,7 @@ class _Parts:
                 segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
             scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
             scores[[oriented_part.is_trimmed for oriented_part in group], 1:] = -1.0
-            # As it is, unless a permutation agrees clearly better.
+            # Prefer the part without a permutation.
             plain = float(scores[:, 0].max())
             row, order = divmod(int(np.argmax(scores)), len(steps))
             if plain >= SURE or plain > float(scores[row, order]) - _CLEARLY:
@@ -249,7 +249,7 @@ class _Parts:
         return best
 
     def gap(self, sums: Array, place: int) -> int:
-        """Return the length of a part that differs from its place: another one follows it."""
+        """Return the length of a gap that ends at another part or at the end, else 0."""
         for n in self.groups:
             stop = place + n
             if stop == len(sums) or (stop < len(sums) and self.at(sums, stop) is not None):
@@ -258,18 +258,18 @@ class _Parts:
 
 
 def _required(length: int) -> float:
-    """Return how much so many sums have to agree: few do by chance."""
+    """Return the required agreement of a number of sums; short ones agree by chance."""
     return next(score for fewest, score in _JOINED.items() if length >= fewest)
 
 
-def _zeros(sums: Array, at: int) -> int:
-    """Return how many sums from a place on are zero."""
-    nonzero = np.flatnonzero(sums[at:])
-    return len(sums) - at if not len(nonzero) else int(nonzero[0])
+def _zeros(sums: Array, start: int) -> int:
+    """Count the zeros in the sums that follow a place directly."""
+    nonzero = np.flatnonzero(sums[start:])
+    return len(sums) - start if not len(nonzero) else int(nonzero[0])
 
 
 def _filled(members: list[JointPart], parts: list[_Oriented], used: set[int]) -> list[JointPart]:
-    """Fill gaps with the free parts whose names resemble the other members most."""
+    """Fill gaps with the free parts whose names resemble the names of the other members most."""
     names = [member.part.name for member in members if member.is_alike]
     steps = next((member.steps for member in members if member.is_alike), ())
     complete = []

@@ -1,4 +1,4 @@
-"""Evenly spaced levels in blocks: numbers that were quantised and are stored as floats again."""
+"""Evenly spaced levels in blocks: floats that were quantised and decoded again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
 
-# So few that they can be codes.
+# Codes of at most eight bits.
 _MOST_LEVELS = 256
 
 
 @inlined
 def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
-    """Return the smallest distance between numbers that is more than noise."""
+    """Return the smallest distance between numbers that exceeds the noise."""
     count = 0
     for i in range(y.size):
         value = y[i]
@@ -38,7 +38,7 @@ def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
 
 @within
 def _count_off(x: Any, y: Any, low: Any, unit: Any, noise: Any) -> Any:
-    """Count numbers whose level is not one of those of a unit, and those that are not near it."""
+    """Count the `y` that are not whole units above `low`, and the `x` far from their `y`."""
     per_unit = 1.0 / unit
     uneven, near = max(0.02, 4 * noise * per_unit), unit * 0.502 + noise
     off, far = np.int32(0), np.int32(0)
@@ -55,20 +55,20 @@ def _count_off(x: Any, y: Any, low: Any, unit: Any, noise: Any) -> Any:
 def count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C901  one of three ways
     """Count pairs where `y` is the nearest of the evenly spaced levels of its block to `x`.
 
-    The levels are stored with a relative spacing. They are so few that they can be codes,
-    and so far apart that rounding is not what makes them.
+    `spacing` is the relative rounding error of stored levels. Levels have to be few enough for
+    codes, and so far apart that rounding alone cannot produce them.
     """
-    held = 0
+    matches = 0
     ordered = np.empty(block)
     steps_of_span, steps_of_top = 0.0, 0.0
     for start in range(0, x.size, block):
         a, b = x[start : start + block], y[start : start + block]
         if a.size == 1:
-            held += 1  # one number is a level
+            matches += 1  # one number is a level
             continue
         low = high = b[0]
         for i in range(b.size):
-            # A NaN is passed over.
+            # These comparisons skip NaN.
             low = b[i] if b[i] < low else low  # noqa: FURB136
             high = b[i] if b[i] > high else high  # noqa: FURB136
         span, top = high - low, max(abs(low), abs(high))
@@ -76,23 +76,23 @@ def count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C901
             continue
         if span == 0:
             for i in range(a.size):
-                held += a[i] == b[i]
+                matches += a[i] == b[i]
             continue
         noise = top * spacing
-        # The block before tells how many levels there may be: from end to end, or from zero.
-        is_found = False
+        # Try the number of levels of the previous block, over the span or from zero, first.
+        is_level = False
         for guess in (steps_of_span, np.rint(span * steps_of_top / top)):
             unit = span / guess if 0 < guess < _MOST_LEVELS else 0.0
-            if not is_found and noise < unit / 8:
+            if not is_level and noise < unit / 8:
                 off, far = _count_off(a, b, low, unit, noise)
-                is_found = off == 0 and far == 0
-        if is_found:
-            held += a.size
+                is_level = off == 0 and far == 0
+        if is_level:
+            matches += a.size
             continue
         gap = _smallest_gap(b, noise, ordered)
         best = 0
         for parts in (1, 2, 3):
-            # Of the whole span, where what was rounded off matters least.
+            # Divide the whole span, which rounding changes least.
             steps = np.rint(span * parts / gap)
             if not 0 < steps < _MOST_LEVELS or best == a.size:
                 continue
@@ -101,5 +101,5 @@ def count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C901
             if off == 0 and noise < unit / 8 and a.size - far > best:
                 best = a.size - far
                 steps_of_span, steps_of_top = steps, np.rint(top / unit)
-        held += best
-    return held
+        matches += best
+    return matches

@@ -1,8 +1,8 @@
-"""Updates of low rank, as a LoRA adapter that was merged: they describe a changed tensor.
+"""Low-rank updates, such as merged LoRA adapters, which describe a changed tensor.
 
-The rows of the difference are projected on random vectors, which span those of a matrix of low rank
-(Halko, Martinsson and Tropp, SIAM Review 53, 217, 2011). The rest beside that span is measured over
-all elements in a second pass.
+Random projections of the rows of the difference span its column space if its rank is low (Halko,
+Martinsson and Tropp, SIAM Review 53, 217, 2011). A second pass measures the remainder outside that
+span over all elements.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Norm of a difference beside its low rank, relative to the norm of the difference.
-_LEFT = 1e-3
+# Largest norm of the remainder, relative to the norm of the difference.
+_REMAINDER = 1e-3
 _HIGHEST = 64
 _SMALLEST_SIDE = 8
 _OVERSAMPLED = 16
-# Rows, and columns, that differ for each one of the rank.
+# An update of rank r has to change more than this many times r rows and columns.
 _WIDE = 2
-# Rows and columns of a sample that decides whether a pass is worthwhile.
+# Rows and columns of the sample that decides whether a pass is worthwhile.
 _TRIED_ROWS = 160
 _TRIED_COLUMNS = 2048
 _BLOCK_NBYTES = 8 << 20
-# Projections of a side, in memory; tensors that can only be read whole.
+# Largest projections in memory, and largest tensors among those that can only be read whole.
 _LARGEST = 96 << 20
 _LARGEST_WHOLE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """Two tensors of one shape; pickles by reference."""
+    """Two tensors of one shape to compare, as lazy arrays that a worker process can open."""
 
     name: str
     number: int
@@ -57,13 +57,13 @@ class _Update:
     nbytes: int
 
     def blocks(self, step: int) -> Iterator[tuple[int, Array, Array]]:
-        """Return rows of both as floats, and where they begin."""
+        """Yield the first row of each block, and the rows of both tensors as float matrices."""
         shape = self.b.shape
         inner = (slice(None),) * (len(shape) - 1)
         for start in range(0, shape[0], step):
             key = (slice(start, min(start + step, shape[0])), *inner)
             x, y = (in_memory(side[key]) for side in (self.a, self.b))
-            # The rounding of float32 is far below `_LEFT`.
+            # The rounding error of float32 is far below `_REMAINDER`.
             wide = np.float64 in {x.dtype.type, y.dtype.type}
             dtype = np.float64 if wide else np.float32
             x, y = (values.astype(dtype, copy=False) for values in (x, y))
@@ -71,7 +71,7 @@ class _Update:
 
 
 def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict[int, Explanation]:
-    """Find the pairs whose difference has a low rank, one after the other."""
+    """Explain the pairs whose difference has a low rank, by their numbers."""
     updates = []
     for number, (a, b) in pairs.items():
         shape = b.array.shape
@@ -106,7 +106,7 @@ def _low_rank(update: _Update) -> Explanation | None:
         rows, columns = update.b.shape[0], prod(update.b.shape[1:])
         highest = min(_HIGHEST, min(rows, columns) // 4)
         _, x, y = next(update.blocks(min(rows, _TRIED_ROWS)))
-        x, y = (each[:, :_TRIED_COLUMNS].astype(np.float64) for each in (x, y))
+        x, y = (values[:, :_TRIED_COLUMNS].astype(np.float64) for values in (x, y))
         rank, is_noisy = _rank_of(y - x, y, update.kind, min(highest, min(y.shape) // 2))
         size = (rows + columns) * (rank + _OVERSAMPLED) * 8
         if not rank or size > _LARGEST:
@@ -115,28 +115,28 @@ def _low_rank(update: _Update) -> Explanation | None:
 
 
 def _rank_of(difference: Array, values: Array, kind: str, highest: int) -> tuple[int, bool]:
-    """Return the rank of some rows, 0 if it is not low; and whether rounding hides the rest."""
+    """Return the rank of sampled rows, 0 if it is not low; and whether rounding hides it partly."""
     if not np.isfinite(difference).all() or not difference.any():
         return 0, False
     wide = difference if difference.shape[0] < difference.shape[1] else difference.T
     squares = np.maximum(np.linalg.eigvalsh(wide @ wide.T)[::-1], 0.0)
     total = float(squares.sum())
-    left = total - np.cumsum(squares)
-    rank = int(np.argmax(left <= _LEFT**2 * total)) + 1
+    remainder = total - np.cumsum(squares)
+    rank = int(np.argmax(remainder <= _REMAINDER**2 * total)) + 1
     if rank <= highest:
         return rank, False
     if kind not in FRACTION_BITS or FRACTION_BITS[kind] > 10:
         return 0, False
     noise = float(np.sum(np.square(spacing_of(values, kind)))) / 12
-    rank = int(np.argmax(left <= 1.5 * noise)) + 1
-    is_low = left[rank - 1] <= 1.5 * noise and rank <= highest
-    # Where it is not noise that was added, the noise adds about the same to each direction.
+    rank = int(np.argmax(remainder <= 1.5 * noise)) + 1
+    is_low = remainder[rank - 1] <= 1.5 * noise and rank <= highest
+    # Noise adds about the same to each direction; a real update ends with a drop.
     gap = squares[rank - 1] > 4 * squares[min(rank, len(squares) - 1)]
     return (rank, True) if is_low and gap else (0, False)
 
 
 def _spanned(update: _Update, projected: Array, step: int) -> tuple[Array, Array]:
-    """Return an orthonormal basis of some columns, and the difference in it."""
+    """Return an orthonormal basis of projected columns, and the difference in that basis."""
     span = np.linalg.qr(projected)[0]
     inside = np.zeros((span.shape[1], prod(update.b.shape[1:])))
     for start, x, y in update.blocks(step):
@@ -153,36 +153,38 @@ def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | No
     total, lines, touched = 0.0, 0, np.zeros(columns, np.bool_)
     for start, x, y in update.blocks(step):
         difference = y - x
-        is_other = difference != 0
-        lines += int(np.count_nonzero(is_other.any(axis=1)))
-        touched |= is_other.any(axis=0)
+        differs = difference != 0
+        lines += int(np.count_nonzero(differs.any(axis=1)))
+        touched |= differs.any(axis=0)
         total += float(np.einsum("ij,ij->", difference, difference, dtype=np.float64))
         projected[start : start + len(y)] = difference @ directions
-    # A few rows that changed have a low rank as well, but nobody made them so.
+    # A few changed rows also have a low rank, without being an adapter.
     if not np.isfinite(total) or min(lines, int(touched.sum())) <= _WIDE * rank:
         return None
     span, inside = _spanned(update, projected, step)
     if is_noisy:
-        # Unlike random directions, the directions of the update hardly contain noise of rounding.
+        # Project again on the directions of the update, which contain little rounding noise.
         for start, x, y in update.blocks(step):
             projected[start : start + len(y)] = (y - x) @ inside.T.astype(y.dtype)
         span, inside = _spanned(update, projected, step)
     u, values, v = np.linalg.svd(inside, full_matrices=False)
-    left = np.maximum(total - np.cumsum(np.square(values)), 0.0) / total
+    remainder = np.maximum(total - np.cumsum(np.square(values)), 0.0) / total
     if not is_noisy:
-        found = int(np.argmax(left <= _LEFT**2)) + 1
-        if left[found - 1] > _LEFT**2:
+        smallest_rank = int(np.argmax(remainder <= _REMAINDER**2)) + 1
+        if remainder[smallest_rank - 1] > _REMAINDER**2:
             return None
-        share = f"all but {np.sqrt(left[found - 1]):.1g} of its norm"
-        return Explanation(("low_rank",), f"b - a has rank {found} ({share})", rank=found)
+        share = f"all but {np.sqrt(remainder[smallest_rank - 1]):.1g} of its norm"
+        return Explanation(
+            ("low_rank",), f"b - a has rank {smallest_rank} ({share})", rank=smallest_rank
+        )
     span = span @ (u[:, :rank] * values[:rank])
-    held = 0
+    near_count = 0
     for start, x, y in update.blocks(step):
         space = spacing_of(np.maximum(np.abs(x), np.abs(y)), update.kind)
-        made = x + span[start : start + len(y)] @ v[:rank]
-        held += int(np.count_nonzero(np.abs(y - made) <= space))
+        expected = x + span[start : start + len(y)] @ v[:rank]
+        near_count += int(np.count_nonzero(np.abs(y - expected) <= space))
     text = f"b is a and an update of rank {rank}, to one step of {update.kind}"
-    share = held / (rows * columns)
+    share = near_count / (rows * columns)
     if share < 1:
         text += f" for {100 * share:.4g} % of the elements"
     causes = ("low_rank", "rounded")

@@ -1,8 +1,8 @@
 """Rules that pairs of names follow, and pairs that break them.
 
 A conversion renames systematically: ``model.layers.3.self_attn.q_proj.weight`` becomes
-``blk.3.attn_q.weight`` in every layer. The pairs that were found by their numbers therefore show
-the expected name of any other tensor, and a tensor under another name is misplaced.
+``blk.3.attn_q.weight`` in every layer. Pairs with equal numbers therefore predict the name of any
+other tensor, and a tensor under another name is misplaced.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<![^./])([0-9]{1,9})(?![^./])")
 _PIECE = re.compile(r"[./]")
 _WORD = re.compile(r"[a-z]+")
-# Pairs of one shape that are exchanged to see whether their names would fit better.
+# The most pairs of one shape that are tested for exchanged names.
 _MOST_EXCHANGED = 400
-# The share of pairs that agree on other numbers of layers.
+# The share of pairs that has to agree on a shift of the numbers of layers.
 _MAJORITY = 0.8
-# The least number of pairs that show other numbers of layers: two exchanged tensors do not.
+# The least number of pairs that prove such a shift; two exchanged tensors do not.
 _FEWEST = 6
-# The order of parts that are joined, where no other layer shows it.
+# The order of joined parts, unless other layers show another one.
 _USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
 # Names of projections across projects.
 _ROLES = (
@@ -45,7 +45,7 @@ _LEAVES = (frozenset({"weight", "kernel", "gamma", "scale"}), frozenset({"bias",
 
 
 class Spelled(NamedTuple):
-    """A name with its numbers taken out."""
+    """A name as a template with placeholders, and its numbers."""
 
     template: str
     numbers: tuple[int, ...]
@@ -53,7 +53,7 @@ class Spelled(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def spelled(name: str) -> Spelled:
-    """Take the numbers out of a name that stand alone."""
+    """Replace the numbers in a name that are words of their own by placeholders."""
     numbers = tuple([int(digits) for digits in _NUMBER.findall(name)])
     return Spelled(_NUMBER.sub("{}", name), numbers)
 
@@ -101,7 +101,7 @@ class Rules:
         return (name.numbers[0] + self.shift, *name.numbers[1:]) if name.numbers else ()
 
     def support(self, a: str, b: str) -> int:
-        """Return how many pairs follow the rule of a pair, itself included."""
+        """Count the pairs that follow the same rule as a pair, itself included."""
         first, second = spelled(a), spelled(b)
         if self._numbers(first) != second.numbers:
             return 0
@@ -111,7 +111,7 @@ class Rules:
         return max(count, self._ends[end] if end is not None else 0)
 
     def expected(self, name: str, names_of_b: Collection[str]) -> tuple[str, int] | None:
-        """Return the name of `b` that most rules lead to, and how many pairs follow them."""
+        """Return the name in `b` that most pairs support, and their number; None if it is open."""
         first = spelled(name)
         numbers = self._numbers(first)
         votes: Counter[str] = Counter()
@@ -140,7 +140,7 @@ class Rules:
 
     @property
     def keep_numbers(self) -> bool:
-        """Whether most pairs have the same numbers."""
+        """True if most pairs have the same numbers."""
         counts = Counter(
             self._numbers(first) == second.numbers
             for first, second in ((spelled(a), spelled(b)) for a, b in self.pairs)
@@ -162,12 +162,12 @@ class Rules:
         *,
         keeps_numbers: bool = False,
     ) -> dict[str, str]:
-        """Return the pairs that break the rules, by the name in `a`, and the name to be expected.
+        """Return the expected names of the pairs that break the rules, by their names in `a`.
 
-        That name is empty where `a` and `b` are names of different roles, such as queries and keys.
-        With `keeps_numbers`, layers have the same numbers on both sides. `shapes` has the common
-        property of the tensors of `b` that may be exchanged. `conventions` are names that mean the
-        same in projects that are known.
+        The expected name is empty if it is unknown, such as for a query paired with a key. With
+        `keeps_numbers`, layers have the same numbers on both sides. Only tensors with the same
+        value in `shapes` can have been exchanged. `conventions` maps names of `a` to the equivalent
+        names of `b` in known projects.
         """
         keeps_numbers = keeps_numbers or self.keep_numbers
         broken = {}
@@ -187,7 +187,7 @@ class Rules:
         return broken
 
     def _unconventional(self, conventions: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield names of `a` with the name that projects give them, if another tensor has it."""
+        """Yield names of `a` with their conventional name, if another tensor has it."""
         partners = {b: a for a, b in self.pairs}
         for a, b in self.pairs:
             usual = conventions.get(a, b)
@@ -196,7 +196,7 @@ class Rules:
                 yield a, usual
 
     def _exchanged(self, shapes: dict[str, object]) -> Iterator[tuple[str, str]]:
-        """Yield names of `a` with a name of `b` if names resemble each other more that way."""
+        """Yield names of `a` with the name of `b` that fits better after exchanging two pairs."""
         groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
         for a, b in self.pairs:
             groups[shapes.get(b)].append((a, b))
@@ -212,14 +212,14 @@ class Rules:
 
 
 def conventions(ours: Collection[str], theirs: Collection[str]) -> dict[str, str]:
-    """Return the names of `b` that mean the same as names of `a` in projects that are known."""
+    """Return the equivalent names of `b` in known projects, by the names of `a`."""
     if not ours or not theirs or find_spec("gguf") is None:
         return {}
     return {name: name_of_b for name, name_of_b, _ in match_names(ours, theirs)}
 
 
 def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
-    """Return by how much the numbers of layers differ: 0 unless nearly all agree on another."""
+    """Return the shift of the numbers of layers; 0 unless nearly all pairs agree on another one."""
     shifts = Counter(b.numbers[0] - a.numbers[0] for a, b in pairs if a.numbers and b.numbers)
     most = shifts.most_common(1)
     if not most or most[0][1] < _FEWEST or most[0][1] <= _MAJORITY * shifts.total():
@@ -251,7 +251,7 @@ def _split(template: str) -> tuple[str, str]:
 
 
 def _fronts(a: str, b: str) -> tuple[str, str] | None:
-    """Return what is in front of the words that two names end with; None if they share none."""
+    """Return two names without their common last words; None if there are none."""
     first, second = re.split(r"(?<=[./])", a), re.split(r"(?<=[./])", b)
     count = 0
     while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
@@ -262,38 +262,38 @@ def _fronts(a: str, b: str) -> tuple[str, str] | None:
 
 
 def _ends(a: str, b: str) -> tuple[str, str] | None:
-    """Return the last words of two names that are equal before them; None if they are not."""
+    """Return the last words of two names; None unless the names are equal up to there."""
     first, second = re.split(r"(?=[./])", a), re.split(r"(?=[./])", b)
     if len(first) < 2 or first[:-1] != second[:-1]:
         return None
     return first[-1], second[-1]
 
 
-# --- parts that are joined ------------------------------------------------------------------------
+# --- joined parts ---------------------------------------------------------------------------------
 
 
 class Order(NamedTuple):
-    """A tensor that consists of others: its name, and theirs in the order of their places."""
+    """The name of a joined tensor, and the names of its parts in order."""
 
     whole: str
     parts: tuple[str, ...]
 
 
 def out_of_order(orders: Sequence[Order], names: Collection[str]) -> set[int]:
-    """Return the numbers of the joints whose parts are not in the order of their siblings.
+    """Return the positions of the joints whose parts are in another order than in their siblings.
 
-    `names` are the names of all tensors of the side of the wholes.
+    `names` are the names of all tensors on the side of the joined tensors.
     """
     irregular = set()
     rows = [[spelled(part) for part in order.parts] for order in orders]
     wholes = [spelled(order.whole) for order in orders]
-    #: The roles of parts, by the name of the whole.
+    # The roles of parts, by the template of the joined tensor.
     roles: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for parts, whole in zip(rows, wholes, strict=True):
         roles[whole.template][tuple([part.template for part in parts])] += 1
     shift = _shift((parts[0], whole) for whole, parts in zip(wholes, rows, strict=True))
     for n, (parts, whole) in enumerate(zip(rows, wholes, strict=True)):
-        # All parts are of the layer of the whole.
+        # All parts belong to the layer of the joined tensor.
         layers = {part.numbers[0] for part in parts if part.numbers}
         is_elsewhere = whole.numbers and layers and layers != {whole.numbers[0] - shift}
         is_other = any(
@@ -312,7 +312,7 @@ def out_of_order(orders: Sequence[Order], names: Collection[str]) -> set[int]:
 
 
 def _owner(part: str, names: Collection[str]) -> str:
-    """Return the longest of some names that a name adds words to before its last word, or ""."""
+    """Return the longest name that becomes `part` by adding words before its last word, or ""."""
     stem, leaf = _split(part)
     while "." in stem:
         stem = stem.rpartition(".")[0]
@@ -322,18 +322,18 @@ def _owner(part: str, names: Collection[str]) -> str:
 
 
 def _likeness(first: Order, second: Order) -> float:
-    """Return the mean likeness of the name of one whole to the names of the parts of another."""
+    """Return the mean likeness of one joined tensor's name to the names of another one's parts."""
     return sum(likeness(first.whole, part) for part in second.parts) / len(second.parts)
 
 
 def _core(name: Spelled) -> str:
-    """Return a name after the number of its layer, without the last word."""
+    """Return the words between the number of the layer and the last word."""
     stem = _split(name.template)[0]
     return stem.partition("{}")[2] or stem
 
 
 def _is_regular(parts: Sequence[Spelled], siblings: Counter[tuple[str, ...]] | None) -> bool:
-    """Return whether parts are in the order of their numbers, or of most siblings."""
+    """Return whether parts are in the order of their numbers, or in the order of most siblings."""
     templates = tuple([part.template for part in parts])
     numbers = [part.numbers for part in parts]
     if len({(_core(part), len(part.numbers)) for part in parts}) == 1:
@@ -356,7 +356,7 @@ def _is_regular(parts: Sequence[Spelled], siblings: Counter[tuple[str, ...]] | N
 
 
 def _is_usual(templates: tuple[str, ...], siblings: Counter[tuple[str, ...]] | None) -> bool:
-    """Return whether roles are in the order of most siblings, or else in the usual order."""
+    """Return whether roles are in the order of most siblings, or without one, in a usual order."""
     ranked = siblings.most_common(2) if siblings else []
     if ranked and ranked[0][1] > 1 and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
         return ranked[0][0] == templates
@@ -369,7 +369,7 @@ def _is_usual(templates: tuple[str, ...], siblings: Counter[tuple[str, ...]] | N
 
 
 def analogous(sibling: Order, whole: str) -> tuple[str, ...] | None:
-    """Return the parts that another tensor would have by analogy; None if it is not a sibling."""
+    """Return the parts of a joined tensor by analogy with a sibling; None if they are unrelated."""
     first, second = spelled(sibling.whole), spelled(whole)
     (stem, leaf), (stem_of_whole, last) = _split(first.template), _split(second.template)
     if stem != stem_of_whole or len(first.numbers) != len(second.numbers):

@@ -1,14 +1,14 @@
-"""The outcome of each tensor, decided in one place, and the sentence about all of them.
+"""The outcome of each tensor, and the sentence about all tensors.
 
 =============  ===================================================================================
 `explained`    a chain of admitted causes holds for every element
-`changed`      both sides have the tensor, and nothing admitted relates the two
-`unmatched`    one side has it alone
+`changed`      both sides have the tensor, and no admitted causes relate the two
+`unmatched`    only one side has the tensor
 =============  ===================================================================================
 
-Admitted are the causes that a conversion is supposed to have. Others describe a changed tensor,
-however exactly they hold: one damaged row is an update of rank 1, and zeroed bytes are a pruned
-tensor.
+Admitted causes are the changes that a conversion is supposed to make. Other causes only describe a
+changed tensor, however exactly they hold: a damaged row looks like an update of rank 1, and zeroed
+bytes look like pruning.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Outcome = Literal["explained", "changed", "unmatched"]
 
-#: The causes of an explained tensor. An offset or a scale is admitted where the architecture is
-#: known for it.
+#: Causes that explain a tensor. Offsets and scales are admitted only for architectures that are
+#: known to apply them.
 ADMITTED = frozenset(
     {
         *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
@@ -47,7 +47,7 @@ CAUSES = (
     *("equal", "changed", "only_a", "only_b"),
 )
 _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
-# Causes after which every number is there as it was.
+# Causes that keep every number.
 _KEEPING = frozenset({*CAUSES[: CAUSES.index("cut")], "equal"}) - {"misplaced", "rows_permuted"}
 _MOST_NAMES = 4
 _MOST_KINDS = 8
@@ -55,7 +55,7 @@ _MOST_KINDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A tensor of either side, or two that belong together, and how much they differ."""
+    """A tensor of one side or a pair of tensors of both, with the measures of their difference."""
 
     match: Match
     #: One of `STATUSES`; empty if it was not compared.
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def other_name(self) -> str:
-        """The name of the other tensor of a pair, if it is another one."""
+        """Name of the tensor in `b`, if it differs from the name in `a`; else empty."""
         partner = self.match.partner
         return partner.name if partner and partner.name != self.match.name else ""
 
@@ -82,18 +82,18 @@ class Explanation:
     text: str
     #: Whether the causes were verified on every element.
     holds: bool = True
-    #: Whether the architecture is known for the offset or the scale.
+    #: Whether the architecture is known to apply the offset or the scale.
     is_known: bool = False
     offset: float | None = None
     scale: float | None = None
     rank: int | None = None
     heads: int | None = None
-    #: Of the tensors on the other side.
+    #: Names of the tensors on the other side.
     other_names: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
-        """Decide: one of three."""
+        """Outcome of the tensor, from its causes."""
         causes = set(self.causes)
         if causes & _ONE_SIDE:
             return "unmatched"
@@ -102,12 +102,12 @@ class Explanation:
 
     @property
     def verified(self) -> bool:
-        """Whether the tensor is explained."""
+        """True if the tensor is explained."""
         return self.outcome == "explained"
 
     @property
     def cause(self) -> str:
-        """The causes as one word."""
+        """The causes joined by "+", in the order of `CAUSES`."""
         return "+".join(sorted(set(self.causes), key=CAUSES.index))
 
     @property
@@ -125,7 +125,7 @@ class Explanation:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Write the first of some names."""
+    """List the first of some names, quoted."""
     return some(names, "", _MOST_NAMES)
 
 
@@ -142,7 +142,7 @@ def explained_attrs(
 
 
 def _value(explanation: Explanation | None, column: str) -> Any:
-    """Return what attributes of files can hold: text, a number, NaN for none."""
+    """Return a field as an attribute that files can hold: a text or a number, NaN if missing."""
     value = (
         ""
         if explanation is None and column in EXPLANATION_TEXTS
@@ -159,7 +159,7 @@ def _value(explanation: Explanation | None, column: str) -> Any:
 
 
 def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) -> str:
-    """Write a sentence about the tensors of `a`, and those only `b` has: exceptions first."""
+    """Summarise the tensors of `a` and the tensors only in `b` in a sentence, exceptions first."""
     explained_cases = [
         (case, explanation)
         for case, explanation in zip(cases, explanations, strict=True)
@@ -200,9 +200,9 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
         verb = "differs" if len(changed) == 1 else "differ"
         facts.append(f"{len(changed):,} of {_tensors(len(ours))} {verb}: {_listed(changed)}")
     if missing:
-        whole = "" if changed else f" of {_tensors(len(ours))}"
+        total = "" if changed else f" of {_tensors(len(ours))}"
         verb = " is" if len(missing) == 1 else " are"
-        facts.append(f"{len(missing):,}{whole}{verb} only in a: {quoted(missing)}")
+        facts.append(f"{len(missing):,}{total}{verb} only in a: {quoted(missing)}")
     if added:
         verb = "is" if len(added) == 1 else "are"
         facts.append(f"{len(added):,} {verb} only in b: {quoted(added)}")
@@ -212,13 +212,13 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
 
 
 def _pair(name: str, explanation: Explanation) -> str:
-    """Write the name of a tensor, and its name in `b` if that differs."""
+    """Format the name of a tensor, and its name in `b` if that differs."""
     partners = explanation.other_names if "renamed" in explanation.causes else ()
     return f"{shown(name)} ({quoted(partners)} in b)" if partners else shown(name)
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """Write the first of some texts."""
+    """List the first of some texts."""
     if len(texts) <= _MOST_NAMES:
         return ", ".join(texts)
     return f"{', '.join(texts[:_MOST_NAMES])} and {len(texts) - _MOST_NAMES:,} more"
@@ -250,7 +250,7 @@ def _tensors(count: int) -> str:
 
 
 def _short(explanation: Explanation) -> str:
-    """Write the causes of one tensor, alike for those with the same causes."""
+    """Summarise the causes of a tensor, as a key that tensors with the same causes share."""
     facts = []
     if explanation.offset is not None:
         facts.append(f"{explanation.offset:+.4g}")

@@ -1,8 +1,8 @@
-"""Why tensors differ: passes over what is not explained yet, in the order of `PASSES`.
+"""Passes that explain why tensors differ, in the order of `PASSES`.
 
-A pass is a function from the work that is left to explanations. Cheap passes come first, and
-nothing is stated as a fact before it was verified on every element. The outcome of each explanation
-is decided in `outcome`.
+A pass is a function that returns explanations of tensors that are still unexplained. Cheap passes
+come first. A relation is reported as a fact only after it was verified on every element. `outcome`
+decides the outcome of each explanation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def explain(
     compare: Compare,
     progress: ProgressOption,
 ) -> list[Explanation | None]:
-    """Explain each of the cases; None for those that were not compared."""
+    """Return an explanation for each case; None if it was not compared."""
     with Progress(progress, "explanation") as bar:
         work = Work(cases, architecture, compare, bar)
         for find in PASSES:
@@ -44,7 +44,7 @@ def explain(
 
 
 def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
-    """Add the name of the partner that the comparison was given, if it differs."""
+    """Add the name of the tensor in `b` to an explanation, if it differs."""
     partner = case.other_name
     if explanation is None or not partner or explanation.other_names:
         return explanation
@@ -64,7 +64,7 @@ def equal(work: Work) -> Explanations:
 
 
 def in_place(work: Work) -> Explanations:
-    """Explain tensors whose elements are in their places: rounded, quantised, with an offset."""
+    """Explain tensors whose elements keep their positions: rounded, quantised, with an offset."""
     for n in work.open:
         case = work.cases[n]
         if case.match.both is not None and case.match.size:
@@ -81,7 +81,7 @@ def in_place(work: Work) -> Explanations:
 
 
 def moved(work: Work) -> Explanations:
-    """Explain pairs whose elements are in other places: transposed, permuted, padded."""
+    """Explain pairs whose elements have moved: transposed, permuted, padded."""
     numbers = [
         n
         for n in work.open
@@ -104,13 +104,13 @@ def moved(work: Work) -> Explanations:
     })  # fmt: skip
 
 
-#: All passes, in their order.
+#: All passes, in order.
 PASSES: tuple[Callable[[Work], Explanations], ...] = (
     # tensors that have a partner by name
     equal,
     in_place,
     moved,
-    # tensors that one side has alone
+    # tensors that only one side has
     joined,
     renamed,
     expected,

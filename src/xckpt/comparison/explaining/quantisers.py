@@ -1,14 +1,14 @@
-"""Quantisers that can be repeated, and the levels that stored scales allow.
+"""Deterministic quantisers, and the levels that stored scales allow.
 
-`REPEATED` has quantisers that make the same codes again: where a conversion used one, the result is
-equal for every element. The formulas of GGUF's types are those of ``quantize_row_*_ref`` in
-ggml-quants.c (github.com/ggml-org/ggml at d99724f).
+`REPEATED` has quantisers that always make the same codes: if a conversion used one, quantising the
+original again gives an equal result. The formulas of GGUF's types are from ``quantize_row_*_ref``
+in ggml-quants.c (github.com/ggml-org/ggml at d99724f).
 
 Quantisers that search for their scales, such as K-quants, cannot be repeated. `graded` reads a
-stored tensor with the distance that an element may have from the original: half a step between two
-levels of its block (a whole one for IQ4, whose codes are not chosen anew after the search). At
-either end numbers may lie beyond the levels, since the search lets some go: by `_BEYOND` times the
-sum of one step and the range that the rounding of the scales takes away.
+stored tensor with the largest distance that each element may have from the original: half a step
+between two levels of its block, or a whole step for IQ4, which does not choose its codes again
+after the search. The search may sacrifice extreme numbers, so these may exceed the last level by
+`_BEYOND` times the sum of one step and the range that rounding the scales takes away.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 F32 = np.float32
 
-#: How far an element may be beyond the last level, in steps, where the search for scales lets go.
-# Measured on ggml's quantisers, with and without weights of importance: at most half of these.
+#: How far an element may exceed the last level, in steps, after a search for scales.
+# Twice the largest excess measured with ggml's quantisers, with and without importance weights.
 _BEYOND = {"q2_k": 8.0}
 _USUALLY_BEYOND = 4.0
-# Arithmetic in another order differs by some units in the last place of float32.
+# Arithmetic in another order changes the last digits of a float32.
 _SLACK = 1e-6
-# A number so near to the middle of two levels may be rounded to either, in steps.
+# Numbers this close to the middle of two levels, in steps, may be rounded to either.
 _TIE = 1e-3
 
 
-# --- quantisers that can be repeated --------------------------------------------------------------
+# --- deterministic quantisers ---------------------------------------------------------------------
 
 
 class Quantiser(NamedTuple):
@@ -55,23 +55,23 @@ class Quantiser(NamedTuple):
     repeat: Callable[[Array], tuple[Array, Array, Array]]
 
     def holds(self, x: Array, y: Array) -> Array:
-        """Return for which elements of whole blocks `y` is what it makes of `x`."""
+        """Return a mask of the elements of whole blocks that quantising `x` turns into `y`."""
         blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
         with np.errstate(all="ignore"):
             codes, scale, low = self.repeat(blocks)
             values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
             nearest = np.rint(codes)
             is_held = values == scale * nearest + low
-            # Halves are rounded up, down, or away from zero, and after other rounding.
+            # Implementations round halves differently, and may have rounded before.
             is_tie = np.abs(np.abs(codes - nearest) - 0.5) < _TIE
             if is_tie.any():
-                other = nearest + np.sign(codes - nearest)
-                is_held |= is_tie & (values == scale * other + low)
+                other_code = nearest + np.sign(codes - nearest)
+                is_held |= is_tie & (values == scale * other_code + low)
         flat: Array = is_held.reshape(-1)
         return flat
 
-    def made(self, x: Array) -> Array:
-        """Return the numbers that the codes of whole blocks stand for."""
+    def round_trip(self, x: Array) -> Array:
+        """Quantise whole blocks, and return the decoded numbers."""
         blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
         with np.errstate(all="ignore"):
             codes, scale, low = self.repeat(blocks)
@@ -84,7 +84,7 @@ def _half(values: Array) -> Array:
 
 
 def _largest(blocks: Array) -> Array:
-    """Return the number of each block that is farthest from zero, the first of several."""
+    """Return the number farthest from zero in each block, with its sign; the first of a tie."""
     at = np.argmax(np.abs(blocks), axis=1)[:, None]
     return np.take_along_axis(blocks, at, axis=1)
 
@@ -94,7 +94,7 @@ def _inverse(scale: Array) -> Array:
 
 
 def _signed(half: int) -> Callable[[Array], tuple[Array, Array, Array]]:
-    """Q4_0 and Q5_0: the number that is farthest from zero has the lowest code."""
+    """Return the quantiser of Q4_0 and Q5_0: the number farthest from zero has the lowest code."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
         scale = _largest(blocks) / F32(-half)
@@ -105,7 +105,7 @@ def _signed(half: int) -> Callable[[Array], tuple[Array, Array, Array]]:
 
 
 def _spanning(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
-    """Q4_1 and Q5_1: from the smallest number to the largest."""
+    """Return the quantiser of Q4_1 and Q5_1: codes span the smallest to the largest number."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
         low = blocks.min(axis=1, keepdims=True)
@@ -117,7 +117,7 @@ def _spanning(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
 
 
 def _symmetric(most: int) -> Callable[[Array], tuple[Array, Array, Array]]:
-    """Q8_0, TQ1_0 and TQ2_0: the same range on both sides of zero."""
+    """Return the quantiser of Q8_0, TQ1_0 and TQ2_0: its range is symmetric around zero."""
 
     def repeat(blocks: Array) -> tuple[Array, Array, Array]:
         scale = np.abs(_largest(blocks)) / F32(most)
@@ -131,12 +131,12 @@ _E2M1_MIDDLES = (_E2M1[1:] + _E2M1[:-1]) / 2
 
 
 def _microscaled(blocks: Array) -> tuple[Array, Array, Array]:
-    """MXFP4: a power of two, and floats of four bits, given as numbers that are already levels."""
+    """Quantise as MXFP4, with a power of two for a scale; the codes are doubled 4-bit floats."""
     largest = np.abs(_largest(blocks))
     exponent = np.floor(np.log2(np.where(largest > 0, largest, 1))) - 2
     scale = np.exp2(np.clip(exponent, -127, 127)).astype(F32)
     codes = blocks / scale
-    # Of two levels that are equally near the smaller one is taken.
+    # A number in the middle of two levels gets the smaller one.
     levels = np.copysign(_E2M1[np.searchsorted(_E2M1_MIDDLES, np.abs(codes))], codes)
     # Twice a level is a whole number.
     return 2 * levels, scale / 2, F32(0) * scale
@@ -151,23 +151,26 @@ REPEATED = (
     Quantiser("tq2_0", 256, _symmetric(1)),
     Quantiser("mxfp4", 32, _microscaled),
 )
-#: Types of blocks that one of these makes: TQ1_0 has the numbers of TQ2_0 in fewer bits.
-OF_BLOCKS = {each.name: each for each in REPEATED} | {"tq1_0": REPEATED[5]}
+#: Quantisers by type of block. TQ1_0 has the numbers of TQ2_0 in fewer bits.
+OF_BLOCKS = {quantiser.name: quantiser for quantiser in REPEATED} | {"tq1_0": REPEATED[5]}
 
 
 # --- levels of stored scales ----------------------------------------------------------------------
 
-#: An element as it is read, and how far the original may be below and above it.
+#: A decoded element, and how far below and above it the original may be.
 GRADED = np.dtype([("value", F32), ("below", F32), ("above", F32)])
 
 
 class _Levels(NamedTuple):
-    """Evenly spaced levels of each block: of the lowest code, between two codes, and how many."""
+    """The evenly spaced levels of each block."""
 
+    #: Level of the lowest code.
     low: Array
+    #: Distance between two levels.
     step: Array
+    #: Highest code, counted from the lowest.
     most: int
-    #: Range that the rounding of the scale itself takes away.
+    #: Range that rounding the scale takes away.
     loss: Array
 
 
@@ -176,7 +179,7 @@ def _at(blocks: Array, offset: int) -> Array:
 
 
 def _with_minimum(at: int, codes: tuple[int, int, int], blocks: Array) -> _Levels:
-    """Q4_K and Q5_K: scales and minima of six bits, two float16 for all of them."""
+    """Return the levels of Q4_K and Q5_K: 6-bit scales and minima, in units of two float16."""
     d, least = _at(blocks, at), _at(blocks, at + 2)
     first, second, most = codes
     s = blocks[:, first:second]
@@ -213,7 +216,7 @@ _OF_SEARCH: dict[str, Callable[[Array], _Levels]] = {
     "q5_k": lambda blocks: _with_minimum(0, (4, 16, 31), blocks),
     "q6_k": _q6_k,
 }
-# Levels that are not evenly spaced, in units of a scale: of IQ4_NL and IQ4_XS.
+# The unevenly spaced levels of IQ4_NL and IQ4_XS, in units of a scale.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], F32)
 
 
@@ -228,7 +231,7 @@ def _iq4_scale(name: str, blocks: Array) -> Array:
 
 
 class _GradedBlocks:
-    """Elements of blocks with the distance that they may have; indexed like a flat array."""
+    """Elements of blocks with the dtype `GRADED`, as a flat lazy array."""
 
     dtype = GRADED
 
@@ -281,9 +284,9 @@ def _grade(name: str, blocks: Array, byteorder: str) -> Array:
 def _grade_by_table(
     grades: Array, groups: Array, scale: Array, table: Array, allowed: tuple[Any, Any]
 ) -> Array:
-    """Grade elements whose levels are those of a table, multiplied by a scale.
+    """Grade elements whose levels are the values of a table times a scale.
 
-    Within the levels, and beyond them, a share of the distance to the next level is allowed.
+    `allowed` has two shares of the distance to the next level: within the levels, and beyond them.
     """
     within, beyond = allowed
     codes = groups / np.where(scale == 0, F32(1), scale)
@@ -292,7 +295,7 @@ def _grade_by_table(
     size = np.abs(scale)
     below = np.concatenate([[beyond * gaps[0]], within * gaps]).astype(F32)[at] * size
     above = np.concatenate([within * gaps, [beyond * gaps[-1]]]).astype(F32)[at] * size
-    # A scale below zero turns the levels round.
+    # A negative scale reverses the levels.
     below, above = np.where(scale < 0, above, below), np.where(scale < 0, below, above)
     slack = _SLACK * (np.abs(groups) + size * np.abs(table).max())
     grades["below"] = (below + slack).reshape(grades.shape)
@@ -301,7 +304,7 @@ def _grade_by_table(
 
 
 class _GradedCodes:
-    """Elements of codes and a grid of scales with the distance that they may have."""
+    """Elements of codes with a grid of scales, with the dtype `GRADED`, as a lazy array."""
 
     dtype = GRADED
 
@@ -321,7 +324,7 @@ class _GradedCodes:
         grades = np.empty(values.shape, GRADED)
         grades["value"] = values
         table = _table_of(self.array)
-        # Scales are rounded to the types of activations before numbers are divided by them.
+        # Quantisers round the scales to the type of activations before they divide by them.
         graded = _grade_by_table(grades, values, scale, table, (F32(0.5), F32(0.5)))
         rounding = np.abs(values) * F32(2**-8)
         if self.array.quantization.code.startswith("float"):
@@ -336,7 +339,7 @@ def _table_of(array: QuantizedArray) -> Array:
 
 
 class _GradedReader(ArrayReader):
-    """Reads elements with the distance that they may have from the original."""
+    """A reader of elements with the dtype `GRADED`."""
 
     def __init__(self, graded: Any, nbytes: int, size: int) -> None:
         self.array, self.shape = graded, graded.shape
@@ -347,7 +350,7 @@ class _GradedReader(ArrayReader):
 
 
 def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader | None:
-    """Return a reader with distances for all or a run of elements; None if they are unknown."""
+    """Return a reader of a run of elements with the dtype `GRADED`; None if it is unsupported."""
     lazy = reader.array
     grading: ArrayReader | None = None
     if isinstance(lazy, BlockArray) and (
@@ -364,12 +367,12 @@ def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader 
 
 
 def _is_graded(lazy: QuantizedArray) -> bool:
-    """Return whether each number is a code times a scale."""
+    """Return whether every number is a code times a scale."""
     scheme = lazy.quantization
     return scheme.bits <= 8 and not scheme.biases and scheme.zero is not None
 
 
 @cache
 def scheme_name(block_type: str) -> str:
-    """Write a type of blocks as GGUF's users do."""
+    """Return the name of a block type in capitals, as GGUF's users write it."""
     return block_type.upper()

@@ -1,4 +1,4 @@
-"""Tensors that only one side has, whose numbers are under another name."""
+"""Tensors that one side has under another name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.explaining.work import Explanations, Work
 
-# Correlation from which on an update of low rank is looked for.
+# The least correlation of the sides of a low-rank update.
 _NEAR = 0.5
 _Pair = tuple["Sketched", "Sketched"]
 
 
 def renamed(work: Work) -> Explanations:
-    """Explain tensors that have the same numbers under a name that only the other side has."""
+    """Explain tensors of one side whose numbers have a name that only the other side has."""
     sides = [list(work.sketch(work.alone(side), side).values()) for side in (0, 1)]
     candidates = partners(*sides)
     results = work.try_arrangements([
@@ -39,7 +39,7 @@ def renamed(work: Work) -> Explanations:
     verified = {n: candidates[n] for n, (link, _) in results.items() if link.relation is not None}
     rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b, *_ in verified.values())])
     shapes: dict[str, object] = {b.name: b.shape for _, b, *_ in verified.values()}
-    # Also those that are explained: the name of another tensor stays what is expected.
+    # Include explained tensors, whose names may still be the expected ones.
     names_of_a, names_of_b = (
         {case.match.name for case in work.cases if case.status == status} for status in ALONE
     )
@@ -63,7 +63,7 @@ def renamed(work: Work) -> Explanations:
 
 
 def _known_pairs(work: Work) -> list[tuple[str, str]]:
-    """Return the names of explained pairs of different names, `a` first."""
+    """Return the names in `a` and `b` of explained pairs whose names differ."""
     pairs = []
     for n, explanation in work.explanations.items():
         case = work.cases[n]
@@ -88,7 +88,7 @@ def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
 
 
 class _Tried(NamedTuple):
-    """A pair that its names suggest, and the relation that was found between its numbers."""
+    """A pair that its names suggest, and the best link between its numbers."""
 
     a: Sketched
     b: Sketched
@@ -97,7 +97,7 @@ class _Tried(NamedTuple):
 
 
 def expected(work: Work) -> Explanations:
-    """Explain tensors that are alone by the partner that the names of the others lead to expect."""
+    """Explain tensors of one side by the partner that other renamed tensors suggest."""
     ours, theirs = (list(work.sketch(work.alone(side), side).values()) for side in (0, 1))
     rules, by_name = Rules(_known_pairs(work)), {candidate.name: candidate for candidate in theirs}
     pairs: list[_Pair] = []
@@ -127,7 +127,7 @@ def expected(work: Work) -> Explanations:
 
 
 def _ways(a: Sketched, b: Sketched) -> list[StepChain]:
-    """Return the arrangements of a pair whose names belong together: in its place first."""
+    """Return the arrangements to try for a pair that belongs together by name, identity first."""
     likely = [arrangement for arrangement in arrangements(a, b) if not arrangement.is_cut]
     if a.shape == b.shape:
         return [StepChain(1.0, ()), *[arrangement for arrangement in likely if arrangement.steps]]
@@ -135,7 +135,7 @@ def _ways(a: Sketched, b: Sketched) -> list[StepChain]:
 
 
 def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
-    """Pair equal constants in order, if both sides have the same number of them."""
+    """Pair equal constants in file order, if both sides have the same number of them."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
         for tensor in side:
@@ -151,7 +151,7 @@ def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pa
 
 
 def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
-    """Pair tensors with nearly the same sums: they were changed after they were renamed."""
+    """Pair tensors with nearly the same sums, which were renamed and then changed."""
     candidates = partners(ours, theirs, extended=False)
     return [
         (candidate.a, candidate.b)

@@ -1,4 +1,4 @@
-"""Rounding to smaller types, and numbers that are multiplied and added to before."""
+"""Rounding to smaller types, optionally after a scale and an offset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ FRACTION_BITS = {
 }
 # Types that numbers are rounded to on the way, coarse ones first.
 _COARSE = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
-_LOOKED_AT = 32
+# Elements that quickly show that a type does not fit.
+_PROBED = 32
 _MOST_BETWEEN = 2
 
 
@@ -37,7 +38,7 @@ class Transform:
     types: tuple[str, ...] = ()
 
     def __call__(self, values: Array) -> Array:
-        """Transform float32 or float64; return numbers of such a type again."""
+        """Transform float32 or float64, and return one of these types."""
         if self.scale != 1.0 or self.offset:
             if values.dtype == np.float32 and self.types[:1] == ("float32",):
                 moved = np.empty(len(values), np.float32)
@@ -46,7 +47,7 @@ class Transform:
             else:
                 values = values * np.float64(self.scale) + self.offset
         for name in self.types:
-            # As float32, or as float64 if they are of that type.
+            # Results stay float64 only if they are rounded to that type.
             if values.dtype == np.float32 and name == "bfloat16":
                 patterns = np.ascontiguousarray(values).view(np.uint32)
                 values = np.empty(len(patterns), np.float32)
@@ -60,18 +61,18 @@ class Transform:
         return values
 
 
-#: Leaves numbers as they are.
+#: The identity.
 UNCHANGED = Transform()
 
 
 class _Rounding(NamedTuple):
-    """Constants that round float32 to a type of few digits."""
+    """Constants for rounding float32 to a type with a shorter fraction."""
 
-    #: 1.5 times the unit in the last place of the type, over that of float32.
+    #: 1.5 times the number of float32 steps in one step of the type.
     scale: np.float32
     smallest_normal: np.float32
     largest: np.float32
-    #: What larger numbers become.
+    #: Result for larger numbers: infinity or NaN.
     beyond: np.float32
 
 
@@ -97,7 +98,7 @@ def _move(x: Any, scale: Any, offset: Any, out: Any) -> None:
 
 @compiled
 def _round_bfloat16(x: Any, out: Any) -> None:
-    """Round float32, as patterns, to the nearest bfloat16; those halfway between two to even."""
+    """Round the bits of float32 to the nearest bfloat16, and ties to even."""
     for i in range(x.size):
         bits = x[i]
         half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -109,16 +110,16 @@ def _round_bfloat16(x: Any, out: Any) -> None:
 def _round_small(  # noqa: PLR0917
     x: Any, scale: Any, smallest: Any, largest: Any, beyond: Any, out: Any
 ) -> None:
-    """Round float32 to the nearest number of a type of few digits; what is beyond the largest too.
+    """Round float32 to the nearest number of a type, and larger numbers to `beyond`.
 
-    A loop for each step, or LLVM does not vectorise them.
+    Separate loops, because LLVM does not vectorise the steps together.
     """
     highest = np.float32(2.0**64)  # or the sum is infinite
     bits, powers = x.view(np.uint32), out.view(np.uint32)
     for i in range(x.size):
         powers[i] = bits[i] & _INFINITY
     for i in range(x.size):
-        # The digits of the sum of a number and a much larger one are those of the type.
+        # Adding a much larger number leaves only the digits that the type has.
         large = min(max(out[i], smallest), highest) * scale
         out[i] = (x[i] + large) - large
     for i in range(x.size):
@@ -126,22 +127,22 @@ def _round_small(  # noqa: PLR0917
 
 
 def spacing_of(values: Array, name: str) -> Array:
-    """Return how far numbers are from the next ones of a type."""
+    """Return the distance from each number to the next one of a type."""
     bits = FRACTION_BITS.get(name, 23)
-    found: Array = np.ldexp(1.0, np.frexp(values)[1] - 1 - bits)
-    return found
+    spacing: Array = np.ldexp(1.0, np.frexp(values)[1] - 1 - bits)
+    return spacing
 
 
 def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...]]:
-    """Return the types that numbers may have been rounded to one after the other."""
+    """Yield tuples of types to which numbers may have been rounded in turn."""
     yield ()
-    own, bits, source_bits = kinds[1], FRACTION_BITS.get(kinds[1], 0), FRACTION_BITS.get(kinds[0])
+    kind, bits, source_bits = kinds[1], FRACTION_BITS.get(kinds[1], 0), FRACTION_BITS.get(kinds[0])
     source_bits = 99 if source_bits is None else source_bits
     last: tuple[str, ...] = ()
-    if (own in FRACTION_BITS and bits < source_bits) or (
-        "float" in own and kind_named(own).exact and own != kinds[0]
+    if (kind in FRACTION_BITS and bits < source_bits) or (
+        "float" in kind and kind_named(kind).exact and kind != kinds[0]
     ):
-        last = (own,)
+        last = (kind,)
         yield last
     finite = y[np.isfinite(y)]
     between = []
@@ -149,7 +150,7 @@ def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...
         if FRACTION_BITS[name] < min(bits, source_bits) and _has_only(finite, name):
             between.append(name)
             yield (name, *last)
-    # A type that was on the way before the last one leaves its traces in halves that were even.
+    # An intermediate type shows in the direction in which ties were rounded.
     final = [last] if last else []
     for end in [*final, *[(name, *last) for name in between]]:
         coarsest = min(FRACTION_BITS.get(name, 0) for name in end)
@@ -160,10 +161,10 @@ def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...
 
 
 def _has_only(finite: Array, name: str) -> bool:
-    """Return whether a type can hold all of some numbers."""
+    """Return whether a type represents all numbers exactly, and some are not zero."""
     dtype = kind_named(name).dtype
-    start = finite[:_LOOKED_AT]
+    start = finite[:_PROBED]
     if not np.array_equal(start.astype(dtype).astype(start.dtype), start):
         return False
-    there = finite.astype(dtype).astype(finite.dtype)
-    return bool(len(finite) and np.array_equal(there, finite) and np.any(finite))
+    rounded = finite.astype(dtype).astype(finite.dtype)
+    return bool(len(finite) and np.array_equal(rounded, finite) and np.any(finite))

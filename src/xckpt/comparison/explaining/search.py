@@ -1,7 +1,7 @@
-"""The search for arrangements: tensors with the same numbers, and the places of these.
+"""The search for arrangements: tensors with the same numbers, possibly in other places.
 
-Sums of rows and columns (`sketches`) suggest them, which rounding and quantisation hardly change.
-The suggestions are verified elsewhere.
+Sums of rows and columns (`sketches`), which rounding and quantisation hardly change, suggest
+arrangements. `verification` tests the suggestions.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
-#: Sums that agree less belong to different tensors.
+#: The least agreement of the sums of two tensors that may have the same numbers.
 ALIKE = 0.5
-#: From here on no other order of the rows is looked for.
+#: Agreement from which on the search for other orders of the rows stops.
 SURE = 0.95
-# Sums that are compared of all pairs of tensors, and pairs that are looked at closely.
+# The most sums per axis in the screening of all pairs of tensors.
 _SCREENED = 512
+# The most candidates per tensor that pass the screening.
 _CLOSER = 6
 _MOST_AXES = 4
-# Sizes of heads that are tried first: rows that are alike may fit several.
+# Sizes of heads to try first; similar rows may fit several.
 _USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
 _SMALLEST_HEAD = 4
 # The longest axis for which two permutations, one after the other, are tried.
 _TWICE = 512
-# Of an order of rows that is not known: how much it counts, and where it is looked for.
+# Score of rows in an arbitrary order, and the numbers of rows for which it is searched.
 _SHUFFLED = 0.9
 _FEWEST_ROWS, _MOST_ROWS = 8, 1 << 16
 _EQUAL = 1 - 1e-7
@@ -54,12 +55,12 @@ class StepChain(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether numbers are left out, which explains nothing."""
+        """True if numbers are left out, which explains nothing."""
         return any(isinstance(step, Cut) for step in self.steps)
 
 
 def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
-    """Return how `a` may be arranged in `b`, best first."""
+    """Return arrangements that may turn `a` into `b`, best first."""
     likely = []
     if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
         for axes in permutations(range(len(a.shape))):
@@ -99,7 +100,7 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
 
 
 def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[Step]]:
-    """Return how much sums agree, and how rows are permuted before or after zeros are added."""
+    """Return the agreement of sums, and permutations before and after padding with zeros."""
     n, m = len(x), len(y)
     score = agreement(x, y[:n]) if n <= m else agreement(x[:m], y)
     if np.isnan(score):
@@ -119,13 +120,14 @@ def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[
         if order is not None and best[0] < _SHUFFLED:
             return _SHUFFLED, [Permuted(axis, order)], []
     if n < m and best[0] > 0:
-        rest = float(np.abs(y[n:]).mean()) / max(float(np.abs(y[:n]).mean()), 1e-300)
-        best = best[0] * (1 - min(rest, 1.0) / 2), *best[1:]
+        # The added sums should be zero.
+        excess = float(np.abs(y[n:]).mean()) / max(float(np.abs(y[:n]).mean()), 1e-300)
+        best = best[0] * (1 - min(excess, 1.0) / 2), *best[1:]
     return best
 
 
 def _order(x: Array, y: Array) -> tuple[int, ...] | None:
-    """Return the order of the rows in which sums are equal, if they are in any."""
+    """Return the order of the rows of `x` that makes the sums equal; None if there is none."""
     if not _FEWEST_ROWS <= len(x) <= _MOST_ROWS:
         return None
     first, second = np.argsort(x, kind="stable"), np.argsort(y, kind="stable")
@@ -148,7 +150,7 @@ def agreement(x: Array, y: Array) -> float:
 
 
 def permuted(x: Array, y: Array, axis: int) -> tuple[list[Step], float]:
-    """Find the permutation for rotary embeddings, or two of them, after which sums agree best."""
+    """Return one or two permutations for rotary embeddings that agree best, and the agreement."""
     [first, second] = standardised([x, y], len(x))
     best: tuple[list[Step], float] = ([], -1.0)
     for number in (1, 2) if len(x) <= _TWICE else (1,):
@@ -166,12 +168,12 @@ def permuted(x: Array, y: Array, axis: int) -> tuple[list[Step], float]:
 
 @lru_cache(maxsize=8)
 def _chained_orders(length: int, number: int) -> tuple[list[tuple[tuple[int, bool], ...]], Array]:
-    """Return the distinct orders after so many permutations one after the other."""
+    """Return the distinct orders after a number of permutations, and the keys of these."""
     orders: dict[bytes, tuple[tuple[tuple[int, bool], ...], Array]] = {}
     for keys in product(rope_orders(length).items(), repeat=number):
         order = np.arange(length)
-        for _, each in keys:
-            order = order[each]
+        for _, step in keys:
+            order = order[step]
         if number > 1 and np.array_equal(order, np.arange(length)):
             continue  # one undoes the other
         orders.setdefault(order.tobytes(), (tuple([key for key, _ in keys]), order))
@@ -181,14 +183,14 @@ def _chained_orders(length: int, number: int) -> tuple[list[tuple[tuple[int, boo
 
 @lru_cache(maxsize=64)
 def inverse_orders(length: int) -> Array:
-    """Return where each row goes in each of `rope_orders`, after an order that moves nothing."""
+    """Return the inverses of `rope_orders`, after the identity."""
     orders = [np.arange(length), *rope_orders(length).values()]
     return np.array([np.argsort(order) for order in orders])
 
 
 @lru_cache(maxsize=64)
 def rope_orders(length: int) -> Mapping[tuple[int, bool], Array]:
-    """Return permutations of so many rows, by the heads, and whether they undo another one."""
+    """Return the permutations of a number of rows, by heads and whether they undo interleaving."""
     if length > _LONGEST_HEADS:
         return {}
     sizes = [size for size in range(_SMALLEST_HEAD, length + 1, 2) if length % size == 0]
@@ -209,7 +211,7 @@ class Candidate(NamedTuple):
 
     a: Sketched
     b: Sketched
-    #: Whether all sums are equal, which rounding would have changed.
+    #: Whether all totals are equal, which excludes rounding.
     is_exact: bool
     arrangement: StepChain
 
@@ -217,20 +219,20 @@ class Candidate(NamedTuple):
 def partners(
     ours: Sequence[Sketched], theirs: Sequence[Sketched], *, extended: bool = True
 ) -> list[Candidate]:
-    """Pair tensors of two sides by their numbers, regardless of names; each occurs once.
+    """Pair tensors of two sides by their numbers, regardless of names; no tensor has two partners.
 
-    With `extended`, padded and cut tensors are paired too, after tensors of one size.
+    With `extended`, padded and cut tensors are paired too, after tensors of equal size.
     """
     candidates = _paired(_candidates(ours, theirs, is_extended=False))
     if extended:
         used = {id(side) for candidate in candidates for side in candidate[:2]}
-        left, right = ([t for t in side if id(t) not in used] for side in (ours, theirs))
-        candidates += _paired(_candidates(left, right, is_extended=True))
+        unmatched = [[t for t in side if id(t) not in used] for side in (ours, theirs)]
+        candidates += _paired(_candidates(*unmatched, is_extended=True))
     return candidates
 
 
 def _paired(candidates: list[Candidate]) -> list[Candidate]:
-    """Choose the best candidates; between equal numbers the names decide."""
+    """Choose the best candidates; names decide between tensors with equal numbers."""
 
     def rank(candidate: Candidate) -> tuple[bool, float, int]:
         likely = likeness(candidate.a.name, candidate.b.name)
@@ -271,7 +273,7 @@ def _candidates(
 def _screened(  # noqa: C901  one table of scores
     ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
 ) -> Iterator[tuple[Sketched, Sketched]]:
-    """Yield pairs in which the sums along some axis agree in order."""
+    """Yield pairs whose sums along some axis agree in order."""
     first, second = ours[0].shape, theirs[0].shape
     scores = np.full((len(ours), len(theirs)), -1.0)
     for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
@@ -290,7 +292,7 @@ def _screened(  # noqa: C901  one table of scores
             for order in rope_orders(min(sizes)).values():
                 scores = np.maximum(scores, x[:, order] @ y.T)
     for row, a in enumerate(ours):
-        # Equal tensors are indistinguishable: several of them are candidates.
+        # Keep several candidates, because equal tensors are indistinguishable here.
         for at in np.argsort(-scores[row], kind="stable")[: max(_CLOSER, 1)].tolist():
             if scores[row, at] >= ALIKE:
                 yield a, theirs[at]
@@ -307,7 +309,7 @@ def _fits(first: Shape, second: Shape) -> bool:
 
 
 def standardised(vectors: Sequence[Array | None], length: int) -> Array:
-    """Return the first entries of vectors less their mean, divided by their norm."""
+    """Return the first entries of vectors, with zero mean and unit norm, as rows of a table."""
     table = np.zeros((len(vectors), length))
     for row, vector in zip(table, vectors, strict=True):
         if vector is not None:

@@ -1,12 +1,12 @@
-"""Sketches: the sums of the rows and of the columns of a tensor, in one pass over its numbers.
+"""Sketches: the sums of the rows and columns of a tensor, in one pass over its numbers.
 
-A sum of a row hardly changes when its numbers are rounded or quantised, and it does not depend on
+The sum of a row hardly changes when its numbers are rounded or quantised, and it does not depend on
 the order of the columns. Therefore
 
-- a tensor whose rows are permuted has the same sums of columns, and its sums of rows are permuted,
-- the sums of rows of a transposed matrix are the sums of columns of the matrix,
-- the sums of tensors that are joined along the rows are joined, too,
-- rows of zeros that are added have sums of zero.
+- permuting rows permutes the sums of rows, and keeps the sums of columns,
+- transposing a matrix exchanges the sums of rows and the sums of columns,
+- joining tensors along the rows joins their sums,
+- padding with rows of zeros appends sums of zero.
 
 Sketches suggest how numbers are arranged. They prove nothing.
 """
@@ -37,24 +37,24 @@ Shape = tuple[int, ...]
 
 # One-dimensional tensors up to this size have a row for each element.
 _MOST_SINGLE = 1 << 16
-# The most rows and columns of all tensors in a search whose sums are held: 8 bytes each. Small
-# tensors come first; larger ones beyond the limit have extremes and a total only.
+# Limit on the sums in memory, over all tensors of a search, of 8 bytes each. Small tensors come
+# first; tensors beyond the limit have only extremes and a total.
 _MOST_LINES = 12 << 20
 _MOST_COLUMNS = 1 << 18
 _PIECE = 1024
 
 
 class _Request(NamedTuple):
-    """The matrix that a tensor is summed as, and whether its lines are kept."""
+    """Shape of the matrix to sum a tensor as, and whether to return the sums of its lines."""
 
     shape: tuple[int, int]
     has_lines: bool
 
 
 class MatrixSums(Accumulator):
-    """Sums of the numbers of a tensor as a matrix: of rows, of columns, and in total.
+    """Sums over the rows, over the columns, and over all numbers of a tensor, read as a matrix.
 
-    Numbers that are not finite count as zero.
+    Infinities and NaN count as zero.
     """
 
     def __init__(self, kind: str, request: _Request) -> None:
@@ -64,7 +64,7 @@ class MatrixSums(Accumulator):
         self.low, self.high = np.inf, -np.inf
         #: Sum, and sum of squares.
         self.totals = np.zeros(2)
-        #: First row, and sums from there on.
+        #: The first row that has a sum, and the sums from that row on.
         self.first = 0
         self.rows: Array | None = None
         columns = request.shape[1]
@@ -73,7 +73,7 @@ class MatrixSums(Accumulator):
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> MatrixSums:
-        """Return one for elements of a tensor; the argument is a `_Request`."""
+        """Return empty sums for a reader; the argument is a `_Request`."""
         return cls(reader.kind.name, argument)
 
     def update(self, start: int, values: Any) -> None:
@@ -102,7 +102,7 @@ class MatrixSums(Accumulator):
         low = min(first, self.first)
         high = max(first + len(sums), self.first + len(self.rows))
         if low < self.first or high > self.first + len(self.rows):
-            # All rows at once where parts are merged: they are not moved again.
+            # Allocate all rows when parts are merged, to avoid further copies.
             low, high = (0, self.request.shape[0]) if self.count > len(sums) else (low, high)
             rows = np.zeros(high - low)
             rows[self.first - low : self.first - low + len(self.rows)] = self.rows
@@ -129,9 +129,9 @@ class MatrixSums(Accumulator):
 def _add_lines(  # noqa: PLR0917
     x: Any, width: Any, column: Any, rows: Any, columns: Any, totals: Any
 ) -> None:
-    """Add up a run of elements that begins in a column, by rows and by columns.
+    """Add a run of elements that begins in a column to the sums of rows, columns, and all numbers.
 
-    Loops of their own, with several sums at a time, which LLVM vectorises.
+    Separate loops with several independent sums, which LLVM vectorises.
     """
     at, line = 0, 0
     while at < x.size:
@@ -168,11 +168,11 @@ def _add_lines(  # noqa: PLR0917
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """Return the rows and columns that a tensor is summed by."""
+    """Return the shape of the matrix to sum a tensor as."""
     if len(shape) == 1:
         return (shape[0], 1) if shape[0] <= _MOST_SINGLE else (1, shape[0])
     if len(shape) == 3:
-        # Stacked matrices have the rows of each.
+        # Stacked matrices: the rows of all of them.
         return shape[0] * shape[1], shape[2]
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
@@ -190,22 +190,22 @@ class Sketched:
 
     @cached_property
     def is_constant(self) -> bool:
-        """Whether all elements are equal."""
+        """True if all elements are equal."""
         return not self.sketch.low < self.sketch.high
 
     @cached_property
     def rows(self) -> Array | None:
-        """Sums of the rows of the matrix: of the first axis, or of the first two."""
+        """Sums of the rows of the matrix, or None; rows are the first axis, or the first two."""
         return self.sketch.rows
 
     @cached_property
     def columns(self) -> Array | None:
-        """Sums of the columns of the matrix."""
+        """Sums of the columns of the matrix, or None."""
         return self.sketch.columns
 
     @cached_property
     def along(self) -> list[Array | None]:
-        """Sums along each axis over all others; None where they are not kept."""
+        """One vector of sums for each axis, over all other axes; None if not computed."""
         rows, columns, shape = self.rows, self.columns, self.shape
         if len(shape) == 1:
             return [columns if self.sketch.request.shape[0] == 1 and shape[0] > 1 else rows]
@@ -220,7 +220,7 @@ class Sketched:
         return [rows, *[inner_sums.sum(tuple([k for k in axes if k != axis])) for axis in axes]]
 
     def is_like(self, other: Sketched) -> bool:
-        """Return whether the sums of both match, as those of the same numbers in any order do."""
+        """Return whether both may have the same numbers, in any order: all totals match."""
         a, b = self.sketch, other.sketch
         return (
             self.size == other.size
@@ -232,20 +232,20 @@ class Sketched:
 
 
 def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> list[Sketched | None]:
-    """Sum tensors in one pass; None for complex and for empty tensors."""
+    """Sketch tensors in one pass; None for complex and empty tensors."""
     ordered = [
         None if reader.array.dtype.kind == "c" or not reader.size else in_c_order(reader)
         for reader in readers
     ]
     requests: dict[int, _Request] = {}
-    kept = 0
+    line_count = 0
     shapes = {n: matrix_shape(tuple(r.array.shape)) for n, r in enumerate(ordered) if r is not None}
     for number in sorted(shapes, key=lambda number: sum(shapes[number])):
-        kept += sum(shapes[number])
-        requests[number] = _Request(shapes[number], kept <= _MOST_LINES)
-    some = {n: reader for n, reader in enumerate(ordered) if reader is not None}
-    arguments = [requests[n] for n in some]
-    sketches = gather(list(some.values()), MatrixSums, lambda _, one: one, progress,
-                      arguments=arguments)  # fmt: skip
-    found = dict(zip(some, sketches, strict=True))
-    return [Sketched(n, r, found[n]) if n in found else None for n, r in enumerate(readers)]
+        line_count += sum(shapes[number])
+        requests[number] = _Request(shapes[number], line_count <= _MOST_LINES)
+    real = {n: reader for n, reader in enumerate(ordered) if reader is not None}
+    arguments = [requests[n] for n in real]
+    sums = gather(list(real.values()), MatrixSums, lambda _, sums: sums, progress,
+                  arguments=arguments)  # fmt: skip
+    sketches = dict(zip(real, sums, strict=True))
+    return [Sketched(n, r, sketches[n]) if n in sketches else None for n, r in enumerate(readers)]

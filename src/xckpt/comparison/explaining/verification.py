@@ -1,4 +1,4 @@
-"""Links between tensors, and whether a relation holds for every element of them."""
+"""Links between tensors, and relations verified on every element of a link."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A view of tensors of one side, with their readers; a run if its elements follow one another.
+    """A view of tensors of one side, with their readers.
 
-    `run` is the first element of the run in the only tensor, None where it is no run.
+    `run` is the position of the first element if the view is a contiguous run of a single tensor,
+    else None.
     """
 
     view: Any
@@ -50,12 +51,12 @@ class Side:
 
     @classmethod
     def whole(cls, reader: Reader) -> Side:
-        """Return all of a tensor as it is."""
+        """Return a side that is a whole tensor."""
         return cls(reader.array, (reader,), 0)
 
     @classmethod
     def of(cls, view: Any, reader: Reader) -> Side:
-        """Return a view of a tensor."""
+        """Return a side that is a view of a tensor."""
         return cls.whole(reader) if view is reader.array else cls(view, (reader,))
 
     @property
@@ -65,7 +66,7 @@ class Side:
 
     @property
     def block_type(self) -> str:
-        """The type of blocks that the numbers are stored in, if any."""
+        """Type of the blocks that store the numbers; empty without blocks or with several types."""
         kinds = {leaf.block_type if isinstance(leaf, BlockArray) else "" for leaf in
                  leaves(self.view)}  # fmt: skip
         return kinds.pop() if len(kinds) == 1 else ""
@@ -85,15 +86,15 @@ class Side:
 
 @dataclass(slots=True)
 class Link:
-    """Numbers of `a` that belong to numbers of `b`, in one or several orders of reading."""
+    """Numbers of `a` that may correspond to numbers of `b`, in one or several orders of reading."""
 
     #: The names of both tensors.
     names: tuple[str, str]
-    #: Each as two sides of one shape; the first one is preferred.
+    #: Two sides of one shape for each order of reading, the preferred order first.
     orders: list[tuple[Side, Side]]
-    #: A number that the architecture is known to add.
+    #: The number that the architecture is known to add.
     offset: float | None = None
-    #: Whether zeros were added: a pruned tensor cannot be recognised then.
+    #: Whether zeros were added, which hides pruning.
     is_padded: bool = False
     #: Results of the examination.
     order: int = 0
@@ -101,12 +102,12 @@ class Link:
     pair: PairReader | ChunkedPair | None = None
     relations: tuple[Relation, ...] = ()
     evidence: RelationCounts | None = None
-    #: For how much of the sample the first relation holds.
+    #: Share of the sample for which the first relation holds.
     share: float = 0.0
 
     @property
     def is_constant(self) -> bool:
-        """Whether the sample is constant."""
+        """True if the sample is constant."""
         return math.isnan(self.correlation)
 
     @property
@@ -114,37 +115,37 @@ class Link:
         """The strictest relation that holds for all elements."""
         if self.evidence is None or not self.relations:
             return None
-        for relation, held in zip(self.relations, self.evidence.held.tolist(), strict=True):
-            if held == self.evidence.count and not (relation.masked and self.is_padded):
+        for relation, matches in zip(self.relations, self.evidence.matches.tolist(), strict=True):
+            if matches == self.evidence.count and not (relation.masked and self.is_padded):
                 return relation
         return None
 
     @property
     def likely(self) -> tuple[float, Relation] | None:
-        """The relation that holds for most of the elements, and its share."""
+        """The relation that holds for most elements, after its share of them."""
         if self.evidence is None or not self.relations:
             return None
-        shares = (self.evidence.held / max(1, self.evidence.count)).tolist()
+        shares = (self.evidence.matches / max(1, self.evidence.count)).tolist()
         share = max(shares)
         return (share, self.relations[shares.index(share)]) if share >= LIKELY else None
 
 
 class RelationCounts(Accumulator):
-    """For how many pairs of elements each of some relations holds, and their difference."""
+    """Counts of the pairs of elements for which each relation holds, and sums of their noise."""
 
     def __init__(self, kinds: tuple[str, str], relations: tuple[Relation, ...]) -> None:
         self.kinds = kinds
         self.relations = relations
         self.count = 0
-        self.held = np.zeros(len(relations), np.int64)
-        #: How many elements are zeros, if these are what a pruned tensor has more of.
+        self.matches = np.zeros(len(relations), np.int64)
+        #: Zeros in the derived side; counted only if the first relation is masked.
         self.zeros = 0
         #: Sums of squares of the differences and of `a`, for quantised tensors only.
         self.noise = self.signal = 0.0
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> RelationCounts:
-        """Return one for pairs of elements; the argument is the relations."""
+        """Return empty counts for a reader of pairs; the argument is the relations."""
         return cls(reader.kinds, argument)
 
     def update(self, start: int, values: Any) -> None:
@@ -155,7 +156,7 @@ class RelationCounts(Accumulator):
         first = 0
         block = max(relation.block for relation in self.relations)
         if block and start % block:
-            # Elements before the first whole block count as not verified.
+            # Elements before the first whole block stay unverified.
             first = min(count, -start % block)
         for at in range(first, count, _PIECE):
             x, y = (
@@ -165,8 +166,8 @@ class RelationCounts(Accumulator):
                 for side, kind in zip(sides, self.kinds, strict=True)
             )
             if block and len(x) % block:
-                whole = len(x) // block * block
-                x, y = x[:whole], y[:whole]
+                whole_blocks_size = len(x) // block * block
+                x, y = x[:whole_blocks_size], y[:whole_blocks_size]
             self._add(x, y)
 
     def _add(self, x: Array, y: Array) -> None:
@@ -178,14 +179,14 @@ class RelationCounts(Accumulator):
         with np.errstate(all="ignore"):
             for number, relation in enumerate(self.relations):
                 pair = (y, x) if relation.backwards else (x, y)
-                held = relation.held(*pair)
-                if held == len(x):
-                    # The relations after it are more lenient.
-                    self.held[number:] += held
+                count = relation.count_matches(*pair)
+                if count == len(x):
+                    # The remaining relations are more lenient.
+                    self.matches[number:] += count
                     break
-                self.held[number] += held
+                self.matches[number] += count
             if self.relations[0].causes == ("quantised",):
-                u, v = (each["value"] if each.dtype.names else each for each in (x, y))
+                u, v = (values["value"] if values.dtype.names else values for values in (x, y))
                 difference = u - v
                 self.noise += float(np.dot(difference, difference))
                 self.signal += float(np.dot(u, u))
@@ -194,42 +195,42 @@ class RelationCounts(Accumulator):
         """Add pairs of zeros that neither side stores."""
         self.count += zeros
         self.zeros += zeros
-        nothing = np.zeros(max(1, *(relation.block for relation in self.relations)), np.float32)
+        block = np.zeros(max(1, *(relation.block for relation in self.relations)), np.float32)
         for number, relation in enumerate(self.relations):
-            if relation.held(nothing, nothing) == len(nothing):
-                self.held[number] += zeros
+            if relation.count_matches(block, block) == len(block):
+                self.matches[number] += zeros
 
     def merge(self, other: RelationCounts) -> None:
-        """Add the evidence of other pairs."""
+        """Add the counts of other pairs."""
         self.count += other.count
-        self.held += other.held
+        self.matches += other.matches
         self.zeros += other.zeros
         self.noise += other.noise
         self.signal += other.signal
 
     @property
     def decibels(self) -> float:
-        """Signal to quantisation noise."""
+        """Ratio of signal to quantisation noise, in decibels."""
         return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
 
 
 def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> None:
-    """Suspect relations of each link because of a sample, and verify them on every element.
+    """Suggest relations for each link from a sample, and verify them on every element.
 
-    With `certain`, only relations that hold for all of the sample are verified.
+    With `certain`, verify only relations that hold for the whole sample.
     """
     with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads:
-        list(threads.map(_look, links) if len(links) > 1 else map(_look, links))
+        list(threads.map(_suggest, links) if len(links) > 1 else map(_suggest, links))
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
     pairs: list[Any] = [link.pair for link in tested]
     arguments = [link.relations for link in tested]
-    results = gather(pairs, RelationCounts, lambda _, one: one, bar, arguments=arguments)
+    results = gather(pairs, RelationCounts, lambda _, counts: counts, bar, arguments=arguments)
     for link, evidence in zip(tested, results, strict=True):
         link.evidence = evidence
 
 
-def _look(link: Link) -> None:
-    """Find the order of reading, and the relations in it, that a sample suggests."""
+def _suggest(link: Link) -> None:
+    """Choose an order of reading from a sample, and the relations to verify in that order."""
     for number, (ours, theirs) in enumerate(link.orders):
         pair = pair_of(ours.reader(link.names[0]), theirs.reader(link.names[0]), link.names[0])
         if not ours.size or INEXACT & set(pair.kinds):
@@ -262,18 +263,18 @@ def _look(link: Link) -> None:
 
 
 def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
-    """Return for how much of a sample the first relation holds."""
+    """Return the share of a sample for which the first relation holds."""
     if not relations or type(relations[0]).__name__ == "WithinScales":
         return 0.0
     relation = relations[0]
     x, y = (sample.y, sample.x) if relation.backwards else (sample.x, sample.y)
     size = len(x) // relation.block * relation.block if relation.block else len(x)
     with np.errstate(all="ignore"):
-        return relation.held(x[:size], y[:size]) / max(1, len(x))
+        return relation.count_matches(x[:size], y[:size]) / max(1, len(x))
 
 
 def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> SampledPairs:
-    """Return some pairs of elements as floats, from the beginning and from the middle."""
+    """Return pairs of elements as floats, from the beginning and the middle of the tensors."""
     blocks: list[Any] = []
     if isinstance(pair, ChunkedPair):
         first = pair.array.blocks[(0,) * pair.array.ndim]

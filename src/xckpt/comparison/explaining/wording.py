@@ -1,4 +1,4 @@
-"""The words and the parameters of explanations."""
+"""The texts and parameters of explanations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = ()) -> Explanation:
-    """Explain a link by a relation that holds for all elements, after some steps."""
+    """Explain a link by a relation that holds for all elements, after steps that moved them."""
     evidence = link.evidence
     zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
     text = relation.words(zeros)
@@ -42,7 +42,7 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
 
 
 def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
-    """Add what was done before the numbers are compared."""
+    """Add the steps that precede the comparison of the numbers to an explanation."""
     if not steps:
         return explanation
     heads = next((step.heads for step in reversed(steps) if step.heads is not None), None)
@@ -54,7 +54,7 @@ def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
 
 
 def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
-    """Explain two tensors of different names, by the numbers of their cases."""
+    """Return the explanations of two tensors of different names, by the numbers of their cases."""
     is_equal = explanation.causes == ("equal",)
     return {
         tensor.number: explanation.renamed(
@@ -65,7 +65,7 @@ def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
 
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
-    """Describe the size of a change without a known cause."""
+    """Describe a change of unknown cause by its size."""
     if shapes:
         text = f"the shapes {shapes} differ, and the numbers do"
     else:
@@ -76,7 +76,7 @@ def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
 
 
 def unlike(link: Link, steps: Sequence[Step] = ()) -> str:
-    """Write the relation that holds for most elements of a changed tensor, if there is one."""
+    """Describe the relation that holds for most elements of a changed tensor, if any."""
     if link.likely is None:
         return "the numbers differ"
     share, relation = link.likely

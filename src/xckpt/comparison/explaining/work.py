@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Explanations = dict[int, "Explanation"]
 
-#: From here on the elements of two tensors are in their places, and no others are looked for.
+#: Correlation from which on elements are in the same places, so that the search stops.
 ALIGNED = 0.9
-#: Statuses of tensors that one side has alone: `a`, and `b`.
+#: Statuses of tensors that only one side has, by side.
 ALONE = ("only_a", "only_b")
-# Arrangements of one pair that are verified.
+# The most arrangements to verify for a pair.
 _MOST_TRIED = 4
 
 
@@ -44,18 +44,18 @@ class Compare(Protocol):
 
 @dataclass
 class Work:
-    """The cases of a comparison, by their numbers, and what is known of them so far."""
+    """The cases of a comparison and the results so far, keyed by the numbers of the cases."""
 
     cases: Sequence[Case]
     architecture: Architecture
     compare: Compare
     bar: Progress
     explanations: Explanations = field(default_factory=dict)
-    #: What holds for every element of changed tensors, and is not admitted.
+    #: Descriptions of changed tensors: relations that hold, but have causes that are not admitted.
     descriptions: Explanations = field(default_factory=dict)
-    #: Links between the elements at the same places of two tensors.
+    #: Links between the elements at the same positions of two tensors.
     in_place: dict[int, Link] = field(default_factory=dict)
-    #: Tensors of either side.
+    #: Sketches of the tensors of each side.
     sketches: tuple[dict[int, Sketched], dict[int, Sketched]] = field(
         default_factory=lambda: ({}, {})
     )
@@ -64,22 +64,22 @@ class Work:
 
     @property
     def open(self) -> list[int]:
-        """Cases without an explanation."""
+        """Numbers of the cases that differ and have no explanation."""
         return [
             n for n, case in enumerate(self.cases) if case.status and n not in self.explanations
         ]
 
     def alone(self, side: int) -> list[int]:
-        """Return the cases without an explanation that only one side has."""
+        """Return the numbers of the open cases that only one side has."""
         return [n for n in self.open if self.cases[n].status == ALONE[side]]
 
     def is_aligned(self, n: int) -> bool:
-        """Return whether the elements of both tensors are in the same places."""
+        """Return whether the elements of both tensors are in the same positions."""
         link = self.in_place.get(n)
         return link is not None and link.correlation >= ALIGNED
 
     def sketch(self, numbers: Iterable[int], side: int) -> dict[int, Sketched]:
-        """Return sketches of tensors of one side; those that are missing are made."""
+        """Return the sketches of tensors of one side, after computing the missing ones."""
         sketches, readers = self.sketches[side], {}
         for n in numbers:
             match = self.cases[n].match
@@ -96,12 +96,12 @@ class Work:
         return {n: sketches[n] for n in readers if n in sketches}
 
     def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
-        """Return a link between two whole tensors, to be read in the order of either."""
+        """Return a link between two whole tensors, readable in the order of either."""
         ours, theirs = a.reader, b.reader
         orders = [(Side.of(arranged(ours.array, steps), ours), Side.whole(theirs))]
-        back = undone(theirs.array, steps) if steps else None
-        if back is not None:
-            orders.append((Side.whole(ours), Side.of(back, theirs)))
+        undone_view = undone(theirs.array, steps) if steps else None
+        if undone_view is not None:
+            orders.append((Side.whole(ours), Side.of(undone_view, theirs)))
         elif steps and isinstance(steps[0], Transposed):
             # Zeros were added before the axes were transposed.
             turn = Transposed(tuple(np.argsort(steps[0].axes).tolist()))
@@ -112,7 +112,7 @@ class Work:
         return Link(names, orders, self.architecture.offset(names), is_padded)
 
     def settled(self, explanations: Explanations) -> Explanations:
-        """Return what is explained; what only describes a changed tensor is for later."""
+        """Return the explanations, and store those that only describe a change for a later pass."""
         for n, explanation in explanations.items():
             if explanation.outcome != "explained":
                 self.descriptions.setdefault(n, explanation)
@@ -125,10 +125,10 @@ class Work:
     def try_arrangements(
         self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[StepChain]]]
     ) -> dict[Any, tuple[Link, tuple[Step, ...]]]:
-        """Verify arrangements of pairs, best first, until one holds.
+        """Verify the arrangements of pairs, best first, until one holds.
 
-        Return by the key of the pair the link that holds, or else the one that holds for most
-        elements, and its steps.
+        Returns, by the key of each pair, a link and its steps. The link holds for all elements if
+        possible, else for most of them.
         """
         best: dict[Any, tuple[Link, tuple[Step, ...]]] = {}
         pending = [(key, a, b, list(untried[:_MOST_TRIED])) for key, a, b, untried in pairs]
