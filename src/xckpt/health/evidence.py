@@ -13,7 +13,7 @@ import numpy as np
 
 from xckpt.labels.numbering import parse_name
 from xckpt.labels.roles import PARAMETERS, Role, norms_of, roles_of
-from xckpt.statistics.tables import named_tensors, said_of_tensors, tensor_rows
+from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +121,7 @@ class Evidence:
         names, rows = tensor_rows(result)
         columns = dict(zip(result["statistic"].to_numpy().tolist(), rows.T, strict=True))
         columns["dead_rows"] = np.array(
-            said_of_tensors(result, {"dead_rows": np.nan})["dead_rows"], np.float64
+            tensor_attributes(result, {"dead_rows": np.nan})["dead_rows"], np.float64
         )
         dtypes: list[str] = []
         shapes: list[tuple[int, ...]] = []

@@ -1,13 +1,13 @@
 """Statistics of every tensor in one pass: `stats`, `histogram`, `table`; `spectrum` of matrices.
 
-May import scan, and whatever that may; neither comparison nor health. Read `computing` first: from
-an object to its Dataset of statistics. A pass makes a sketch of each tensor (`counts`: how often
-each bit pattern occurs; `moments`), from which `describe` computes the statistics.
+May import scan and everything below it, but neither comparison nor health. Read `computing` first:
+it turns an object into a Dataset of statistics. A pass makes a sketch of each tensor, with counts
+of bit patterns (`counts`) and moments (`moments`), from which `describe` computes the statistics.
 """
 
 from xckpt.interrupts import uninterrupted
 
-# Numba and what it compiles are large.
+# Importing numba takes long, and an interrupt in the middle would break later imports.
 with uninterrupted():
     from xckpt.statistics.codes import OF_CODES
     from xckpt.statistics.computing import QUANTILES, known_stats, stats

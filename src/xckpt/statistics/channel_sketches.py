@@ -1,4 +1,11 @@
-"""Statistics of the channels of a tensor, which are its rows and its columns."""
+"""Statistics of the channels of a tensor: its rows and its columns.
+
+A row is the same as in `counts.Rows`: a slice along the axis that is stored slowest; the positions
+in it are the columns. If such a slice has too many elements, as for stacked experts, or is the
+whole tensor, rows run along the last axis. The pass that makes the sketch of a tensor also records
+the largest magnitude of each row and column, as a bit pattern. It shows dead channels and outliers.
+Sparse tensors, and tensors without such rows, have no statistics of channels.
+"""
 
 from __future__ import annotations
 
@@ -19,47 +26,41 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Found in the pass that makes its sketch. A row is as in `Rows`: a slice along the axis that is
-# stored slowest; its positions are the columns. Where such a slice has too many, as that of stacked
-# experts, or is all there is, rows run along the last axis. Of each row and column the largest
-# magnitude is kept, as a bit pattern: it says whether there is anything but zeros, and how far it
-# stands out. Tensors without such rows, and sparse ones, have none.
-
-#: The statistics that follow from it, after all others.
+#: Names of the statistics of channels; they follow all others.
 OF_CHANNELS = (
     *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
 )
-#: Magnitudes from which an element of a channel is an outlier, in standard deviations.
+#: Elements of larger magnitude are outliers, in standard deviations.
 OUTLYING = 20.0
-#: A row is faint if its largest element is less than this part of that of the median row.
+#: A row is faint if its largest element is below this share of the median row's largest element.
 FAINT = 0.01
 
 _FEWEST_COLUMNS = 8
 _MOST_COLUMNS = 1 << 16
 _MOST_ROWS = 1 << 22
-# Elements that nearly always show that no low bits are spare.
+# Elements that usually suffice to show that all low bits are used.
 _TRIED = 4096
-# Sizes of heads.
+# Common sizes of attention heads.
 _BLOCKS = (256, 192, 128, 96, 80, 64, 48, 32, 16)
 
 
 class ChannelSketch(Sketch):
-    """A sketch, with the largest magnitude in each row and column, and the bits that are used."""
+    """A sketch with the largest magnitude in each row and column, and a mask of the used bits."""
 
     def __init__(self, kind: Kind, size: int, row: int = 0, width: int = 0) -> None:
         super().__init__(kind, size, row)
-        #: Elements of a row; 0 where they are not looked at.
+        #: Elements in a row; 0 for a tensor without channels.
         self.width = width
         self.columns: Array = np.zeros(width, kind.unsigned)
-        #: Numbers of first rows, and what is in these and the following ones.
+        #: First rows of runs of rows, with the largest magnitude in each row of the run.
         self.spans: list[tuple[int, Array]] = []
-        #: The bits that any element has.
+        #: Bits that are set in any element.
         self.bits = 0
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> ChannelSketch:
-        """Return one for elements of a tensor, whose `width_of` is given."""
+        """Return an empty sketch for a tensor; the argument is its `width_of`."""
         if reader.sparse:
             return cls(reader.kind, -1)
         return cls(reader.kind, reader.size, reader.row, argument)
@@ -79,7 +80,7 @@ class ChannelSketch(Sketch):
             self.spans.append((first, rows))
 
     def merge(self, other: Sketch) -> None:
-        """Add what another one found in other elements."""
+        """Add the sketch of other elements of the same tensor."""
         super().merge(other)
         if isinstance(other, ChannelSketch):
             np.maximum(self.columns, other.columns, out=self.columns)
@@ -89,9 +90,9 @@ class ChannelSketch(Sketch):
     def rows_of_channels(self) -> Array:
         """Return the largest magnitude in each row, as a pattern."""
         rows = np.zeros(-(-self.count // self.width) if self.width else 0, self.kind.unsigned)
-        for first, some in self.spans:
-            part = rows[first : first + len(some)]
-            np.maximum(part, some, out=part)
+        for first, run in self.spans:
+            part = rows[first : first + len(run)]
+            np.maximum(part, run, out=part)
         return rows
 
     def _fields(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class ChannelSketch(Sketch):
 
 
 def width_of(reader: Any) -> int:
-    """Return how many elements a row of a tensor has; 0 where rows are not looked at."""
+    """Return the number of elements in a row of a tensor; 0 for a tensor without channels."""
     if reader.sparse or reader.complex or not reader.kind.has_zero or not reader.row:
         return 0
     width = reader.row
@@ -121,61 +122,61 @@ def width_of(reader: Any) -> int:
 
 def is_turned(reader: Any) -> bool:
     """Return whether the rows of a tensor are stored as columns."""
-    known = isinstance(reader, ArrayReader | ChunkedTensor)
-    return not known and getattr(reader.array, "order", "C") == "F"
+    is_in_order = isinstance(reader, ArrayReader | ChunkedTensor)
+    return not is_in_order and getattr(reader.array, "order", "C") == "F"
 
 
-def _used_bits(values: Array, patterns: Array, known: int) -> int:
-    """Return the bits that any element has, or some of them if these are the lowest already."""
+def _used_bits(values: Array, patterns: Array, mask: int) -> int:
+    """Add the bits that are set in any element to a mask; stop once it has one of the low bits."""
     spare = 29 if values.itemsize == 8 else 13
-    for some, bits in ((values[:_TRIED], patterns[:_TRIED]), (values, patterns)):
-        if known & ((1 << spare) - 1):
-            return known
-        known |= int(np.bitwise_or.reduce(bits))
+    for part, bits in ((values[:_TRIED], patterns[:_TRIED]), (values, patterns)):
+        if mask & ((1 << spare) - 1):
+            return mask
+        mask |= int(np.bitwise_or.reduce(bits))
         if values.itemsize == 8:
             with np.errstate(over="ignore", invalid="ignore"):
-                back = some.astype(np.float32).astype(np.float64)
-            if not np.array_equal(back, some, equal_nan=True):
-                return known | 1
-    return known
+                back = part.astype(np.float32).astype(np.float64)
+            if not np.array_equal(back, part, equal_nan=True):
+                return mask | 1
+    return mask
 
 
 def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> list[float]:
-    """Return the statistics `OF_CHANNELS`; NaN where they have no meaning."""
-    found = dict.fromkeys(OF_CHANNELS, np.nan)
+    """Return the statistics `OF_CHANNELS`, in order; NaN if one does not apply."""
+    statistics = dict.fromkeys(OF_CHANNELS, np.nan)
     kind = sketch.kind
     if not sketch.count:
-        return list(found.values())
+        return list(statistics.values())
     if kind.is_float and not kind.exact:
         lowest = (sketch.bits & -sketch.bits).bit_length() - 1
-        found["spare_bits"] = float(lowest if sketch.bits else kind.bits)
+        statistics["spare_bits"] = float(lowest if sketch.bits else kind.bits)
     if kind.exact and kind.bits <= 8 and kind.dtype.kind != "b":
-        found["at_ends"] = count_at_ends(sketch)
+        statistics["at_ends"] = count_at_ends(sketch)
     if sketch.width:
         patterns = [sketch.rows_of_channels(), sketch.columns]
         if turned:
             patterns.reverse()
-        found["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
-        found["dead_block"] = float(max(map(_block, patterns)))
-        rows, columns = (_magnitudes(each, kind) for each in patterns)
+        statistics["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
+        statistics["dead_block"] = float(max(map(_block, patterns)))
+        rows, columns = (_magnitudes(side, kind) for side in patterns)
         alive = rows[rows > 0]
-        # `numpy.median` takes a tenth of a millisecond, as long as all else here.
+        # `numpy.median` would double the duration of this function.
         middle = np.partition(alive, len(alive) // 2)[len(alive) // 2] if len(alive) else 0.0
         faint = (rows > 0) & (rows < FAINT * middle)
-        found["faint_rows"] = float(np.count_nonzero(faint))
-        found["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
+        statistics["faint_rows"] = float(np.count_nonzero(faint))
+        statistics["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
         if kind.is_float and std > 0:
-            found["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
-            found["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))
-            found["top_row"], found["top_column"] = (
+            statistics["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
+            statistics["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))
+            statistics["top_row"], statistics["top_column"] = (
                 float(np.argmax(rows)),
                 float(np.argmax(columns)),
             )
-    return list(found.values())
+    return list(statistics.values())
 
 
 def count_at_ends(sketch: Sketch) -> float:
-    """Count the elements of a small type that are the smallest or the largest it has."""
+    """Count the elements that are the smallest or the largest number of their type."""
     codes, counts = sketch.counted()
     return float(counts[_ends(sketch.kind)[codes]].sum())
 
@@ -185,22 +186,22 @@ def _ends(kind: Kind) -> Array:
     values = kind.values
     finite = values[np.isfinite(values)]
     low, high = float(finite.min()), float(finite.max())
-    # Of integers, -127 is an end as 127 is: scales are the same on both sides of zero.
+    # For int8, -127 is an end like 127, because symmetric quantisers do not use -128.
     ends: Array = (values <= max(low, -high) if low < 0 else values == low) | (values == high)
     return ends & np.isfinite(values)
 
 
 def _magnitudes(patterns: Array, kind: Kind) -> Array:
-    """Return the magnitudes that patterns encode; zero where they are not finite."""
+    """Return the magnitudes that patterns encode; zero for infinities and NaN."""
     if not kind.is_float:
-        return patterns.astype(np.float64)  # of integers, only the zeros matter
+        return patterns.astype(np.float64)  # only zeros matter for integers
     with np.errstate(invalid="ignore"):  # signalling NaN
         values = kind.values[patterns] if kind.exact else patterns.view(kind.dtype).astype(float)
     return np.where(np.isfinite(values), np.abs(values), 0.0)
 
 
 def _block(largest: Array) -> int:
-    """Return the size of aligned blocks that dead channels fill; 0 if they do not."""
+    """Return the size of the aligned blocks that the dead channels fill exactly, else 0."""
     dead = largest == 0
     if not dead.any() or dead.all():
         return 0

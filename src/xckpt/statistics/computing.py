@@ -28,7 +28,7 @@ from xckpt.statistics.definitions import (
     statistic_names,
 )
 from xckpt.statistics.describe import describe_all
-from xckpt.statistics.refine import refine, wanted_of
+from xckpt.statistics.refine import refine, targets_of
 from xckpt.statistics.rows import describe_rows
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Of sketches that are described together: few enough to stay in the second-level cache.
+# Codes of the sketches that are described together; so many fit in the second-level cache.
 _CODES_AT_ONCE = 1 << 16
 
 #: Default quantiles.
@@ -64,48 +64,47 @@ def stats(
 ) -> Dataset:
     """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
 
-    It runs on the threads of this machine (dask's ``num_workers``, else as many as it has), or on
-    the cluster of an active `distributed.Client`. The results are the same to the last bit.
+    The pass runs in threads on this machine (dask's ``num_workers``, by default one for each core),
+    or on the cluster of an active `distributed.Client`. Both return the same bits.
 
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        What to describe. Element types are those that are stored: bfloat16 and float8 are never
-        converted; quantised tensors are described as the numbers they stand for. A mapping has
-        arrays by name, such as the state dict of a PyTorch module.
+        Tensors to describe, in their stored element types: bfloat16 and float8 are not converted
+        first. Quantised tensors are decoded. A mapping has arrays by name, such as the state dict
+        of a PyTorch module.
     quantiles : sequence of float
-        Between 0 and 1; the statistic ``q0.5`` is the median.
+        Quantiles to compute, between 0 and 1; the statistic ``q0.5`` is the median.
     exact_quantiles : bool
-        Whether to find the quantiles of float32, float64 and integers of 32 and 64 bits exactly,
-        by one to four more passes. Else they are within 2**-8 of the element, relative to it,
-        and exact where they are subnormal.
-        Those of smaller types are always exact.
+        Compute exact quantiles of float32, float64 and integers of 32 and 64 bits, at the cost of
+        one to four extra passes. By default, these quantiles have a relative error of at most
+        2**-8, and are exact if subnormal. Quantiles of smaller types are always exact.
     channels : bool
-        Whether to look at every row and column as well, in the same pass: statistics such as
-        ``dead_columns`` and ``outlier_columns``, which `findings` needs.
+        Also compute statistics of rows and columns, such as ``dead_columns`` and
+        ``outlier_columns``, in the same pass; `findings` needs them.
     dim : hashable or iterable of hashable, optional
-        Dimensions to reduce; by default all but those along which tensors are stacked. Variables
-        without any of them are left out.
+        Dimensions to reduce; by default all but the dimensions along which tensors are stacked.
+        Variables without any of these dimensions are omitted.
     progress : bool or callable, optional
-        Whether to show a bar; by default one appears in a terminal or notebook if it takes more
-        than a moment. A function is called as ``f(done, total)``, with bytes: `done` never
-        decreases, and `total` grows where more turns out to be needed, as for exact quantiles.
+        Whether to show a progress bar; by default it appears after a moment in a terminal or
+        notebook. A function is called as ``f(done, total)``, with numbers of bytes: `done` never
+        decreases, and `total` grows if more passes are needed, as for exact quantiles.
     compute : bool
-        False gives dask arrays: the pass is made once they are computed.
+        If False, return dask arrays, which run the pass when they are computed.
     cache : bool
-        Whether to keep what was found of unchanged files in the user's cache, so that a second
-        call reads nothing and an interrupted one goes on (``XCKPT_CACHE_DIR`` says where).
+        Keep the results for unchanged files in the user's cache, in the folder of
+        ``XCKPT_CACHE_DIR`` if that is set. A second call then reads nothing, and an interrupted
+        call resumes.
     storage_options : dict, optional
-        For fsspec, where `obj` is a URL.
+        Options for fsspec if `obj` is a URL.
 
     Returns
     -------
     xarray.Dataset
-        Each variable with the dimension ``statistic`` first, then those that were not reduced.
-        ``attrs["dead_rows"]`` of a variable is the number of its rows that are all zeros, for
-        each tensor; a row is a slice along the axis that is stored slowest. Members that an outer
-        join of layers left empty are not counted: all of their statistics are NaN, and a table
-        does not have them.
+        Each variable with the dimension ``statistic`` first, then the dimensions that were not
+        reduced. ``attrs["dead_rows"]`` of a variable is the number of rows that are all zeros, for
+        each tensor; a row is a slice along the axis that is stored slowest. The statistics of
+        members that an outer join of layers left empty are NaN, and a table omits these members.
 
         {statistics}
         - ``q0.001`` to ``q0.999``: quantiles, as numpy.quantile(method="nearest")
@@ -115,8 +114,8 @@ def stats(
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If a quantile is not between 0 and 1, a dimension is nowhere, or `channels` are asked for
-        along a dimension.
+        If a quantile is not between 0 and 1, no variable has a dimension of `dim`, or `channels` is
+        combined with `dim`.
 
     Examples
     --------
@@ -135,16 +134,16 @@ def stats(
         entries = entries_of(contents, dim)
         attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
-        found, every = _describe_all(entries, options, progress)
-        for attr, entry, dead in zip(attrs, entries, every, strict=True):
+        values, dead_rows = _describe_all(entries, options, progress)
+        for attr, entry, dead in zip(attrs, entries, dead_rows, strict=True):
             if dead and None not in dead:
                 attr["dead_rows"] = dead if entry.dims else dead[0]
     else:
         shapes = [(len(options.names), *entry.shape) for entry in entries]
         find = partial(_statistics, options=options, progress=progress)
-        found = deferred(find, entries, shapes)
+        values = deferred(find, entries, shapes)
     with paused_collector():
-        return laid_out(options.names, entries, found, attrs, contents)
+        return laid_out(options.names, entries, values, attrs, contents)
 
 
 stats.__doc__ = (stats.__doc__ or "").replace(
@@ -163,7 +162,7 @@ class _StatsOptions(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """All statistics, in their order."""
+        """Names of all statistics, in order."""
         return statistic_names(self.quantiles, channels=self.channels)
 
 
@@ -175,7 +174,7 @@ def _stored_as(entry: Described) -> dict[str, Any]:
 
 
 def known_stats(obj: Any) -> xr.Dataset | None:
-    """Return the statistics of an object if an earlier scan kept them; no data are read."""
+    """Return the statistics of an object from the cache, without reading data; None if missing."""
     readers = [reader for entry in entries_of(contents_of(obj)) for reader in entry.readers]
     return stats(obj) if all(load_cached(readers, Sketch)) else None
 
@@ -198,62 +197,67 @@ def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
 def _statistics(
     entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
 ) -> list[Array]:
-    """Leave out how many rows are zeros, which has no place in a dask array."""
+    """Return the statistics of each variable, without the numbers of dead rows."""
     return _describe_all(entries, options, progress)[0]
 
 
 def _describe_all(
     entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
 ) -> tuple[list[Array], list[list[int | None]]]:
-    """Return the statistics of each variable, and how many rows of its tensors are zeros."""
+    """Return the statistics of each variable, and the number of dead rows of each of its tensors.
+
+    The number is None if it is unknown.
+    """
     readers = [reader for entry in entries for reader in entry.readers]
     quantiles = options.quantiles
-    about = ("statistics", *options.names, quantiles, options.exact)
+    cache_key = ("statistics", *options.names, quantiles, options.exact)
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
             readers,
-            about,
+            cache_key,
             len(options.names) + 1,
-            lambda some: _describe_tensors([readers[number] for number in some], options, bar),
+            lambda numbers: _describe_tensors([readers[n] for n in numbers], options, bar),
             enabled=options.cache,
         )
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
     values = rows[:, :-1]
     tables = {
-        at: describe_rows(entry.variable, entry.dims, quantiles)
-        for at, entry in enumerate(entries)
+        position: describe_rows(entry.variable, entry.dims, quantiles)
+        for position, entry in enumerate(entries)
         if not entry.readers
     }
-    found, every = [], []
+    results: list[Array] = []
+    dead_rows: list[list[int | None]] = []
     stop = 0
     with paused_collector():
-        for at, entry in enumerate(entries):
+        for position, entry in enumerate(entries):
             start, stop = stop, stop + len(entry.readers)
-            some = dead[start:stop]
-            if at in tables:
-                found.append(tables[at])
+            entry_dead = dead[start:stop]
+            if position in tables:
+                result = tables[position]
             elif entry.dims:
-                found.append(laid(values[start:stop], entry.shape, entry.gone))
+                result = laid(values[start:stop], entry.shape, entry.gone)
             else:
-                found.append(values[start])
+                result = values[start]
             if entry.absent is not None and entry.gone is not None:
-                some = _at_places(some, entry.gone)
+                entry_dead = _at_places(entry_dead, entry.gone)
                 # Absent tensors are filled with NaN; other statistics ignore these elements.
-                found[-1][[options.names.index(name) for name in ("count", "nan")]] -= entry.absent
-                found[-1][:, entry.gone] = np.nan
-            every.append(some)
-    return found, every
+                result[[options.names.index(name) for name in ("count", "nan")]] -= entry.absent
+                result[:, entry.gone] = np.nan
+            results.append(result)
+            dead_rows.append(entry_dead)
+    return results, dead_rows
 
 
 def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
-    """Put how many rows of tensors are zeros at their places; no rows of absent ones are."""
-    each = iter(dead)
-    return [0 if is_gone else next(each) for is_gone in gone.ravel()] if dead else []
+    """Return the number of dead rows for each place of a variable; 0 if its tensor is absent."""
+    remaining = iter(dead)
+    return [0 if is_gone else next(remaining) for is_gone in gone.ravel()] if dead else []
 
 
 def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Progress) -> Array:
-    """Return the statistics of each tensor, and how many of its rows are zeros; NaN if unknown."""
-    wanted: list[Any] = [()] * len(readers)
+    """Return a row of statistics for each tensor, and last its number of dead rows or NaN."""
+    targets: list[Any] = [()] * len(readers)
     rows = np.full((len(readers), len(options.names) + 1), np.nan)
     operation = ChannelSketch if options.channels else Sketch
     widths = [width_of(reader) for reader in readers] if options.channels else None
@@ -266,7 +270,7 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
         _describe_some(waiting, readers, options, rows)
         for number, quantiles in _inexact_quantiles(waiting, rows, options):
             if not readers[number].complex:
-                wanted[number] = wanted_of(waiting[number], quantiles)
+                targets[number] = targets_of(waiting[number], quantiles)
         waiting.clear()
 
     def finish(number: int, sketch: Sketch) -> None:
@@ -279,20 +283,20 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
 
     gather(readers, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True)
     describe_waiting()
-    if any(wanted):
-        refined = refine(readers, wanted, bar)
-        for values, known in zip(rows, refined, strict=True):
-            for at, quantile in enumerate(options.quantiles, FIRST_QUANTILE):
-                values[at] = known.get(quantile, values[at])
+    if any(targets):
+        refined = refine(readers, targets, bar)
+        for row, exact in zip(rows, refined, strict=True):
+            for column, quantile in enumerate(options.quantiles, FIRST_QUANTILE):
+                row[column] = exact.get(quantile, row[column])
     return rows
 
 
 def _inexact_quantiles(
     sketches: Mapping[int, Sketch], rows: Array, options: _StatsOptions
 ) -> list[tuple[int, Sequence[float]]]:
-    """Return the numbers of tensors with the quantiles that another pass has to find.
+    """Return the numbers of tensors with the quantiles that need another pass.
 
-    A sketch knows seven bits of the fraction of a number, but fewer of a subnormal one.
+    A sketch keeps seven bits of the fraction of a number, but fewer of a subnormal number.
     """
     if options.exact:
         return [(number, options.quantiles) for number in sketches]
@@ -301,20 +305,24 @@ def _inexact_quantiles(
     sizes = np.abs(rows[numbers, FIRST_QUANTILE:end])
     normal = np.array([sketch.kind.smallest_normal for sketch in sketches.values()])
     is_between = np.array([0 < quantile < 1 for quantile in options.quantiles], np.bool_)
-    is_subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between  # the ends are exact
+    subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between  # the ends are exact
     return [
         (
-            numbers[at],
-            [q for q, inexact in zip(options.quantiles, is_subnormal[at], strict=True) if inexact],
+            numbers[position],
+            [
+                q
+                for q, inexact in zip(options.quantiles, subnormal[position], strict=True)
+                if inexact
+            ],
         )
-        for at in np.flatnonzero(is_subnormal.any(axis=1)).tolist()
+        for position in np.flatnonzero(subnormal.any(axis=1)).tolist()
     ]
 
 
 def _describe_some(
     sketches: Mapping[int, Sketch], readers: Sequence[Reader], options: _StatsOptions, rows: Array
 ) -> None:
-    """Write the rows of tensors whose sketches are complete."""
+    """Fill the rows of tensors whose sketches are complete."""
     described = describe_all(list(sketches.values()), options.quantiles, channels=options.channels)
     is_real = of_real_numbers(options.quantiles, channels=options.channels)
     for row, (number, sketch) in zip(described, sketches.items(), strict=True):

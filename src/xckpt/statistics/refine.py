@@ -111,15 +111,15 @@ class _Buckets(Accumulator):
 
 def refine(
     readers: Sequence[Reader],
-    wanted: Sequence[list[_Target]],
+    targets_by_tensor: Sequence[list[_Target]],
     progress: Progress,
 ) -> list[dict[float, float]]:
     """Return the exact quantiles of each tensor, by quantile.
 
-    `wanted` has the targets of each tensor, from `wanted_of`.
+    `targets_by_tensor` has the targets of each tensor, from `targets_of`.
     """
     results: list[dict[float, float]] = [{} for _ in readers]
-    remaining = {n: list(targets) for n, targets in enumerate(wanted)}
+    remaining = {n: list(targets) for n, targets in enumerate(targets_by_tensor)}
 
     def narrow(number: int, buckets: _Buckets) -> None:
         for target, counts in zip(remaining[number], buckets.dense(), strict=True):
@@ -147,7 +147,7 @@ def refine(
         )
 
 
-def wanted_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Target]:
+def targets_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Target]:
     """Return the targets for the quantiles that a sketch knows only approximately."""
     kind = sketch.kind
     distribution = spectrum(sketch)

@@ -1,9 +1,9 @@
-"""Singular values of matrices that need not fit in memory, and what is said of them.
+"""Singular values of matrices that need not fit in memory, and statistics of them.
 
-The inner products of the columns (the Gram matrix of the shorter side) are summed up in one pass
-over blocks of rows, in float64; their eigenvalues are the squares of the singular values. Rounding
-hides those below some 1e-4 of the largest. Where there are such, another pass projects the rows on
-the directions that are left: the largest one among these is small, and hides less.
+One pass over blocks of rows sums up the inner products of the columns (the Gram matrix of the
+shorter side) in float64. Its eigenvalues are the squares of the singular values. Rounding hides
+values below about 1e-4 of the largest, so another pass projects the rows on the directions of the
+hidden values, where the largest value is smaller and hides less.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: What is said of a matrix.
+#: Statistics of a matrix, in order.
 STATISTICS = (
     "spectral_norm",
     "frobenius",
@@ -30,31 +30,31 @@ STATISTICS = (
     "alpha",
     "noise_floor",
 )
-#: Singular values below this share of the largest are not told.
+#: Singular values below this share of the largest are reported as NaN.
 FLOOR = 1e-9
 
-# Of those that are told, none is wrong by more than this share of itself.
+# Largest relative error of the values above the floor.
 _ACCURACY = 1e-6
 _EPSILON = float(np.finfo(np.float64).eps)
-# Eigenvalues are wrong by up to so many roundings of the largest.
+# Largest error of an eigenvalue, in roundings of the largest eigenvalue.
 _ROUNDINGS = 60
 _HIDDEN = _ROUNDINGS * _EPSILON / (2 * _ACCURACY)
-# Sums of squares between these have neither overflowed nor vanished.
+# Range of a sum of squares that has neither overflowed nor lost precision.
 _SQUARES = 1e-200, 1e300
-# Of columns; for fewer, all values cost nothing.
+# With fewer columns, computing all values takes no longer.
 _FEWEST_FOR_LANCZOS = 64
-# The bits of the exponent of a float64; those of the fraction of a float16.
+# Mask of the exponent of a float64, and length of the fraction of a float16.
 _EXPONENT = np.uint64(0x7FF0000000000000)
 _FRACTION_OF_HALF = 10
-# Fewer make no tail.
+# The least number of elements in a tail.
 _FEWEST_IN_TAIL = 2
 
 
 def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
-    """Return all singular values of a matrix, largest first; NaN for those below the floor.
+    """Return all singular values of a matrix, largest first; NaN for values below the floor.
 
-    `blocks` gives the rows, no fewer than the columns, some at a time; it is called for each pass.
-    All are NaN where an element is not finite.
+    `blocks` returns an iterator over blocks of rows, and is called for each pass. The matrix has
+    at least as many rows as columns. All values are NaN if any element is not finite.
     """
     scale = 1.0
     gram = _gram(blocks, scale)
@@ -69,18 +69,18 @@ def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
     while True:
         squares = _eigenvalues(gram)[::-1]
         largest = squares[0] if basis is None else values[0] ** 2
-        told = int(np.count_nonzero(squares > max(_HIDDEN * squares[0], FLOOR**2 * largest)))
-        values[done : done + told] = np.sqrt(squares[:told])
-        done += told
-        if not told or done == len(values):
+        count = int(np.count_nonzero(squares > max(_HIDDEN * squares[0], FLOOR**2 * largest)))
+        values[done : done + count] = np.sqrt(squares[:count])
+        done += count
+        if not count or done == len(values):
             return values * scale
-        left = _least_directions(gram, len(gram) - told)
-        basis = left if basis is None else basis @ left
+        directions = _least_directions(gram, len(gram) - count)
+        basis = directions if basis is None else basis @ directions
         gram = _gram(blocks, scale, basis)
 
 
 def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | None = None) -> Array:
-    """Add up the products of rows with themselves; above the diagonal there may be anything."""
+    """Return the sum of the outer products of the rows; only the lower triangle is valid."""
     total: Array | None = None
     for block in blocks():
         rows = _wide(block)
@@ -91,16 +91,18 @@ def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | No
         blas = None if rows.dtype.kind == "c" else _blas()
         if blas is None:
             with np.errstate(over="ignore", invalid="ignore"):
-                # numpy sees that both sides are the same array, and computes half.
+                # numpy recognises the same array on both sides, and computes half.
                 product = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
             total = product if total is None else np.add(total, product, out=total)
             continue
         if total is None:
             total = np.zeros((rows.shape[1],) * 2, order="F")
-        # In place, and without the other half, which numpy copies element by element.
+        # Update one triangle in place; numpy would copy the other one element by element.
         is_c = rows.flags.c_contiguous
-        some: dict[str, Any] = {"beta": 1.0, "c": total, "lower": 1, "overwrite_c": 1}
-        total = blas.dsyrk(1.0, rows.T if is_c else rows, trans=int(not is_c), **some)
+        matrix = rows.T if is_c else rows
+        total = blas.dsyrk(
+            1.0, matrix, beta=1.0, c=total, trans=int(not is_c), lower=1, overwrite_c=1
+        )
     return np.zeros((0, 0)) if total is None else total
 
 
@@ -114,24 +116,26 @@ def _blas() -> Any:
 
 def _eigenvalues(gram: Array) -> Array:
     """Return the eigenvalues, smallest first."""
+    eigenvalues: Array
     if not len(gram) or _blas() is None:
-        few: Array = np.linalg.eigvalsh(gram)
-        return few
+        eigenvalues = np.linalg.eigvalsh(gram)
+        return eigenvalues
     from scipy.linalg import eigh
 
-    found: Array = eigh(gram, eigvals_only=True, driver="evr", check_finite=False)
-    return found
+    eigenvalues = eigh(gram, eigvals_only=True, driver="evr", check_finite=False)
+    return eigenvalues
 
 
 def _least_directions(gram: Array, count: int) -> Array:
     """Return the eigenvectors of the smallest eigenvalues."""
+    vectors: Array
     try:
         from scipy.linalg import eigh
     except ImportError:
-        vectors: Array = np.linalg.eigh(gram)[1][:, :count]
+        vectors = np.linalg.eigh(gram)[1][:, :count]
         return vectors
-    found: Array = eigh(gram, subset_by_index=[0, count - 1], driver="evr")[1]
-    return found
+    vectors = eigh(gram, subset_by_index=[0, count - 1], driver="evr")[1]
+    return vectors
 
 
 def describe_largest(blocks: Callable[[], Iterable[Array]], columns: int) -> list[float]:
@@ -146,17 +150,17 @@ def describe_largest(blocks: Callable[[], Iterable[Array]], columns: int) -> lis
     dtype = next(iter(blocks())).dtype
 
     def product(vector: Array) -> Array:
-        found = np.zeros(columns, np.result_type(dtype, np.float64))
+        image = np.zeros(columns, np.result_type(dtype, np.float64))
         for block in map(_wide, blocks()):
-            found += block.conj().T @ (block @ vector.reshape(-1))
-        return found
+            image += block.conj().T @ (block @ vector.reshape(-1))
+        return image
 
     operator = LinearOperator((columns, columns), matvec=product, dtype=np.result_type(dtype, "f8"))
     start = np.random.default_rng(0).standard_normal(columns)
     square = eigsh(operator, k=1, v0=start, tol=1e-9, return_eigenvectors=False)
     largest = float(np.sqrt(square.real[0]))
-    nothing = [np.nan] * (len(STATISTICS) - 3)
-    return [largest, float(np.sqrt(total)), total / largest**2, *nothing]
+    unknown = [np.nan] * (len(STATISTICS) - 3)
+    return [largest, float(np.sqrt(total)), total / largest**2, *unknown]
 
 
 def _wide(block: Array) -> Array:
@@ -186,16 +190,16 @@ def describe_values(
     """
     if np.isnan(values[0]):
         return [np.nan] * len(STATISTICS)
-    known = values[values > 0]
-    if not len(known):
+    positive = values[values > 0]
+    if not len(positive):
         return [0.0, 0.0, np.nan, np.nan, 0.0, np.nan, np.nan, noise]
-    largest = float(known[0])
-    share = known / largest
+    largest = float(positive[0])
+    share = positive / largest
     squares = float(np.sum(np.square(share)))
     floor = max(max(shape) * epsilon * largest, noise) if noise == noise else np.nan  # noqa: PLR0124
-    rank = float(np.count_nonzero(known > floor))
-    # Without noise all values count, however small they are.
-    weights = known[known > noise] / np.sum(known[known > noise])
+    rank = float(np.count_nonzero(positive > floor))
+    # Without noise, all values count.
+    weights = positive[positive > noise] / np.sum(positive[positive > noise])
     effective = float(np.exp(-np.sum(weights * np.log(weights)))) if len(weights) else np.nan
     condition = largest / float(values[-1]) if values[-1] > 0 else np.inf
     if np.isnan(values[-1]) or values[-1] < noise:
@@ -210,16 +214,16 @@ def describe_values(
 class RoundingNoise:
     """Bound on the singular values that rounding to the stored types adds to a difference.
 
-    Rounding moves each element by an error with the variance of a uniform distribution over the
-    distance to the next number. The errors are taken as independent. The largest singular value of
-    such a matrix is near the sum of the root of the largest variance of a row and that of a column
-    (Latała, "Some estimates of norms of random matrices", Proc. AMS 133, 2005).
+    The error of each element is assumed to be independent and uniform over the distance to the next
+    number. The largest singular value of such errors is about the square root of the largest
+    variance of a row plus the square root of the largest variance of a column (Latała, "Some
+    estimates of norms of random matrices", Proc. AMS 133, 2005).
 
     Parameters
     ----------
     kinds : sequence of Kind or None
-        Stored element type of each matrix of the difference; None if its rounding is unknown, as
-        for quantised ones.
+        Stored element types of the two matrices; None if the rounding is unknown, as for quantised
+        matrices.
     """
 
     def __init__(self, kinds: Sequence[Kind | None]) -> None:
@@ -233,7 +237,7 @@ class RoundingNoise:
                 side.add(block)
 
     def floor(self) -> float:
-        """Return the bound once all rows were added; NaN if it is unknown."""
+        """Return the bound, once all rows were added; NaN if it is unknown."""
         rows, columns, largest = np.zeros(1), np.zeros(1), 0.0
         for side in self.sides:
             if side is None:
@@ -265,7 +269,7 @@ class _Rounding:
     def add(self, block: Array) -> None:
         """Add a block of rows."""
         numbers = _wide(block)
-        if numbers.dtype.kind == "c":  # errors of both parts add up
+        if numbers.dtype.kind == "c":  # the errors of both parts add up
             self.add_numbers(np.stack([numbers.real, numbers.imag]))
         else:
             self.add_numbers(numbers[None])
@@ -283,9 +287,9 @@ class _Rounding:
 
     @property
     def unit(self) -> float:
-        """Distance of numbers between 1 and 2."""
+        """Distance between two neighbouring numbers from 1 to 2."""
         fraction = self._fraction
-        if self._is_wide:  # which may hold the numbers of a smaller type
+        if self._is_wide:  # the numbers may have come from a smaller type
             lowest = (self._bits & -self._bits).bit_length() - 1 if self._bits else 52
             used = max(52 - lowest, 0)
             fraction = min(fraction, used) if used <= _FRACTION_OF_HALF else fraction
@@ -293,21 +297,21 @@ class _Rounding:
 
 
 def power_law(values: Array) -> tuple[float, float]:
-    """Fit a power law to the tail of positive numbers; return its exponent and where it begins.
+    """Fit a power law to the tail of positive numbers; return its exponent and the tail's start.
 
-    The exponent is that of maximum likelihood, and the tail begins where the distance of
-    Kolmogorov and Smirnov between the tail and the law is smallest: Clauset, Shalizi and Newman,
-    Power-law distributions in empirical data, SIAM Review 51, 661 (2009), equations 3.1 and 3.9.
+    The exponent is the maximum-likelihood estimate. The start of the tail minimises the
+    Kolmogorov-Smirnov distance between the tail and the law: Clauset, Shalizi and Newman, Power-law
+    distributions in empirical data, SIAM Review 51, 661 (2009), equations 3.1 and 3.9.
     """
     ordered = np.sort(values)
     if len(ordered) <= _FEWEST_IN_TAIL:
         return np.nan, np.nan
     logs = np.log(ordered)
-    # Of the numbers from each one on: how many there are, and the sum of their logarithms.
+    # Lengths of all tails, and the sums of the logarithms in them.
     counts = np.arange(len(logs), 0, -1)
     sums = np.cumsum(logs[::-1])[::-1]
     spread = sums - counts * logs
-    first = np.flatnonzero(np.diff(logs, prepend=-np.inf) > 0)  # of equal ones
+    first = np.flatnonzero(np.diff(logs, prepend=-np.inf) > 0)  # starts, without duplicates
     first = first[(counts[first] >= _FEWEST_IN_TAIL) & (spread[first] > 0)]
     if not len(first):
         return np.nan, np.nan

@@ -1,4 +1,4 @@
-"""A result by tensors: as a table, as rows, by name, and at a glance."""
+"""Results of statistics and comparisons by tensor: as a table, rows, names, or a short text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")
-#: Columns of a comparison that explain, and those of them that are texts.
+#: Columns of an explained comparison, and the columns among them that hold text.
 EXPLANATION_COLUMNS = (
     *("cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads"),
     "other_names",
@@ -32,7 +32,7 @@ EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"}
 
 # Statuses by the size of the change, largest last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
-# Shown of a result at a glance, of a comparison or of statistics.
+# Columns of the short text of a result.
 _SHOWN = (
     *("status", "outcome", "cause", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine"),
@@ -43,38 +43,38 @@ _WIDEST_NAME = 48
 
 # Statuses of tensors that are on both sides.
 _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
-# Attributes of a comparison that a table has as columns, and what stands for one that is not there.
+# Attributes of a comparison that become columns of a table, with the values for missing ones.
 _PARTNERS = ("other_name", "matched_by")
-_STATED = dict.fromkeys(_PARTNERS, "") | {
+_IF_MISSING = dict.fromkeys(_PARTNERS, "") | {
     key: "" if key in EXPLANATION_TEXTS else np.nan for key in EXPLANATION_COLUMNS
 }
 _WHOLE_NUMBERS = tuple(statistic.name for statistic in STATISTICS if statistic.whole)
 
 
 def table(result: xr.Dataset) -> pd.DataFrame:
-    """Lay statistics out with one row for each tensor.
+    """Lay statistics out as a table, with one row for each tensor.
 
     Parameters
     ----------
     result : xarray.Dataset
-        As `stats` or `compare` gives it, or parts of that.
+        Result of `stats`, `spectrum` or `compare`, or a selection from it.
 
     Returns
     -------
     pandas.DataFrame
-        The index ``tensor`` has the names of the tensors in the file, also of those that are
-        stacked; there is one column for each statistic. Of a comparison, what changed most comes
-        first: tensors that cannot be compared, those that differ by NaN or infinities, and others
-        by ``rel_l2``. One with ``explain=True`` has the columns ``outcome``, ``cause``,
-        ``explanation``, ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and
-        ``other_names`` as well.
+        One column for each statistic. The index ``tensor`` has the names of the tensors in the
+        file, stacked tensors included. The rows of a comparison are sorted by the size of the
+        change, largest first: tensors that cannot be compared, then tensors that differ by NaN or
+        infinities, then others by ``rel_l2``. A comparison with ``explain=True`` also has the
+        columns ``outcome``, ``cause``, ``explanation``, ``verified``, ``offset``, ``scale``,
+        ``rank``, ``heads`` and ``other_names``.
 
     Raises
     ------
     TypeError
-        If it is not a Dataset.
+        If `result` is not a Dataset.
     ValueError
-        If it is not the result of `stats`, `spectrum` or `compare`.
+        If `result` is not a result of `stats`, `spectrum` or `compare`.
 
     Examples
     --------
@@ -83,35 +83,36 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     import pandas as pd
     import xarray as xr
 
-    given: Any = result
-    if not isinstance(given, xr.Dataset):
+    argument: Any = result
+    if not isinstance(argument, xr.Dataset):
         text = "table() takes the result of stats() or compare(), not this"
-        raise TypeError(f"{text} {type(given).__name__}")
+        raise TypeError(f"{text} {type(argument).__name__}")
     with paused_collector():
         names, values = tensor_rows(result)
         columns = result["statistic"].to_numpy().tolist()
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
-    whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
-    frame = frame.astype(dict.fromkeys(whole, np.int64))
-    stated = {key for variable in result.variables.values() for key in variable.attrs}
-    wanted = [*_PARTNERS, *(EXPLANATION_COLUMNS if "cause" in stated else ())]
-    is_said = not stated.isdisjoint(wanted)
-    said = said_of_tensors(result, {key: _STATED[key] for key in wanted}) if is_said else {}
+    integers = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
+    frame = frame.astype(dict.fromkeys(integers, np.int64))
+    attrs = {key for variable in result.variables.values() for key in variable.attrs}
+    keys = [*_PARTNERS, *(EXPLANATION_COLUMNS if "cause" in attrs else ())]
+    texts: dict[str, list[Any]] = {}
+    if not attrs.isdisjoint(keys):
+        texts = tensor_attributes(result, {key: _IF_MISSING[key] for key in keys})
     for key in _PARTNERS:
-        if any(said.get(key, ())):
-            frame[key] = said[key]
-    if "cause" in said:
-        frame.insert(1, "outcome", said["outcome"])
-        frame.insert(2, "cause", said["cause"])
+        if any(texts.get(key, ())):
+            frame[key] = texts[key]
+    if "cause" in texts:
+        frame.insert(1, "outcome", texts["outcome"])
+        frame.insert(2, "cause", texts["cause"])
         for key in EXPLANATION_COLUMNS:
             if key not in {"outcome", "cause"}:
-                frame[key] = said[key]
+                frame[key] = texts[key]
         frame["verified"] = frame["verified"] == 1
     return _ranked(frame) if "status" in frame else frame
 
 
 def _ranked(frame: pd.DataFrame) -> pd.DataFrame:
-    """Name what is said of tensors, and sort them."""
+    """Replace the codes of statuses by their names, and sort tensors by the size of the change."""
     import pandas as pd
 
     frame = frame[frame["status"].notna()]
@@ -121,7 +122,7 @@ def _ranked(frame: pd.DataFrame) -> pd.DataFrame:
     if {"nan", "inf", "count"} <= set(frame.columns):
         keys["spoilt"] = ((frame["nan"] + frame["inf"]) / frame["count"]).to_numpy()
     keys |= {name: frame[name].to_numpy() for name in ("rel_l2", "max_abs") if name in frame}
-    # By position: nothing keeps two tensors from having one name.
+    # Sort positions, because two tensors can have the same name.
     order = pd.DataFrame(keys).sort_values(list(keys), ascending=False, kind="stable").index
     names = pd.Categorical.from_codes(codes, list(STATUSES))
     return frame.assign(status=names).iloc[order]
@@ -129,69 +130,68 @@ def _ranked(frame: pd.DataFrame) -> pd.DataFrame:
 
 def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
     """Return a statistic of the channels of each tensor of a comparison, by name."""
-    at = result["statistic"].to_numpy().tolist().index(statistic)
+    position = result["statistic"].to_numpy().tolist().index(statistic)
     coords = {name: result.variables[name] for name in result.coords}
-    found: dict[str, Array] = {}
+    values: dict[str, Array] = {}
     for name, variable in _described(result):
         record = stack_of(variable)
         along = tuple([dim for dim in variable.dims if record and dim in record.dims])
         names = member_names(name, variable, along, coords)
-        rows = variable.transpose("statistic", *along, ...)[at].to_numpy().reshape(len(names), -1)
-        pairs = zip(names, rows, strict=True)
-        found |= {each: row for each, row in pairs if each is not None}
-    return found
+        channels = variable.transpose("statistic", *along, ...)[position].to_numpy()
+        pairs = zip(names, channels.reshape(len(names), -1), strict=True)
+        values |= {tensor: row for tensor, row in pairs if tensor is not None}
+    return values
 
 
 def matched_names(result: xr.Dataset) -> dict[str, str]:
-    """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    """Return the names in `b` of the tensors of a comparison that both sides have, by name."""
     stacks = [(v.dims[1:], stack_of(v)) for _, v in _described(result)]
     if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
-        raise ValueError("names are of a comparison of whole tensors, without dim=")
+        raise ValueError("names need a comparison of whole tensors, without dim=")
     names, values = tensor_rows(result)
-    at = result["statistic"].to_numpy().tolist().index("status")
-    others = said_of_tensors(result, {"other_name": None})["other_name"]
+    position = result["statistic"].to_numpy().tolist().index("status")
+    partners = tensor_attributes(result, {"other_name": None})["other_name"]
     return {
-        name: name if other is None else other
-        for name, other, status in zip(names, others, values[:, at], strict=True)
+        name: name if partner is None else partner
+        for name, partner, status in zip(names, partners, values[:, position], strict=True)
         if status in _ON_BOTH_SIDES
     }
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
-    """Name the tensors of a result, in the order of `table`."""
+    """List the names of the tensors of a result, in its order."""
     return [name for _, names in named_tensors(result) for name in names if name is not None]
 
 
 def tensor_rows(result: xr.Dataset) -> tuple[list[str], Array]:
-    """Return the names of the tensors of a result, and a row for each: its statistics or bins."""
-    found: list[str] = []
+    """Return the names of the tensors of a result, and one row of statistics or bins for each."""
+    present_names: list[str] = []
     blocks = [np.empty((0, result.sizes.get("bin", result.sizes.get("statistic", 0))))]
     for variable, names in named_tensors(result):
         rows = np.asarray(variable.values).reshape(variable.shape[0], -1).T
-        there = [name for name in names if name is not None]
-        kept = rows if len(there) == len(names) else rows[[name is not None for name in names]]
-        found += there
-        blocks.append(kept)
-    return found, np.concatenate(blocks if len(blocks) == 1 else blocks[1:])
+        is_present = [name is not None for name in names]
+        present_names += [name for name in names if name is not None]
+        blocks.append(rows if all(is_present) else rows[is_present])
+    return present_names, np.concatenate(blocks if len(blocks) == 1 else blocks[1:])
 
 
 def named_tensors(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | None]]]:
-    """Name the tensors of each variable of a result, None where they are absent."""
+    """Yield each variable of a result with the names of its tensors; None for absent ones."""
     coords = {name: result.variables[name] for name in result.coords}
     for name, variable in _described(result):
         yield variable, member_names(name, variable, variable.dims[1:], coords)
 
 
 def result_text(result: xr.Dataset) -> str | None:
-    """Write what a result is, and its first rows; None for anything else."""
+    """Return a heading and the first rows of a result as text; None for another Dataset."""
     kind = _kind_of(result)
     if kind is None:
         return None
     from xckpt.formatting import base_name, counted, printable, shortened
 
     files = [result.attrs.get("source"), result.attrs.get("compared_with")]
-    of = " with ".join(base_name(str(file)) for file in files if file)
-    head = f"<{' of '.join(filter(None, (kind, of)))}>  {{}}"
+    file_names = " with ".join(base_name(str(file)) for file in files if file)
+    head = f"<{' of '.join(filter(None, (kind, file_names)))}>  {{}}"
     names = tensor_names(result)
     tensors = counted(len(names), "tensor")
     if kind == "Histogram":
@@ -206,12 +206,12 @@ def result_text(result: xr.Dataset) -> str | None:
     shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
     top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
     top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
-    said = result.attrs.get("explanation")
+    sentence = result.attrs.get("explanation")
     text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
     more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
-    # Names from files are in it.
-    said = said and printable(str(said))
-    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), said, text, more)))
+    # The sentence may contain names from files.
+    sentence = sentence and printable(str(sentence))
+    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), sentence, text, more)))
 
 
 def _kind_of(result: xr.Dataset) -> str | None:
@@ -230,28 +230,30 @@ def _kind_of(result: xr.Dataset) -> str | None:
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
     """List the variables of a result, statistics first."""
     coords = set(result.coords)
-    found = [(n, v) for n, v in result.variables.items() if n not in coords]
+    variables = [(n, v) for n, v in result.variables.items() if n not in coords]
     axis = "bin" if "bin" in result.dims else "statistic"
-    for name, variable in found:
+    for name, variable in variables:
         if axis not in variable.dims:
             reason = f"{shown(str(name))} has no dimension {axis!r}: not a result of stats"
             raise ValueError(f"{reason}. Of a checkpoint: ds.ckpt.stats().ckpt.table()")
-    # To transpose takes longer than all else that is done with a variable.
-    return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in found]
+    # Transpose only if necessary, because it takes longer than the rest of a call.
+    return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in variables]
 
 
-def said_of_tensors(result: xr.Dataset, unknown: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what attributes say of each tensor: they have a list, or one value of one tensor.
+def tensor_attributes(result: xr.Dataset, defaults: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the attributes of the tensors of a result, as lists in the order of the tensors.
 
-    `unknown` has the attributes, and what stands for one that is not there.
+    The attribute of a variable is a list, or a single value if it has one tensor. `defaults` has
+    the attributes to return, with the values for missing ones.
     """
-    found: dict[str, list[Any]] = {key: [] for key in unknown}
+    columns: dict[str, list[Any]] = {key: [] for key in defaults}
     for variable, names in named_tensors(result):
-        for key, nothing in unknown.items():
-            stated = variable.attrs.get(key, ())
-            stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
-            known = stated if len(stated) == len(names) else [nothing] * len(names)
-            found[key] += [
-                each for each, name in zip(known, names, strict=True) if name is not None
+        for key, default in defaults.items():
+            attr = variable.attrs.get(key, ())
+            values = [attr] if isinstance(attr, str) else np.atleast_1d(attr).tolist()
+            if len(values) != len(names):
+                values = [default] * len(names)
+            columns[key] += [
+                value for value, name in zip(values, names, strict=True) if name is not None
             ]
-    return found
+    return columns

@@ -241,8 +241,7 @@ def add_and_count(  # noqa: PLR0917  intrinsics take no keywords
             lane = builder.mul(step.index, to.index(WIDTH))
             place = builder.add(first, lane)
             rows = [to.address(elements, place, row * LANES, to.floats) for row in range(ROWS)]
-            # The same number of elements is counted as is summed up, but without gaps: each load
-            # from memory has the next elements.
+            # Count as many elements as are summed up, but consecutive ones, for fewer loads.
             counted = builder.add(first, builder.mul(lane, to.index(ROWS)))
             powers, patterns = to.sum_powers(rows, center)
             for n, power in enumerate(powers):
