@@ -31,13 +31,13 @@ __all__ = [
     "StackMember",
     "StackMembers",
     "StackRecord",
-    "indices_left",
     "is_made_by_stacking",
     "marked_encoding",
     "marks_of",
     "member_variables",
     "naming_encoding",
     "record_stack",
+    "remaining_indices",
     "remember_stack",
     "stack_of",
     "unstacked_encoding",
@@ -207,7 +207,7 @@ def _has_indices(
 # --- the members that are left -------------------------------------------------------------------
 
 
-def indices_left(
+def remaining_indices(
     record: StackRecord, coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the indices that are left along each dimension; all of them without a coordinate."""

@@ -1,14 +1,14 @@
 """One pass over the elements of many tensors, on threads or on a cluster, with a cache of results.
 
-May import arrays, labels, datasets, opening and storage; no format, and none of the rooms above:
-statistics, comparison, health. Read `scanning` first, from `gather` down; then `readers` (a tensor
-as a flat sequence of elements) and `accumulators` (what a pass finds in it). `entries` says which
-tensors an object has, and lays results out like it.
+May import arrays, labels, datasets, opening and storage, but no format, and none of the rooms
+above: statistics, comparison, health. Read `scanning` first, from `gather` down, then `readers`
+(a tensor as a flat sequence of elements) and `accumulators` (partial results over elements).
+`entries` lists the tensors of an object, and lays out results in the shape of the object.
 """
 
 from xckpt.interrupts import uninterrupted
 
-# Numba and what it compiles are large.
+# Importing numba takes long, and an interrupt in the middle would break later imports.
 with uninterrupted():
     from xckpt.scan.kinds import require_numbers
 

@@ -1,8 +1,8 @@
-"""Accumulators: values of elements, updated block by block, merged, and cached as bytes.
+"""Accumulators: partial results over elements, updated block by block, merged, and cached as bytes.
 
-An `Accumulator` stands for runs of the elements of one tensor, or of a pair of tensors. Whole
-leaves go into a `trees.Tree` at their position; elements of leaves that are not complete wait
-until another accumulator brings the rest. So results depend on nothing but the elements.
+An `Accumulator` covers runs of the elements of one tensor, or of a pair of tensors. It adds whole
+leaves to a `trees.Tree` at their position, and keeps the elements of incomplete leaves until
+another accumulator provides the other elements. Therefore results depend only on the elements.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from xckpt.scan.trees import LEAF, Tree
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Bytes of a block that is read; more than one leaf, so that compiled loops are seldom called.
+#: Size of a block to read, in bytes; several leaves, so that compiled loops are called seldom.
 BLOCK_NBYTES = 4 << 20
 
 
 class Accumulator:
-    """Values of runs of elements of a tensor; pickles, and is small once it is closed."""
+    """A partial result over runs of elements; it pickles, and is small once it is closed."""
 
-    #: The kind of its records in the cache.
+    #: Kind of the records in the cache; empty if results are not cached.
     record = ""
     #: Elements of a leaf.
     leaf = LEAF
@@ -31,7 +31,7 @@ class Accumulator:
     #: Number of elements that the leaves are cut from; -1 while it is unknown.
     size: int
     tree: Tree[Any]
-    #: By leaf: starts and elements of the pieces of incomplete leaves.
+    #: Pieces of incomplete leaves, by number of the leaf: first position and elements.
     pieces: dict[int, list[tuple[int, tuple[Array, ...]]]]
 
     @classmethod
@@ -41,18 +41,18 @@ class Accumulator:
 
     @classmethod
     def unpack(cls, data: bytes, reader: Any) -> Accumulator:
-        """Return the accumulator that `pack` was called on."""
+        """Return the accumulator from the bytes of `pack`."""
         raise NotImplementedError
 
     def pack(self) -> bytes:
-        """Return bytes to cache; there must be no pieces."""
+        """Return the accumulator as bytes, for the cache; all leaves must be complete."""
         raise NotImplementedError
 
     def update(self, start: int, values: Any) -> None:
         """Add a run of elements."""
         columns = self._columns(values)
         stop = start + len(columns[0])
-        # Whole leaves; the last one of the tensor is whole as well.
+        # The last leaf of the tensor is whole even if it is shorter.
         first = min(-(-start // self.leaf) * self.leaf, stop)
         last = stop if stop == self.size else max(first, stop // self.leaf * self.leaf)
         for low, high in ((start, first), (first, last), (last, stop)):
@@ -61,11 +61,11 @@ class Accumulator:
                 self._add_run(low, part, is_whole=low == first < last)
 
     def close(self) -> Self:
-        """Release memory of this thread; there are no more elements."""
+        """Release the memory of this thread after the last element."""
         return self
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
-        """Add zeros that a sparse tensor does not store, which ends what it stores."""
+        """Add the zeros that a sparse tensor does not store, after its last stored element."""
         self.count += zeros
 
     def merge(self, other: Self) -> None:
@@ -95,5 +95,5 @@ class Accumulator:
         pieces.append((start, columns))
         if sum(len(c[0]) for _, c in pieces) == min(self.leaf, self.size - leaf * self.leaf):
             ordered = sorted(self.pieces.pop(leaf), key=lambda piece: piece[0])
-            whole = zip(*(columns for _, columns in ordered), strict=True)
-            self._complete(leaf * self.leaf, tuple(np.concatenate(column) for column in whole))
+            parts = zip(*(columns for _, columns in ordered), strict=True)
+            self._complete(leaf * self.leaf, tuple(np.concatenate(column) for column in parts))

@@ -27,7 +27,7 @@ def waiting_client() -> Any:
 
     with suppress(ValueError):
         get_worker()
-        # This is a task itself: to wait for others from within it could wait forever.
+        # A task that waits for other tasks may block the worker that they need.
         return None
     return client
 
@@ -40,7 +40,8 @@ def send_out(
 ) -> list[Any]:
     """Run tasks on an active cluster, if any; return the tasks that remain for this process.
 
-    `array` returns what a task reads: what is in memory here is not sent. Tasks know their bytes.
+    `array` returns the array that a task reads; tasks on arrays in memory are not sent. Tasks have
+    an attribute `nbytes`.
     """
     client = waiting_client()
     if client is None:
@@ -50,8 +51,8 @@ def send_out(
         read = array(task)
         return (read.source.name if isinstance(read, LazyArray) else ""), task.nbytes
 
-    there = [task for task in tasks if not isinstance(array(task), np.ndarray)]
-    on_cluster(client, there, work, deliver, place)
+    remote_tasks = [task for task in tasks if not isinstance(array(task), np.ndarray)]
+    on_cluster(client, remote_tasks, work, deliver, place)
     return [task for task in tasks if isinstance(array(task), np.ndarray)]
 
 
@@ -62,9 +63,9 @@ def on_cluster(
     deliver: Callable[[Any, Any], None],
     place: Callable[[Any], tuple[str, int]],
 ) -> None:
-    """Do tasks on workers, each where it is placed if that worker has time.
+    """Run tasks on workers, each on its preferred worker if that one has time.
 
-    One whose worker died is done again by another: it depends on nothing but its files. `place`
+    If a worker dies, another one repeats its tasks, which depend only on their files. `place`
     returns the file of a task and its size in bytes.
     """
     if not tasks:
@@ -75,9 +76,9 @@ def on_cluster(
     workers = placed([place(task) for task in tasks], client.nthreads())
     futures = {}
     for number, (task, worker) in enumerate(zip(tasks, workers, strict=True)):
-        where = {} if worker is None else {"workers": [worker], "allow_other_workers": True}
+        target = {} if worker is None else {"workers": [worker], "allow_other_workers": True}
         key = f"{token}-{number}"
-        futures[client.submit(work, task, pure=False, key=key, **where)] = task
+        futures[client.submit(work, task, pure=False, key=key, **target)] = task
     done: Any = as_completed  # untyped
     try:
         for future, result in done(list(futures), with_results=True):
@@ -88,20 +89,20 @@ def on_cluster(
 
 
 def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list[str | None]:
-    """Return a worker for each task, by its file and size, the threads of each worker given.
+    """Return a worker for each task, given as file and size; `threads` are those of each worker.
 
-    A file goes to the worker that it went to before, which has it open and some of it in memory,
-    and its last tasks to others where that one has its share.
+    A file prefers the same worker in every call, which may have it open and partly in memory. Tasks
+    beyond the share of that worker go to the next one.
     """
     if not threads:
         return [None] * len(tasks)
     per_thread = sum(nbytes for _, nbytes in tasks) / sum(threads.values())
-    left = {worker: per_thread * count for worker, count in threads.items()}
+    shares = {worker: per_thread * count for worker, count in threads.items()}
 
     def preference(file: str) -> list[str]:
         def rank(worker: str) -> bytes:
-            told = f"{worker}\0{file}".encode("utf-8", "surrogatepass")
-            return blake2b(told, digest_size=8).digest()
+            pair = f"{worker}\0{file}".encode("utf-8", "surrogatepass")
+            return blake2b(pair, digest_size=8).digest()
 
         return sorted(threads, key=rank)
 
@@ -111,8 +112,8 @@ def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list
         if file not in workers:
             workers[file] = preference(file)
         # A worker may exceed its share by half a task. Without any share left, take the least busy.
-        best = next((w for w in workers[file] if left[w] >= nbytes / 2), None)
-        best = best or max(workers[file], key=left.__getitem__)
-        left[best] -= nbytes
+        best = next((w for w in workers[file] if shares[w] >= nbytes / 2), None)
+        best = best or max(workers[file], key=shares.__getitem__)
+        shares[best] -= nbytes
         chosen.append(best)
     return chosen

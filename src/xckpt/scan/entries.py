@@ -1,4 +1,4 @@
-"""Variables of an object as the tensors that they are made of, and results laid out like them."""
+"""The tensors behind the variables of an object, and results in the shape of the variables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
-from xckpt.datasets.stack_records import (
-    indices_left,
-    stack_of,
-)
+from xckpt.datasets.stack_records import remaining_indices, stack_of
 from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import locating, shown, some, warn
@@ -49,34 +46,35 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Elements of a row that is sorted: 32 MiB as float64.
+#: Elements of the longest row that is sorted in memory: 32 MiB as float64.
 LONGEST_ROW = 1 << 22
-# Bytes of the statistics of one row.
+# Size of the statistics of a row, in bytes.
 _ROW_NBYTES = 256
 
 
 class Described(NamedTuple):
-    """A variable, and the tensors that are described one by one."""
+    """A variable, and readers of the tensors in it."""
 
     #: Name of the variable in the result.
     name: Hashable
-    #: Dimensions that are not reduced, such as those of stacks, and the shape along them.
+    #: Dimensions that are not reduced, such as the dimensions of stacks, and the shape along them.
     dims: tuple[Hashable, ...]
     shape: tuple[int, ...]
-    #: The tensors; the last dimension varies fastest. None where short rows are described together.
+    #: Readers of the tensors; the last dimension varies fastest. Empty for a variable whose short
+    #: rows are described together.
     readers: tuple[Reader, ...]
-    #: The `encoding` of the variable in the result, which names the tensors.
+    #: The `encoding` of the variable in the result, with the names of the tensors.
     encoding: dict[str, Any]
     #: All tensors of the object; None for a tensor that only the other side of a comparison has.
     tensors: OpenTensors | None = None
-    #: Where a stack has no tensor along these dimensions, and how many elements elsewhere stand
-    #: for absent ones; None where all are there.
+    #: Mask of the places along `dims` without a tensor; None if no tensor is absent.
     gone: Array | None = None
+    #: Number of filled elements of absent tensors at the other places; None if no tensor is absent.
     absent: Array | None = None
 
     @property
     def variable(self) -> xr.Variable:
-        """The variable, with names of its dimensions."""
+        """The variable in the object."""
         if self.tensors is None:
             return xr.Variable((), np.nan, encoding=self.encoding)
         return self.tensors.variables[self.name]
@@ -87,15 +85,15 @@ def entries_of(
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
 ) -> list[Described]:
-    """List variables of numbers with their tensors; others are left out with a warning.
+    """List the variables of numbers with their tensors; warn about other variables.
 
-    By default all dimensions but stacked ones are reduced, and all variables are listed.
+    By default, all variables are listed, and all dimensions except stacked ones are reduced.
     """
     chosen = tensors.variable_names if names is None else names
     if dims is not None:
         variables = tensors.variables
         chosen = [name for name in variables if not set(dims).isdisjoint(variables[name].dims)]
-        _require_known(tensors, dims)
+        _require_dims(tensors, dims)
     entries = []
     left_out: dict[str, list[str]] = defaultdict(list)
     for name in chosen:
@@ -105,19 +103,19 @@ def entries_of(
                 entries.append(entry)
         except TypeError as error:
             left_out[_problem(tensors.stored(name)) or str(error)].append(str(name))
-    for reason, left in left_out.items():
-        text = f"{some(left)} {'has' if len(left) == 1 else 'have'} no statistics: {reason}"
+    for reason, skipped in left_out.items():
+        text = f"{some(skipped)} {'has' if len(skipped) == 1 else 'have'} no statistics: {reason}"
         warn(text)
     return entries
 
 
-def _require_known(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
-    """Raise an error if no variable has one of these dimensions."""
-    known = {dim for variable in tensors.variables.values() for dim in variable.dims}
-    unknown = set(dims) - known
+def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
+    """Raise if a dimension belongs to no variable."""
+    existing = {dim for variable in tensors.variables.values() for dim in variable.dims}
+    unknown = set(dims) - existing
     if unknown:
         dim = str(min(unknown, key=str))
-        hint = suggest_names(sorted(map(str, known)), dim)
+        hint = suggest_names(sorted(map(str, existing)), dim)
         if not hint and any(dim in parse_name(str(name)).modules for name in tensors.variables):
             hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
         raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
@@ -155,8 +153,8 @@ def _entry(tensors: OpenTensors, name: Hashable, reduced: Collection[Hashable] |
         names = member_names(name, variable, dims, tensors.coords)
         arrays = _split(variable.transpose(*dims, ...), len(dims))
         pairs = zip(arrays, names, strict=True)
-        there = pairs if gone is None else compress(pairs, ~gone.ravel())
-        readers = tuple(_reader(array, str(each)) for array, each in there)
+        present = pairs if gone is None else compress(pairs, ~gone.ravel())
+        readers = tuple(_reader(array, str(tensor)) for array, tensor in present)
     return Described(name, dims, shape, readers, encoding, tensors, gone, absent)
 
 
@@ -166,15 +164,15 @@ def member_names(
     dims: tuple[Hashable, ...],
     coords: Mapping[Hashable, xr.Variable],
 ) -> list[str | None]:
-    """Name the tensors along stacked dimensions, some of which may have been cut.
+    """Return the names of the tensors along stacked dimensions, in order; None for absent ones.
 
-    None is in the place of those that are absent.
+    The variable may be a selection along these dimensions.
     """
     record = stack_of(variable)
     if record is None and not dims:
         return [_flat_name(name, variable.encoding)]
     if record is not None and set(dims) <= set(record.dims):
-        indices = indices_left(record, coords)
+        indices = remaining_indices(record, coords)
         if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
             suffix = _part_suffix(variable.encoding)
             return [n and n.removesuffix(record.suffix) + suffix for n in record.names(indices)]
@@ -185,14 +183,14 @@ def member_names(
 def _absent(
     variable: xr.Variable, dims: tuple[Hashable, ...], coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[Array | None, Array | None]:
-    """Find out what of a stack no tensor is in the file for: `Described.gone` and `absent`."""
+    """Return `Described.gone` and `Described.absent` for a variable."""
     record = stack_of(variable)
     if record is None or record.present is None:
         return None, None
-    left = indices_left(record, coords)
+    indices = remaining_indices(record, coords)
     along = tuple([dim for dim in record.dims if dim in variable.dims])
     shape = _shape(variable, along)
-    mask = np.array([name is None for name in record.names(left)], bool)
+    mask = np.array([name is None for name in record.names(indices)], bool)
     if mask.size != prod(shape) or not mask.any():
         return None, None
     empty = xr.Variable(along, mask.reshape(shape))
@@ -205,24 +203,27 @@ def _absent(
 
 
 def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
-    """Lay out what was found of each tensor; where there is none, NaN or zeros."""
+    """Lay out one row for each tensor in the shape of its variable; the columns come first.
+
+    Absent tensors have NaN, or zeros if the rows are integers.
+    """
     if gone is not None:
-        found = rows
+        present = rows
         fill = np.nan if rows.dtype.kind == "f" else 0
         rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
-        rows[~gone.ravel()] = found
+        rows[~gone.ravel()] = present
     return np.ascontiguousarray(rows.T).reshape(-1, *shape)
 
 
 def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> OpenTensors:
-    """Return the tensors of an object, which may be a path."""
+    """Return the tensors of a path or an open object."""
     return contents_of_all([obj], storage_options)[0]
 
 
 def contents_of_all(
     objects: Sequence[Any], storage_options: dict[str, Any] | None = None
 ) -> list[OpenTensors]:
-    """Return the tensors of several objects; remote files are opened in parallel."""
+    """Return the tensors of several paths or open objects; open remote files in parallel."""
     objects = [as_dataset(obj) for obj in objects]
     if storage_options is not None and all(map(_is_open, objects)):
         text = "storage_options are for a path or URL: pass them to xr.open_dataset"
@@ -257,15 +258,14 @@ def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> FileTens
         from xckpt.opening import open_index
 
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
-    # xarray would open it by a format, which is known when it is open.
     source, index = open_index(path, format, storage_options=storage_options)
-    register_formatter()  # results by channel have a variable for each tensor
+    register_formatter()  # a result may have very many variables
     with paused_collector():
         return FileTensors(source, index, OpenOptions(storage_options=storage_options))
 
 
 def _problem(lazy: LazyArray | None) -> str | None:
-    """Return the reason why an array, or the first one of a stack, cannot be read."""
+    """Return the reason why an array, or the first array of a stack, cannot be read."""
     if isinstance(lazy, StackedArray):
         lazy = lazy.first
     return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
@@ -279,7 +279,7 @@ def _reader(array: Any, name: str) -> Reader:
 
 
 def _split(variable: xr.Variable, ndim: int) -> Iterator[Any]:
-    """Return the array of a variable for each position along its first dimensions."""
+    """Yield the array at each position along the first dimensions of a variable."""
     array = variable.data if variable.chunks is not None else _Values(variable)
     positions = np.ndindex(*variable.shape[:ndim])
     return (array[position] if position else array for position in positions)
@@ -294,8 +294,8 @@ class _Values:
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
         part = self.variable[key]
-        # Only whole members are asked for without a slice.
-        if any(isinstance(each, slice) for each in key) or not part.ndim:
+        # Keys without a slice select members, which stay lazy.
+        if any(isinstance(entry, slice) for entry in key) or not part.ndim:
             return part.data
         return _Values(part)
 
@@ -318,11 +318,11 @@ def _part_suffix(encoding: Mapping[Any, Any]) -> str:
 def deferred(
     find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
 ) -> list[Any]:
-    """Return dask arrays that all come from one call."""
+    """Return dask arrays of the results of one shared call of a function on `inputs`."""
     from dask.highlevelgraph import HighLevelGraph
 
     scan = f"xckpt-stats-{uuid4().hex}"
-    # Not an argument: dask would look for tasks in it, down to the last tensor.
+    # In a partial, because dask would search an argument for tasks, down to the last tensor.
     shared: dict[str, Any] = {scan: {scan: (partial(find_all, inputs),)}}
     arrays = []
     for number, shape in enumerate(shapes):
@@ -340,19 +340,19 @@ def laid_out(
     attrs: Sequence[dict[str, Any]],
     contents: OpenTensors,
 ) -> Dataset:
-    """Make the Dataset of results."""
+    """Return a Dataset of results, with the dimension ``statistic`` first."""
     sizes: dict[Hashable, int] = {}
     variables: dict[Hashable, Any] = {}
-    for entry, data, told in zip(entries, values, attrs, strict=True):
+    for entry, data, attr in zip(entries, values, attrs, strict=True):
         dims: list[Hashable] = ["statistic"]
         for dim, size in zip(entry.dims, entry.shape, strict=True):
-            # A name under which it has this size everywhere: nodes of a tree differ.
+            # The nodes of a tree may use one name for dimensions of different sizes.
             name, number = dim, 0
             while sizes.setdefault(name, size) != size:
                 number += 1
                 name = f"{dim}_{number}"
             dims.append(name)
-        variables[entry.name] = LazyVariable.of(tuple(dims), data, told or None, entry.encoding)
+        variables[entry.name] = LazyVariable.of(tuple(dims), data, attr or None, entry.encoding)
     coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
     if sizes:
         coords |= {
@@ -363,18 +363,21 @@ def laid_out(
     result = _assembled(variables, coords)
     if contents.source:
         result.attrs = {"source": contents.source}
-    # In a notebook xarray would take minutes to show the results of very many tensors.
+    # Marks the result for our formatter: xarray takes minutes to show very many variables.
     result.encoding["statistics"] = True
     return cast("Dataset", result)
 
 
 def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, Any]) -> xr.Dataset:
-    """Make a Dataset of variables that fit together."""
+    """Return a Dataset of variables whose dimensions are known to agree.
+
+    The constructor copies and compares all variables twice. It only gets one variable for each
+    combination of dimensions; the others are added without these checks.
+    """
     by_dims = {variable.dims: name for name, variable in variables.items()}
-    taken = {"statistic", *coords, *by_dims.values(), *(dim for dims in by_dims for dim in dims)}
-    few = {name: variable for name, variable in variables.items() if name in taken}
+    checked = {"statistic", *coords, *by_dims.values(), *(dim for dims in by_dims for dim in dims)}
+    few = {name: variable for name, variable in variables.items() if name in checked}
     result = xr.Dataset(few, coords)
-    # It copies and compares all variables twice: of what was kept, that would take the most time.
-    rest = {name: v for name, v in result.variables.items() if name not in few}
-    whole: xr.Dataset = result._replace({**variables, **rest})
-    return whole
+    coords_only = {name: v for name, v in result.variables.items() if name not in few}
+    complete: xr.Dataset = result._replace({**variables, **coords_only})
+    return complete

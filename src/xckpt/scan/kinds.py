@@ -1,4 +1,4 @@
-"""Kinds of elements: how statistics count each element type, and what counted codes stand for."""
+"""Kinds of elements: the codes by which statistics count each element type, and their values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from xckpt.elements import ALL_TYPES, ElementType, code_values, stored_dtype
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Sign, exponent and seven bits of the fraction: of a float32, and of a float64.
+# Bits of the sign, the exponent and seven bits of the fraction, of a float32 and a float64.
 _FLOAT32_CODE_BITS, _FLOAT64_CODE_BITS = 16, 19
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the elements of a type are counted: by codes, which are their leading bits."""
+    """An element type as statistics count it: by codes, which are the leading bits of elements."""
 
     #: A key of `xckpt.elements.ALL_TYPES`.
     name: str
@@ -27,7 +27,7 @@ class Kind:
     #: Bits of a code. Codes of small types are whole elements. Larger floats have codes of sign,
     #: exponent and seven bits of the fraction, and so have integers, after rounding to float64.
     code_bits: int
-    #: Whether each code stands for one value.
+    #: Whether every code has a single value.
     exact: bool
     #: Whether elements are integers of 32 or 64 bits.
     integer: bool
@@ -54,17 +54,17 @@ class Kind:
 
     @property
     def is_float(self) -> bool:
-        """Whether elements are real floating-point numbers."""
+        """True if elements are real floating-point numbers."""
         return self.element.kind == "float"
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether the sign bit alone encodes a zero."""
+        """True if the sign bit alone encodes a zero."""
         return self.element.zeros == 2
 
     @property
     def has_zero(self) -> bool:
-        """Whether the pattern without any bit encodes a zero."""
+        """True if the pattern with no bit set encodes a zero."""
         return self.element.zeros > 0
 
     @property
@@ -79,7 +79,7 @@ class Kind:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number with all bits of its fraction; 0 for exact kinds and integers."""
+        """The smallest normal number; 0 for exact kinds and integers."""
         float_format = None if self.exact else self.element.float_format
         return 0.0 if float_format is None else float_format.smallest_normal
 
@@ -117,7 +117,7 @@ def kind_of(dtype: np.dtype[Any]) -> Kind | None:
     """Return the kind of the elements of an array; None if they are not real numbers."""
     name = dtype.name
     if dtype.kind == "f" and dtype.itemsize > 8:
-        name = "float64"  # no file has the extended precision of this machine
+        name = "float64"  # extended precision occurs only in memory
     try:
         return kind_named(name)
     except KeyError:
@@ -125,7 +125,7 @@ def kind_of(dtype: np.dtype[Any]) -> Kind | None:
 
 
 def require_numbers(dtype: np.dtype[Any]) -> Kind:
-    """Return the kind of the elements of an array, or of the magnitudes of complex ones."""
+    """Return the kind of real numbers, or of the magnitudes of complex ones; raise for others."""
     kind = kind_of(np.dtype(np.float64) if dtype.kind == "c" else dtype)
     if kind is None:
         raise TypeError(f"elements of type {dtype} are not numbers")
@@ -133,7 +133,7 @@ def require_numbers(dtype: np.dtype[Any]) -> Kind:
 
 
 def magnitudes(values: Array) -> Array:
-    """Return the magnitudes of complex numbers, which can leave the range of their own type."""
+    """Return the magnitudes of complex numbers as float64, where they do not overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         sizes: Array = np.abs(values.astype(np.complex128))
     return sizes

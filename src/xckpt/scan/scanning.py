@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from xckpt.scan.statistics_cache import Records
     from xckpt.storage import Source
 
-# Elements of a stretch of a long tensor, which is cached alone: 1 GiB of float32; whole leaves.
+# Elements of a stretch of a long tensor, which has its own record: 1 GiB of float32; whole leaves.
 _STRETCH = 1 << 28
 # Whole leaves of every type, and a power of two of them: one node of the tree of moments.
 _TASK_NBYTES = 16 << 20
 _CLUSTER_TASK_NBYTES = 64 << 20
-# For object stores: four rounds of the requests that are in flight at a time.
+# For object stores: four times the bytes of all requests in flight.
 _FAR_TASK_NBYTES = 4 * IN_FLIGHT * REQUEST_NBYTES
 # Cuts of a task are limited so that progress is visible. Tasks with more than `_MANY` cuts run one
 # at a time.
@@ -63,18 +63,18 @@ def gather(
     stretched: bool = False,
     shortcut: Callable[[list[int]], Iterable[tuple[int, Any]]] | None = None,
 ) -> list[Any]:
-    """Scan tensors, and return a result for each.
+    """Scan tensors, and return a result for each, in order.
 
     Parameters
     ----------
     readers : sequence of Reader
-        The tensors.
+        Tensors to scan.
     operation : type of Accumulator
-        What is gathered of each tensor.
+        Accumulator to fill for each tensor.
     finish : callable
-        Returns the result of a tensor, by its number and its accumulator.
+        Function from the number of a tensor and its accumulator to its result.
     progress : Progress, optional
-        Counts bytes.
+        Observer of the bytes that are read.
     arguments : sequence, optional
         Arguments of the operation, one for each tensor.
     cache : bool
@@ -82,8 +82,8 @@ def gather(
     stretched : bool
         Whether to cache stretches of long tensors, so that an interrupted scan resumes in them.
     shortcut : callable, optional
-        Takes the numbers of the tensors that are not cached, and returns numbers and accumulators
-        of those that need no pass.
+        Function from the numbers of uncached tensors to pairs of a number and an accumulator, for
+        tensors that need no pass.
     """
     with open_records(readers, operation.record, enabled=cache) as records:
         outcome = _Outcome(readers, operation, records, finish)
@@ -177,11 +177,11 @@ class _Outcome:
 
     def _add(self, number: int, stretch: Accumulator) -> None:
         self.missing[number] -= 1
-        whole = _merged(self.wholes.pop(number, None), stretch)
+        total = _merged(self.wholes.pop(number, None), stretch)
         if self.missing[number]:
-            self.wholes[number] = whole
+            self.wholes[number] = total
         else:
-            self.results[number] = self.finish(number, whole)
+            self.results[number] = self.finish(number, total)
 
 
 def _merged(total: Accumulator | None, part: Accumulator) -> Accumulator:
@@ -206,19 +206,19 @@ def _scan(
 ) -> None:
     client = waiting_client()
     chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedTensor)]
-    others = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
-    here = [cut for cut in others if client is None or cut.reader.local]
-    there = [cut for cut in others if client is not None and not cut.reader.local]
+    unchunked = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
+    local_cuts = [cut for cut in unchunked if client is None or cut.reader.local]
+    remote_cuts = [cut for cut in unchunked if client is not None and not cut.reader.local]
 
     def deliver_all(task: list[Cut], results: list[Any]) -> None:
         for cut, result in zip(task, results, strict=True):
             receive(cut.number, cut.stretch, result)
         report(sum(cut.nbytes for cut in task))
 
-    if there:
-        _run_on_cluster(client, there, operation, deliver_all)
-    if here:
-        tasks = list(tasks_of(here, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
+    if remote_cuts:
+        _run_on_cluster(client, remote_cuts, operation, deliver_all)
+    if local_cuts:
+        tasks = list(tasks_of(local_cuts, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
         _run_on_threads(tasks, operation, deliver_all)
     if chunked:
         _run_chunks(client, chunked, operation, receive, report)
@@ -233,18 +233,17 @@ def _run_on_threads(
     one_at_a_time = threading.Lock()
 
     def work(task: list[Cut]) -> list[Any]:
-        # Small tensors keep the interpreter busy, where threads that take turns are slower than
-        # one alone.
+        # Small tensors keep the interpreter busy, so that several threads are slower than one.
         with one_at_a_time if len(task) > _MANY else nullcontext():
             return scan_cuts(task, operation, stop)
 
     threads = cpu_count()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="xckpt-stats")
     try:
-        # Reading ahead ends before the threads do, so that none waits for a read that is cancelled.
+        # Stop reading ahead before the threads, so that none waits for a cancelled read.
         with reading_ahead(ranges_of(chain.from_iterable(tasks))):
             remaining = iter(tasks)
-            # Few more tasks than threads: results are merged as they come.
+            # Few more tasks than threads, because finished results wait in memory.
             running = {pool.submit(work, task): task for task in islice(remaining, 2 * threads)}
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -269,7 +268,7 @@ def _run_on_cluster(
     target, most = _CLUSTER_TASK_NBYTES, _MOST_CUTS
     sources = {id(source): source for source, _, _ in ranges_of(cuts)}
     if any(map(_is_far, sources.values())):
-        # A worker reads ahead within a task, and at the end of each it waits for a request.
+        # A worker reads ahead only within a task, so that short tasks wait for each request.
         threads = sum(client.nthreads().values())
         share = sum(cut.nbytes for cut in cuts) // max(1, threads)
         target = max(REQUEST_NBYTES, min(share, _FAR_TASK_NBYTES))
@@ -289,7 +288,7 @@ def _is_far(source: Source) -> bool:
 
 
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
-    """Run a task on a worker, which reads ahead for itself."""
+    """Run a task on a worker, with its own reading ahead."""
     with reading_ahead(ranges_of(task)):
         return scan_cuts(task, operation, _Never())
 
@@ -306,7 +305,7 @@ class _Never:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTask:
-    """The work on a chunk; pickles."""
+    """The task of a chunk; it pickles."""
 
     operation: type[Accumulator]
     reader: Reader
@@ -330,7 +329,7 @@ def _run_chunks(
     receive: Callable[[int, int, Any], None],
     report: Callable[[int], None],
 ) -> None:
-    """Run the work on all chunks of some arrays."""
+    """Scan all chunks of dask arrays, in one run of a scheduler."""
     import dask
 
     arrays = dask.optimize(*(cut.reader.array for cut in cuts))
@@ -341,7 +340,7 @@ def _run_chunks(
     sizes = {}
     for number, (cut, array) in enumerate(zip(cuts, arrays, strict=True)):
         reader = copy(cut.reader)
-        reader.array = None  # it has the whole graph
+        reader.array = None  # the array holds the whole graph
         for position, start, stop in cut.reader.chunks():
             key = (token, number, *position)
             work = _ChunkTask(operation, reader, cut.argument, start)

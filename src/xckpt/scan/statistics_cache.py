@@ -1,19 +1,19 @@
 """The cache of statistics: one file per checkpoint, with sketches and finished rows of its tensors.
 
-The name of a file is a digest of the checkpoint's path or URL and its identity; it lies in the
-folder ``statistics`` of the user's cache (see `xckpt.storage.cache`)::
+A file is in the folder ``statistics`` of the user's cache (see `xckpt.storage.cache`). Its name is
+a digest of the checkpoint's path or URL and its identity::
 
     magic, 16 bytes
     records: group (16 bytes), length of the payload (u32), checksum (u64), payload
 
-A group is a digest of `VERSION`, of the kind of values, and of the options that they depend on. A
-payload has the number of values (u32), a key of 16 bytes for each, the length of each (u32), and
-all values in one zstd frame. A key is a digest of the identity of a tensor.
+A group is a digest of `VERSION`, the kind of values, and the options that they depend on. A payload
+has the number of values (u32), a key of 16 bytes for each, the length of each (u32), and all values
+in one zstd frame. A key is a digest of the identity of a tensor.
 
-A record is believed if its checksum holds. Records with a wrong checksum, of unknown groups or
-versions, and whatever follows a damaged length are ignored: their values are computed again. One
-process appends at a time, and a file without intact end is replaced as a whole. Any file may be
-deleted at any time; where none can be written, rows stay in the memory of this process.
+Records with a wrong checksum, records of unknown groups or versions, and everything after a damaged
+length are ignored, and their values computed again. One process appends at a time, and replaces a
+file whose end is damaged. Any file may be deleted at any time. If no file can be written, rows stay
+in the memory of this process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Increment it whenever the same bytes can give other numbers, or values are packed differently.
+#: Increment this whenever results for the same bytes, or the packing of values, change.
 VERSION = 1
 
 FOLDER = "statistics"
@@ -52,7 +52,7 @@ _ROW = "row"
 
 _LARGEST_RECORD = 64 << 20
 _LARGEST_FILE = 256 << 20
-# Rows are written last, and are what makes a repeated call fast.
+# Space reserved for rows, which are written last and make a repeated call fast.
 _ROOM_FOR_ROWS = 64 << 20
 _LARGEST_FOLDER = 1 << 30
 _LARGEST_SESSION = 64 << 20
@@ -60,8 +60,7 @@ _LARGEST_SESSION = 64 << 20
 # Values are written when they reach this size in bytes or this age in seconds.
 _PENDING_NBYTES = 1 << 20
 _PENDING_SECONDS = 5.0
-# File systems round times to milliseconds: a file that was written just now may be written again
-# without another time.
+# File systems round times to milliseconds, so that a file may change twice within one time stamp.
 _SETTLED_NS = 50_000_000
 
 # Rows that could not be written, by file and group; the most recently used ones come last.
@@ -69,22 +68,22 @@ _session: OrderedDict[tuple[Path, bytes], dict[bytes, bytes]] = OrderedDict()
 
 
 class Cacheable(Protocol):
-    """A tensor with an identity: its files, and what else its values depend on."""
+    """A tensor with an identity: its files, and everything else that its values depend on."""
 
     @property
     def kind(self) -> Kind:
-        """How its elements are counted."""
+        """Kind of the elements."""
 
     @property
     def identity(self) -> tuple[Any, ...] | None:
-        """Roles, names and versions of its files first; None if the content may change."""
+        """Identity that begins with roles, names and versions of files; None if it may change."""
 
 
 @contextmanager
 def open_records(
     readers: Sequence[Cacheable], kind: str, *options: Any, enabled: bool
 ) -> Iterator[list[Records | None]]:
-    """Open the cached values of one kind for each tensor; None where nothing may be cached.
+    """Open the cached values of one kind for each tensor; None for tensors without a cache.
 
     Parameters
     ----------
@@ -93,7 +92,7 @@ def open_records(
     kind : str
         The kind of values, such as ``"sketch"``.
     *options
-        What the values depend on besides the tensor.
+        Options that the values depend on.
     enabled : bool
         False gives None for all tensors.
     """
@@ -133,11 +132,11 @@ def rows_of(
     readers : sequence of Cacheable
         The tensors.
     options : tuple
-        What the rows depend on besides the tensor: their name first.
+        Name of the rows, and the options that they depend on.
     width : int
         Numbers in a row.
     compute : callable
-        Returns the rows of the tensors at these positions.
+        Function from positions of tensors to their rows.
     enabled : bool
         Whether to use the cache.
     """
@@ -177,9 +176,9 @@ class Records:
         self._are_rows = are_rows
         self._data = _read(path)
         records = list(_records(self._data))
-        #: The end of the file if all of it is intact, as far as this process knows.
+        #: End of the last intact record that this process knows; 0 without a file.
         self._end = _end_of(records) if self._data else 0
-        #: By key: the frame of a value, and its place in the decompressed frame.
+        #: The frame of each value, and the place of the value in the decompressed frame, by key.
         self._places: dict[bytes, tuple[_Range, int, int]] = {}
         for record in records:
             if record.group == group:
@@ -201,7 +200,7 @@ class Records:
         return self._frames[frame][start:stop]
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Cache a value, unless the file is full; it is written together with the next ones."""
+        """Cache a value, unless the file is full. Several values are written together."""
         room = _LARGEST_FILE - self._end - self._pending_nbytes
         if not self._are_rows:
             room = min(room - _ROOM_FOR_ROWS, _LARGEST_RECORD // 2)
@@ -239,7 +238,7 @@ def _remember(path: Path, group: bytes, rows: dict[bytes, bytes]) -> None:
 
 
 class CheckpointVersion(NamedTuple):
-    """The path or URL of a checkpoint, and what identifies its content."""
+    """The path or URL of a checkpoint, and the version of its content."""
 
     name: str
     version: Any
@@ -297,7 +296,7 @@ def _read(path: Path) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[_Record]:
-    """Return the intact records of a file: their groups, and where their payloads are."""
+    """Yield the intact records of a file: their groups, and the places of their payloads."""
     offset = len(_MAGIC)
     memory = memoryview(data)
     while offset + _HEAD.size <= len(data):
@@ -313,7 +312,7 @@ def _end_of(records: Iterable[_Record]) -> int:
 
 
 def _places(data: bytes, record: _Record) -> Iterator[tuple[bytes, tuple[_Range, int, int]]]:
-    """Return the keys of a record, and where the value of each is."""
+    """Yield the keys of a record, with the frame of each value and its place in the frame."""
     (count,) = _COUNT.unpack_from(data, record.start)
     keys = record.start + _COUNT.size
     lengths = keys + _KEY_NBYTES * count

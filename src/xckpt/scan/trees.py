@@ -1,9 +1,8 @@
-"""Values of a sequence, merged in one order whatever blocks it is read in.
+"""A tree that merges values of a sequence in a fixed order.
 
-A sequence is cut into leaves of `LEAF` elements at fixed positions. Leaves are merged as the
-leaves of a binary tree, neighbours with neighbours: a node stands for ``2**level`` leaves from a
-multiple of that number on. So the result depends on nothing but the sequence: neither on the
-blocks that it is read in, nor on their order.
+A sequence is cut into leaves of `LEAF` elements at fixed positions. Neighbours are merged as in a
+binary tree: a node covers ``2**level`` leaves and begins at a multiple of that number. Therefore
+the result depends only on the sequence, not on the blocks in which it is read or on their order.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ Node = TypeVar("Node")
 
 
 class Tree(Generic[Node]):
-    """The nodes that are known of a tree, merged as far as they go; leaves come in any order."""
+    """The nodes of a binary tree so far, merged as far as possible; leaves come in any order."""
 
     __slots__ = ("empty", "merged", "nodes")
 
     def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
         self.merged = merged
         self.empty = empty
-        #: By level and by number within the level.
+        #: Nodes by level and number within the level.
         self.nodes: dict[tuple[int, int], Node] = {}
 
     def add(self, level: int, number: int, node: Node) -> None:
@@ -40,7 +39,7 @@ class Tree(Generic[Node]):
         nodes[level, number] = node
 
     def total(self) -> Node:
-        """Return what is known of all elements, once all leaves are there."""
+        """Return the merged value of all elements, once all leaves were added."""
         total = self.empty
         for place in sorted(self.nodes, key=lambda place: place[1] << place[0], reverse=True):
             total = self.merged(self.nodes[place], total)
