@@ -109,7 +109,7 @@ def test_versions() -> None:
     assert index.version == "0"
     assert "version 0" in index.warnings[0]
     data[4] = 2
-    with pytest.raises(UnsupportedError, match="version 2: the newest known is 1"):
+    with pytest.raises(UnsupportedError, match="version 2: the newest supported version is 1"):
         read(bytes(data))
 
 
@@ -386,7 +386,7 @@ def test_unknown_types_leave_the_rest_readable(dtype: Any) -> None:
     index = read(burnpack({"u": raw(dtype, (2, 3), bytes(5)), "w": dense(ONE)}))
     problem = index.tensors["u"].problem
     assert isinstance(problem, UnsupportedError)
-    assert "not known" in str(problem)
+    assert "unknown" in str(problem)
     assert "drop_variables=['u']" in str(problem)
     assert (problem.tensor, problem.offset, problem.__traceback__) == ("u", 256, None)
     assert index.tensors["u"].shape == (2, 3)

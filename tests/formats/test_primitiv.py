@@ -314,7 +314,7 @@ class TestWarnings:
             (
                 MODEL,
                 model((["a"], parameter(ONE)), (["a", "b"], parameter(ONE))),
-                "'a': a parameter and also",
+                "'a': both a parameter and a module",
             ),
             (MODEL, model(([b"caf\xe9"], parameter(ONE))), r"'caf\\udce9': not UTF-8"),
             (PARAMETER, parameter(ONE, (b"\xff", ONE)), "not UTF-8"),

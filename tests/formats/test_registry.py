@@ -43,7 +43,7 @@ def test_a_format_declares_its_files(name: str) -> None:
     assert {*file_format.shared_suffixes} <= {*file_format.suffixes}
     assert set(file_format.types.values()) <= set(ELEMENT_TYPES)
     assert all(
-        file_format.types[spelled] == dtype for dtype, spelled in file_format.spelled.items()
+        file_format.types[spelled] == dtype for dtype, spelled in file_format.spellings.items()
     )
     assert list(signature(file_format.detect).parameters) == ["head", "size", "name"]
 

@@ -141,7 +141,7 @@ LOST = {
     "100%": ((None,), (2,)),
 }
 DIMS, SCALARS = "names of dimensions without a place", "scalars that get an axis of length 1"
-ONES, NAMES = "axes of length 1 at the end", "names that are read as others"
+ONES, NAMES = "axes of length 1 at the end", "names that will read differently"
 
 
 @pytest.mark.parametrize(

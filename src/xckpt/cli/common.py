@@ -87,12 +87,12 @@ class FileInput:
     """The options for reading a file: its format, a selection of tensors, storage options."""
 
     engine: str | None  # the format; None detects it from the content
-    tensors: tuple[str, ...]  # globs of names; none for all
+    tensors: tuple[str, ...]  # globs of names; empty for all tensors
     storage_options: dict[str, Any] | None  # for fsspec
 
     @property
-    def wanted(self) -> list[str] | None:
-        """The globs; None for all tensors."""
+    def patterns(self) -> list[str] | None:
+        """Globs of names; None for all tensors."""
         return list(self.tensors) or None
 
     def index(self, file: str) -> Index:
@@ -104,7 +104,7 @@ class FileInput:
         source.close()
         if not self.tensors:
             return index
-        selected = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
+        selected = {name: index.tensors[name] for name in select(index.tensors, self.patterns)}
         if not selected:
             hint = suggest_filters(index.tensors, list(self.tensors))
             globs = " ".join(map(shown, self.tensors))
@@ -121,7 +121,7 @@ class FileInput:
             return xr.open_dataset(
                 file,
                 engine=index.format,
-                tensors=self.wanted,
+                tensors=self.patterns,
                 storage_options=self.storage_options,
             )
 

@@ -203,7 +203,7 @@ def convert(
             new,
             to,
             source_engine=index.format,
-            tensors=reading.wanted,
+            tensors=reading.patterns,
             names=new_names,
             encoding=encoding,
             cast=cast,
@@ -307,7 +307,7 @@ def manifest(file: str, reading: FileInput) -> int:
         digest_lines = digests(
             file,
             reading.engine,
-            tensors=reading.wanted,
+            tensors=reading.patterns,
             storage_options=reading.storage_options,
             progress=is_terminal(),
         )
@@ -361,7 +361,7 @@ def verify(
                 report = check(
                     file,
                     reading.engine,
-                    tensors=reading.wanted,
+                    tensors=reading.patterns,
                     manifest=expected,
                     storage_options=reading.storage_options,
                     progress=is_terminal(),

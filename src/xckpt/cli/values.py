@@ -253,7 +253,7 @@ def spectrum(
     index = reading.index(file)
     result = compute(
         reading.dataset(file),
-        reading.wanted,
+        reading.patterns,
         minus=None if minus is None else reading.dataset(minus),
         statistics=chosen,
         progress=is_terminal(),
@@ -357,7 +357,7 @@ def compare(
             ours,
             theirs,
             names=matching,
-            tensors=reading.wanted,
+            tensors=reading.patterns,
             dim=_lengths(dims) or None,
             codes=codes,
             explain=explain,

@@ -5,7 +5,7 @@ A format is one object that reads and writes. It is pure: it turns bytes into an
 types, the errors, and `xckpt.formats.kit`, which has helpers for all formats.
 
 To add a format, subclass `Format` in a module of its name, and add the class and the suffixes of
-its files to the registry below. `xckpt.formats.safetensors` is a good example to read first.
+its files to the registry below. Read `xckpt.formats.safetensors` first; it is a good example.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Format:
         Names of files that mark a folder as a checkpoint; `read` gets the file of that name.
     types : mapping of object to str
         Element types: from the spelling in a file to a key of `xckpt.elements.ELEMENT_TYPES`.
-    spelled : mapping of str to object
+    spellings : mapping of str to object
         The reverse of `types`; the first of several spellings.
     can : Can
         Capabilities for writing.
@@ -152,11 +152,11 @@ class Format:
     shared_suffixes: ClassVar[tuple[str, ...]] = ()
     folder_marks: ClassVar[tuple[str, ...]] = ()
     types: ClassVar[Mapping[Any, str]] = {}
-    spelled: ClassVar[Mapping[str, Any]] = {}
+    spellings: ClassVar[Mapping[str, Any]] = {}
     can: ClassVar[Can] = Can()
 
     def __init_subclass__(cls) -> None:
-        cls.spelled = {dtype: spelled for spelled, dtype in reversed([*cls.types.items()])}
+        cls.spellings = {dtype: spelled for spelled, dtype in reversed([*cls.types.items()])}
         if "can" in cls.__dict__ and not cls.can.types:
             cls.can = replace(cls.can, types=tuple(dict.fromkeys(cls.types.values())))
 
@@ -280,7 +280,7 @@ class Format:
         draft : Draft
             New tensors, as for `plan`.
         **options
-            As for `plan`, and ``replace``: whether new tensors replace those of the same name.
+            As for `plan`, and ``replace``: let new tensors replace existing ones of the same name.
 
         Returns
         -------
@@ -355,7 +355,7 @@ def class_name(name: str) -> str:
     try:
         return _CLASSES[name]
     except KeyError:
-        by_suffix = [known for known in names() if f".{name}" in suffixes(known)]
+        by_suffix = [format_name for format_name in names() if f".{name}" in suffixes(format_name)]
         similar = by_suffix or get_close_matches(str(name), names(), n=1)
         hint = f"did you mean {similar[0]!r}? Known" if similar else "known"
         raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}") from None

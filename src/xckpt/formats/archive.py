@@ -139,7 +139,7 @@ class Archive:
             spans.append((member.at, at + member.stored_nbytes, member.name))
             self._end = max(self._end, at + member.stored_nbytes)
             yield member, at
-        for at, name, other in kit.overlaps(spans):
+        for at, name, other in kit.find_overlaps(spans):
             reason = f"the member overlaps {shown(other)}"
             raise FormatError(reason, offset=at, tensor=name, rule="Overlap")
 

@@ -98,7 +98,7 @@ class Cursor:
         if self.at >= self._base and jump <= 0:
             self._window = min(2 * self._window, _LARGEST_WINDOW)
         elif 0 < jump <= _SHORT_JUMP:
-            # Reading several small tensors at once costs less than a read for each.
+            # One read of several small tensors is faster than one read per tensor.
             self._window = min(2 * self._window, 4 * _SHORT_JUMP)
         else:
             self._window = _SMALLEST_WINDOW
@@ -240,7 +240,7 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
-    """A mapping of every semantic tag to one decoder, so that cbor2 uses none of its own."""
+    """A mapping of every semantic tag to one decoder, which replaces the decoders of cbor2."""
 
     def __init__(self, tagged: Callable[[int, Any], Any]) -> None:
         self._tagged = tagged
@@ -420,15 +420,15 @@ def file_stem(path: str, *suffixes: str) -> str:
     return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
 
 
-def numbered(stem: str, count: int, suffix: str) -> list[str]:
+def shard_names(stem: str, count: int, suffix: str) -> list[str]:
     """Return the conventional names of the files of a split checkpoint."""
     return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
-def overlaps(
+def find_overlaps(
     ranges: Iterable[tuple[int, int, str]], *, shared: bool = False
 ) -> list[tuple[int, str, str]]:
-    """Return the byte ranges that begin within another one: (start, name, name of the other).
+    """Return the ranges that begin within another range, as (start, name, name of the other).
 
     Ranges are (start, end, name). Empty ranges overlap nothing. With `shared`, equal ranges are not
     an overlap.
@@ -470,9 +470,9 @@ class Notes:
     def __init__(self) -> None:
         self._notes: dict[str, tuple[int, str]] = {}
 
-    def add(self, reason: str, where: str) -> None:
+    def add(self, reason: str, place: str) -> None:
         """Add a warning. Repeated reasons are counted, and the text names the first place."""
-        count, first = self._notes.get(reason, (0, where))
+        count, first = self._notes.get(reason, (0, place))
         self._notes[reason] = (count + 1, first)
 
     def warnings(self) -> tuple[str, ...]:
@@ -542,7 +542,7 @@ def _is_name(value: Any) -> bool:
 #:
 #:     coords   names of the tensors that are coordinates
 #:     order    positions of tensors in the file, in the order of the variables
-#:     attrs    names of tensors to those of their attributes that the format cannot store
+#:     attrs    names of tensors to the attributes that the format cannot store
 #:     modules  paths of nodes to their attributes
 #:     json     names of the attributes of the file that are stored as JSON, and were not text
 ARRANGEMENT_KEY = "xckpt.arrangement"
@@ -591,7 +591,7 @@ def arrangement_texts(
 
 
 def attribute_texts(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) -> dict[str, str]:
-    """Return all attributes of a file as texts, including those of `arrangement_texts`."""
+    """Return all attributes of a file as texts, including the texts of `arrangement_texts`."""
     texts = {}
     for key, value in draft.attrs.items():
         if type(key) is not str:
@@ -617,8 +617,8 @@ def _positions(order: list[str], names: list[str], coords: Container[str]) -> li
     return [positions[name] for name in order]
 
 
-def arranged(index: Index, texts: Mapping[str, Any] | None = None) -> Index:
-    """Return an index with the contents of the texts of `arrangement_texts`.
+def with_arrangement(index: Index, texts: Mapping[str, Any] | None = None) -> Index:
+    """Return an index with the axes, coordinates and attributes in `arrangement_texts`.
 
     By default the texts are attributes of the index. Contents that do not fit are ignored, because
     no tensor depends on them.

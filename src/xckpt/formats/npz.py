@@ -1,7 +1,7 @@
 r"""NumPy files: a zip archive of arrays (``.npz``) or one array (``.npy``), versions 1.0 to 3.0.
 
-`numpy.savez` and `numpy.save` write them. An array is a header and its elements; integers are
-little-endian::
+`numpy.savez` and `numpy.save` write them. An array is a header followed by its elements; integers
+are little-endian::
 
     "\x93NUMPY"  major u8, minor u8     1.0, 2.0 or 3.0
     length u16, in 2.0 and 3.0 u32      length of the text, at most 65536
@@ -17,13 +17,13 @@ are listed, but cannot be read: text, dates, records, and objects, which would b
 
 Each member of an archive is such an array, stored or deflated. Its name is a key and ``.npy``; if
 members ``x`` and ``x.npy`` both exist, they keep their names. Members that are not arrays are left
-out; encrypted ones, and those with another compression, are listed, but cannot be read. The
-directory has the CRC-32 of header and elements, from which that of the elements follows. The array
-of an ``.npy`` file has the name ``arr_0``.
+out; members that are encrypted or have another compression are listed, but cannot be read. The
+directory has the CRC-32 of a header with its elements, from which xckpt computes the CRC-32 of the
+elements. The array of an ``.npy`` file has the name ``arr_0``.
 
 xckpt writes version 1.0. Elements begin at multiples of 64 bytes. The header of a deflated array is
-a block of its own. The comment of a member has the names of axes of its array. Coordinates and
-attributes are a JSON object of texts in the extra data of the archive, which numpy ignores.
+a separate deflate block. The comment of a member has the names of axes of its array. Coordinates
+and attributes are a JSON object of texts in the extra data of the archive, which numpy ignores.
 
 Specification: numpy/lib/_format_impl.py and _npyio_impl.py of github.com/numpy/numpy, 2.3; see
 `xckpt.formats.archive` for archives.
@@ -93,7 +93,7 @@ class Npz(Format):
             raise FormatError("no member of the archive is an array", rule="Members", offset=0)
         version, size = ".".join(map(str, start[6:])) if is_single else "", source.size
         index = Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
-        return kit.arranged(index)
+        return kit.with_arrangement(index)
 
     def plan(self, draft: Draft) -> Plan:
         """Plan an archive, or the file of one array if the path ends in ``.npy``."""
@@ -120,7 +120,7 @@ class Npz(Format):
         return archive.plan(members, alignment=_ALIGNMENT, extra=extra)
 
     def _head(self, tensor: WantedTensor) -> bytes:
-        spelled = self.spelled[tensor.dtype]
+        spelled = self.spellings[tensor.dtype]
         descr = ("|" if spelled[1:] == "1" else "<") + spelled
         values = (descr, tensor.order == "F", tensor.shape)
         text = repr(dict(zip(_KEYS, values, strict=True))).encode()

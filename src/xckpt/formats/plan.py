@@ -1,8 +1,8 @@
 """The contents of a new file (`Draft`), and the position of each byte in it (`Plan`).
 
 A format module turns a `Draft` into a `Plan` without touching an array. `xckpt.writing` then writes
-the arrays into place, in the same way for all formats. A draft has types of its own, because its
-parts have no offsets, stored sizes and digests yet, as an `xckpt.index.Part` does.
+the arrays into place, in the same way for all formats. A draft does not use the types of
+`xckpt.index`, because its parts have no offsets, stored sizes and digests yet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WantedPart(NamedTuple):
     digest_of : {"stored", "decoded"}
         Whether the digest covers the bytes after or before compression.
     source_offset : int
-        Byte offset of the values in the file that they are copied from; 0 if there is none.
+        Byte offset of the values in the file that they are copied from; 0 without such a file.
     inline : bytes or None
         The bytes themselves, if `Format.is_inline` is true.
     level : int or None
@@ -210,7 +210,7 @@ class Written(NamedTuple):
     digest: str | None = None
 
 
-def placed(
+def place_parts(
     tensors: Iterable[WantedTensor], offsets: Iterable[int], start: int = 0
 ) -> list[PlannedPart]:
     """Return dense tensors as planned parts, at offsets that count from `start`."""
@@ -299,7 +299,7 @@ class Plan:
 def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:
     """Split a draft into several, in order, each with at most `most` bytes of tensors.
 
-    A larger tensor has a draft of its own.
+    A larger tensor gets its own draft.
     """
     files: list[dict[str, WantedTensor]] = [{}]
     filled = 0
@@ -319,7 +319,7 @@ def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> 
     return drafts
 
 
-def referring(
+def plan_main_file(
     companions: Mapping[str, Plan],
     write: Callable[[Mapping[str, str]], bytes],
     suffix: str = "",

@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.plan import Draft, Plan, WantedTensor, placed, referring, split
+from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts, plan_main_file, split
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Safetensors(Format):
             raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
         tensors = {tensor.name: tensor for tensor in ordered}
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
-        return kit.arranged(Index(self.name, "", tensors, attrs, source.name, source.size))
+        return kit.with_arrangement(Index(self.name, "", tensors, attrs, source.name, source.size))
 
     def plan(self, draft: Draft, *, max_shard_size: int | str | None = None) -> Plan:
         """Plan one file, or several files and their index.
@@ -158,7 +158,7 @@ class Safetensors(Format):
             Most bytes of tensors in one file, also as text such as ``"5GB"``. Larger checkpoints
             are split into files with names like ``model-00001-of-00003.safetensors``, and
             ``model.safetensors.index.json`` lists the file of each tensor. The index is also
-            written if its name is the path. A larger tensor has a file of its own.
+            written if its name is the path. A larger tensor gets its own file.
 
         Returns
         -------
@@ -175,7 +175,7 @@ class Safetensors(Format):
         # Hugging Face's libraries require the format of shards; the index has the total size.
         attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
         stem = kit.file_stem(draft.path, f".safetensors{_INDEX}", _INDEX, ".safetensors")
-        names = kit.numbered(stem, len(drafts), ".safetensors")
+        names = kit.shard_names(stem, len(drafts), ".safetensors")
         shards = {
             name: replace(shard, attrs=attrs) for name, shard in zip(names, drafts, strict=True)
         }
@@ -189,7 +189,7 @@ class Safetensors(Format):
             return json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
 
         plans = {name: self._in_one(shard) for name, shard in shards.items()}
-        return referring(plans, index, "" if is_index else _INDEX, is_index=True)
+        return plan_main_file(plans, index, "" if is_index else _INDEX, is_index=True)
 
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda t: (_RANKS[t.dtype], t.name))
@@ -197,7 +197,7 @@ class Safetensors(Format):
         entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         ends = [0, *accumulate(map(_nbytes, tensors))]
         for tensor, offsets in zip(tensors, pairwise(ends), strict=True):
-            entry = {"dtype": self.spelled[tensor.dtype], "shape": tensor.shape}
+            entry = {"dtype": self.spellings[tensor.dtype], "shape": tensor.shape}
             entries[tensor.name] = entry | {"data_offsets": offsets}
         header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
         if len(header) > _LARGEST_HEADER:
@@ -206,7 +206,7 @@ class Safetensors(Format):
             raise UnsupportedError(reason, rule="HeaderTooLarge", hint=hint)
         header += b" " * (-len(header) % 8)
         head = len(header).to_bytes(8, "little") + header
-        return Plan.headed(head, placed(tensors, ends, len(head)), len(head) + ends[-1])
+        return Plan.headed(head, place_parts(tensors, ends, len(head)), len(head) + ends[-1])
 
 
 def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:

@@ -26,12 +26,12 @@ Offsets count from D. The versions of burn write different dialects, and no fiel
 The size of the file identifies 0.19: only if the data begin right after the metadata do they end
 with the file.
 
-Names are in the order of their UTF-8 bytes, data in any order. There are no digests. Burn's reader,
-but not its writer, has limits (100 MiB of metadata, 100,000 tensors, 10 GiB for a tensor); xckpt
-bounds all numbers by the size of the file instead.
+Names are in the order of their UTF-8 bytes, data in any order. The format has no digests. Burn's
+reader, but not its writer, has limits (100 MiB of metadata, 100,000 tensors, 10 GiB for a tensor);
+xckpt bounds all numbers by the size of the file instead.
 
-xckpt writes the same bytes as burn if burn has the tensors in the same order. Data are in the order
-of the file that they are copied from, or else of the draft (burn uses the order of its modules);
+xckpt writes the same bytes as burn if the tensors have the same order. Data are in the order of the
+file that they are copied from, or else of the draft (burn uses the order of its modules);
 each tensor begins at a multiple of 256, and nothing follows the last one. Empty maps and missing
 param_ids are left out. Integers and floats are in their shortest form. The values of scalars are in
 the metadata, so the draft has them as the `inline` bytes of their parts.
@@ -114,8 +114,8 @@ class Burnpack(Format):
         source : Readable
             The file.
         layout : {"aligned", "legacy"}, optional
-            Where data begin: at a multiple of 256, or right after the metadata, as burn 0.19 had
-            it. By default the size of the file tells.
+            Start of the data: at a multiple of 256, or right after the metadata, as in burn 0.19.
+            By default inferred from the size of the file.
         """
         kit.check_option("layout", layout, ("aligned", "legacy"))
         version, length = _header(source)
@@ -145,7 +145,7 @@ class Burnpack(Format):
         dialect = str(version) if layout == "aligned" else f"{version}-legacy"
         warnings = () if version else ("version 0, which no burn has written, is read as 1",)
         name, size = source.name, source.size
-        return kit.arranged(
+        return kit.with_arrangement(
             Index(self.name, dialect, tensors, attrs, name, size, warnings=warnings)
         )
 
@@ -155,20 +155,20 @@ class Burnpack(Format):
         Parameters
         ----------
         draft : Draft
-            What is to be written.
-        dialect : {"0.22", "0.21", "0.20"}
-            Which burn must read the file. 0.20 has another type of booleans than its successors,
-            and both have other schemes of quantised tensors than burn after 0.22.0-pre.2.
-        param_ids : {"keep", "make"}
-            What tensors without a ``param_id`` get: none, or one made from their name. Burn makes
-            random ones when it reads a file that lacks them.
+            Contents of the file.
+        dialect : {"0.22", "0.21", "0.20"}, default "0.22"
+            Version of burn that must be able to read the file. Booleans differ between 0.20 and
+            0.21, and the schemes of quantised tensors change after 0.22.0-pre.2.
+        param_ids : {"keep", "make"}, default "keep"
+            Keep the stored ids only, or derive missing ids from the names of tensors. Burn makes
+            random ids when it reads a file without them.
         """
         if dialect not in _DIALECTS:
             raise ValueError(f"dialect={dialect!r}: expected one of {', '.join(_DIALECTS)}")
         if param_ids not in {"keep", "make"}:
             raise ValueError(f"param_ids={param_ids!r}: expected 'keep' or 'make'")
         inline = [tensor for tensor in draft.tensors.values() if self.is_inline(tensor)]
-        tensors = {n: each for n, each in draft.tensors.items() if not self.is_inline(each)}
+        tensors = {n: tensor for n, tensor in draft.tensors.items() if not self.is_inline(tensor)}
         descriptors: dict[str, Any] = {}
         planned: list[PlannedPart] = []
         end = 0
@@ -189,9 +189,8 @@ class Burnpack(Format):
             kit.check_text("the name", scalar.name, scalar.name)
             scalars[names.stored(scalar.name)] = cbor.kind_and_value(scalar)
         as_read = dict(sorted(tensors.items()))
-        as_read |= {
-            each.name: each for each in sorted(inline, key=lambda of: names.stored(of.name))
-        }
+        inline.sort(key=lambda scalar: names.stored(scalar.name))
+        as_read |= {scalar.name: scalar for scalar in inline}
         metadata = cbor.encode(descriptors, kit.attribute_texts(draft, as_read), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
@@ -206,8 +205,8 @@ class Burnpack(Format):
         """Name the axes of weights if a bias identifies the axis of the outputs."""
         if "gamma" in shapes:
             normed = [name for name in _NORM if name in shapes]
-            alike = len({shapes[name] for name in normed}) == len(shapes["gamma"]) == 1
-            return dict.fromkeys(normed, ("channels",)) if alike else {}
+            have_one_size = len({shapes[name] for name in normed}) == len(shapes["gamma"]) == 1
+            return dict.fromkeys(normed, ("channels",)) if have_one_size else {}
         weight, bias = shapes.get("weight"), shapes.get("bias")
         size = bias[0] if bias is not None and len(bias) == 1 else None
         if weight is None or len(weight) not in _AXES:
@@ -220,7 +219,7 @@ class Burnpack(Format):
         return {"weight": (None, None, *kernel)} if kernel else {}
 
     def _described(self, tensor: WantedTensor, dialect: str) -> tuple[Any, Mapping[str, int]]:
-        """Return the dtype of a tensor as the metadata have it, and where in it parts begin."""
+        """Return a tensor's dtype as the metadata spell it, and the offsets of its parts."""
         if tensor.order != "C":
             raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
         for part in tensor.parts.values():
@@ -229,35 +228,35 @@ class Burnpack(Format):
                 raise UnsupportedError(reason, tensor=tensor.name, rule="Encoding")
         if tensor.layout in {"quantized", "structural"}:
             scheme = scheme_of(tensor)
-            spelled = scheme.spelled(old=dialect != "0.22")
+            spelled = scheme.as_metadata(old=dialect != "0.22")
             if spelled is None:
                 raise _not_before("0.22", f"the scheme {scheme}", tensor)
             return {"QFloat": spelled}, placed_parts(tensor, scheme)
         if tensor.layout != "dense" or set(tensor.parts) != {"data"}:
             reason, hint = f"burnpack has no {tensor.layout} layout", "Save it dense"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
-        dtype, found = tensor.parts["data"].dtype, tensor.parts["data"].nbytes
+        dtype, stated_nbytes = tensor.parts["data"].dtype, tensor.parts["data"].nbytes
         spelled = self._spelled_type(tensor, dtype, dialect)
         nbytes = nbytes_of(dtype, tensor.size)
-        if found != nbytes:
-            what = f"{found} bytes, but {dtype} of {tensor.shape} has {nbytes}"
-            raise ValueError(f"{shown(tensor.name)}: {what}")
+        if stated_nbytes != nbytes:
+            reason = f"{stated_nbytes} bytes, but {dtype} of {tensor.shape} has {nbytes}"
+            raise ValueError(f"{shown(tensor.name)}: {reason}")
         return spelled, {"data": 0}
 
     def _spelled_type(self, tensor: WantedTensor, dtype: str, dialect: str) -> Any:
         stated = tensor.attrs.get("burn_dtype")
         if dtype == "bool":
-            named = {"Bool": "U8" if stated == json.dumps({"Bool": "U8"}) else "Native"}
-            return "Bool" if dialect == "0.20" else named
+            variant = {"Bool": "U8" if stated == json.dumps({"Bool": "U8"}) else "Native"}
+            return "Bool" if dialect == "0.20" else variant
         if dtype == "bool32":
             if dialect == "0.20":
                 raise _not_before("0.21", "booleans of 32 bits", tensor)
             return {"Bool": "U32"}
-        if dtype not in self.spelled:
-            reason = f"burnpack has no {shown(dtype)[1:-1]}"
-            hint = f"It has {', '.join(self.can.types)}"
+        if dtype not in self.spellings:
+            reason = f"burnpack does not support {shown(dtype)[1:-1]}"
+            hint = f"Supported types are {', '.join(self.can.types)}"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Dtype", hint=hint)
-        return stated if dtype == "float32" and stated == "Flex32" else self.spelled[dtype]
+        return stated if dtype == "float32" and stated == "Flex32" else self.spellings[dtype]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -275,7 +274,7 @@ def _header(source: Readable) -> tuple[int, int]:
         reason = f"the file begins {magic!r}, not {_MAGIC!r}"
         raise FormatError(reason, offset=0, rule="InvalidMagicNumber", hint=hint)
     if version > _NEWEST:
-        reason = f"version {version}: the newest known is {_NEWEST}"
+        reason = f"version {version}: the newest supported version is {_NEWEST}"
         raise UnsupportedError(reason, offset=4, rule="InvalidVersion")
     if length > source.size - _HEADER.size:
         reason = f"metadata of {length} bytes, but {source.size - _HEADER.size} follow the header"
@@ -284,7 +283,7 @@ def _header(source: Readable) -> tuple[int, int]:
 
 
 class _Descriptor(NamedTuple):
-    """A tensor as the metadata lists it; its range counts from where data begin."""
+    """A tensor in the metadata; its byte range counts from the start of the data."""
 
     start: int
     end: int
@@ -309,7 +308,7 @@ def _layout(entries: Mapping[str, _Descriptor], end: int, size: int) -> str:
     """Return the layout of a file: only burn 0.19 wrote no padding."""
     if end % _ALIGNMENT == 0:
         return "aligned"
-    ranges = sorted([(each.start, each.end) for each in entries.values()])
+    ranges = sorted([(entry.start, entry.end) for entry in entries.values()])
     last = ranges[-1][1] if ranges else 0
     ends = [0, *(stop for _, stop in ranges)]
     contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
@@ -320,16 +319,16 @@ def _check_ranges(
     entries: Mapping[str, _Descriptor], start: int, metadata_end: int, size: int
 ) -> None:
     """Check that ranges are in the file and do not overlap."""
-    ranges = [(each.start, each.end, name) for name, each in entries.items()]
+    ranges = [(entry.start, entry.end, name) for name, entry in entries.items()]
     end, last = max([(end, name) for _, end, name in ranges], default=(0, None))
     if start + end > size:
         hint = kit.TRUNCATED
-        reason = f"data end at {start + end}, but the file at {size}"
+        reason = f"the data end at byte {start + end}, but the file has {size} bytes"
         if metadata_end < start and metadata_end + end <= size:
-            hint = "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
+            hint = "The file is truncated, or burn 0.19 wrote it; in that case pass layout='legacy'"
         raise FormatError(reason, offset=size, tensor=last, rule="Truncated", hint=hint)
-    for at, name, other in kit.overlaps(ranges):
-        reason = f"its data overlap those of {shown(other)}"
+    for at, name, other in kit.find_overlaps(ranges):
+        reason = f"its data overlap the data of {shown(other)}"
         raise FormatError(reason, offset=start + at, tensor=name, rule="Overlap")
 
 
@@ -340,7 +339,7 @@ def _tensor(data_start: int, name: str, entry: _Descriptor) -> Tensor:
     shape = cbor.as_shape([*shape] if type(shape) is bytes else shape, kit.LARGEST // 8)
     attrs = {}
     if type(param_id) is int and param_id >= 0:
-        # Text: most of these numbers have more bits than JSON and netCDF keep.
+        # As text, because most of these numbers have more bits than JSON and netCDF preserve.
         attrs["param_id"] = str(param_id)
     elif cbor.optional(param_id) is not None:
         raise cbor.mistyped("param_id", param_id, "a non-negative integer")
@@ -369,12 +368,12 @@ def _dense(name: str, part: Part, shape: _Shape, attrs: dict[str, Any]) -> Tenso
 
 
 def _composed(raw: Tensor, kind: str, content: Any) -> Tensor:
-    """Describe a tensor whose type has more to it than a name."""
+    """Return a tensor whose dtype has content, such as a quantisation scheme."""
     data = raw.parts["data"]
     if kind == "Bool":
         store = cbor.unit("Bool", content, _BOOLEANS)
-        own = {} if store == "Native" else {"burn_dtype": json.dumps({"Bool": store})}
-        attrs = {**raw.attrs, **own}
+        store_attrs = {} if store == "Native" else {"burn_dtype": json.dumps({"Bool": store})}
+        attrs = {**raw.attrs, **store_attrs}
         part = Part(_BOOLEANS[store], raw.shape, data.offset, data.nbytes)
         return _dense(raw.name, part, raw.shape, attrs)
     if kind != "QFloat":
@@ -399,25 +398,25 @@ def _unreadable(raw: Tensor, problem: CheckpointError) -> Tensor:
     problem.located(tensor=raw.name)
     problem.offset = raw.parts["data"].offset
     problem.hint = kit.without(raw.name)
-    # A traceback would keep all of the metadata alive.
+    # A traceback would keep all metadata alive.
     return replace(raw, problem=problem.with_traceback(None))
 
 
 def _scalar(name: str, value: Any) -> Tensor:
-    """Describe a scalar, whose value is in the metadata."""
-    what = f"scalar {shown(name)}"
-    kind, content = cbor.variant(what, value)
+    """Return the tensor of a scalar, whose value is in the metadata."""
+    label = f"scalar {shown(name)}"
+    kind, content = cbor.variant(label, value)
     attrs = {"scalar": kind}
     if kind not in cbor.KINDS:
-        none = {"data": Part("uint8", (0,), _HEADER.size, 0)}
-        return _unreadable(Tensor(name, kind, (), none, attrs=attrs), cbor.unknown("scalar", kind))
+        empty = {"data": Part("uint8", (0,), _HEADER.size, 0)}
+        return _unreadable(Tensor(name, kind, (), empty, attrs=attrs), cbor.unknown("scalar", kind))
     dtype, python_type, form = cbor.KINDS[kind]
     if type(content) is not python_type:
-        raise cbor.mistyped(what, content, kind)
+        raise cbor.mistyped(label, content, kind)
     try:
         data = binary.pack(form, content)
     except binary.error:
-        raise cbor.mistyped(what, content, f"{kind} of 64 bits") from None
+        raise cbor.mistyped(label, content, f"{kind} of 64 bits") from None
     part = Part(dtype, (), _HEADER.size, len(data), inline=data)
     return Tensor(name, dtype, (), {"data": part}, attrs=attrs)
 
@@ -425,8 +424,8 @@ def _scalar(name: str, value: Any) -> Tensor:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _not_before(dialect: str, what: str, tensor: WantedTensor) -> UnsupportedError:
-    reason, hint = f"burn has {what} from {dialect} on", f"Write dialect={dialect!r}"
+def _not_before(dialect: str, feature: str, tensor: WantedTensor) -> UnsupportedError:
+    reason, hint = f"burn {dialect} or newer is required for {feature}", f"Pass dialect={dialect!r}"
     return UnsupportedError(reason, tensor=tensor.name, rule="Dialect", hint=hint)
 
 
@@ -439,18 +438,18 @@ def _param_id(tensor: WantedTensor, *, make: bool) -> int | None:
     if text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64:
         return int(text)
     reason = f"the param_id {shown(text)} is not an unsigned integer of 64 bits"
-    hint = "Give it in decimal digits, or leave it out"
+    hint = "Write it in decimal digits, or leave it out"
     raise UnsupportedError(reason, tensor=tensor.name, rule="ParamId", hint=hint)
 
 
 # --- names of axes --------------------------------------------------------------------------------
 
-# The file does not say what a module is, and what a weight's axes are depends on it: a linear layer
-# has weight [d_input, d_output], an embedding weight [n_embedding, d_model], a convolution weight
-# [channels_out, channels_in, kernel...], a transposed one [channels_in, channels_out, kernel...].
-# So axes are named only where a bias tells which of them the outputs are; where both have one size,
-# the usual layer is meant, which is neither transposed nor of the layout Col. A weight that stands
-# alone is left to the sizes, but for the kernel of a convolution. See the layers of crates/burn-nn.
+# The file does not state the kind of a module, which determines the axes of its weight: linear
+# layers have [d_input, d_output], embeddings [n_embedding, d_model], convolutions [channels_out,
+# channels_in, kernel...], transposed convolutions [channels_in, channels_out, kernel...]. Therefore
+# axes are named only if a bias identifies the outputs. If inputs and outputs have the same size,
+# the usual layer is assumed, which is neither transposed nor of the layout Col. For a weight
+# without a bias, only the kernel of a convolution is named. See the layers of crates/burn-nn.
 _Names = tuple[str | None, ...]
 _Shape = tuple[int, ...]
 

@@ -67,21 +67,21 @@ def mapping(what: str, value: Any) -> dict[str, Any]:
     for key in kit.mapping(what, value, _RULE):
         if type(key) is not str:
             raise mistyped(f"a key of {what}", key, "text")
-    found: dict[str, Any] = value
-    return found
+    texts: dict[str, Any] = value
+    return texts
 
 
-def struct(what: str, value: Any, known: AbstractSet[str]) -> dict[str, Any]:
+def struct(what: str, value: Any, names: AbstractSet[str]) -> dict[str, Any]:
     """Return the fields of a struct."""
-    if kit.mapping(what, value, _RULE).keys() <= known:
-        found: dict[str, Any] = value
-        return found
-    fields: dict[str, Any] = {}
+    if kit.mapping(what, value, _RULE).keys() <= names:
+        fields: dict[str, Any] = value
+        return fields
+    fields = {}
     for key, item in value.items():
         name = _field_name(what, key)
         if name in fields:
             raise FormatError(f"{what} has the field {shown(name)} twice", rule=_RULE)
-        if name in known:
+        if name in names:
             fields[name] = item
     return fields
 
@@ -106,23 +106,23 @@ def variant(what: str, value: Any) -> tuple[str, Any]:
     return _field_name(what, key), content
 
 
-def unit(what: str, value: Any, known: Collection[str]) -> str:
+def unit(what: str, value: Any, variants: Collection[str]) -> str:
     """Return the variant of an enum whose variants have no content."""
     name, content = variant(what, value)
     if content is not UNIT:
         raise mistyped(what, value, "a variant without content")
-    if name not in known:
+    if name not in variants:
         raise unknown(what, name)
     return name
 
 
 def unknown(what: str, name: str) -> UnsupportedError:
-    """Make the error for a variant that is not known."""
-    return UnsupportedError(f"{what} is {shown(name)}, which is not known", rule=_RULE)
+    """Return the error for an unknown variant."""
+    return UnsupportedError(f"{what} is {shown(name)}, which is unknown", rule=_RULE)
 
 
 def optional(value: Any) -> Any:
-    """Return a value that may be absent, with CBOR's undefined taken for null."""
+    """Return an optional value, with null for CBOR's undefined."""
     import cbor2
 
     return None if value is cbor2.undefined else value
@@ -141,13 +141,15 @@ def encode(
     if attrs:
         fields.append(cbor2.dumps("metadata") + cbor2.dumps(dict(sorted(attrs.items()))))
     if scalars:
-        # The head of a map is that of an integer, with another kind in its highest bits.
-        first, *rest = cbor2.dumps(len(scalars))
+        # The heads of a map and of an integer differ in the three highest bits only.
+        first, *remaining = cbor2.dumps(len(scalars))
         entries = [
             cbor2.dumps(name) + b"\xa1" + cbor2.dumps(kind) + _number(value)
             for name, (kind, value) in sorted(scalars.items())
         ]
-        fields.append(b"".join((cbor2.dumps("scalars"), bytes((first | 0xA0, *rest)), *entries)))
+        fields.append(
+            b"".join((cbor2.dumps("scalars"), bytes((first | 0xA0, *remaining)), *entries))
+        )
     metadata = bytes((0xA0 | len(fields),)) + b"".join(fields)
     if len(metadata) > _LARGEST:
         raise UnsupportedError("metadata of more than 4 GiB", rule="Metadata")
@@ -189,36 +191,36 @@ _HELD = {
 }
 
 _MARK = ":scalar"
-# Of marks in a row: beyond, a name gets another one whatever is before.
+# Limit for the recursion over repeated marks; longer names get another mark unconditionally.
 _MOST_MARKS = 8
 
 
 class ScalarNames:
-    """Names of scalars in a file with some tensors, and those that they are shown under."""
+    """Translates the names of scalars in a file to the names of their variables, and back."""
 
     def __init__(self, tensors: Container[str]) -> None:
         self._tensors = tensors
         self._marked: dict[str, str] = {}
 
     def shown(self, name: str) -> str:
-        """Return the name that a scalar is shown under: no tensor's, and no other scalar's."""
+        """Return the name of a scalar's variable, which no tensor and no other scalar has."""
         return self._mark(name) if self._is_taken(name) else name
 
     def stored(self, name: str) -> str:
-        """Return the name in the file of a variable."""
-        own = _unmarked(name)
-        if own is not None and name == self._mark(own) and self._is_taken(own):
-            return own
+        """Return the name in the file of the scalar that a variable shows."""
+        bare = _unmarked(name)
+        if bare is not None and name == self._mark(bare) and self._is_taken(bare):
+            return bare
         return name
 
     def _is_taken(self, name: str, marks: int = _MOST_MARKS) -> bool:
-        """Whether a tensor has the name, or it is what a scalar gets for such a name."""
+        """Return whether a name belongs to a tensor, or has the form of a renamed scalar's."""
         if name in self._tensors:
             return True
-        own = _unmarked(name)
-        if own is None or name != self._mark(own):
+        bare = _unmarked(name)
+        if bare is None or name != self._mark(bare):
             return False
-        return marks == 0 or self._is_taken(own, marks - 1)
+        return marks == 0 or self._is_taken(bare, marks - 1)
 
     def _mark(self, name: str) -> str:
         marked = self._marked.get(name)

@@ -2,7 +2,7 @@
 
 A range has codes, scales and the global scale, without gaps::
 
-    codes           Native        one byte each, also those of 4 and 2 bits
+    codes           Native        one byte each, even if they have 4 or 2 bits
                     PackedU32     in 32-bit words along an axis, the first code in the lowest bits;
                                   the last word of each line is filled up
                     PackedNative  two to a byte
@@ -10,9 +10,9 @@ A range has codes, scales and the global scale, without gaps::
                     from the innermost axis, and the last of an axis may be cut off
     global scale    one, if both `tensor` and `block` are present
 
-There are no zero points: a value is ``(global * scale) * code`` in float32. burn decodes only
-signed integers, Native or packed along the innermost axis. Other codes, and codes for a table that
-is not in the file, are variables for each part; scales are at the end of the range in any case.
+Zero points do not exist: a value is ``(global * scale) * code`` in float32. burn decodes only
+signed integers, Native or packed along the innermost axis. Tensors with other codes, or with codes
+for a table that is not in the file, become one variable per part; the scales are always last.
 
 Burn up to 0.22.0-pre.2 wrote `param` and `level` instead of `tensor` and `block`. Later versions of
 burn ignore these fields, and thus read a file with scales for each block as if it had one scale;
@@ -39,7 +39,7 @@ _OLD = frozenset({"value", "store", "mode", "param", "level"})
 _INTEGER_BITS = {"Q8F": 8, "Q8S": 8, "Q4F": 4, "Q4S": 4, "Q2F": 2, "Q2S": 2}
 _VALUES = frozenset({*_INTEGER_BITS, "E5M2", "E4M3", "E2M1"})
 _MODES = frozenset({"Symmetric", "Lookup"})
-# U32 is what 0.19 called words along the innermost axis.
+# burn 0.19 used the name U32 for words along the innermost axis.
 _PLAIN_STORES: dict[str, tuple[str, int | None]] = {
     "Native": ("Native", None),
     "U32": ("PackedU32", 0),
@@ -58,19 +58,19 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A QuantScheme in the form that burn has now."""
+    """A QuantScheme in burn's current form."""
 
     value: str
     store: str
     #: Counted from the innermost.
     packed_axis: int | None
     mode: str
-    #: Type of the one scale, or of the global scale where there are blocks; None for neither.
+    #: Type of the single scale or, if there are blocks, of the global scale; None for neither.
     tensor: str | None
     #: Extents along the innermost axes.
     block: tuple[int, ...] | None
     block_scale: str | None
-    #: Whether any burn that wrote such a scheme could compute with it.
+    #: Whether any version of burn that wrote such a scheme can also decode it.
     written: bool = True
 
     @classmethod
@@ -96,16 +96,16 @@ class Scheme:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether burn's own code decodes this scheme."""
+        """True if burn's own code decodes this scheme."""
         usual_store = self.store != "PackedNative" and not self.packed_axis
         return usual_store and self.mode == "Symmetric" and self.written
 
     def packs(self, rank: int) -> bool:
-        """Whether a tensor of so many axes has the one that codes are packed along."""
+        """Return whether a tensor with `rank` axes has the axis along which codes are packed."""
         return self.packed_axis is None or self.packed_axis < rank
 
     def __str__(self) -> str:
-        """Spell it as an attribute, in which the size of a block is a plain list."""
+        """Return the scheme as JSON for an attribute, in which the size of a block is a list."""
         return json.dumps({"QFloat": self._new(self.block)})
 
     def _new(self, size: Any) -> dict[str, Any]:
@@ -114,8 +114,8 @@ class Scheme:
         scheme = {"value": self.value, "store": store, "mode": self.mode}
         return {**scheme, "tensor": self.tensor, "block": block}
 
-    def spelled(self, *, old: bool) -> dict[str, Any] | None:
-        """Spell it as the metadata do; None if the old dialect has no such scheme."""
+    def as_metadata(self, *, old: bool) -> dict[str, Any] | None:
+        """Return the scheme as CBOR for the metadata; None if the old dialect cannot have it."""
         size = None if self.block is None else _spelled_size(self.block)
         new = self._new(size)
         if not old:
@@ -159,8 +159,8 @@ def _old_scales(
         return None, _block_size(content), param, True
     if level == "BlockTensor":
         inner = cbor.struct("BlockTensor", content, {"block", "global"})
-        whole = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
-        return whole, _block_size(inner.get("block")), param, False
+        global_scale = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
+        return global_scale, _block_size(inner.get("block")), param, False
     raise cbor.unknown("level", level)
 
 
@@ -191,7 +191,7 @@ def _spelled_size(extents: Any) -> dict[str, Any]:
 def split(
     scheme: Scheme, shape: tuple[int, ...], offset: int, nbytes: int
 ) -> tuple[dict[str, Part], Quantization | None]:
-    """Split the range of a quantised tensor."""
+    """Split the byte range of a quantised tensor into parts, and describe its decoding."""
     parts = _scale_parts(scheme, shape, offset + nbytes)
     size = nbytes - sum(part.nbytes for part in parts.values())
     bits = _INTEGER_BITS.get(scheme.value)
@@ -221,20 +221,20 @@ def _wrong_size(expected: str, offset: int, nbytes: int) -> FormatError:
 
 
 def _block_extents(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extent along each axis of a block with one scale."""
-    whole = tuple(max(size, 1) for size in shape)
+    """Return the extents of a block that shares one scale."""
+    extents = tuple(max(size, 1) for size in shape)
     if scheme.block is None:
-        return whole
+        return extents
     missing = len(shape) - len(scheme.block)
     if missing < 0:
         reason = f"blocks of {scheme.block} for the shape {shape}, which has fewer axes"
         raise FormatError(reason, rule="QuantScheme")
     block = (1,) * missing + scheme.block
-    return tuple(min(pair) for pair in zip(block, whole, strict=True))
+    return tuple(min(pair) for pair in zip(block, extents, strict=True))
 
 
 def _scale_parts(scheme: Scheme, shape: tuple[int, ...], end: int) -> dict[str, Part]:
-    """Place the scales, which end where the range does."""
+    """Return the parts with scales, which are the last bytes of the range."""
     scales: dict[str, tuple[str, tuple[int, ...]]] = {}
     if scheme.block is None:
         scales["scales"] = _SCALE_TYPES[scheme.tensor or "F32"], ()
@@ -273,23 +273,23 @@ def scheme_of(tensor: WantedTensor) -> Scheme:
 
 
 def _no_scheme(tensor: WantedTensor) -> UnsupportedError:
-    reason, hint = "quantised as burn does not", "Save the values that it decodes to"
+    reason, hint = "burn has no such quantisation", "Save the values that it decodes to"
     return UnsupportedError(reason, tensor=tensor.name, rule="QuantScheme", hint=hint)
 
 
 def _computed(tensor: WantedTensor) -> Scheme | None:
-    """Find the scheme that means what a quantisation does; whether it fits shows its parts."""
+    """Derive a scheme from a quantisation; `placed_parts` checks that the parts fit it."""
     quantization, data, scales = tensor.quantization, *map(tensor.parts.get, ("data", "scales"))
     if quantization is None or data is None or scales is None or quantization.zero != 0:
         return None
     extents = zip(quantization.block, tensor.shape, strict=True)
-    whole = all(extent >= size for extent, size in extents)
+    has_one_scale = all(extent >= size for extent, size in extents)
     scale = _SPELLED_SCALES.get(scales.dtype)
     shared = tensor.parts.get("global")
     if scale is None or (shared is not None and shared.dtype not in _SPELLED_SCALES):
         return None
     block = _without_leading_ones(quantization.block)
-    if not whole and (len(block) > _MOST_BLOCK_AXES or max(block) > 255):
+    if not has_one_scale and (len(block) > _MOST_BLOCK_AXES or max(block) > 255):
         return None
     packed = quantization.word_bits == _WORD_BITS
     return Scheme(
@@ -297,14 +297,18 @@ def _computed(tensor: WantedTensor) -> Scheme | None:
         store="PackedU32" if packed else "Native",
         packed_axis=0 if packed else None,
         mode="Symmetric",
-        tensor=_SPELLED_SCALES[shared.dtype] if shared is not None else scale if whole else None,
-        block=None if whole else block,
-        block_scale=None if whole else scale,
+        tensor=_SPELLED_SCALES[shared.dtype]
+        if shared is not None
+        else scale
+        if has_one_scale
+        else None,
+        block=None if has_one_scale else block,
+        block_scale=None if has_one_scale else scale,
     )
 
 
 def placed_parts(tensor: WantedTensor, scheme: Scheme) -> dict[str, int]:
-    """Place the parts of a quantised tensor in its range: as they are read, or not at all."""
+    """Return the offset of each part in the tensor's range; raise if burn would read otherwise."""
     if not scheme.packs(tensor.ndim):
         raise _no_scheme(tensor)
     try:
@@ -312,12 +316,12 @@ def placed_parts(tensor: WantedTensor, scheme: Scheme) -> dict[str, int]:
         parts, quantization = split(scheme, tensor.shape, 0, nbytes)
     except CheckpointError:
         raise _no_scheme(tensor) from None
-    wanted = tensor.quantization
-    if wanted is not None and wanted.scale_axes == tuple(range(tensor.ndim)):
-        # They are named only where they are transposed.
-        wanted = replace(wanted, scale_axes=())
-    found = {role: (part.dtype, part.nbytes) for role, part in tensor.parts.items()}
+    requested = tensor.quantization
+    if requested is not None and requested.scale_axes == tuple(range(tensor.ndim)):
+        # `split` states the axes only if they are transposed.
+        requested = replace(requested, scale_axes=())
+    sizes = {role: (part.dtype, part.nbytes) for role, part in tensor.parts.items()}
     expected = {role: (part.dtype, part.nbytes) for role, part in parts.items()}
-    if found != expected or quantization != wanted:
+    if sizes != expected or quantization != requested:
         raise _no_scheme(tensor)
     return {role: part.offset for role, part in parts.items()}

@@ -55,7 +55,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import metadata
 from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT, AxisSizes
-from xckpt.formats.plan import Draft, Plan, WantedTensor, placed
+from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Gguf(Format):
             warnings=reader.notes.warnings(),
             attr_types=reader.types,
         )
-        return kit.arranged(index)
+        return kit.with_arrangement(index)
 
     def plan(self, draft: Draft, *, long_names: bool = False) -> Plan:
         """Plan the metadata, the list of tensors, and their data.
@@ -155,7 +155,7 @@ class Gguf(Format):
         head += b"".join([*entries, *infos])
         # A file without tensors is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
-        return Plan.headed(head, placed(tensors, starts, start), start + starts[-1])
+        return Plan.headed(head, place_parts(tensors, starts, start), start + starts[-1])
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
         name = kit.check_text("the name", tensor.name, tensor.name).encode()
@@ -169,7 +169,7 @@ class Gguf(Format):
         if tensor.ndim > _MOST_WRITTEN_AXES:
             reason = f"it has {tensor.ndim} axes; GGUF allows {_MOST_WRITTEN_AXES}"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Shape", hint="Reshape it")
-        code = _BLOCK_CODES.get(tensor.dtype, self.spelled.get(tensor.dtype))
+        code = _BLOCK_CODES.get(tensor.dtype, self.spellings.get(tensor.dtype))
         shape = struct.pack(f"<I{tensor.ndim}Q", tensor.ndim, *reversed(tensor.shape))
         return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", code, offset)
 
@@ -271,17 +271,17 @@ class _HeadReader:
             self.notes.add("it must be a multiple of 8", f"{_ALIGNED} {attrs[_ALIGNED]}")
         return attrs
 
-    def _named(self, data: bytes, what: str, taken: Mapping[str, Any]) -> str:
+    def _named(self, data: bytes, label: str, names: Mapping[str, Any]) -> str:
         """Return an escaped form of a name that is not UTF-8, the same for equal names."""
-        if (what, data) in self._escaped:
-            return self._escaped[what, data]
+        if (label, data) in self._escaped:
+            return self._escaped[label, data]
         name = data.decode(errors="backslashreplace")
         for _ in range(_MOST_ALIKE):
-            if name not in taken:
+            if name not in names:
                 break
             name += "_"
-        self.notes.add(f"a {what} is not UTF-8, and escaped", shown(name))
-        self._escaped[what, data] = name
+        self.notes.add(f"a {label} is not UTF-8, and escaped", shown(name))
+        self._escaped[label, data] = name
         return name
 
     def _value(self, kind: int, key: str) -> Any:
@@ -413,39 +413,39 @@ class _HeadReader:
 
     def _tensor(self, info: _Info, start: int, sizes: AxisSizes) -> Tensor:
         name, shape, kind, offset, at = info
-        where: Any = {"offset": at, "tensor": name}
-        about: Any = {"dims": sizes.dims(name, shape)}
+        location: Any = {"offset": at, "tensor": name}
+        fields: Any = {"dims": sizes.dims(name, shape)}
         dtype = _TYPES.get(kind) or _BLOCKS.get(kind) or _REMOVED.get(kind, f"type {kind}")
         if kit.is_oversized(shape, _TYPES.get(kind)):
-            reason = f"no array is as large as {shown(str(list(shape)))}"
-            raise FormatError(reason, rule="Shape", **where)
+            reason = f"the shape {shown(str(list(shape)))} is larger than an array can be"
+            raise FormatError(reason, rule="Shape", **location)
         element, stored = dtype, shape
         if kind in _BLOCKS:
             block = BLOCK_TYPES[dtype]
-            about["layout"] = "blocks"
+            fields["layout"] = "blocks"
             if not shape or shape[-1] % block.size:
                 length = shape[-1] if shape else 1
                 reason = f"rows of {length} elements are not blocks of {block.size}"
-                about["problem"] = FormatError(reason, rule="BlockSize", **where)
-                return Tensor(name, dtype, shape, {}, **about)
+                fields["problem"] = FormatError(reason, rule="BlockSize", **location)
+                return Tensor(name, dtype, shape, {}, **fields)
             element, stored = "uint8", (*shape[:-1], shape[-1] // block.size * block.nbytes)
             if block.halves is None and self.byteorder == "big":
-                reason = f"how blocks of {dtype} are stored in a big-endian file is not defined"
-                about["problem"] = UnsupportedError(reason, rule="Endian", **where)
+                reason = f"the storage of {dtype} blocks in a big-endian file is undefined"
+                fields["problem"] = UnsupportedError(reason, rule="Endian", **location)
         elif kind not in _TYPES:
-            removed = "was removed from GGUF" if kind in _REMOVED else "is not known"
-            reason = f"the element type {kind} {removed}, and so is its size"
-            about["problem"] = UnsupportedError(reason, rule="Type", **where)
-            return Tensor(name, dtype, shape, {}, **about)
+            removed = "was removed from GGUF" if kind in _REMOVED else "is unknown"
+            reason = f"the element type {kind} {removed}, so the size of its elements is unknown"
+            fields["problem"] = UnsupportedError(reason, rule="Type", **location)
+            return Tensor(name, dtype, shape, {}, **fields)
         nbytes, place = nbytes_of(element, prod(stored)), start + offset
         if nbytes and place + nbytes > self.size:
-            reason = f"data end at byte {place + nbytes}, but the file at {self.size}"
+            reason = f"the data end at byte {place + nbytes}, but the file has {self.size} bytes"
             hint = kit.TRUNCATED
-            about["problem"] = FormatError(reason, rule="Truncated", hint=hint, **where)
+            fields["problem"] = FormatError(reason, rule="Truncated", hint=hint, **location)
         # The offset of an empty tensor has no meaning, and may be anything.
         place = place if nbytes else min(place, self.size)
         part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
-        return Tensor(name, dtype, shape, {"data": part}, **about)
+        return Tensor(name, dtype, shape, {"data": part}, **fields)
 
     def _check_places(
         self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
@@ -460,9 +460,9 @@ class _HeadReader:
         ]
         if any(end > begin for (_, end, _), (begin, _, _) in pairwise(ranges)):
             inside = [entry for entry in ranges if entry[1] <= self.size]
-            for _, name, other in kit.overlaps(inside):
-                overlapping.update((name, other))
-                self.notes.add(f"data are also those of {shown(other)}", f"tensor {shown(name)}")
+            for _, name, owner in kit.find_overlaps(inside):
+                overlapping.update((name, owner))
+                self.notes.add(f"the data overlap {shown(owner)}", f"tensor {shown(name)}")
         expected: int | None = 0
         for info in infos:
             tensor = tensors[info.name]
@@ -472,8 +472,8 @@ class _HeadReader:
             elif not (
                 tensor.problem or info.name in overlapping or expected in {None, info.offset}
             ):
-                reason = "data do not follow those of the tensor before without a gap"
-                self.notes.add(f"{reason}, as ggml demands", f"tensor {shown(info.name)}")
+                reason = "the data do not begin where the previous tensor ends, as ggml requires"
+                self.notes.add(reason, f"tensor {shown(info.name)}")
             end = info.offset + tensor.nbytes
             expected = kit.aligned(end, alignment) if tensor.problem is None else None
         expected = max((end for _, end, _ in ranges), default=0)
@@ -508,4 +508,4 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
         reason += f"{named_count}"
         hint = "It may have been renamed"
         raise FormatError(reason, offset=reader.split_at, rule="Split", hint=hint)
-    return FileSet(tuple(kit.numbered(stem, count, ".gguf")), number, reader.split_at, total)
+    return FileSet(tuple(kit.shard_names(stem, count, ".gguf")), number, reader.split_at, total)

@@ -109,15 +109,15 @@ class Gptrs(Format):
                 raise FormatError(reason, offset=start, rule="ConfigLength")
             config = parse_config(cursor.take(length, "the config"), start)
         if version == 1:
-            found, dialect = _Collected(cursor.at, source.size, config), "1"
-            found.add(_inline(cursor))
+            collected, dialect = _Collected(cursor.at, source.size, config), "1"
+            collected.add(_inline(cursor))
         else:
-            found, dialect = _indexed(cursor, source.size, config)
+            collected, dialect = _indexed(cursor, source.size, config)
         attrs = {} if config is None else dict(config.attrs)
-        tensors = kit.with_dims(found.tensors, attrs.pop(kit.DIMS_KEY, None))
-        if config is not None and found.has_ids:
+        tensors = kit.with_dims(collected.tensors, attrs.pop(kit.DIMS_KEY, None))
+        if config is not None and collected.has_ids:
             attrs["ids"] = "stored"
-        warnings = (*(config.warnings if config else ()), *found.warnings())
+        warnings = (*(config.warnings if config else ()), *collected.warnings())
         return Index(
             self.name, dialect, tensors, attrs, source.name, source.size, warnings=warnings
         )
@@ -136,24 +136,24 @@ class Gptrs(Format):
         Parameters
         ----------
         draft : Draft
-            What is written.
+            Contents of the file.
         container : {"checkpoint", "tensors"}, optional
-            ``GPTRSCHK``, or ``GPTRSTEN``, which has neither a config nor ids. By default a
-            checkpoint where a kind of model is known.
+            Container: ``GPTRSCHK``, or ``GPTRSTEN``, which has neither a config nor ids. By default
+            a checkpoint if the kind of the model is known.
         kind : str, optional
             Kind of the model. By default the attribute ``kind`` of the draft.
         config : object, optional
             Config of the model, any JSON. By default the attribute ``config`` of the draft.
         ids : {"stored", "zero"}, optional
-            Whether the base ids of names are stored, or 0, of which gpt.rs makes them. By default
-            as the attribute ``ids`` of the draft says, else 0, as gpt.rs's exporter writes it.
+            Base ids in the file: derived from the names, or 0, in which case gpt.rs derives them.
+            By default the attribute ``ids`` of the draft, else zero, as gpt.rs's exporter does.
         """
         kit.check_option("container", container, ("checkpoint", "tensors"))
         kit.check_option("ids", ids, ("stored", "zero"))
         self.check(draft)
         model = _model(draft, container, kind, config)
         if model is None and (ids or kind or config is not None):
-            raise ValueError("without a kind this is an archive, which has no config and no ids")
+            raise ValueError("without a kind, this is an archive, which has no config and no ids")
         stored = (ids or draft.attrs.get("ids")) == "stored"
         entries = [
             self._entry(tensor, ids=None if model is None else stored)
@@ -176,15 +176,14 @@ class Gptrs(Format):
         return replace(Plan.headed(start + _listed(placed), planned, offset), losses=losses)
 
     def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
-        """Describe a tensor that is written; without an id in an archive."""
+        """Return the index entry of a new tensor; `ids` is None in an archive, which has no ids."""
         name, flag = tensor.name, tensor.attrs.get("requires_grad", False)
         try:
             name.encode("utf-8" if ids is None else "ascii")
         except UnicodeEncodeError as error:
-            refused = "archive" if ids is None else "checkpoint"
-            reason = (
-                f"gpt.rs refuses a whole {refused} for {name[error.start : error.end]!r} in a name"
-            )
+            container = "archive" if ids is None else "checkpoint"
+            characters = name[error.start : error.end]
+            reason = f"gpt.rs refuses the {container} because of {characters!r} in a name"
             hint = "Rename it" + ("" if ids is None else "; container='tensors' takes any text")
             raise UnsupportedError(reason, tensor=name, rule="Name", hint=hint) from None
         identity = None if ids is None else base_id(name) if ids else 0
@@ -192,12 +191,12 @@ class Gptrs(Format):
             reason = f"the attribute requires_grad is {flag!r}, neither True nor False"
             hint = "Set it, or remove it"
             raise UnsupportedError(reason, tensor=name, rule="RequiresGrad", hint=hint)
-        tag, nbytes = self.spelled[tensor.dtype], nbytes_of(tensor.dtype, tensor.size)
+        tag, nbytes = self.spellings[tensor.dtype], nbytes_of(tensor.dtype, tensor.size)
         return _Entry(0, name, identity, tensor.shape or (1,), tag, bool(flag), 0, nbytes)
 
 
 class _Entry(NamedTuple):
-    """What a file says of a tensor, and where it says so; `identity` is None in an archive."""
+    """The description of a tensor in a file, at byte `at`; `identity` is None in an archive."""
 
     at: int
     name: str
@@ -210,7 +209,7 @@ class _Entry(NamedTuple):
 
     @property
     def listed_nbytes(self) -> int:
-        """How many bytes describe it in an index."""
+        """Size of the entry in an index, in bytes."""
         identity = 0 if self.identity is None else _ID_NBYTES
         name = len(self.name.encode())
         return 2 * _U32.size + name + identity + _INDEXED[len(self.shape)].size
@@ -220,29 +219,29 @@ class _Entry(NamedTuple):
 
 
 def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple[_Collected, str]:
-    """Read an index in the one encoding or the other, of which nothing tells."""
+    """Read an index in the newer encoding, or else in that of bincode; the file states neither."""
     length = cursor.number(_U32, "length of the index")
     start = cursor.at
     cursor.enter(length, "the index")
     ids = config is not None
-    found = _Collected(start + length, size, config)
+    collected = _Collected(start + length, size, config)
     try:
-        found.add(_entries(cursor, _U32, ids=ids))
+        collected.add(_entries(cursor, _U32, ids=ids))
     except CheckpointError as error:
         cursor.at = start
         try:
             entries = list(_entries(cursor, _U64, ids=ids))
-        except CheckpointError as other:
-            # Neither makes sense: the one that made sense for longer has the telling error.
-            raise max(error, other, key=lambda e: e.offset or 0) from None
-        found = _Collected(start + length, size, config)
-        found.add(entries)
-        return found, "2-bincode"
-    return found, "2"
+        except CheckpointError as older_error:
+            # Both fail: the error of the encoding that parsed further is more informative.
+            raise max(error, older_error, key=lambda e: e.offset or 0) from None
+        collected = _Collected(start + length, size, config)
+        collected.add(entries)
+        return collected, "2-bincode"
+    return collected, "2"
 
 
 def _entries(cursor: kit.Cursor, lengths: Struct, *, ids: bool) -> Iterator[_Entry]:
-    """Read an index whose lengths are so encoded; that of bincode must fill it exactly."""
+    """Read an index with lengths of this encoding; 64-bit lengths must fill it exactly."""
     smallest = 2 * lengths.size + _INDEXED[0].size + (_ID_NBYTES if ids else 0)
     for _ in range(_checked_count(cursor, lengths, smallest)):
         at = cursor.at
@@ -287,7 +286,7 @@ def _name(cursor: kit.Cursor, lengths: Struct) -> str:
 def _fields(
     cursor: kit.Cursor, lengths: Struct, by_rank: list[Struct], name: str
 ) -> tuple[Any, ...]:
-    """Read what follows the name and the id: the number of axes, on which the rest depends."""
+    """Read the fields after the name and the id: number of axes, shape, type, flag, sizes."""
     at = cursor.at
     rank = cursor.number(lengths, "number of axes")
     if rank > kit.MOST_AXES:
@@ -310,7 +309,7 @@ class _Collected:
         self.has_ids = False
 
     def add(self, entries: Iterable[_Entry]) -> None:
-        """Make the tensors that a file describes."""
+        """Add the tensors described by entries, after checking each entry."""
         for entry in entries:
             name, shape, nbytes = entry.name, entry.shape, entry.nbytes
             if name in self.tensors:
@@ -321,8 +320,10 @@ class _Collected:
             dtype = _checked_type(entry)
             start, end = entry.offset, entry.offset + nbytes
             if end > self._size or (nbytes and start < self._data_start):
-                where = f"{self._data_start} to {self._size}"
-                error = _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
+                data_range = f"{self._data_start} to {self._size}"
+                error = _broken(
+                    entry, f"bytes {start} to {end}, but data are in {data_range}", "Bounds"
+                )
                 error.hint = kit.TRUNCATED if end > self._size else None
                 raise error
             self._ranges.append((start, end, name))
@@ -333,9 +334,9 @@ class _Collected:
     def _identify(self, entry: _Entry, attrs: dict[str, Any]) -> None:
         expected = base_id(entry.name) if entry.name.isascii() else None
         if entry.identity and entry.identity != expected:
-            wanted = "none, which a name beyond ASCII has"
-            wanted = wanted if expected is None else f"{expected:032x}"
-            reason = f"the base id {entry.identity:032x} is stored, expected {wanted}"
+            expected_text = "0, since the name is not ASCII"
+            expected_text = expected_text if expected is None else f"{expected:032x}"
+            reason = f"the stored base id is {entry.identity:032x}, expected {expected_text}"
             raise _broken(entry, reason, "BaseId")
         self.has_ids = self.has_ids or bool(entry.identity)
         if expected is None:
@@ -344,23 +345,23 @@ class _Collected:
             attrs["base_id"] = f"{expected:032x}"
 
     def warnings(self) -> tuple[str, ...]:
-        """Return one text for each reason there is to warn."""
+        """Return warnings about names and overlapping data, one text per reason."""
         notes = kit.Notes()
         for name in self._nameless:
             reason = "a name beyond ASCII; it has no base id, and gpt.rs refuses the file"
             notes.add(reason, f"tensor {shown(name)}")
-        for start, name, other in kit.overlaps(self._ranges, shared=True):
+        for start, name, other in kit.find_overlaps(self._ranges, shared=True):
             notes.add("overlapping others", f"tensor {shown(name)} at byte {start}, {shown(other)}")
         return notes.warnings()
 
 
 def _checked_type(entry: _Entry) -> str:
-    """Return the element type, with which the shape makes up the size."""
+    """Return the element type, after checking that it and the shape match the size."""
     dtype = _TYPES.get(entry.tag)
     if dtype is None:
-        known = "0 (f32), 1 (f16), 2 (bf16) or 3 (i32)"
+        supported = "0 (f32), 1 (f16), 2 (bf16) or 3 (i32)"
         raise _broken(
-            entry, f"the element type {entry.tag} is not known: expected {known}", "DType"
+            entry, f"the element type {entry.tag} is unknown: expected {supported}", "DType"
         )
     expected = nbytes_of(dtype, prod(entry.shape))
     if kit.is_oversized(entry.shape, dtype):
@@ -379,7 +380,7 @@ def _broken(entry: _Entry, reason: str, rule: str) -> FormatError:
 
 
 def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -> bytes | None:
-    """Write the config of a checkpoint; None for an archive."""
+    """Return the config of a checkpoint as JSON; None for an archive."""
     if container == "tensors":
         return None
     if kind is not None and not isinstance(kind, str):
@@ -389,21 +390,21 @@ def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -
     if kind is None and container is None and config is None and "config" not in attrs:
         return None
     if not isinstance(kind, str):
-        reason = "a checkpoint names the kind of its model, or gpt.rs refuses it"
+        reason = "a checkpoint needs the kind of its model, or gpt.rs refuses it"
         reason += "" if kind is None else f": {kind!r} is not text"
-        hint = "kind= names it; container='tensors' writes the tensors alone"
+        hint = "Pass kind=, or container='tensors' to write the tensors alone"
         raise UnsupportedError(reason, rule="ConfigKind", hint=hint)
     config = attrs.get("config") if config is None else config
     axes = ModelAxes(kind, config)
     unlike = {n: t for n, t in draft.tensors.items() if t.dims != axes.of(n, t.shape)}
     # gpt.rs ignores the names of axes.
     more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(unlike)}
-    given = {key: value for key, value in more.items() if value is not None}
-    return write_config(kind, config, given)
+    extras = {key: value for key, value in more.items() if value is not None}
+    return write_config(kind, config, extras)
 
 
 def _listed(entries: list[_Entry]) -> bytes:
-    """Write the index, after its length."""
+    """Return the index, preceded by its length."""
     written = [_U32.pack(len(entries))]
     for entry in entries:
         name, rank = entry.name.encode(), len(entry.shape)
@@ -414,8 +415,8 @@ def _listed(entries: list[_Entry]) -> bytes:
     return _sized(b"".join(written), "the index")
 
 
-def _sized(data: bytes, what: str) -> bytes:
+def _sized(data: bytes, label: str) -> bytes:
     if len(data) > _LARGEST_U32:
-        reason = f"{what} has {len(data)} bytes, but its length has 32 bits"
+        reason = f"{label} has {len(data)} bytes, but its length has 32 bits"
         raise UnsupportedError(reason, rule="Length", hint="Write several files")
     return _U32.pack(len(data)) + data

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _Names = tuple[str | None, ...]
 
-# By kind and name of the tensor, "*" being the number of a block. Block 3 of 2 has them too:
-# whether the model uses a tensor says nothing about its axes.
+# Axes by kind and name of the tensor, where "*" is the number of a block. The number is not checked
+# against the config, because unused tensors have the same axes.
 _TRANSFORMER: Mapping[str, _Names] = {
     "tok_embeddings.weight": ("vocab_size", "embed_dim"),
     "blocks.*.attention.w_qkv": ("embed_dim", "qkv_dim"),
@@ -61,7 +61,7 @@ _AXES: Mapping[str, Mapping[str, _Names]] = {
     },
 }
 
-# By kind and name of an axis: a sum of products of numbers and keys of the config.
+# Sizes by kind and name of an axis: a sum of products of numbers and keys of the config.
 _SIZES: Mapping[str, Mapping[str, str]] = {
     "gpt": {
         "vocab_size": "vocab_size",
@@ -82,7 +82,7 @@ _SIZES: Mapping[str, Mapping[str, str]] = {
     "mobilenet_v2": {"num_classes": "num_classes", "in_features": "1280"},
 }
 
-# By kind and key that may be missing: the keys whose quotient it is then.
+# Optional keys by kind, with the keys whose quotient is their default.
 _QUOTIENTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "ministral": {"head_dim": ("embed_dim", "num_heads")}
 }
@@ -91,7 +91,7 @@ _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
 class ModelAxes:
-    """Names the axes of the tensors of one model; keys of its config may be anything.
+    """Names the axes of tensors of one model, whose config may have any keys and values.
 
     >>> axes = ModelAxes("gpt", {"vocab_size": 19, "embed_dim": 8})
     >>> axes.of("tok_embeddings.weight", (19, 8)), axes.of("lm_head", (8, 20))
@@ -106,7 +106,7 @@ class ModelAxes:
         self._known: dict[tuple[str, tuple[int, ...]], _Names | None] = {}
 
     def of(self, name: str, shape: tuple[int, ...]) -> _Names | None:
-        """Name each axis of a tensor that has the size the config gives; None without names."""
+        """Name the axes whose size is the one in the config; None if no axis gets a name."""
         if not self._axes:
             return None
         key = _NUMBER.sub("*", name), shape
@@ -126,18 +126,25 @@ class ModelAxes:
 
 
 def _sizes(kind: str, config: Any) -> dict[str, int | None]:
-    """Compute the size of each axis; None where the config does not tell."""
+    """Compute the size of each axis; None where the config does not determine it."""
     entries = config.items() if type(config) is dict else ()
-    known = {key: n for key, n in entries if type(n) is int and 0 < n <= kit.LARGEST}
+    counts = {key: n for key, n in entries if type(n) is int and 0 < n <= kit.LARGEST}
     for key, (dividend, divisor) in _QUOTIENTS.get(kind, {}).items():
-        if type(config) is dict and config.get(key) is None and {dividend, divisor} <= known.keys():
-            quotient, left = divmod(known[dividend], known[divisor])
-            if quotient and not left:
-                known[key] = quotient
+        if (
+            type(config) is dict
+            and config.get(key) is None
+            and {dividend, divisor} <= counts.keys()
+        ):
+            quotient, remainder = divmod(counts[dividend], counts[divisor])
+            if quotient and not remainder:
+                counts[key] = quotient
     sizes: dict[str, int | None] = {}
     for name, text in _SIZES.get(kind, {}).items():
         terms = [
-            [int(factor) if factor.isdigit() else known.get(factor) for factor in term.split(" * ")]
+            [
+                int(factor) if factor.isdigit() else counts.get(factor)
+                for factor in term.split(" * ")
+            ]
             for term in text.split(" + ")
         ]
         products = [prod(factor for factor in term if factor is not None) for term in terms]
@@ -149,7 +156,7 @@ def _sizes(kind: str, config: Any) -> dict[str, int | None]:
 
 LARGEST_CONFIG = 1 << 26
 
-# As serde_json, which the reference reader uses.
+# The limit of serde_json, which the reference reader uses.
 _DEEPEST = 127
 _COUNTS = 1 << 64
 
@@ -163,7 +170,7 @@ _STREAMING_COUNTS = (
 
 
 class ModelConfig(NamedTuple):
-    """What a config says of the model, and all of it as attributes of the file."""
+    """A parsed config: kind and config of the model, and attributes of the file."""
 
     kind: str | None
     config: Any
@@ -172,7 +179,7 @@ class ModelConfig(NamedTuple):
 
 
 def parse_config(data: bytes, offset: int) -> ModelConfig:
-    """Read a config; whatever else is JSON is kept with a warning: the tensors do not need it."""
+    """Parse a config; other JSON gives a warning, because the tensors are readable without it."""
     value = _strict(data, offset)
     if type(value) is dict and type(value.get("kind")) is str:
         config = value.setdefault("config", None)
@@ -197,7 +204,7 @@ def _strict(data: bytes, offset: int | None = None) -> Any:
 
 
 def _is_gpt_config(value: Any) -> bool:
-    """Whether gpt.rs reads this as a config of its GPT; what else it has does not matter."""
+    """Return whether gpt.rs reads this as a config of its GPT; it ignores other keys."""
     if type(value) is not dict or type(value.get("dropout")) not in {int, float}:
         return False
     counts = [value.get(key) for key in _GPT_COUNTS]
@@ -211,7 +218,7 @@ def _are_overrides(value: Any) -> bool:
 
 
 def _is_policy(value: Any) -> bool:
-    """Whether this is a policy: ``""``, ``force=<impl>``, ``benchmark[(cache=N)]``."""
+    """Return whether this is a policy: ``""``, ``force=<impl>``, ``benchmark[(cache=N)]``."""
     if type(value) is not str:
         return False
     text = value.strip()
@@ -233,30 +240,30 @@ def write_config(kind: str, config: Any, more: Mapping[str, Any]) -> bytes:
     """Write a config as gpt.rs's exporter does: compact, in ASCII, keys as they are."""
     value = {"kind": kind, "config": config, **more}
     if "runtime" in more and not _is_runtime(more["runtime"]):
-        reason = "the attribute runtime is not a runtime config that gpt.rs takes"
+        reason = "the attribute runtime is not a runtime config that gpt.rs accepts"
         raise UnsupportedError(reason, rule="ConfigRuntime", hint="Correct it, or remove it")
     try:
-        return _json_that_comes_back(value)
+        return _reversible_json(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedError(
             f"kind and config cannot be written as JSON: {error}",
             rule="ConfigJson",
-            hint="It takes dicts with text as keys, lists, texts, finite numbers, booleans, None",
+            hint="Use dicts with text as keys, lists, texts, finite numbers, booleans and None",
         ) from error
 
 
-def _json_that_comes_back(value: Any) -> bytes:
+def _reversible_json(value: Any) -> bytes:
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(data) > LARGEST_CONFIG:
         raise ValueError(f"{len(data)} bytes are more than {LARGEST_CONFIG}")
     # Keys that are numbers become texts, and tuples lists.
     if _strict(data) != value:
-        raise ValueError("something else would come back")
+        raise ValueError("it would read back as a different value")
     return data
 
 
 def _is_runtime(value: Any) -> bool:
-    """Whether gpt.rs takes this as a runtime config; it ignores keys that it does not know."""
+    """Return whether gpt.rs accepts this as a runtime config; it ignores unknown keys."""
     if type(value) is not dict or not _are_overrides(value.get("functional_overrides", {})):
         return False
     streaming = value.get("weight_streaming", {})

@@ -69,7 +69,7 @@ from xckpt.formats.mlcp.records import (
     written_block,
     written_string,
 )
-from xckpt.formats.plan import Draft, Plan, PlannedPart, WantedTensor, placed, referring
+from xckpt.formats.plan import Draft, Plan, PlannedPart, WantedTensor, place_parts, plan_main_file
 from xckpt.index import Index, Part, Shard, Tensor
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Mlcp(Format):
         size, notes, tensors = source.size, tuple(warnings), _tensors(shards)
         index = Index(self.name, version, tensors, attrs, source.name, size, files, notes)
         keys = (kit.DIMS_KEY, kit.ARRANGEMENT_KEY)
-        return kit.arranged(index, {key: stated.custom_field(key) for key in keys})
+        return kit.with_arrangement(index, {key: stated.custom_field(key) for key in keys})
 
     def plan(self, draft: Draft, *, multi_shard: bool | None = None) -> Plan:
         """Plan a checkpoint in one file, or metadata and a file for each shard.
@@ -414,7 +414,7 @@ def _in_one(
     offset = len(head)
     planned: list[PlannedPart] = []
     for shard, group in zip(shards, tensors, strict=True):
-        planned += placed(group, shard.offsets, offset)
+        planned += place_parts(group, shard.offsets, offset)
         offset += shard.file_size
     return Plan.headed(head, planned, offset)
 
@@ -428,7 +428,7 @@ def _in_several(
     files, listed = {}, []
     for shard, group in zip(shards, tensors, strict=True):
         path = candidates(draft.path, shard.rank)[0]
-        planned = placed(group, shard.offsets, HEADER.size)
+        planned = place_parts(group, shard.offsets, HEADER.size)
         for part in planned:
             end = (part.offset or 0) - HEADER.size + part.part.nbytes
             _check_i32(end, f"the data of rank {shard.rank} up to here", part.tensor)
@@ -446,7 +446,7 @@ def _in_several(
         ]
         return metadata.write(draft.attrs, renamed, {"payload": None, **custom})
 
-    return referring(files, with_names)
+    return plan_main_file(files, with_names)
 
 
 def _check_i32(nbytes: int, label: str, tensor: str | None = None) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Readable
 
-#: In the order of their numbers in metadata.
+#: Element types by data type, in the order of their numbers in metadata.
 DATA_TYPES = {
     "Float16": "float16",
     "Float32": "float32",
@@ -138,7 +138,7 @@ class Record(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the stated size is that of the shape."""
+        """True if the stated size matches the shape."""
         return self.nbytes == nbytes_of(self.dtype, prod(self.shape))
 
     def size_error(self, offset: int | None = None) -> FormatError:
@@ -201,11 +201,11 @@ def written_block(records: Sequence[Record]) -> bytes:
     return b"".join(written)
 
 
-def element_type(spelled: str, where: str = "the") -> str:
+def element_type(spelled: str, place: str = "the") -> str:
     """Return the element type of a data type."""
     dtype = DATA_TYPES.get(spelled)
     if dtype is None:
-        reason = f"{where} data type {shown(spelled)} is not one of {', '.join(DATA_TYPES)}"
+        reason = f"{place} data type {shown(spelled)} is not one of {', '.join(DATA_TYPES)}"
         raise FormatError(reason, rule="DataType")
     return dtype
 
@@ -513,8 +513,8 @@ def _offsets(shard: ListedShard, file: ShardFile) -> list[int]:
                 reason = f"bytes {offset} to {offset + size} exceed the {nbytes} bytes of the shard"
                 raise FormatError(reason, tensor=name, rule="Bounds")
             ranges.append((offset, offset + size, name))
-        for at, name, other in kit.overlaps(ranges, shared=True):
-            reason = f"the data at byte {at} overlap the data of {shown(other)}"
+        for at, name, overlapped in kit.find_overlaps(ranges, shared=True):
+            reason = f"the data at byte {at} overlap the data of {shown(overlapped)}"
             raise FormatError(reason, tensor=name, rule="Overlap")
     else:
         *offsets, total = places(records)

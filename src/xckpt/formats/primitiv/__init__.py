@@ -88,11 +88,11 @@ _OPTIMIZERS = frozenset({"SGD", "MomentumSGD", "AdaGrad", "RMSProp", "AdaDelta",
 _COMMON = frozenset({"Optimizer", "Trainer"})
 _WEIGHT = re.compile(r"(p?)w((?:_\w+?)?\d*)", re.ASCII)
 _LINE_ENDS = (
-    "Bytes 0d 0a are here: the file may have been written or copied in a text mode that ends lines "
-    "so, as primitiv does on Windows; what it held is not certain any more"
+    "Bytes 0d 0a are here: the file may have been written or copied in a text mode that changes "
+    "line ends, as primitiv does on Windows. Write it again in binary mode"
 )
 _LOST_ONES = "axes of length 1 at the end, which primitiv leaves out"
-_LOST_NAMES = "names that are read as others"
+_LOST_NAMES = "names that will read differently"
 _FILTER = ("kernel_height", "kernel_width", "channels_in", "channels_out")
 
 
@@ -121,12 +121,12 @@ class Primitiv(Format):
         source : Readable
             The file.
         with_stats : bool, default True
-            Whether to list the statistics that optimizers keep of parameters.
+            List the statistics that optimizers keep of parameters.
 
         Returns
         -------
         Index
-            Every tensor; of a Shape or an Optimizer nothing but attributes.
+            Index of all tensors. The index of a Shape or an Optimizer has attributes only.
         """
         objects, notes = ObjectCursor(source), kit.Notes()
         try:
@@ -137,7 +137,9 @@ class Primitiv(Format):
                 error.hint = _LINE_ENDS
             raise
         if not with_stats:
-            tensors = {name: each for name, each in tensors.items() if "stat" not in each.attrs}
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if "stat" not in tensor.attrs
+            }
         texts = notes.warnings()
         return Index(self.name, "0.1", tensors, attrs, source.name, source.size, warnings=texts)
 
@@ -147,19 +149,19 @@ class Primitiv(Format):
         Parameters
         ----------
         draft : Draft
-            What is written. An axis named ``batch`` that is the last one is the batch; of the
-            others trailing ones of length 1 are left out.
+            Contents of the file. The last axis is the batch if its name is ``batch``. Trailing
+            axes of length 1 before it are dropped.
         data_type : {"Shape", "Tensor", "Parameter", "Model", "Optimizer"}, optional
-            What the file holds. By default what the attribute ``data_type`` of the draft says; else
-            an Optimizer if there are settings and no tensors; else a Model.
+            Type of the file. By default the attribute ``data_type`` of the draft; else Optimizer
+            for settings without tensors; else Model.
         """
         kit.check_option("data_type", data_type, _CODES)
         self.check(draft)
         kind = data_type or _kind(draft)
         for owner, attrs in _OWN_ATTRS.items():
-            if owner != kind and (found := [attr for attr in attrs if attr in draft.attrs]):
+            if owner != kind and (foreign := [attr for attr in attrs if attr in draft.attrs]):
                 article = "an" if owner == "Optimizer" else "a"
-                reason = f"the attribute {found[0]!r} belongs in {article} {owner} file, "
+                reason = f"the attribute {foreign[0]!r} belongs in {article} {owner} file, "
                 reason += f"and this is a {kind} file"
                 hint = f"Remove it, or write a file of its own with data_type={owner!r}"
                 raise UnsupportedError(reason, rule="Attribute", hint=hint)
@@ -182,7 +184,7 @@ class Primitiv(Format):
         return Plan(tuple(literals), tuple(planned), nbytes=at + len(header), losses=losses)
 
     def _losses(self, parameters: list[Parameter]) -> dict[str, list[str]]:
-        """Name the tensors that come back with other axes, or under other names."""
+        """List tensors that will read back with other axes or names, by kind of loss."""
         modules: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
         for parameter in parameters:
             *module, leaf = parameter.key
@@ -191,7 +193,10 @@ class Primitiv(Format):
         losses: dict[str, list[str]] = {_LOST_ONES: [], LOST_DIMS: [], _LOST_NAMES: []}
         for key, value, stats in parameters:
             read_dims = axes[key[:-1]].get(key[-1])
-            for tensor, stat in [(value, None), *((of, stat) for stat, of in stats.items())]:
+            for tensor, stat in [
+                (value, None),
+                *((statistic, stat) for stat, statistic in stats.items()),
+            ]:
                 dims = list(tensor.dims or ())
                 is_batched = dims[-1:] == ["batch"]
                 if tensor.shape[-1:] == (1,) or (is_batched and tensor.shape[-2:-1] == (1,)):
@@ -226,18 +231,18 @@ class Primitiv(Format):
 def _read_content(
     objects: ObjectCursor, notes: kit.Notes
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a whole file, but the data."""
+    """Read a whole file except the data."""
     if not objects.left:
         raise FormatError("the file is empty", offset=0, rule="EndOfFile")
     major, minor = objects.uint32("major version"), objects.uint32("minor version")
     if (major, minor) != (0, 1):
-        reason = f"version {major}.{minor} of the format, but only 0.1 is read"
+        reason = f"version {major}.{minor} of the format, but only 0.1 is supported"
         raise UnsupportedError(reason, offset=0, rule="Version")
     start = objects.at
     code = objects.uint32("data type")
     if code not in _KINDS:
-        known = ", ".join(f"0x{known:x}" for known in _KINDS)
-        reason = f"data type 0x{code:x} is not one of {known}"
+        supported = ", ".join(f"0x{number:x}" for number in _KINDS)
+        reason = f"data type 0x{code:x} is not one of {supported}"
         raise FormatError(reason, offset=start, rule="DataType")
     kind = _KINDS[code]
     tensors: list[Tensor] = []
@@ -259,11 +264,11 @@ def _read_content(
     if objects.left:
         trailing = f"trailing bytes ({objects.left} from byte {objects.at} on)"
         notes.add("ignored, as by primitiv", trailing)
-    return {each.name: each for each in tensors}, {"data_type": kind, **attrs}
+    return {tensor.name: tensor for tensor in tensors}, {"data_type": kind, **attrs}
 
 
 def _content(draft: Draft, kind: str) -> Pieces:
-    """Write the content of a file of a type."""
+    """Yield the content of a file of the given type."""
     if kind in _OWN_ATTRS:
         for tensor in draft.tensors.values():
             reason = f"a file of type {kind} has no tensors"
@@ -277,8 +282,8 @@ def _content(draft: Draft, kind: str) -> Pieces:
         return
     count = len(draft.tensors) if kind == "Tensor" else len(parameters)
     if count != 1:
-        reason = f"a {kind} file holds one {kind.lower()} without a name, and not {count}"
-        hint = "data_type='Model' holds any number of parameters by their names"
+        reason = f"a {kind} file holds one {kind.lower()} without a name, not {count}"
+        hint = "Use data_type='Model', which holds any number of named parameters"
         name = parameters[-1].value.name if parameters else None
         raise UnsupportedError(reason, tensor=name, rule="Count", hint=hint)
     [parameter] = parameters
@@ -292,24 +297,24 @@ def _shape(draft: Draft) -> Pieces:
         reason = f"dims {dims!r} and batch {batch!r} are not a shape of 1 to {U32 - 1} elements"
         hint = "Correct the attributes dims and batch"
         raise UnsupportedError(reason, rule="ShapeSize", hint=hint)
-    kept = trimmed(dims)
-    if len(kept) > MOST_DIMS:
-        reason = f"{len(kept)} dims, but primitiv has at most {MOST_DIMS}"
+    trimmed_dims = trimmed(dims)
+    if len(trimmed_dims) > MOST_DIMS:
+        reason = f"{len(trimmed_dims)} dims, but primitiv has at most {MOST_DIMS}"
         raise UnsupportedError(reason, rule="ShapeDepth", hint="Correct the attribute dims")
-    yield packed_shape(kept, batch)
+    yield packed_shape(trimmed_dims, batch)
 
 
 # --- optimizers -----------------------------------------------------------------------------------
 
 
 def _read_settings(
-    objects: ObjectCursor, notes: kit.Notes, what: str, read: Callable[[str], float]
+    objects: ObjectCursor, notes: kit.Notes, label: str, read: Callable[[str], float]
 ) -> dict[str, float]:
     settings: dict[str, float] = {}
-    for _ in range(objects.length(MAP, what)):
-        name = objects.string(f"name in {what}")
+    for _ in range(objects.length(MAP, label)):
+        name = objects.string(f"name in {label}")
         check_utf8(notes, "setting", name)
-        value = read(f"value in {what}")
+        value = read(f"value in {label}")
         if name in settings:
             reason = "there twice; the first counts, as for primitiv"
             notes.add(reason, f"setting {shown(name)}")
@@ -319,8 +324,8 @@ def _read_settings(
 
 def _optimizer_class(names: list[str]) -> str | None:
     """Infer the class of an optimizer, which no file states, from the names of its settings."""
-    found = {name.partition(".")[0] for name in names if "." in name} - _COMMON
-    classes = found & _OPTIMIZERS or found
+    prefixes = {name.partition(".")[0] for name in names if "." in name} - _COMMON
+    classes = prefixes & _OPTIMIZERS or prefixes
     return classes.pop() if len(classes) == 1 else None
 
 
@@ -339,7 +344,7 @@ def _optimizer(draft: Draft) -> Pieces:
         names += settings
     optimizer = draft.attrs.get("optimizer")
     if optimizer not in {None, _optimizer_class(names)}:
-        reason = f"is {optimizer!r}, but the names of the settings say {_optimizer_class(names)!r}"
+        reason = f"is {optimizer!r}, but the settings are those of {_optimizer_class(names)!r}"
         raise _bad_setting("optimizer", reason)
 
 
@@ -364,13 +369,13 @@ def _bad_setting(attr: str, reason: str) -> UnsupportedError:
 
 
 def _kind(draft: Draft) -> str:
-    """Return the type of data that attributes state, or that fits them."""
+    """Return the type of data that the attributes state, or else the one that fits them."""
     stated = draft.attrs.get("data_type")
     if stated is None:
         has_settings = bool({"uint_configs", "float_configs"} & draft.attrs.keys())
         return "Optimizer" if has_settings and not draft.tensors else "Model"
     if not isinstance(stated, str) or stated not in _CODES:
         reason = f"the attribute data_type is {stated!r}, not one of {', '.join(_CODES)}"
-        hint = "Remove it, or say data_type="
+        hint = "Remove it, or pass data_type="
         raise UnsupportedError(reason, rule="DataType", hint=hint)
     return stated

@@ -64,30 +64,30 @@ MAP = LengthType("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
 class ObjectCursor(kit.Cursor):
     """A reader of consecutive objects, which accepts only the expected types.
 
-    ``msgpack.Unpacker`` cannot jump over data, and its position is not that in the file.
+    ``msgpack.Unpacker`` can neither skip data nor report its position in the file.
     """
 
     __slots__ = ()
 
     def uint32(self, what: str) -> int:
         """Read an integer of type uint32, the only one that primitiv knows."""
-        found: int = _INTEGER.unpack(self._number(_UINT32, what))[1]
-        return found
+        value: int = _INTEGER.unpack(self._number(_UINT32, what))[1]
+        return value
 
     def uint32s(self, count: int, what: str) -> list[int]:
-        """Read some integers that follow each other."""
+        """Read consecutive integers."""
         if 5 * count <= self.left:
-            found = self.take(5 * count, what)
-            if found[::5].count(_UINT32) == count:
-                return list(unpack(">" + "xI" * count, found))
+            data = self.take(5 * count, what)
+            if data[::5].count(_UINT32) == count:
+                return list(unpack(">" + "xI" * count, data))
             self.at -= 5 * count
-        # One at a time, to find which is wrong.
+        # Read them one at a time, so that the error has the position of the wrong one.
         return [self.uint32(what) for _ in range(count)]
 
     def float32(self, what: str) -> float:
         """Read a number of type float32."""
-        found: float = _FLOAT.unpack(self._number(_FLOAT32, what))[1]
-        return found
+        value: float = _FLOAT.unpack(self._number(_FLOAT32, what))[1]
+        return value
 
     def length(self, kind: LengthType, what: str) -> int:
         """Read the length that an object begins with."""
@@ -105,15 +105,15 @@ class ObjectCursor(kit.Cursor):
         nbytes = self.length(STR, what)
         if nbytes > _LONGEST_TEXT:
             self.require(nbytes, what)
-            reason = f"{what}: {nbytes} bytes, but at most {_LONGEST_TEXT} are read"
+            reason = f"{what}: {nbytes} bytes, more than the limit of {_LONGEST_TEXT}"
             raise UnsupportedError(reason, offset=self.at, rule="TextLength")
         return self.take(nbytes, what).decode("utf-8", "surrogateescape")
 
     def _number(self, code: int, what: str) -> bytes:
-        found = self.take(1, what)[0]
+        type_byte = self.take(1, what)[0]
         self.at -= 1
-        if found != code:
-            raise self._mistyped(what, found, f"0x{code:02x} ({_NAMES[code]})")
+        if type_byte != code:
+            raise self._mistyped(what, type_byte, f"0x{code:02x} ({_NAMES[code]})")
         return self.take(5, what)
 
     def _mistyped(self, what: str, code: int, expected: str) -> FormatError:
@@ -128,17 +128,17 @@ class ObjectCursor(kit.Cursor):
 
 
 def packed_uint32(*numbers: int) -> bytes:
-    """Write integers, each always in 5 bytes."""
+    """Encode integers, in 5 bytes each."""
     return b"".join([_INTEGER.pack(_UINT32, number) for number in numbers])
 
 
 def packed_float32(number: float) -> bytes:
-    """Write a number, always in 5 bytes."""
+    """Encode a number, in 5 bytes."""
     return _FLOAT.pack(_FLOAT32, number)
 
 
 def packed_string(text: str) -> bytes:
-    """Write a str."""
+    """Encode a str."""
     data = text.encode("utf-8", "surrogateescape")
     return STR.pack(len(data)) + data
 
@@ -163,22 +163,22 @@ def read_shape(objects: ObjectCursor) -> tuple[list[int], int]:
 
 
 def packed_shape(dims: Sequence[int], batch: int) -> bytes:
-    """Write dims and batch."""
+    """Encode dims and batch."""
     return ARRAY.pack(len(dims)) + packed_uint32(*dims, batch)
 
 
 def trimmed(dims: Sequence[int]) -> list[int]:
-    """Leave out the trailing dims that are 1, as primitiv does."""
-    kept = list(dims)
-    while kept and kept[-1] == 1:
-        kept.pop()
-    return kept
+    """Return dims without trailing ones, as primitiv stores them."""
+    result = list(dims)
+    while result and result[-1] == 1:
+        result.pop()
+    return result
 
 
 def read_tensor(
     objects: ObjectCursor, name: str, attrs: Mapping[str, Any], path: tuple[str, ...] | None
 ) -> Tensor:
-    """Read the head of a tensor, and go on after its data."""
+    """Read the head of a tensor, and skip its data."""
     try:
         dims, batch = read_shape(objects)
         start = objects.at
@@ -190,7 +190,7 @@ def read_tensor(
         objects.skip(nbytes, "data")
     except CheckpointError as error:
         raise error.located(tensor=name) from None
-    # No other axis is sure: keys are the user's own words, and a shape does not tell its role.
+    # No other axis can be named: users choose the keys, and a shape does not determine its role.
     axes = (*(None for _ in dims), "batch") if batch > 1 else None
     shape = (*dims, batch) if batch > 1 else (*dims,)
     parts = {"data": Part("float32", shape, offset, nbytes)}
@@ -198,7 +198,7 @@ def read_tensor(
 
 
 def packed_tensor(tensor: WantedTensor, *, batched: bool = True) -> tuple[bytes, WantedTensor]:
-    """Write the head of a tensor, after checking that it can be stored."""
+    """Return the encoded head of a tensor and the tensor, after checking that it can be stored."""
     has_batch = tensor.dims is not None and tensor.dims[-1:] == ("batch",)
     dims = trimmed(tensor.shape[:-1] if has_batch else tensor.shape)
     batch = tensor.shape[-1] if has_batch else 1
@@ -213,14 +213,14 @@ def packed_tensor(tensor: WantedTensor, *, batched: bool = True) -> tuple[bytes,
         hint = "Reshape it"
     elif batch > 1 and not batched:
         reason, rule = f"a batch of {batch}: primitiv would not load the parameter", "Batch"
-        hint = "Rename its axis 'batch', so that it is one like the others"
+        hint = "Rename its axis 'batch', so that it becomes an ordinary axis"
     else:
         return packed_shape(dims, batch) + BIN.pack(4 * tensor.size), tensor
     raise refused(tensor, reason, rule, hint)
 
 
 def refused(tensor: WantedTensor, reason: str, rule: str, hint: str) -> UnsupportedError:
-    """Make the error for a tensor that cannot be written."""
+    """Return the error for a tensor that cannot be written."""
     return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
 
@@ -239,12 +239,12 @@ _ESCAPE = re.compile("%([0-9A-F]{2})")
 _ERRORS = "surrogateescape"
 # The name of a parameter whose key is a single text without characters.
 _NAMELESS = "%"
-# Longer keys state no path: a tree then splits their names, which it does up to a depth.
+# Tensors with longer keys get no path; a tree splits their names instead, up to its own limit.
 _DEEPEST = 64
 
 
 def variable_name(key: Sequence[str], stat: str | None = None) -> str:
-    """Join the elements of a parameter's key, so that no two keys get one name."""
+    """Join the elements of a parameter's key, such that different keys have different names."""
     if _IN_ELEMENT.search("".join(key)) is not None:
         key = [_IN_ELEMENT.sub(_escaped, element) for element in key]
     name = ".".join(key) or _NAMELESS
@@ -252,7 +252,7 @@ def variable_name(key: Sequence[str], stat: str | None = None) -> str:
 
 
 def value_path(key: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the place of a parameter's value in a tree; its statistics are next to it."""
+    """Return the path of a parameter's value in a tree; its statistics are in the same node."""
     if len(key) > _DEEPEST:
         return None
     return (*key[:-1], _IN_LEAF.sub(_escaped, key[-1]))
@@ -261,24 +261,26 @@ def value_path(key: Sequence[str]) -> tuple[str, ...] | None:
 def key_and_stat(tensor: WantedTensor) -> tuple[tuple[str, ...], str | None]:
     """Return the key of a parameter, and which of its statistics a tensor is."""
     if tensor.path:
-        own, colon, stat = tensor.path[-1].partition(":")
-        key = (*tensor.path[:-1], _unescaped(own))
+        leaf, colon, stat = tensor.path[-1].partition(":")
+        key = (*tensor.path[:-1], _unescaped(leaf))
         placed = key, stat if colon else None
-        # Where both should agree and do not, the variable was renamed.
+        # If the name does not match the path, the variable was renamed, and its name counts.
         if "key" not in tensor.attrs or variable_name(*placed) == tensor.name:
             return placed
-    # Else the name is taken apart, as `variable_name` joined it.
+    # Otherwise parse the name, as the inverse of `variable_name`.
     joined, colon, escaped = tensor.name.partition(":")
     elements = [] if joined == _NAMELESS else joined.split(".")
     key = tuple([_unescaped(element) for element in elements or [""]])
-    made = _unescaped(escaped) if colon else None
-    if variable_name(key, made) != tensor.name or not all(map(_comes_back, (*key, made or ""))):
+    parsed_stat = _unescaped(escaped) if colon else None
+    if variable_name(key, parsed_stat) != tensor.name or not all(
+        map(_comes_back, (*key, parsed_stat or ""))
+    ):
         return whole_key(tensor), None
-    return key, made
+    return key, parsed_stat
 
 
 def whole_key(tensor: WantedTensor) -> tuple[str, ...]:
-    """Return the key of a tensor whose name means nothing here."""
+    """Return the key of a tensor whose name was not made by `variable_name`."""
     return tuple(tensor.path or tensor.name.split("."))
 
 
@@ -292,7 +294,7 @@ def _unescaped(text: str) -> str:
 
 
 def _comes_back(text: str) -> bool:
-    """Whether reading returns the text: not if its single bytes make up a character."""
+    """Return whether a text survives writing and reading; escaped bytes may form a character."""
     try:
         return text.encode("utf-8", _ERRORS).decode("utf-8", _ERRORS) == text
     except UnicodeEncodeError:
@@ -331,7 +333,7 @@ def read_parameter(
 
 
 def packed_parameter(parameter: Parameter) -> Pieces:
-    """Write a value and its statistics."""
+    """Encode a value and its statistics."""
     yield from packed_tensor(parameter.value, batched=False)
     yield packed_uint32(len(parameter.stats))
     for name, stat in parameter.stats.items():
@@ -354,14 +356,14 @@ def read_model(objects: ObjectCursor, notes: kit.Notes) -> list[Tensor]:
         if parameters.pop(name, None) is not None:
             notes.add("there twice; the last counts, as for primitiv", _named(name))
         parameters[name] = tensors
-    for key, _ in _modules(sorted(each[0].attrs["key"] for each in parameters.values())):
-        reason = "a parameter and also a module, which no model of primitiv can have"
+    for key, _ in _modules(sorted(tensors[0].attrs["key"] for tensors in parameters.values())):
+        reason = "both a parameter and a module, which primitiv does not permit"
         notes.add(reason, _named(variable_name(key)))
-    return [each for tensors in parameters.values() for each in tensors]
+    return [tensor for tensors in parameters.values() for tensor in tensors]
 
 
 def packed_model(parameters: list[Parameter]) -> Pieces:
-    """Write parameters, which are in the order of their keys."""
+    """Encode parameters, which must be sorted by key."""
     yield packed_uint32(len(parameters))
     for parameter in parameters:
         yield ARRAY.pack(len(parameter.key)) + b"".join(map(packed_string, parameter.key))
@@ -369,7 +371,7 @@ def packed_model(parameters: list[Parameter]) -> Pieces:
 
 
 class Parameter(NamedTuple):
-    """A parameter that is written: its statistics have the order of their tensors."""
+    """A parameter to be written, with its statistics in the order of their tensors."""
 
     key: tuple[str, ...]
     value: WantedTensor
@@ -377,7 +379,7 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(draft: Draft) -> list[Parameter]:
-    """Find the parameters among tensors of any names, and their statistics."""
+    """Group tensors, which may have any names, into parameters with their statistics."""
     values: dict[tuple[str, ...], WantedTensor] = {}
     stats: list[tuple[tuple[str, ...], str, WantedTensor]] = []
     for tensor in draft.tensors.values():
@@ -385,7 +387,7 @@ def parameters_of(draft: Draft) -> list[Parameter]:
         try:
             _encoded((*key, stat or ""))
         except UnicodeEncodeError:
-            reason = "half of a surrogate pair in the name is not text"
+            reason = "the name has half of a surrogate pair, which is not text"
             rule = "Key" if stat is None else "Statistic"
             raise refused(tensor, reason, rule, "Rename it") from None
         if stat is None:
@@ -403,13 +405,13 @@ def parameters_of(draft: Draft) -> list[Parameter]:
         else:
             # A colon in a name of another format.
             _add(values, whole_key(tensor), tensor)
-    found = [Parameter(key, value, owned.get(key, {})) for key, value in values.items()]
-    found.sort(key=lambda each: _encoded(each.key))
-    for key, following in _modules([each.key for each in found]):
-        reason = f"it is a parameter, and also a module that has {shown(values[following].name)}: "
-        reason += "no model of primitiv can have both"
+    parameters = [Parameter(key, value, owned.get(key, {})) for key, value in values.items()]
+    parameters.sort(key=lambda parameter: _encoded(parameter.key))
+    for key, following in _modules([parameter.key for parameter in parameters]):
+        reason = f"it is a parameter, but also the module of {shown(values[following].name)}, "
+        reason += "which primitiv does not permit"
         raise refused(values[key], reason, "Key", "Rename one of them")
-    return found
+    return parameters
 
 
 def _encoded(key: Sequence[str]) -> list[bytes]:
@@ -417,21 +419,21 @@ def _encoded(key: Sequence[str]) -> list[bytes]:
 
 
 def _modules(keys: list[_K]) -> Iterator[tuple[_K, _K]]:
-    """Find keys that others begin with: each is right before such a one in order."""
+    """Yield sorted keys that are a prefix of the next key, with that key."""
     for key, following in pairwise(keys):
         if following[: len(key)] == key:
             yield key, following
 
 
 def _add(tensors: dict[_N, WantedTensor], key: _N, tensor: WantedTensor) -> None:
-    other = tensors.setdefault(key, tensor)
-    if other is not tensor:
-        reason = f"its key is that of {shown(other.name)} too"
+    first = tensors.setdefault(key, tensor)
+    if first is not tensor:
+        reason = f"it has the same key as {shown(first.name)}"
         raise refused(tensor, reason, "DuplicateName", "Rename one of them")
 
 
 def check_utf8(notes: kit.Notes, what: str, name: str) -> None:
-    """Note a text that is not UTF-8."""
+    """Add a note if a text is not UTF-8."""
     if _NOT_UTF8.search(name) is not None:
         notes.add("not UTF-8", f"{what} {shown(name)}")
 

@@ -130,7 +130,7 @@ class ZTensor(Format):
         is_1_0 = magic == v1.MAGIC and bytes(source.read(source.size - 8, 8)) != v1.MAGIC
         if not is_1_0 and magic != v2.MAGIC:
             raise UnsupportedError(
-                "only files of version 1.0 and 2 are added to",
+                "tensors can be added to files of version 1.0 and 2 only",
                 path=source.name,
                 rule="Version",
                 hint="Convert it first",
@@ -149,4 +149,4 @@ class ZTensor(Format):
 
 def _refuse_alignment(alignment: int | None) -> None:
     if alignment is not None:
-        raise ValueError("alignment= is an option of version='2'; version 1.0 has 64")
+        raise ValueError("alignment= is an option of version='2'; version 1.0 aligns to 64 bytes")

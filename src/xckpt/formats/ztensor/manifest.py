@@ -1,4 +1,4 @@
-"""The common ground of all versions: CBOR manifest, attributes, element types, checks of parts.
+"""Code that all versions of zTensor share: CBOR, attributes, element types, checks of parts.
 
 cbor2 neither recognises deterministic encoding nor reports bytes after the first value, so both are
 checked here. Functions for a layout get parts with the shape None, check their sizes, and return
@@ -133,7 +133,7 @@ def _keys_length(keys: tuple[Any, ...]) -> int:
     """Count the bytes of a map's head and keys, which must be in bytewise order."""
     import cbor2
 
-    # cbor2's canonical order is that of RFC 7049, shorter keys first; for text it is the same.
+    # cbor2 sorts as RFC 7049 does, shorter keys first; for text the order is the same.
     try:
         encoded = [cbor2.dumps(key, canonical=True) for key in keys]
     except cbor2.CBORError as error:
@@ -154,7 +154,7 @@ def text(field: str, value: Any) -> str:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return attributes of a file: a map with text keys, and in it whatever CBOR has."""
+    """Return the attributes of a file: a map with text keys and any CBOR values."""
     if value is None:
         return {}
     for key in kit.mapping("attributes", value):
@@ -205,21 +205,21 @@ def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
     }
 
 
-def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
-    reason, hint = f"an attribute is {what}", "Give it as text, or leave it out"
+def _no_attribute(problem: str, tensor: str | None) -> UnsupportedError:
+    reason, hint = f"an attribute is {problem}", "Pass it as text, or leave it out"
     return UnsupportedError(reason, tensor=tensor, rule="Attributes", hint=hint)
 
 
 def kept_attributes(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a file that grows, but for what is written anew."""
-    kept = attributes(root.get("attributes"))
-    return {key: kept[key] for key in kept if key not in {kit.DIMS_KEY, kit.ARRANGEMENT_KEY}}
+    """Return the attributes of a file that grows, except those that are written again."""
+    attrs = attributes(root.get("attributes"))
+    return {key: attrs[key] for key in attrs if key not in {kit.DIMS_KEY, kit.ARRANGEMENT_KEY}}
 
 
 def root_attributes(
     draft: Draft, levels: int, key_order: Callable[[str], Any], old: Index | None = None
 ) -> dict[str, Any]:
-    """Return the attributes of a file to be written, and what is kept of all its tensors in them.
+    """Return the attributes of a new file, with the arrangement of its tensors among them.
 
     `key_order` sorts the keys of a manifest; `old` is the file to which the tensors are added.
     """
@@ -240,17 +240,17 @@ def root_attributes(
 
 Shape = tuple[int, ...]
 
-#: The attribute of a tensor that is shown as its parts which says how the file calls its layout.
+#: Attribute of a tensor shown as its parts: the name of its layout in the file.
 LAYOUT_KEY = "ztensor_layout"
 
-#: The parts of arrays; what the values are in comes first.
+#: Roles of the parts of each layout; the part with the values comes first.
 ROLES = {
     "dense": ("data",),
     "sparse_csr": ("values", "indices", "indptr"),
     "sparse_coo": ("values", "coords"),
 }
 
-#: Of any tensor: what 64 bits count. numpy has no such arrays, but the parts of sparse ones.
+#: Limit for the elements of a tensor. Sparse tensors may exceed the limit of numpy's arrays.
 MOST_ELEMENTS = (1 << 64) - 1
 
 # --- element types --------------------------------------------------------------------------------
@@ -297,20 +297,22 @@ LOGICAL = {
     "complex128": ("complex128", "f64"),
 }
 
-# Version 1.2 has fewer, and 1.1 a name that leaves out what the others say.
+# Version 1.2 has fewer logical types; version 1.1 spells float8_e4m3fn without "fn".
 LOGICAL_1 = {
     "f8_e4m3": LOGICAL["f8_e4m3fn"],
-    **{name: of for name, of in LOGICAL.items() if name not in {"bool", "f8_e8m0", "f4_e2m1"}},
+    **{
+        name: types for name, types in LOGICAL.items() if name not in {"bool", "f8_e8m0", "f4_e2m1"}
+    },
 }
 
-# What version 2 has, and with it every version that is written; wide and common ones first.
+# Element types that can be written, which version 2 has all of; wide and common types first.
 WRITTEN = tuple(dict.fromkeys([*LONG, *(dtype for dtype, _ in LOGICAL.values())]))
 
 
 def drained(
     entries: dict[Any, Any], check_name: Callable[[str, Any], object]
 ) -> Iterator[tuple[str, Any]]:
-    """Go through the entries of tensors, which leave it: that spares the garbage collector."""
+    """Yield and remove the entries of tensors; the garbage collector then has less to visit."""
     for name in list(entries):
         check_name("name of a tensor", name)
         yield name, entries.pop(name)
@@ -319,22 +321,22 @@ def drained(
 def element(
     fields: Mapping[Any, Any], types: Mapping[str, str], logical: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str | None]:
-    """Return the element type of a part as it is spelled, and its name here if it is known."""
+    """Return a part's element type as spelled in the file, and its name here if known."""
     spelled = text("dtype", fields.get("dtype"))
-    named = fields.get("type")
-    if named is None:
+    type_name = fields.get("type")
+    if type_name is None:
         return spelled, types.get(spelled)
-    if text("type", named) not in logical:
-        return named, None
-    dtype, carrier = logical[named]
+    if text("type", type_name) not in logical:
+        return type_name, None
+    dtype, carrier = logical[type_name]
     if spelled != carrier:
-        reason = f"the type {named!r} needs the dtype {carrier!r}, not {shown(spelled)}"
+        reason = f"the type {type_name!r} needs the dtype {carrier!r}, not {shown(spelled)}"
         raise FormatError(reason, rule="Schema")
-    return named, dtype
+    return type_name, dtype
 
 
 def unknown(what: str, spelled: str, tensor: str, offset: int | None = None) -> UnsupportedError:
-    """Make the error for an element type or an encoding that is not known; the rest is read."""
+    """Return the error for an unknown element type or encoding; other tensors are readable."""
     reason, hint = f"unknown {what} {shown(spelled)}", kit.without(tensor)
     rule = "Encoding" if what == "encoding" else "Schema"
     return UnsupportedError(reason, tensor=tensor, offset=offset, rule=rule, hint=hint)
@@ -368,7 +370,7 @@ def check_dense(part: Part, shape: Shape) -> None:
     dtype = part.dtype
     expected = nbytes_of(dtype, prod(shape))
     size = part.nbytes if part.encoding is None else part.decoded_nbytes
-    # What is in the file is not too large.
+    # Data of the right size fit into an array, so only others need the second check.
     if (size != expected or not expected) and kit.is_oversized(shape, dtype):
         raise FormatError(f"{dtype} of shape {shape} is larger than an array can be", rule="Shape")
     if size != expected and size is not None:
@@ -389,7 +391,7 @@ def require_roles(
 
 
 def flat(part: Part) -> Part:
-    """Return a part that no layout explains as a list of its elements."""
+    """Return a part as a flat array of its elements; of bytes if they do not divide evenly."""
     size = decoded_size(part)
     if size is None:
         return part
@@ -463,7 +465,7 @@ def _nonzero(indexed: int | None, values: Part) -> int | None:
 
 
 class NewEntry(NamedTuple):
-    """A tensor of a manifest that is to be written, but for where its parts are."""
+    """A tensor of a new manifest, before the positions of its parts are known."""
 
     head: dict[str, Any]
     parts: dict[str, WantedPart]
@@ -471,14 +473,14 @@ class NewEntry(NamedTuple):
 
 
 def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str, Part]:
-    """Return the parts of a tensor as they are read again, wherever they are, if none is packed."""
+    """Return the parts of a tensor as a reader will see them, with offset 0."""
     if tensor.order != "C":
         raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
     parts = {}
     for role, part in tensor.parts.items():
         if part.dtype not in WRITTEN:
-            hint = f"They have {', '.join(WRITTEN)}"
-            reason = f"no version has {shown(part.dtype)[1:-1]}"
+            hint = f"Supported types are {', '.join(WRITTEN)}"
+            reason = f"zTensor does not support {shown(part.dtype)[1:-1]}"
             raise UnsupportedError(reason, tensor=tensor.name, rule="Dtype", hint=hint)
         parts[role] = Part(part.dtype, part.shape, 0, part.nbytes)
     if tensor.layout == "quantized":
@@ -503,30 +505,34 @@ def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str
     return parts
 
 
-def wished(
-    tensor: WantedTensor, parts: Mapping[str, Part], encodings: _Choices, digests: _Choices, of: Any
+def new_parts(
+    tensor: WantedTensor,
+    parts: Mapping[str, Part],
+    encodings: _Choices,
+    digests: _Choices,
+    digest_of: Any,
 ) -> dict[str, WantedPart]:
-    """Return parts as they are written, with the compression and the digest they are to have."""
+    """Return parts to be written, with the requested compression and digest."""
 
-    def choice(what: str, wanted: str | None, known: _Choices) -> str | None:
-        if wanted in known:
-            return known[wanted]
-        hint = f"Choose one of {', '.join(sorted(filter(None, known)))}"
-        reason, rule = f"the {what} {shown(wanted or '')}", what.capitalize()
+    def choice(option: str, name: str | None, choices: _Choices) -> str | None:
+        if name in choices:
+            return choices[name]
+        hint = f"Choose one of {', '.join(sorted(filter(None, choices)))}"
+        reason, rule = f"unsupported {option} {shown(name or '')}", option.capitalize()
         raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
-    asked = {}
+    result = {}
     for role, part in parts.items():
-        own = tensor.parts[role]
-        compression = choice("compression", own.compression, encodings)
-        algorithm = choice("digest", own.algorithm, digests)
-        shape = part.shape or own.shape
-        asked[role] = WantedPart(part.dtype, shape, part.nbytes, compression, algorithm, of)
-    return asked
+        requested = tensor.parts[role]
+        compression = choice("compression", requested.compression, encodings)
+        algorithm = choice("digest", requested.algorithm, digests)
+        shape = part.shape or requested.shape
+        result[role] = WantedPart(part.dtype, shape, part.nbytes, compression, algorithm, digest_of)
+    return result
 
 
 def unnamed_layout(tensor: WantedTensor, defined: Iterable[str]) -> UnsupportedError:
-    """Return the error for parts that are not an array and have no layout."""
+    """Return the error for parts that are neither an array nor of a named layout."""
     hint = f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}"
     reason = "parts of a layout without a name"
     return UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
@@ -539,7 +545,7 @@ def planned(
     alignment: int,
     finish: Callable[[Mapping[tuple[str, str], Written]], tuple[LiteralBytes, ...]],
 ) -> Plan:
-    """Place parts one after the other as far as sizes are known: up to the first compressed one."""
+    """Place parts one after the other, up to the first compressed part, whose size is unknown."""
     placed = []
     end: int | None = start
     for name, entry in entries.items():
@@ -551,5 +557,5 @@ def planned(
 
 
 def end_of(written: Mapping[tuple[str, str], Written], start: int) -> int:
-    """Return where written parts end."""
-    return max([start, *(each.offset + each.nbytes for each in written.values())])
+    """Return the offset of the end of the written parts."""
+    return max([start, *(part.offset + part.nbytes for part in written.values())])

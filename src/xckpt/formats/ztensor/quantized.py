@@ -2,10 +2,10 @@
 
 The profiles do not determine the decoding completely. xckpt assumes that codes are in C order, so
 that codes of a word are neighbours on the last axis, and that scales and zero points are stored
-lane by lane, where a lane is a position on all other axes. Ambiguous tensors become a variable for
-each part: codes or packed zero points whose words straddle lines; 3, 5 and 6 bits (permitted by the
-profile, but excluded by its packing rule); scales that fit several meanings of group size 0; and
-MXINT8, whose factor 2^-6 the profile neither states nor excludes.
+lane by lane, where a lane is a position on all other axes. An ambiguous tensor becomes one variable
+per part. Ambiguous are: codes or packed zero points whose words straddle lines; 3, 5 and 6 bits
+(permitted by the profile, but excluded by its packing rule); scales that fit several meanings of
+group size 0; and MXINT8, whose factor 2^-6 the profile neither states nor excludes.
 
 Specification: spec/profiles in github.com/pie-project/ztensor, tag 2.1.2.
 """
@@ -62,8 +62,8 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
     msb_first = _choice(packing, "order", {"lsb_first", "msb_first"}) == "msb_first"
     axis = _axis(shape, attrs)
     _check_scale_type(scales, attrs)
-    per_word, rest = divmod(word_bits, bits)
-    if rest:
+    per_word, remainder = divmod(word_bits, bits)
+    if remainder:
         return None
     if _uint(packing, "per_word") != per_word:
         raise _broken(f"'per_word' is {packing['per_word']}: expected {per_word}")
@@ -95,7 +95,7 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
     zero = {"none": 0, "tensor": None}.get(form, zero_point.get("value"))
     if form == "implied" and type(zero) is not int:
         raise _broken("an implied zero point without an integer 'value'")
-    # In a signed word several codes are as unsigned as in its counterpart.
+    # Several codes in a signed word are unsigned, as in an unsigned word.
     signed = data.dtype.startswith("int") and per_word == 1
     return shaped, Quantization(
         block=block,
@@ -135,7 +135,7 @@ def _microscaled(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str, An
     return shaped, Quantization(block, data.dtype, bits, bits, last, scale_axes=scale_axes)
 
 
-#: What pins down how codes become numbers, by layout; None where a profile leaves it open.
+#: Readers by layout. A reader returns None where the profile leaves the decoding open.
 READERS = {_GROUPS: _group_quantized, _MICROSCALED: _microscaled}
 
 
@@ -169,7 +169,7 @@ def _choice(attrs: Mapping[str, Any], key: str, choices: AbstractSet[Any]) -> An
     value = attrs.get(key)
     if type(value) not in {str, int} or value not in choices:
         listed = ", ".join(sorted(map(str, choices)))
-        raise _broken(f"the attribute {key!r} is none of {listed}")
+        raise _broken(f"the attribute {key!r} is not one of {listed}")
     return value
 
 
@@ -189,23 +189,23 @@ def _check_scale_type(scales: Part, attrs: Mapping[str, Any]) -> None:
 
 
 def _group_block(shape: Shape, axis: int, group_size: int, scales: Part) -> Shape | None:
-    """Return the extent of a group on each axis."""
+    """Return the extent of a group on each axis; None if several groupings fit the scales."""
     if group_size:
         if shape[axis] % group_size:
             raise _broken(f"groups of {group_size} do not divide {shape[axis]}")
         return _block_along(len(shape), axis, group_size)
     whole_axis = _block_along(len(shape), axis, max(shape[axis], 1))
-    each_position = tuple(1 if at == axis else max(shape[at], 1) for at in range(len(shape)))
-    every_axis = range(len(shape))
+    one_position = tuple(1 if at == axis else max(shape[at], 1) for at in range(len(shape)))
+    all_axes = range(len(shape))
     size = decoded_size(scales)
     width = ELEMENT_TYPES[scales.dtype].bits // 8
     fitting = {
         block
-        for block in (whole_axis, each_position, (1,) * len(shape))
-        if prod(_grid(shape, block, every_axis)) * width == size
+        for block in (whole_axis, one_position, (1,) * len(shape))
+        if prod(_grid(shape, block, all_axes)) * width == size
     }
     if not fitting:
-        raise _broken(f"'scales' has {size} bytes, which is no number of scales for the shape")
+        raise _broken(f"'scales' has {size} bytes, which fits no grouping of the shape {shape}")
     return fitting.pop() if len(fitting) == 1 else None
 
 
@@ -214,7 +214,7 @@ def _block_along(rank: int, axis: int, extent: int) -> Shape:
 
 
 def _lanes_first(rank: int, axis: int) -> Shape:
-    return (*(at for at in range(rank) if at != axis), axis)
+    return (*(position for position in range(rank) if position != axis), axis)
 
 
 def _grid(shape: Shape, block: Shape, axes: Iterable[int]) -> Shape:
@@ -243,27 +243,28 @@ def _check_size(role: str, part: Part, expected: int) -> None:
 
 
 def quantized_layout(tensor: WantedTensor, parts: Mapping[str, Part]) -> tuple[str, dict[str, Any]]:
-    """Find the layout that a quantised tensor can be read from again, and its attributes."""
+    """Return the layout and attributes with which a quantised tensor reads back unchanged."""
     unshaped = {role: replace(part, shape=None) for role, part in parts.items()}
-    wanted = tensor.quantization
-    if wanted is not None and not wanted.scale_axes:
-        wanted = replace(wanted, scale_axes=tuple(range(tensor.ndim)))
+    quantization = tensor.quantization
+    if quantization is not None and not quantization.scale_axes:
+        quantization = replace(quantization, scale_axes=tuple(range(tensor.ndim)))
     for layout, attrs in _candidates(tensor, parts):
         try:
             pinned = READERS[layout](tensor.shape, unshaped, attrs)
         except FormatError:
             continue
-        if pinned is not None and pinned[1] == wanted:
+        if pinned is not None and pinned[1] == quantization:
             return layout, attrs
-    reason, hint = "quantised as no layout of version 2 is", "Save the values that it decodes to"
+    reason = "no layout of version 2 describes its quantisation"
+    hint = "Save the values that it decodes to"
     raise UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
 
 
 def _candidates(
     tensor: WantedTensor, parts: Mapping[str, Part]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    own = dict(tensor.attrs)
-    yield _MICROSCALED if "block_size" in own else _GROUPS, own
+    attrs = dict(tensor.attrs)
+    yield _MICROSCALED if "block_size" in attrs else _GROUPS, attrs
     quantization = tensor.quantization
     if quantization is None or not tensor.shape or "scales" not in parts:
         return
@@ -273,7 +274,7 @@ def _candidates(
     axis = along[0] if along else tensor.ndim - 1
     extent = quantization.block[axis]
     exponents = {"axis": axis, "block_size": extent, "scale_form": "e8m0_exponent"}
-    yield _MICROSCALED, own | exponents
+    yield _MICROSCALED, attrs | exponents
     scales = parts["scales"].dtype
     form = "f16_factors" if ELEMENT_TYPES[scales].bits == 16 else "f32_factors"
     zero_point: dict[str, Any] = {"form": "implied", "value": quantization.zero}
@@ -294,4 +295,4 @@ def _candidates(
         "scale_form": "e8m0_exponent" if scales == "float8_e8m0fnu" else form,
         "zero_point": zero_point,
     }
-    yield _GROUPS, own | groups
+    yield _GROUPS, attrs | groups

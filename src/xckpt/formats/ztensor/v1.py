@@ -89,11 +89,13 @@ def read(source: Readable, magic: bytes) -> Index:
         raise
     warnings += ranges.notes.warnings()
     name, size = source.name, source.size
-    return kit.arranged(Index("ztensor", version, tensors, attrs, name, size, warnings=warnings))
+    return kit.with_arrangement(
+        Index("ztensor", version, tensors, attrs, name, size, warnings=warnings)
+    )
 
 
 class _Ranges:
-    """The byte ranges in one file: bounds, and what the specifications let pass."""
+    """Checks byte ranges in one file; notes unusual ranges that the specifications permit."""
 
     def __init__(self, size: int, data_end: int) -> None:
         self._size = size
@@ -148,8 +150,9 @@ def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
     digest = entry.get("checksum")
     if digest is not None:
         ranges.check_digest(name, offset, manifest.text("checksum", digest))
-    more = {key: of for key, of in entry.items() if key not in _FIELDS_0 and type(key) is str}
-    attrs = manifest.attributes(more)
+    attrs = manifest.attributes(
+        {key: value for key, value in entry.items() if key not in _FIELDS_0 and type(key) is str}
+    )
     blob = Part("uint8", None, offset, nbytes, encoding, digest=digest)
     problem = None
     if encoding not in {None, "zstd"}:
@@ -158,7 +161,7 @@ def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
         order = entry.get("data_endianness")
         if order is not None and manifest.text("data_endianness", order) not in {"little", "big"}:
             raise FormatError(f"the byte order {shown(order)}", rule="Schema")
-        # Writers state it for raw data only; what they compress is little-endian.
+        # Writers state the byte order of raw data only; compressed data are little-endian.
         is_big = order == "big" and encoding is None
         part = replace(blob, dtype=dtype, shape=shape, byteorder="big" if is_big else "little")
         manifest.check_dense(part, shape)
@@ -169,7 +172,7 @@ def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
         return Tensor(name, dtype or spelled, shape, parts, attrs=attrs, problem=problem)
     if layout == "sparsecsr" and dtype is not None and encoding is None:
         return Tensor(name, dtype, shape, _rows_0(dtype, shape, blob), "sparse_csr", attrs=attrs)
-    # The coordinates and values of "sparsecoo" alternate: not an array of anything.
+    # "sparsecoo" interleaves coordinates and values, so the blob is not an array.
     attrs[manifest.LAYOUT_KEY] = layout
     parts = {"data": manifest.flat(blob)}
     kind = dtype or "uint8"
@@ -177,19 +180,19 @@ def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
 
 
 def _rows_0(dtype: str, shape: manifest.Shape, blob: Part) -> dict[str, Part]:
-    """Split a blob that is row pointers, column indices and values, one after the other."""
+    """Split a blob of row pointers, column indices and values into parts."""
     if len(shape) != 2:
         raise FormatError(f"CSR of {len(shape)} axes: expected 2", rule="LayoutRule")
     pointers = _INDEX_NBYTES * (shape[0] + 1)
     width = ELEMENT_TYPES[dtype].bits // 8
-    nonzero, rest = divmod(blob.nbytes - pointers, _INDEX_NBYTES + width)
-    if nonzero < 0 or rest:
+    nonzero, remainder = divmod(blob.nbytes - pointers, _INDEX_NBYTES + width)
+    if nonzero < 0 or remainder:
         reason = f"{blob.nbytes} bytes are not {pointers} of row pointers "
         reason += f"and a multiple of {_INDEX_NBYTES + width}"
         raise FormatError(reason, offset=blob.offset, rule="LayoutRule")
     indices = blob.offset + pointers
     values = indices + _INDEX_NBYTES * nonzero
-    # The digest is of the whole blob, hence of none of them.
+    # The digest covers the whole blob, so it does not apply to any of these parts.
     return {
         "values": Part(dtype, (nonzero,), values, width * nonzero),
         "indices": Part("uint64", (nonzero,), indices, _INDEX_NBYTES * nonzero),
@@ -214,7 +217,7 @@ def _version(root: Mapping[Any, Any], known_minor: int) -> tuple[str, tuple[str,
 
 
 class _Components:
-    """Makes the tensors of one manifest; `plain` is version 1.0."""
+    """Parses the tensors of one manifest; `plain` is True for version 1.0."""
 
     def __init__(self, ranges: _Ranges, *, plain: bool) -> None:
         self._ranges = ranges
@@ -233,8 +236,10 @@ class _Components:
         main = components[roles[0]]
         problem: CheckpointError | None = None
         try:
-            whole = shape if layout == "dense" else None
-            parts = {role: self._part(name, role, entry, components[role], whole) for role in roles}
+            dense_shape = shape if layout == "dense" else None
+            parts = {
+                role: self._part(name, role, entry, components[role], dense_shape) for role in roles
+            }
             kind = parts[roles[0]].dtype
             if layout == "dense":
                 manifest.check_dense(parts["data"], shape)
@@ -246,7 +251,7 @@ class _Components:
             spelled, dtype = self._element(entry, main, roles[0])
             kind = dtype or spelled
         if layout != "dense" and problem is None:
-            # Readers of these versions find out when they assemble the tensor: the rest is fine.
+            # Reference readers check this when they load the tensor; other tensors are readable.
             try:
                 parts = manifest.sparse(layout, shape, parts)
             except FormatError as error:
@@ -269,20 +274,20 @@ class _Components:
         problem = None
         for role, component in components.items():
             _, dtype = self._element(entry, component, manifest.text("role", role))
-            # 1.0 states one type for the tensor: for roles it does not define, that is no type.
+            # The one type that 1.0 states for a tensor does not apply to roles it does not define.
             part = self._bare_part(name, component, None if self._plain else dtype)
             parts[role] = manifest.flat(part)
             if problem is None and part.encoding not in {None, "zstd"}:
                 problem = manifest.unknown("encoding", str(part.encoding), name, part.offset)
-        kind = (
+        dtype_name = (
             manifest.LONG.get(manifest.text("dtype", entry.get("dtype"))) if self._plain else None
         )
-        kind = kind or next((part.dtype for part in parts.values()), "uint8")
+        dtype_name = dtype_name or next((part.dtype for part in parts.values()), "uint8")
         attrs = {**attrs, manifest.LAYOUT_KEY: entry["format"]}
-        return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
+        return Tensor(name, dtype_name, shape, parts, "structural", attrs=attrs, problem=problem)
 
     def _element(self, entry: dict[Any, Any], component: Any, role: str) -> tuple[str, str | None]:
-        """Return the element type of a part as it is spelled, and its name here if it is known."""
+        """Return a part's element type as spelled in the file, and its name here if known."""
         if not self._plain:
             return manifest.element(
                 mapping("component", component), manifest.SHORT_1, manifest.LOGICAL_1
@@ -342,7 +347,7 @@ def plan(draft: Draft) -> Plan:
 
 
 def append(source: Readable, draft: Draft, old: Index) -> Plan:
-    """Lay out what makes a file of version 1.0 hold more tensors."""
+    """Lay out the blobs, manifest and length that add tensors to a file of version 1.0."""
     length = int.from_bytes(source.read(source.size - _FOOTER, _FOOTER), "little")
     start = manifest.locate(source.size, _FOOTER, length)
     root = mapping("manifest", manifest.decode(bytes(source.read(start, length))))
@@ -372,15 +377,15 @@ def _planned(
             head["format"] = _structural(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None))
         else:
             raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
-        asked = manifest.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-        entries[name] = manifest.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
+        new_parts = manifest.new_parts(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
+        entries[name] = manifest.NewEntry(head, new_parts, manifest.storable(attrs, _LEVELS, name))
     return manifest.planned(
         literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start)
     )
 
 
 def _structural(tensor: WantedTensor, parts: Mapping[str, Part], layout: Any) -> str:
-    """Return the layout of a tensor that is its parts, of which the version says no types."""
+    """Return the layout of a tensor shown as its parts; version 1.0 cannot state their types."""
     if type(layout) is not str or layout in manifest.ROLES:
         raise manifest.unnamed_layout(tensor, manifest.ROLES)
     for role, part in parts.items():

@@ -1,15 +1,15 @@
 """Version 2 of zTensor: a deterministic manifest with a hash, any layout, shards.
 
-Opening enforces every rule of the reference reader, under the same name. It also checks sizes of
-dense data that exceed 64 bits, for which the reference reader skips the check. Tensors of layouts
-whose attributes do not determine the decoding become a variable for each part.
+Opening enforces every rule of the reference reader, under the same name. It also checks the size
+of dense data where it exceeds 64 bits, which the reference reader skips. A tensor whose attributes
+do not determine its decoding becomes one variable per part.
 
-The writer produces the canonical form, as far as it is known before the data are: the magic, blobs
-at multiples of 64 KiB sorted by the UTF-8 bytes of tensors and then of roles, the manifest at such
-a multiple, and the footer right after it. Every part has a digest of its decoded bytes, XXH3 by
-default. Empty parts share a blob. Files deviate from the canonical form if they have compressed
-parts (``zt.zstd-seekable/1``), a smaller alignment, or equal data more than once, which is unknown
-before writing. Adding tensors appends blobs, a manifest of all tensors and a footer.
+The writer produces the canonical form where it can be determined before the data are read: the
+magic, blobs at multiples of 64 KiB sorted by the UTF-8 names of tensors and then of roles, the
+manifest at such a multiple, and the footer right after it. Every part has a digest of its decoded
+bytes, XXH3 by default. Empty parts share a blob. Files deviate from the canonical form if they have
+compressed parts (``zt.zstd-seekable/1``), a smaller alignment, or equal data more than once.
+Adding tensors appends blobs, a manifest of all tensors and a footer.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
     """Return the start, the end and the value of the manifest; None in a data shard."""
     import xxhash
 
-    found = _footer(source)
-    if found is None:
+    footer = _footer(source)
+    if footer is None:
         return None
-    start, length, digest = found
+    start, length, digest = footer
     data = bytes(source.read(start, length))
     try:
         computed = xxhash.xxh3_64_intdigest(data)
@@ -95,11 +95,13 @@ def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
 
 def _footer(source: Readable) -> tuple[int, int, int] | None:
     """Return the offset, the length and the hash of the manifest."""
-    size, at = source.size, source.size - _FOOTER.size
+    size, footer_start = source.size, source.size - _FOOTER.size
     if size < _SMALLEST:
         reason = f"{size} bytes: expected {_SMALLEST} or more"
         raise FormatError(reason, offset=0, rule="FileTooSmall")
-    start, length, digest, version, _, magic = _FOOTER.unpack(source.read(at, _FOOTER.size))
+    start, length, digest, version, _, magic = _FOOTER.unpack(
+        source.read(footer_start, _FOOTER.size)
+    )
     if magic != MAGIC:
         reason, hint = f"the file ends {magic!r}, not with the magic", "It may be truncated"
         raise FormatError(reason, offset=size - 8, rule="FooterMagic", hint=hint)
@@ -109,17 +111,17 @@ def _footer(source: Readable) -> tuple[int, int, int] | None:
     if not length:
         if start or digest:
             reason = "a data shard with the offset or the hash of a manifest"
-            raise FormatError(reason, offset=at, rule="ManifestBounds")
+            raise FormatError(reason, offset=footer_start, rule="ManifestBounds")
         return None
     if length > manifest.LARGEST:
         reason = f"a manifest of {length} bytes is larger than {manifest.LARGEST}"
-        raise FormatError(reason, offset=at + 8, rule="ManifestTooLarge")
+        raise FormatError(reason, offset=footer_start + 8, rule="ManifestTooLarge")
     if start % ALIGNMENT or start == 0:
         reason = f"the manifest's offset {start} is not a positive multiple of {ALIGNMENT}"
-        raise FormatError(reason, offset=at, rule="BlobAlignment")
-    if start + length > at:
-        reason = f"the manifest ends at {start + length}, the data at {at}"
-        raise FormatError(reason, offset=at, rule="ManifestBounds")
+        raise FormatError(reason, offset=footer_start, rule="BlobAlignment")
+    if start + length > footer_start:
+        reason = f"the manifest ends at {start + length}, the data at {footer_start}"
+        raise FormatError(reason, offset=footer_start, rule="ManifestBounds")
     return start, length, digest
 
 
@@ -128,10 +130,10 @@ def _footer(source: Readable) -> tuple[int, int, int] | None:
 
 def read(source: Readable) -> Index:
     """Read a file of version 2."""
-    found = _read_manifest(source)
-    if found is None:
+    parsed = _read_manifest(source)
+    if parsed is None:
         return Index("ztensor", "2", {}, source=source.name, nbytes=source.size)
-    start, end, root = found
+    start, end, root = parsed
     try:
         entries = mapping("objects", root.get("objects"))
         attrs = _attributes(root)
@@ -144,7 +146,7 @@ def read(source: Readable) -> Index:
         raise
     name, size = source.name, source.size
     texts = reading.notes.warnings()
-    return kit.arranged(Index("ztensor", "2", tensors, attrs, name, size, shards, texts))
+    return kit.with_arrangement(Index("ztensor", "2", tensors, attrs, name, size, shards, texts))
 
 
 def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
@@ -161,7 +163,7 @@ def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
         if size < _SMALLEST:
             raise FormatError(f"the shard {name!r} has {size} bytes", rule="Schema")
         digest = _checked_digest(fields.get("digest"))
-        # Where its resolvers look: next to the referring file, then in a store by content.
+        # The reference reader looks next to the referring file, then in a store by content.
         candidates = (f"{stem}-{name}.zt", f"blobs/{digest.replace(':', '/')}")
         shards[name] = Shard(size, digest, candidates)
     return shards
@@ -201,23 +203,25 @@ def _attributes(entry: dict[Any, Any]) -> dict[str, Any]:
 
 
 class _Objects:
-    """Makes the tensors of one manifest, which is a range of bytes itself."""
+    """Parses the tensors of one manifest; no blob may overlap `manifest_range`."""
 
-    def __init__(self, size: int, own: tuple[int, int], shards: Mapping[str, Shard]) -> None:
-        # By file, None being this one: where data end, and the ranges referred to.
+    def __init__(
+        self, size: int, manifest_range: tuple[int, int], shards: Mapping[str, Shard]
+    ) -> None:
+        # Per file, where None is this file: the end of its data, and the ranges of its blobs.
         self._ends: dict[str | None, int] = {None: size - _FOOTER.size}
         self._ends.update((name, shard.size - _FOOTER.size) for name, shard in shards.items())
         self._ranges: dict[str | None, list[tuple[int, int]]] = {name: [] for name in self._ends}
-        self._ranges[None].append(own)
+        self._ranges[None].append(manifest_range)
         self.notes = kit.Notes()
 
     def check_overlaps(self) -> None:
         """Check that the ranges in each file are identical or disjoint."""
         for file, ranges in self._ranges.items():
-            for at, _, _ in kit.overlaps([(*each, "") for each in ranges], shared=True):
-                where = "" if file is None else f" of the shard {file!r}"
-                reason = f"data from byte {at}{where} on begin within others"
-                offset = at if file is None else None
+            for start, _, _ in kit.find_overlaps([(*blob, "") for blob in ranges], shared=True):
+                shard = "" if file is None else f" of the shard {file!r}"
+                reason = f"the blob at byte {start}{shard} begins within another blob"
+                offset = start if file is None else None
                 raise FormatError(reason, offset=offset, rule="BlobOverlap")
 
     def tensor(self, name: str, entry: Any) -> Tensor:
@@ -231,9 +235,10 @@ class _Objects:
         problem: UnsupportedError | None = None
         if _is_known(layout):
             try:
-                whole = shape if layout == "dense" else None
+                dense_shape = shape if layout == "dense" else None
                 parts = {
-                    role: self._part(name, role, of, shape=whole) for role, of in fields.items()
+                    role: self._part(name, role, part_fields, shape=dense_shape)
+                    for role, part_fields in fields.items()
                 }
                 if layout == "dense":
                     manifest.require_roles(layout, parts, manifest.ROLES[layout])
@@ -246,8 +251,8 @@ class _Objects:
                 # A traceback would keep the whole manifest alive.
                 problem = error.with_traceback(None)
         parts = {
-            role: manifest.flat(self._part(name, role, of, understood=False))
-            for role, of in fields.items()
+            role: manifest.flat(self._part(name, role, part_fields, understood=False))
+            for role, part_fields in fields.items()
         }
         tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
         kind = _ARRAYS.get(layout, "structural")
@@ -255,9 +260,12 @@ class _Objects:
         if problem is not None and main in parts:
             # An array that cannot be decoded; other layouts are shown as their parts anyway.
             problem.located(offset=parts[main].offset)
-            spelled, known = _element(fields[main])
-            return replace(tensor, dtype=known or spelled, layout=kind, problem=problem)
-        encodings = {role: of.get("encoding", _SPELLED_SEEKABLE) for role, of in fields.items()}
+            spelled, dtype_name = _element(fields[main])
+            return replace(tensor, dtype=dtype_name or spelled, layout=kind, problem=problem)
+        encodings = {
+            role: part_fields.get("encoding", _SPELLED_SEEKABLE)
+            for role, part_fields in fields.items()
+        }
         problems = (
             manifest.unknown("encoding", encoding, name, parts[role].offset)
             for role, encoding in encodings.items()
@@ -274,7 +282,7 @@ class _Objects:
         shape: manifest.Shape | None = None,
         understood: bool = True,
     ) -> Part:
-        """Read a part; its element type and its encoding may be unknown unless `understood`."""
+        """Read a part; raise for an unknown element type or encoding if `understood`."""
         if role not in _ROLES:
             _check_name("name of a part", role)
         spelled, dtype = _element(fields)
@@ -310,23 +318,23 @@ class _Objects:
             raise FormatError(f"the shard {file!r} is not in the table", rule="ShardRef")
         end = offset + nbytes
         if end > data_end:
-            where = "the file" if file is None else f"the shard {file!r}"
-            reason = f"bytes {offset} to {end}: data of {where} end at {data_end}"
+            place = "the file" if file is None else f"the shard {file!r}"
+            reason = f"bytes {offset} to {end}: the data of {place} end at byte {data_end}"
             raise FormatError(reason, rule="BlobBounds")
         if nbytes:
             self._ranges[file].append((offset, end))
 
 
 def _element(fields: Any) -> tuple[str, str | None]:
-    """Return the element type of a part as it is spelled, and its name here if it is known."""
+    """Return a part's element type as spelled in the file, and its name here if known."""
     if type(fields) is not dict:
         raise mistyped("part", fields, "a map")
-    found = manifest.element(fields, manifest.SHORT, manifest.LOGICAL)
+    names = manifest.element(fields, manifest.SHORT, manifest.LOGICAL)
     if fields["dtype"] not in manifest.SHORT:
         raise FormatError(f"the dtype {shown(fields['dtype'])} does not exist", rule="Schema")
     if "type" in fields:
         manifest.text("type", fields["type"])
-    return found
+    return names
 
 
 def _encoding(fields: dict[Any, Any]) -> tuple[str | None, int | None]:
@@ -344,7 +352,7 @@ def _is_known(layout: str) -> bool:
 
 
 def _assembled(tensor: Tensor, layout: str) -> Tensor:
-    """Return a tensor of a known layout, whose parts are given."""
+    """Interpret the parts of a tensor as its layout, which is known, prescribes."""
     parts, shape = dict(tensor.parts), tensor.shape
     if layout in _ARRAYS:
         kind = _ARRAYS[layout]
@@ -386,10 +394,10 @@ def plan(draft: Draft, alignment: int | None) -> Plan:
 
 def append(source: Readable, draft: Draft, old: Index, alignment: int | None) -> Plan:
     """Lay out a new generation of a file of version 2."""
-    found = _read_manifest(source)
-    if found is None:
+    old_manifest = _read_manifest(source)
+    if old_manifest is None:
         raise UnsupportedError("a data shard, which has no manifest", path=source.name)
-    root = dict(found[2])
+    root = dict(old_manifest[2])
     attrs = manifest.kept_attributes(root) | _root_attributes(draft, old)
     root.pop("attributes", None)
     if attrs:
@@ -444,19 +452,19 @@ def _entry(tensor: WantedTensor) -> manifest.NewEntry:
         layout = _LAYOUTS[tensor.layout]
         main = parts[manifest.ROLES[tensor.layout][0]]
         if attrs.get("type") == _SPELLED[main.dtype][1]:
-            attrs.pop("type", None)  # what a component of version 1.2 has, and here the part
+            attrs.pop("type", None)  # a component's type in version 1.2; here the part states it
     for key in attrs:
         _storable_name("the attribute", key, name)
     ordered = {role: parts[role] for role in sorted(parts)}
-    asked = manifest.wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
+    new_parts = manifest.new_parts(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
     head = {"layout": layout, "shape": list(tensor.shape)}
-    return manifest.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
+    return manifest.NewEntry(head, new_parts, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(
     tensor: WantedTensor, parts: dict[str, Part], layout: Any, attrs: dict[str, Any]
 ) -> str:
-    """Return the layout of a tensor that is its parts, if they may be of it."""
+    """Return the layout of a tensor shown as its parts, after checking the parts against it."""
     if type(layout) is not str or layout in _ARRAYS or not parts:
         raise manifest.unnamed_layout(tensor, _ARRAYS)
     for role in parts:
@@ -479,7 +487,7 @@ def _finish(
     """Make the manifest and the footer."""
     import xxhash
 
-    empty = min((each.offset for each in written.values() if not each.nbytes), default=0)
+    empty = min((part.offset for part in written.values() if not part.nbytes), default=0)
     objects = dict(root["objects"])
     for name, entry in entries.items():
         parts: dict[str, dict[str, Any]] = {}
