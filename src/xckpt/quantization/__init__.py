@@ -1,8 +1,8 @@
 """Quantisation schemes of Hugging Face models: from stored tensors to the weights they encode.
 
 GPTQ, AWQ and others store a quantised weight as several tensors: codes, scales, zero points.
-`assemble_weights` takes the `Index` of a model, whatever its format, and puts each weight in place
-of these tensors, with the name and shape that it has in the model without quantisation.
+`assemble_weights` takes the `Index` of a model, whatever its format, and replaces these tensors by
+the weight that they encode, with the name and shape that it has in the model without quantisation.
 
 The room may import `index`, `elements` and `errors`; it reads no files. Read `model` first, which
 all schemes build on, then `gptq` as an example of one.
@@ -143,7 +143,7 @@ def _tensor_of(weight: Weight, attrs: Mapping[str, Any]) -> Tensor:
 
 
 def _find_weights(model: Model) -> tuple[dict[str, Weight], Failures]:
-    """Return all weights by the names of their codes, and those that cannot be decoded."""
+    """Return all weights by the names of their codes, and the weights that cannot be decoded."""
     weights: dict[str, Weight] = {}
     failures: Failures = defaultdict(list)
     with_state = {
@@ -167,7 +167,7 @@ def _find_weights(model: Model) -> tuple[dict[str, Weight], Failures]:
 
 
 def _match(model: Model, name: str, codes: Tensor) -> Weight | None:
-    """Return the weight that a tensor has the codes of, or None if it has no codes."""
+    """Return the weight whose codes a tensor holds, or None if it holds no codes."""
     matchers = _MATCHERS[model.method]
     for matcher in matchers:
         weight = matcher(model, name, codes)

@@ -43,7 +43,7 @@ _MIXED = {"mixed-precision", "dense", None}
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """Parameters of quantisation for some modules, None for those that are not declared.
+    """Parameters of quantisation for a group of modules; None if undeclared.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Params:
     kind : {"int", "float"} or None
         Type of the codes.
     symmetric : bool or None
-        Whether there are no zero points.
+        Whether codes have no zero points.
     strategy : {"tensor", "channel", "group", "block"} or None
         Extent of the elements that share a scale.
     group : int or None
@@ -64,7 +64,7 @@ class Params:
     targets : tuple of str
         Names of modules, and patterns after ``re:``.
     problem : str or None
-        Why the parameters are unsupported.
+        Reason why the parameters are unsupported.
     """
 
     bits: int | None = None
@@ -111,7 +111,7 @@ def fit_params(model: Model, module: str, match: Callable[[Params], Weight]) -> 
         except LayoutError as error:
             errors.append(error)
             continue
-        if all(weight != other for _, other in fitting):
+        if all(weight != previous for _, previous in fitting):
             fitting.append((params, weight))
     if not fitting:
         raise errors[0]
@@ -121,7 +121,7 @@ def fit_params(model: Model, module: str, match: Callable[[Params], Weight]) -> 
 
 
 def _choose_by_target(fitting: Sequence[tuple[Params, Weight]], module: str) -> Weight:
-    """Return the first weight whose targets have the name of a module, or else a pattern for it."""
+    """Return the first weight whose targets name a module, or else the first with a pattern."""
     for params, weight in fitting:
         if module in params.targets:
             return weight
@@ -137,7 +137,7 @@ def _choose_by_target(fitting: Sequence[tuple[Params, Weight]], module: str) -> 
 
 
 def _declared_params(model: Model) -> list[Params]:
-    """Return the parameters of each declared group, or those of the model without groups."""
+    """Return the parameters of each declared group; without groups, of the model."""
     groups = model.config.get("config_groups")
     if not isinstance(groups, dict):
         groups = {}
@@ -208,7 +208,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 def scale_block(shape: Shape, scales: Tensor, params: Params) -> Shape:
     """Return the extents of the blocks of a weight that share a scale."""
     last = max(shape[-1], 1)
-    ones = (1,) * (len(shape) - 1)
+    leading = (1,) * (len(shape) - 1)
     strategy = params.strategy or ("group" if params.group else None)
     if strategy == "block" and scales.shape == ():
         strategy = "tensor"
@@ -219,17 +219,17 @@ def scale_block(shape: Shape, scales: Tensor, params: Params) -> Shape:
     elif strategy == "block":
         if params.block is None or len(shape) < 2:
             raise LayoutError("block", "the size of blocks is not a pair of positive integers")
-        block = (*ones[1:], *params.block)
+        block = (*leading[1:], *params.block)
     elif strategy == "channel":
-        block = (*ones, last)
+        block = (*leading, last)
     else:
-        block = (*ones, params.group or last)
+        block = (*leading, params.group or last)
     check_grid(shape, block, scales)
     return block
 
 
 def _block_from_grid(shape: Shape, scales: Tensor) -> Shape:
-    """Return the extents of blocks that follow from the shape of their scales."""
+    """Derive the extents of blocks from the shape of their scales."""
     grid = scales.shape
     if scales.size == 1:
         return whole_block(shape)
@@ -238,12 +238,12 @@ def _block_from_grid(shape: Shape, scales: Tensor) -> Shape:
     if len(grid) == 4 and grid[1] == grid[3] == 1 and len(shape) == 2:  # the axes of blocks, too
         grid = (grid[0], grid[2])
     if len(grid) == len(shape) >= 2 and grid[:-2] == shape[:-2]:
-        ones = (1,) * (len(shape) - 2)
+        leading = (1,) * (len(shape) - 2)
         # Blocks of 128 need not divide a matrix, others do.
         if grid[-2:] == (ceil_div(shape[-2], 128), ceil_div(shape[-1], 128)):
-            return (*ones, 128, 128)
+            return (*leading, 128, 128)
         if all(grid[-2:]) and shape[-2] % grid[-2] == shape[-1] % grid[-1] == 0:
-            return (*ones, shape[-2] // grid[-2], shape[-1] // grid[-1])
+            return (*leading, shape[-2] // grid[-2], shape[-1] // grid[-1])
     raise LayoutError(
         "grid",
         f"{short_name(scales.name)} has shape {list(grid)}, which does not divide "
@@ -360,12 +360,12 @@ def _match_integers(model: Model, name: str, codes: Tensor, params: Params) -> W
 def _logical_shape(
     model: Model, codes: Tensor, stored_shape: Tensor | None, scales: Tensor, params: Params
 ) -> Shape:
-    """Return the shape of a weight, which does not follow from its codes: words are padded."""
+    """Return the shape of a weight; its codes do not determine it, because words are padded."""
     if codes.ndim < 2:
         raise LayoutError("shape", f"{short_name(codes.name)} has {codes.ndim} axes")
     if stored_shape is not None:
         shape = model.read_shape(stored_shape)
-        if len(shape) == 2:  # the stored shape is that of a single matrix
+        if len(shape) == 2:  # the stored shape describes a single matrix
             shape = (*codes.shape[:-2], *shape)
     elif params.group and scales.ndim == codes.ndim:
         shape = (*codes.shape[:-1], scales.shape[-1] * params.group)
@@ -401,7 +401,7 @@ def _packing(model: Model, columns: int, words: int, declared: int | None) -> tu
 
 
 def _words_for(count: int, bits: int, *, stream: bool) -> int:
-    """Return how many words codes take, as a stream or each in one word."""
+    """Return the number of words for codes, in a stream or without straddling words."""
     return ceil_div(count * bits, 32) if stream else ceil_div(count, 32 // bits)
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _MAX_DEPTH = 64
-# Keys of `config.json` that declare a method, best first. `compression_config` is a declaration, or
-# has one inside.
+# Keys of `config.json` that declare a method, best first. `compression_config` is a declaration or
+# contains one.
 _PLACES = (
     ("quantization_config",),
     ("text_config", "quantization_config"),
@@ -27,7 +27,7 @@ _PLACES = (
     ("compression_config",),
     ("quantization",),
 )
-# Other files, with their method unless they declare one, and the key of the declaration.
+# Other files, with their default method and the key of the declaration.
 _FILES = {
     "hf_quant_config": ("modelopt", "quantization"),
     "quantize_config": ("gptq", None),
@@ -39,16 +39,16 @@ _METHODS |= {"metal", "mlx", "modelopt", "mxfp4", "mxfp8"}
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """How a model declares its quantisation.
+    """The declaration of a model's quantisation.
 
     Parameters
     ----------
     method : str or None
-        Method of quantisation, such as ``"gptq"``; None if no file declares a supported one.
+        Method of quantisation, such as ``"gptq"``; None without a supported declaration.
     config : mapping
         Parameters of the method.
     problem : str or None
-        Why weights cannot be decoded.
+        Reason why weights cannot be decoded.
     warnings : tuple of str
         Files that are ignored, with the reasons.
     files : mapping of str to mapping
@@ -84,10 +84,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def find_declaration(load: Callable[[str], dict[str, Any] | None]) -> Declaration:
-    """Return how a model declares its quantisation.
+    """Return the declaration of a model's quantisation.
 
-    `load` takes the name of a file without ``.json``. It returns the content, None if there is no
-    such file, or raises a ValueError.
+    `load` takes the name of a file without ``.json``. It returns the content, or None if the file
+    does not exist, or raises a ValueError.
     """
     warnings: list[str] = []
     files: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The stored tensors of a quantised model, and what all schemes need to make weights of them."""
+"""The stored tensors of a quantised model, and helpers with which all schemes build weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
-# More bytes than the shape of a weight or a state of bitsandbytes has.
+# More than the size of any stored shape, or of any state of bitsandbytes, in bytes.
 _MAX_CONTENT = 4096
 _MAX_AXES = 32
 _MAX_NBYTES = (1 << 63) - 1
@@ -40,7 +40,7 @@ make_quantization = lru_cache(maxsize=4096)(Quantization)
 class LayoutError(Exception):
     """Stored tensors are not the quantised weight that their names suggest.
 
-    `rule` is a short name of what is wrong: weights that break the same rule share a warning.
+    `rule` is a short name of the fault. Weights with the same fault share a warning.
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -112,7 +112,7 @@ class Model:
         }
 
     def once(self, function: Callable[[Model], T]) -> T:
-        """Call a function with the model, and return or raise the same each time."""
+        """Call a function with the model once; later calls return or raise the same result."""
         if function not in self._results:
             try:
                 self._results[function] = function(self)
@@ -130,7 +130,7 @@ class Model:
             raise LayoutError("effort", "the config has too many alternative parameters to try")
 
     def find(self, name: str) -> Tensor | None:
-        """Return a stored tensor, or None if there is none; raise if it is not a plain array."""
+        """Return a stored tensor, or None if it is missing; raise if it is not a plain array."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -158,7 +158,7 @@ class Model:
         return view_as(tensor)
 
     def find_zeros(self, name: str, *dtypes: str, symmetric: bool | None) -> Tensor | None:
-        """Return zero points; raise if they are missing, or exist, against the declaration."""
+        """Return zero points; raise if their presence contradicts the declaration."""
         zeros = self.find(name)
         if symmetric is True and zeros is not None:
             raise LayoutError("zero points", f"symmetric weights cannot have {short_name(name)}")
@@ -171,7 +171,7 @@ class Model:
         return self._contents.get(tensor.name, b"")
 
     def read_shape(self, tensor: Tensor) -> Shape:
-        """Return the shape that a tensor has as its values."""
+        """Return the shape that a tensor's values state."""
         content = self.content(tensor)
         if tensor.dtype not in {"int64", "int32"} or not content:
             raise LayoutError("shape", f"{short_name(tensor.name)} is not a list of integers")
@@ -184,7 +184,7 @@ class Model:
         )
 
     def read_json(self, tensor: Tensor) -> dict[str, Any]:
-        """Return the JSON object that a tensor has as its bytes."""
+        """Return the JSON object in a tensor's bytes."""
         try:
             value = json.loads(self.content(tensor))
         except (ValueError, RecursionError):
@@ -222,7 +222,7 @@ def view_as(
 
 
 def whole_block(shape: Shape, leading: int = 0) -> Shape:
-    """Return a block that has all of a tensor, or all of each part along its leading axes."""
+    """Return a block of the whole tensor, or of length 1 along its leading axes."""
     return tuple(1 if axis < leading else max(size, 1) for axis, size in enumerate(shape))
 
 
@@ -230,7 +230,7 @@ def whole_block(shape: Shape, leading: int = 0) -> Shape:
 
 
 def check_shape(sizes: Any) -> Shape:
-    """Return a shape that a file has as values; raise if no array can have it."""
+    """Return a shape from a file; raise if no array can have it."""
     if not isinstance(sizes, list) or len(sizes) > _MAX_AXES:
         raise LayoutError("shape", "its shape is not a list of sizes")
     if not all(type(size) is int and 0 <= size <= _MAX_NBYTES for size in sizes):
