@@ -30,7 +30,7 @@ ALGORITHMS = ["crc32", "crc32c", "sha256", "xxh3", "blake3"]
 @pytest.mark.parametrize("digest", KNOWN)
 def test_known_values(digest: str) -> None:
     check(digest, b"123456789")
-    with pytest.raises(IntegrityError, match=r"have the digest .*, but the file says") as caught:
+    with pytest.raises(IntegrityError, match=r"have the digest .*, but the file states") as caught:
         check(digest, b"123456780")
     assert caught.value.rule == "Digest"
     assert digest in str(caught.value)

@@ -368,7 +368,7 @@ class TestRefusals:
         assert "hf_wrong" not in str(caught.value)
 
     def test_writing_is_refused(self, hub: HubServer) -> None:
-        with pytest.raises(xckpt.UnsupportedError, match=r"only read.*hf upload"):
+        with pytest.raises(xckpt.UnsupportedError, match=r"cannot write.*hf upload"):
             xckpt.save(xr.Dataset({"w": ("x", np.ones(3))}), f"{MODEL}/w.safetensors")
         assert not hub.requests
 

@@ -274,7 +274,7 @@ def test_the_old_file_stays_until_its_shards_are_synced(
     calls: list[int] = []
     save_file(tensors(), tmp_path / "model.safetensors")
     monkeypatch.setattr(os, "fsync", failing)
-    message = r"not brought to the disk .* model\.safetensors, was not removed"
+    message = r"not be synced to the disk .*file model\.safetensors, which it replaces"
     with pytest.warns(CheckpointWarning, match=message):
         save_it(tmp_path, 2.0, overwrite=True)
     (tmp_path / "model.safetensors").unlink()

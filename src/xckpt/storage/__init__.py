@@ -1,4 +1,10 @@
-"""Bytes in: local files, URLs, file objects and bytes as sources; encodings and digests."""
+"""Bytes: sources to read, sinks to write, encodings and digests.
+
+`open_source` turns a path, a URL, an open file or bytes into a `Source`; `new_file` begins a
+`Sink`, whose file appears under its name when it is complete. The room may import `errors`,
+`interrupts` and the modules next to them; it knows nothing of tensors. Read `source` first: `local`
+and `objects` implement it. `sink` writes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from xckpt.storage.prefetch import reading_ahead
 from xckpt.storage.source import Source
 from xckpt.storage.stores import kind_of
 
-# Two letters at least: "C:" is a drive.
+# At least two letters, because "C:" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
 # Pages of the Hub for a repository, a folder or a file, as a browser shows them.
 _HUB_PAGE = re.compile(
@@ -88,15 +94,14 @@ def new_file(
     storage_options: Mapping[str, Any] | None = None,
     beside: Iterable[Sink] = (),
 ) -> Sink:
-    """Begin a file, which is complete under its name or not there.
+    """Begin a file that appears under its name only when it is complete.
 
-    Of many files that are written `beside` each other, few are open at a time.
+    `beside` has the other files of the same checkpoint; they share locks, so that few are open.
     """
     from xckpt.storage.sink import Sink, UploadSink
 
     if is_remote(path):
-        how = storage_options
-        return UploadSink(path, overwrite=overwrite, beside=beside, storage_options=how)
+        return UploadSink(path, overwrite=overwrite, beside=beside, storage_options=storage_options)
     return Sink(path, overwrite=overwrite, beside=beside)
 
 
@@ -105,7 +110,7 @@ def list_folder(
 ) -> tuple[str, dict[str, Path | Source]] | None:
     """Return the name of a folder and its files by name; None if it cannot be listed.
 
-    Folders of this machine and of the Hub are listed; a repository of the Hub is a folder, too.
+    Only folders of this machine and of the Hub can be listed; a repository counts as a folder.
     """
     on_hub = hub_url(path)
     if on_hub is not None:
@@ -115,13 +120,13 @@ def list_folder(
     folder = Path(local_path(path))
     if is_remote(path) or not folder.is_dir():
         return None
-    return str(folder), {each.name: each for each in folder.iterdir() if each.is_file()}
+    return str(folder), {file.name: file for file in folder.iterdir() if file.is_file()}
 
 
 def expand_url(
     pattern: str, storage_options: Mapping[str, Any] | None, chain: str = ""
 ) -> list[str]:
-    """Return the URLs of files that match a glob; `chain` is what follows it in a chained URL."""
+    """Return the URLs of files that match a glob; `chain` is the remainder of a chained URL."""
     if pattern.startswith("hf://"):
         from xckpt.storage.hub import glob_hub
 
@@ -130,11 +135,11 @@ def expand_url(
 
     fs, path = file_system(pattern + chain, storage_options)
     scheme = pattern.partition("://")[0]
-    return [each if "://" in each else f"{scheme}://{each}" for each in fs.glob(path)]
+    return [match if "://" in match else f"{scheme}://{match}" for match in fs.glob(path)]
 
 
 def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return a URL of the same content for good: on the Hub with its commit, else unchanged."""
+    """Return a URL whose content cannot change: on the Hub with its commit, else unchanged."""
     on_hub = hub_url(url)
     if on_hub is None:
         return url

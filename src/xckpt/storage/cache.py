@@ -140,8 +140,7 @@ def _is_private(status: os.stat_result) -> bool:
 #: Number of bytes that are read from the beginning of a file when it is opened.
 FIRST_NBYTES = 1 << 16
 
-# A read near the end fetches the whole tail, because headers often lie before the footer that
-# refers to them.
+# A read near the end fetches the whole tail, because footers often refer to headers before them.
 _NEAR_END, _TAIL_NBYTES = 1 << 16, 1 << 19
 # Reads that continue where the last one ended, or shortly after, fetch more each time: 1 MiB, then
 # 16. If a format does not state the length of its header, three requests fetch 17 MiB.
@@ -231,7 +230,7 @@ class HeaderSource(Source):
         self._last = 0
 
     def keep(self, start: int, data: memoryview) -> None:
-        """Keep a range in memory; it must not overlap the ranges that are kept already."""
+        """Keep a range in memory; it must not overlap the ranges in memory."""
         if not len(data):
             return
         self.segments.append((start, data))

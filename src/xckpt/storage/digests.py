@@ -1,9 +1,9 @@
-"""Digests as files state them: ``algorithm:value``.
+"""Digests of bytes, computed and compared; their text in files is ``algorithm:value``.
 
 ==========  =============================  ==========================================
-algorithm   value                          is
+algorithm   value                          hash function
 ==========  =============================  ==========================================
-``crc32``   8 hex digits                   CRC-32, as zip files have it
+``crc32``   8 hex digits                   CRC-32, as in zip files
 ``crc32c``  ``0x`` and 1 to 8 hex digits   CRC-32C (Castagnoli)
 ``sha256``  64 hex digits                  SHA-256
 ``xxh3``    16 hex digits, lower case      XXH3 with 64 bits and seed 0, big-endian
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from xckpt.storage.source import StoredRange
 
-# The libraries let other threads run while they hash; a block is how long Ctrl-C may wait.
+# The libraries release the GIL while they hash. Ctrl-C takes effect after one block.
 _BLOCK_NBYTES = 8 << 20
 
 _FORM = re.compile(r"([a-z0-9_]+):(.+)", re.DOTALL)
@@ -54,8 +54,8 @@ _importing = Locks(1)
 
 
 def _crc32c() -> _Crc:
-    # Without its C extension the package warns on import that it is slow. Nobody who opens a file
-    # can do anything about that, and where warnings are errors the import would fail.
+    # Without its C extension, the package warns on import that it is slow. Users who open a file
+    # cannot change that, and the import would fail where warnings are errors.
     with _importing.of(None), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         from google_crc32c import extend
@@ -63,7 +63,7 @@ def _crc32c() -> _Crc:
     return _Crc(lambda data, value: extend(value, np.frombuffer(data, np.uint8)))
 
 
-# For each algorithm the form of a value, and what begins to hash.
+# By algorithm, the form of a value and a function that returns a new hash object.
 _ALGORITHMS: dict[str, tuple[re.Pattern[str], Callable[[], Any]]] = {
     "crc32": (re.compile("[0-9a-fA-F]{8}"), lambda: _Crc(zlib.crc32)),
     "crc32c": (re.compile("0[xX][0-9a-fA-F]{1,8}"), _crc32c),
@@ -87,12 +87,12 @@ def parse(digest: str) -> tuple[str, bytes | None]:
 
 
 def is_known(digest: str) -> bool:
-    """Return whether the algorithm of a digest is one that can be computed here."""
+    """Return whether the algorithm of a digest is supported."""
     return digest.partition(":")[0] in _ALGORITHMS
 
 
 class Hasher:
-    """Hashes bytes as they come.
+    """Computes the digest of bytes that arrive in several blocks.
 
     >>> hasher = Hasher("crc32c")
     >>> hasher.update(b"1234")
@@ -106,9 +106,9 @@ class Hasher:
     def __init__(self, algorithm: str) -> None:
         if algorithm not in _ALGORITHMS:
             raise UnsupportedError(
-                f"digest algorithm {shown(algorithm)} is not known",
+                f"digest algorithm {shown(algorithm)} is unsupported",
                 rule="Digest",
-                hint=f"Known are: {', '.join(_ALGORITHMS)}",
+                hint=f"Supported are {', '.join(_ALGORITHMS)}",
             )
         self.algorithm = algorithm
         self._state = _ALGORITHMS[algorithm][1]()
@@ -121,8 +121,8 @@ class Hasher:
 
     def value(self) -> bytes:
         """Return the digest of all bytes so far, big-endian."""
-        found: bytes = self._state.digest()
-        return found
+        value: bytes = self._state.digest()
+        return value
 
     def digest(self) -> str:
         """Return the digest of all bytes so far as ``algorithm:value``."""
@@ -133,7 +133,7 @@ class Hasher:
 
 
 class PassingBytes:
-    """Bytes that are compared with a digest of them once all have passed; iterated once."""
+    """An iterator of blocks that compares their digest after the last block."""
 
     __slots__ = ("_blocks", "nbytes")
 
@@ -149,19 +149,19 @@ class PassingBytes:
         return self._blocks
 
     def finish(self) -> None:
-        """Read the remaining bytes, and compare."""
+        """Read the remaining blocks, and compare the digest."""
         for _ in self._blocks:
             pass
 
 
 def check(digest: str, data: bytes | bytearray | memoryview | StoredRange) -> None:
-    """Compare bytes with a digest of them; raise `IntegrityError` if it differs."""
+    """Raise `IntegrityError` if bytes do not match a digest."""
     data = memoryview(data) if isinstance(data, bytes | bytearray) else data
     PassingBytes(digest, data).finish()
 
 
 def checked(digest: str, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield all bytes that a digest covers, then compare; raise `IntegrityError` if it differs."""
+    """Yield all blocks that a digest covers; raise `IntegrityError` if they do not match it."""
     algorithm, expected = parse(digest)
     hasher = Hasher(algorithm)
     for block in blocks:
@@ -169,6 +169,6 @@ def checked(digest: str, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         yield block
     if hasher.value() != expected:
         raise IntegrityError(
-            f"the bytes have the digest {hasher.digest()}, but the file says {digest}",
+            f"the bytes have the digest {hasher.digest()}, but the file states {digest}",
             rule="Digest",
         )

@@ -1,14 +1,14 @@
-r"""Encodings of parts: how stored bytes become decoded ones, and the other way round.
+r"""Encodings of parts: compression and decompression of stored bytes.
 
-Streams may be of unknown origin, so the sizes that they claim are never trusted: the caller passes
-the expected number of bytes, and no more are decoded. All errors are `FormatError` with
+Streams may be hostile, so the sizes that they claim are never trusted: the caller passes the
+expected number of bytes, and no more are decoded. All errors are `FormatError` with
 ``rule="Encoding"``, except `TooLargeError` for data that does not fit in memory.
 
-``deflate`` is a stream of RFC 1951 without a header, as zip files have them.
+``deflate`` is a stream of RFC 1951 without a header, as in zip files.
 
 ``zstd`` is a Zstandard stream: any number of frames, some of them skippable, with or without a
 content size. A frame (RFC 8878, section 3.1.1) is a header, which may state the size of its
-content; blocks; and 4 bytes of a checksum, where the header says so::
+content; blocks; and, if the header has a flag for it, 4 bytes of a checksum::
 
     block         3 bytes, little-endian: bit 0 marks the last one, bits 1 and 2 are its type, the
                   rest its size; of type 1 (one byte, repeated) that byte alone is stored
@@ -224,12 +224,12 @@ class ZstdDecoder(StreamDecoder):
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
         import zstandard
 
-        # In two halves: if the end of a buffer splits a header, libzstd looks for the frame at the
-        # start of the next buffer, and a whole frame there would be accepted.
+        # The end frame is fed in two halves: if a buffer ends within a header, libzstd looks for
+        # the frame at the start of the next buffer, and would accept a whole frame there.
         frame = self.end_frame() if is_whole else b""
         parts: tuple[Stored, ...] = (stored, frame[:12], frame[12:])
-        # One buffer for each part: if a frame lies in one buffer and has a content size, libzstd
-        # decodes it straight into the destination, without a window in between.
+        # One buffer per part: if one buffer has the whole frame, and the frame a content size,
+        # libzstd decodes it straight into the destination, without a window in between.
         listed = ([part] if isinstance(part, memoryview | bytes) else part for part in parts)
         buffers = filter(len, chain.from_iterable(listed))
         chained: Any = SimpleNamespace(read=lambda _: next(buffers, b""))
@@ -444,7 +444,7 @@ def read_frames(
         expected = int(table.checksums[first + number])
         checksum = xxh64_intdigest(out.data) & 0xFFFFFFFF
         if checksum != expected:
-            text = f"a frame has the checksum {checksum:#x}, its table says {expected:#x}"
+            text = f"a frame has the checksum {checksum:#x}, but its table states {expected:#x}"
             raise _malformed(text, frame_offset)
 
     workers = min(_MOST_THREADS, os.cpu_count() or 1, last - first)
@@ -485,9 +485,9 @@ def new_encoder(
     if encoding == "zstd-seekable":
         return _SeekableEncoder(level, threads)
     raise UnsupportedError(
-        f"the compression {shown(encoding)} is not known",
+        f"the compression {shown(encoding)} is unsupported",
         rule="Encoding",
-        hint="Known are: zstd, zstd-seekable, deflate",
+        hint="Supported are zstd, zstd-seekable and deflate",
     )
 
 

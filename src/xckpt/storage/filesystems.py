@@ -1,6 +1,7 @@
-"""Files of every other protocol that fsspec knows, and of chained URLs, such as ``zip://``.
+"""Files of all other protocols of fsspec, and of chained URLs, such as ``zip://``.
 
-Answers do not contain the version of a file, so it is requested every ten seconds.
+The answer to a read does not contain the version of the file, so the version is requested
+separately, every ten seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Names that file systems have for the version of a file.
+# Names that file systems use for the version of a file.
 _VERSION_KEYS = (
     *("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5"),
     *("blob_id", "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
     *("updated", "created", "ino", "CRC", "modify", "modificationTime", "last_write_time"),
 )
-# They read copies that do not change.
+# These protocols read copies, which do not change.
 _COPYING = ("simplecache::", "filecache::", "blockcache::", "cached::")
 _IN_THIS_PROCESS = frozenset({"memory", "file", "local"})
 _TRANSIENT_NUMBERS = {
@@ -45,7 +46,7 @@ _TRANSIENT_NUMBERS = {
 
 
 class FsspecSource(RemoteSource):
-    """A file of a file system of fsspec; `storage_options` are for that."""
+    """A file of a file system of fsspec, which gets the `storage_options`."""
 
     __slots__ = ()
 
@@ -80,7 +81,7 @@ class FsspecSource(RemoteSource):
 
             if type(fs).cat_file is not AbstractFileSystem.cat_file:
                 return bytes(fs.cat_file(path, start=offset, end=offset + nbytes))
-            # This one opens the file, and would read ahead by blocks.
+            # The default `cat_file` opens the file with read-ahead by blocks.
             with fs.open(path, "rb", cache_type="none") as file:
                 file.seek(offset)
                 return bytes(file.read(nbytes))
@@ -143,7 +144,7 @@ class FsspecSource(RemoteSource):
 
 
 def file_system(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str]:
-    """Return the file system that a URL is in, and the path there."""
+    """Return the file system of a URL, and the path in it."""
     if kind_of(url) is not None:
         from xckpt.storage.objects import Bucket
 
@@ -165,7 +166,7 @@ def _of_fsspec(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def as_os_error(error: Exception, url: str, task: str = "request") -> Exception:
-    """Return an error of a file system as one of the operating system; bugs stay what they are."""
+    """Return an error of a file system as an `OSError`; programming errors stay unchanged."""
     if isinstance(error, CheckpointError | TransientError):
         return error
     is_timeout = isinstance(error, TimeoutError)

@@ -1,13 +1,12 @@
 """Files on the Hugging Face Hub: ``hf://organisation/model@revision/file``.
 
-A revision is looked up once, and everything is read from the commit that it names; the names of
-sources contain it. Sizes and digests of files come with the listing of their folder, so that no
-request is made for a file before its header is read. Large files are elsewhere: the Hub redirects
-to a signed address, which is used until it is refused. The token goes to the Hub, and to no other
-host.
+A revision is resolved once to its commit, from which everything is read; the names of sources
+contain the commit. The listing of a folder has the sizes and digests of its files, so that the
+first request for a file reads its header. For large files the Hub redirects to a signed address,
+which is used until it is refused. The token is sent to the Hub only.
 
-`huggingface_hub` knows the endpoint and the token, and has the session for questions about
-repositories. Their answers are read here, within limits of time and size.
+`huggingface_hub` provides the endpoint, the token and the session for requests about repositories.
+This module reads the answers, within limits of time and size.
 """
 
 from __future__ import annotations
@@ -60,28 +59,28 @@ _SECONDS = re.compile("[0-9]{1,6}")
 
 #: Size of the first request for a file: the headers of most shards are shorter.
 _FIRST_NBYTES = 1 << 17
-# How long a branch is taken to be the commit that it was.
+# Time for which a branch is assumed to stay at the same commit.
 _TRUSTED_SECONDS = 10.0
 _MOST_FILES = 1_000_000
 _MOST_PAGES = 10_000
 _MOST_SECONDS = 25.0
 _LARGEST_ANSWER = 64 << 20
-# Files in git itself are smaller; ranges of them are not promised.
+# Files in git itself are smaller; the Hub does not guarantee range requests for them.
 _LARGEST_IN_GIT = 10 << 20
 _LENGTH_OF_GIT_ID = 40
 _MOST_REDIRECTS = 5
 _PIECE_NBYTES = 1 << 16
-# Seconds that the Hub may ask for before the next request.
+# Longest pause that the Hub may request, in seconds.
 _LONGEST_WAIT = 60.0
 _DEFAULT_REVISION = "main"
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-# Storage options that are not for the server of the bytes.
+# Storage options that are not sent to the server of the data.
 _HUB_OPTIONS = {"endpoint", "token"}
 _LIBRARIES = {"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
 
 
 class HubPath(NamedTuple):
-    """Where something is on the Hub."""
+    """A repository, folder or file on the Hub, at a revision."""
 
     kind: str  # "model", "dataset" or "space"
     repo: str
@@ -90,7 +89,7 @@ class HubPath(NamedTuple):
 
     @property
     def url(self) -> str:
-        """The URL; the revision of one that was resolved is a commit."""
+        """The ``hf://`` URL."""
         path = f"/{self.path}" if self.path else ""
         return f"hf://{self.page}@{quote(self.revision, safe='')}{path}"
 
@@ -101,7 +100,7 @@ class HubPath(NamedTuple):
 
     @property
     def parent(self) -> HubPath:
-        """The folder that it is in."""
+        """The folder that contains it."""
         return self._replace(path=self.path.rpartition("/")[0])
 
     @classmethod
@@ -110,13 +109,13 @@ class HubPath(NamedTuple):
         match = _URL.fullmatch(url.rstrip("/"))
         if match is None:
             form = "a repository is hf://organisation/name, with @revision and /file after it"
-            raise ValueError(f"{url} is not a place on the Hub: {form}")
+            raise ValueError(f"{url} is not a URL of the Hub: {form}")
         revision = unquote(match["revision"] or _DEFAULT_REVISION)
         return cls(match["kind"] or "model", match["repo"], revision, match["path"] or "")
 
 
 def pinned(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return a URL with the commit that its revision is now."""
+    """Return a URL with the current commit of its revision."""
     return _Hub(url, storage_options).resolved(HubPath.parse(url)).url
 
 
@@ -164,12 +163,12 @@ _folders: Pool[dict[str, tuple[int, str] | None]] = Pool(limit=256)
 
 
 class _Answer(NamedTuple):
-    """An answer of the Hub that is not a failure."""
+    """A successful answer of the Hub."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
-    url: str  # where it is from, or where it redirects to
+    url: str  # of the request, or of the redirect
 
 
 class _Hub:
@@ -198,7 +197,7 @@ class _Hub:
         return f"{self.endpoint}/{file.page}/resolve/{commit}/{path}"
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of requests to the Hub; the token is the one of now."""
+        """Return the headers of requests to the Hub, with the current token."""
         from huggingface_hub.utils import build_hf_headers
 
         return dict(build_hf_headers(token=self._token, library_name="xckpt"))
@@ -264,13 +263,13 @@ class _Hub:
         return f"/api/{place.kind}s/{place.repo}"
 
     def _page(self, place: HubPath, path: str) -> tuple[Any, str]:
-        """Return a page of an answer of the API, and the path of the next one if there is one."""
+        """Return a page of an answer of the API, and the path of the next page or ''."""
         answer = self.answer(place, "GET", self.endpoint + path, _LARGEST_ANSWER)
         try:
             content = json.loads(answer.body)
         except (ValueError, RecursionError) as error:
             raise self._broken("does not answer in JSON") from error
-        # Whatever host it names: the token goes to this one.
+        # Only the path counts: the token must not be sent to another host.
         following = re.search(r'<([^<>]*)>;\s*rel="?next', answer.headers.get("Link") or "")
         _, mark, path = following[1].partition("/api/") if following else ("", "", "")
         return content, mark + path
@@ -278,7 +277,7 @@ class _Hub:
     def answer(
         self, place: HubPath, method: str, url: str, most: int, source: HubSource | None = None
     ) -> _Answer:
-        """Send a request, and follow redirects on the Hub; failures are errors."""
+        """Send a request, follow redirects on the Hub, and raise for failures."""
         limits = self._limits
         if source is None:  # the interface, which answers quickly
             limits = limits._replace(timeout=min(limits.timeout, _MOST_SECONDS))
@@ -301,7 +300,7 @@ class _Hub:
             schemes = urlsplit(url).scheme, urlsplit(joined).scheme
             if urlsplit(joined).hostname and schemes in SAFE_SCHEMES:
                 return address_of(joined)
-        # The address is not shown: it may be signed.
+        # The message omits the address, which may be signed.
         raise OSError(errno.EINVAL, "the Hub redirects to an address that is not safe", self._url)
 
     def _request(self, place: HubPath, method: str, url: str, most: int, limits: Limits) -> _Answer:
@@ -327,7 +326,7 @@ class _Hub:
         return answer
 
     def _read(self, session: Any, method: str, url: str, most: int, limits: Limits) -> _Answer:
-        """Make a request, and read at most so many bytes of the answer."""
+        """Make a request, and raise if the answer has more than `most` bytes."""
         sent = {**self.headers(), "Accept-Encoding": "identity"}
         body, deadline = bytearray(), time.monotonic() + limits.timeout
         with _opened(session, method, url, sent, limits) as (status, headers, pieces):
@@ -342,7 +341,7 @@ class _Hub:
         return _Answer(status, headers, bytes(body), url)
 
     def refusal(self, place: HubPath, status: int, headers: Mapping[str, str]) -> OSError:
-        """Return what an answer of the Hub means, and what to do about it."""
+        """Translate the answer to a refused request into an error with advice."""
         message, url = headers.get("X-Error-Message", ""), self._url
         repo, page = f"the repository {place.repo}", f"{self.endpoint}/{place.page}"
         has_token = "authorization" in {name.lower() for name in self.headers()}
@@ -372,7 +371,7 @@ class _Hub:
         return OSError(errno.EINVAL, f"the Hub answered {status} {shown(message)}", url)
 
     def _busy(self, status: int, headers: Mapping[str, str], *, has_token: bool) -> OSError:
-        """Return the error for an answer that asks for patience; long waits are up to the user."""
+        """Return the error for a busy Hub; it is transient unless the requested pause is long."""
         text = f"the Hub answered {status} {shown(headers.get('X-Error-Message', ''))}"
         if status == 429 and not has_token:
             text += f" (with a token it allows more: {_LOG_IN})"
@@ -392,7 +391,7 @@ class _Hub:
 def _opened(
     session: Any, method: str, url: str, headers: Mapping[str, str], limits: Limits
 ) -> Iterator[tuple[int, Mapping[str, str], Iterator[bytes]]]:
-    """Begin a request, and return status, headers, and the body as it is sent, piece by piece."""
+    """Begin a request; return the status, the headers, and an iterator over the body."""
     options: dict[str, Any] = {"headers": headers, "timeout": limits.read_timeout}
     if callable(getattr(session, "stream", None)):  # of httpx
         with session.stream(method, url, follow_redirects=False, **options) as answer:
@@ -434,7 +433,7 @@ class HubSource(ObjectSource):
         self.identity = (self.size, ("sha", digest))
 
     def reading_header(self) -> AbstractContextManager[Source]:
-        """Read more than asked for, and remember; see `Source.reading_header`."""
+        """Return a source with read-ahead and a cache; see `Source.reading_header`."""
         options = {key: v for key, v in self.storage_options.items() if key != "token"}
         return reading_header(self, memoryview(b""), options, ahead=_FIRST_NBYTES)
 
@@ -454,7 +453,7 @@ class HubSource(ObjectSource):
         }
         for name, before in expected.items():
             now = headers.get(name, before).removeprefix("W/").strip('"')
-            # Digests of one kind are compared: files in git itself have two of them.
+            # Files in git itself have digests of two kinds, which cannot be compared.
             is_same_kind = name != "X-Linked-ETag" or len(now) == len(before)
             if now != before and is_same_kind:
                 raise changed(self.name, f"its {name} was {shown(before)} and is {shown(now)}")
@@ -474,7 +473,7 @@ class HubSource(ObjectSource):
         return memoryview(body)[offset : offset + nbytes]
 
     def _whole(self) -> bytes | None:
-        """Request all of the file; None if it is elsewhere."""
+        """Request the whole file; None if the Hub redirects to another server."""
         hub, place = self._hub(), HubPath.parse(self.name)
         answer = hub.answer(place, "GET", hub.address(place), _LARGEST_IN_GIT, self)
         if answer.status in REDIRECTS:
@@ -487,7 +486,7 @@ class HubSource(ObjectSource):
         return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})
 
     def _locate(self) -> Address:
-        """Ask the Hub where the bytes of the file are."""
+        """Request the address of the file's data from the Hub."""
         hub, place = self._hub(), HubPath.parse(self.name)
         answer = hub.answer(place, "HEAD", hub.address(place), 0, self)
         options = without_secrets(self.storage_options)

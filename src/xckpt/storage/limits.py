@@ -86,7 +86,7 @@ def require_expansion(nbytes: int, stored_nbytes: int) -> None:
         from dask.utils import format_bytes
 
         raise TooLargeError(
-            f"{stored_nbytes} stored bytes stand for {nbytes} ({format_bytes(nbytes)}), too many "
+            f"{stored_nbytes} stored bytes expand to {nbytes} ({format_bytes(nbytes)}), too many "
             "to read them all",
             rule="Memory",
             hint="Select less of it, leave it out, or raise dask's option xckpt.expansion-limit",
@@ -172,7 +172,7 @@ _pools_of_files: WeakSet[Pool[Any]] = WeakSet()
 
 
 def most_open() -> int:
-    """Return how many files one pool may keep open: a quarter of the process's limit."""
+    """Return the number of files that a pool may keep open: a quarter of the process's limit."""
     if sys.platform == "win32":
         return 64
     import resource
@@ -202,9 +202,9 @@ class Pool(Generic[T]):
     """Opened resources by key; above a limit, the least recently used are dropped.
 
     Dropping removes only the pool's reference: a memory map lives as long as views of it do.
-    Resources must close themselves when nothing refers to them any more. `measure` returns the
-    share of a resource in the limit, by default 1; larger ones than the limit are not kept. A pool
-    of `files` is emptied when other files cannot be opened.
+    Resources must close themselves with the last reference to them. `measure` returns the share of
+    a resource in the limit, by default 1; resources above the limit are not kept. A pool of `files`
+    is emptied if other files cannot be opened.
 
     A forked child starts with an empty pool: it must not share seek positions with its parent,
     nor wait for locks that a thread of the parent held.

@@ -34,7 +34,7 @@ _READAHEAD_NBYTES = 256 << 10
 # The overhead of a read is about the time to copy this many bytes.
 _WORTH_SKIPPING = 16 << 10
 
-# A map made without `trackfd` keeps a duplicate of the descriptor open for as long as it lives.
+# By default, a map keeps a duplicate of the descriptor open for as long as it lives.
 _UNTRACKED: dict[str, Any] = (
     {"trackfd": False} if sys.version_info >= (3, 13) and sys.platform != "win32" else {}
 )
@@ -92,13 +92,13 @@ class FileVersion:
         )
 
     @property
-    def told(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def state(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Arguments for `of`."""
         return self.identity, self._latest
 
     @classmethod
     def of(cls, identity: tuple[int, ...], latest: tuple[int, ...]) -> FileVersion:
-        """Restore a version from `told`."""
+        """Restore a version from its `state`."""
         version = object.__new__(cls)
         version.identity, version._latest = identity, latest
         return version
@@ -124,7 +124,7 @@ def _change_of(status: os.stat_result) -> tuple[int, ...]:
 class OpenFile:
     """An open regular file with random access from any number of threads.
 
-    It closes when nothing refers to it any more.
+    It is closed with the last reference to it.
     """
 
     __slots__ = ("__weakref__", "_lock", "fileno")
@@ -219,7 +219,7 @@ class LocalSource(Source):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Each task of a cluster contains a source, so its pickle omits the names of attributes.
-        return _restored, (self.name, self.mmap, *self._version.told)
+        return _restored, (self.name, self.mmap, *self._version.state)
 
     @property
     def worth_skipping(self) -> int | None:
@@ -453,7 +453,7 @@ class FileObjectSource(Source):
             self._file.__reduce_ex__(protocol)
         except TypeError as error:
             raise TypeError(
-                f"{self._file!r} cannot be pickled, so neither can what reads from it; "
+                f"{self._file!r} cannot be pickled, so neither can arrays that read from it; "
                 "open the checkpoint by its path or URL instead"
             ) from error
         names = ("_file", "_folder", "_version", "name", "size", "identity")

@@ -1,8 +1,8 @@
 """Files on web servers and in object stores, through obstore; a range of bytes is one request.
 
 The version of the file in every answer is compared with the version that was opened.
-obstore's synchronous calls run on threads (`requests`). Its retries are switched off for reading:
-those of `requests` are logged, and also cover bodies that break off.
+obstore's synchronous calls run on threads (`requests`). Its retries are switched off for reading,
+because `requests` logs its own, and also repeats requests whose answer breaks off.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _NO_CREDENTIALS = (
     "has none; for public data, pass storage_options={'anon': True}"
 )
 _NOT_TRUSTED = (
-    "the certificate of the server is not trusted; storage_options={'verify': 'ca.pem'} names a "
-    "file with those that are"
+    "the certificate of the server is not trusted; pass a file with trusted certificates as "
+    "storage_options={'verify': 'ca.pem'}"
 )
 
 
@@ -79,7 +79,7 @@ class _Meaning(NamedTuple):
     reason: str = ""
 
 
-# The first one that matches counts. obstore puts the kinds of errors into their texts only.
+# The first match counts. obstore states the kind of an error in its text only.
 _MEANINGS = (
     _Meaning(r"169\.254\.16[79]\.", "refused", _NO_CREDENTIALS),
     _Meaning(r"<Region>|redirect without LOCATION", "elsewhere", "the bucket is in another region"),
@@ -108,7 +108,7 @@ _MEANINGS = (
 
 
 def failure(error: Exception, name: str) -> Exception:
-    """Return what an error of obstore means, without addresses in it, which may be signed."""
+    """Translate an error of obstore, and drop addresses from its text, which may be signed."""
     text = str(error)
     if isinstance(error, CheckpointError | ImportError | OSError) and _OF_OBSTORE not in text:
         return error
@@ -153,11 +153,11 @@ def library(url: str) -> Any:
 
 
 class Address(NamedTuple):
-    """Where requests for a file go."""
+    """The store and the path to which requests for a file go."""
 
     store: Any
     path: str
-    is_redirect: bool = False  # an address that a server has named, for as long as it is good
+    is_redirect: bool = False  # an address from a redirect, which may expire
 
 
 # Addresses by URL and options.
@@ -196,7 +196,7 @@ class ObjectSource(RemoteSource):
             self._remember_beginning()
 
     def _look(self, first: int) -> None:
-        """Request the beginning, and set size and version."""
+        """Request the beginning of the file, and set its size and its version."""
         try:
             meta, self._first = self._answer({"range": (0, first)}, _check_encoding)
         except (FileChangedError, UnsupportedError):
@@ -264,14 +264,14 @@ class ObjectSource(RemoteSource):
 
     def _address(self) -> Address:
         key = self._address_key()
-        with _locating.of(key):  # several threads ask once
+        with _locating.of(key):  # several threads send one request
             return _addresses.get(key, self._locate)
 
     def _address_key(self) -> tuple[Any, ...]:
         return self.name, options_key(self.storage_options), self.limits
 
     def _locate(self) -> Address:
-        """Find where requests go; headers of the user stay with the server that they are for."""
+        """Follow redirects to the final address; the user's headers go to the first server only."""
         url, options, limits = self.name, self.storage_options, self.limits
         address = Address(*open_store(url, options, limits))
         if kind_of(url) != "http" or "store" in options:
@@ -313,7 +313,7 @@ def _check_encoding(url: str, result: Any) -> None:
 
 
 def _version(meta: Any) -> dict[str, str | None]:
-    """Return the version in an answer; 1970 stands for no time."""
+    """Return the version in an answer; obstore reports a missing time as 1970."""
     modified = meta["last_modified"]
     text = None if modified is None or modified.year < 1971 else modified.isoformat()
     return {"ETag": meta["e_tag"], "Last-Modified": text}
@@ -334,7 +334,7 @@ def _folder(url: str) -> IsADirectoryError:
 
 
 class _Staying(HTTPRedirectHandler):
-    """Has redirects raised as errors."""
+    """A handler that raises redirects as errors."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -343,7 +343,7 @@ class _Staying(HTTPRedirectHandler):
 def _end_of_redirects(
     url: str, headers: Mapping[str, str], context: SSLContext, timeout: float
 ) -> str:
-    """Follow redirects, and return where they end; headers go to the first server alone."""
+    """Follow redirects and return the last address; send headers to the first server only."""
     start = url
     opener = build_opener(_Staying, HTTPSHandler(context=context))
     for _ in range(_MOST_REDIRECTS):
@@ -398,14 +398,14 @@ class Bucket:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         if kind_of(url) == "http":
-            hint = "Save it here, and bring it there"
-            raise UnsupportedError("files on web servers are only read", path=url, hint=hint)
+            hint = "Save it to a local file, and upload that"
+            raise UnsupportedError("cannot write to a web server", path=url, hint=hint)
         options, limits = split_options(flattened(storage_options), is_flat=True)
         self._url = url
         self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
 
     def exists(self, path: str) -> bool:
-        """Return whether there is an object."""
+        """Return whether an object exists."""
         try:
             self._call("head", _key(path))
         except FileNotFoundError:
@@ -413,7 +413,7 @@ class Bucket:
         return True
 
     def put_file(self, local: str, path: str) -> None:
-        """Make an object of a file; it is there when it is complete."""
+        """Upload a file as an object, which appears when it is complete."""
         nbytes = max(_PART_NBYTES, Path(local).stat().st_size // _MOST_PARTS)
         self._call("put", _key(path), Path(local), chunk_size=nbytes)
 

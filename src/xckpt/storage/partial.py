@@ -1,19 +1,19 @@
-"""Names next to a target, and what becomes of them when their writer is killed.
+"""Temporary files next to a target, their locks, and their removal after a writer was killed.
 
 The temporary file of ``m.zt`` is ``.m.zt.<random>.xckpt-partial`` in the same folder. Its writer
-holds a lock on it (``flock``), which the kernel releases however the writer ends, on whatever
-machine. So a temporary file without a lock was left over, and the next writer to that target
-removes it. Where the file system has no locks nothing is removed.
+holds a lock on it (``flock``), which the kernel releases however and wherever the writer ends.
+Therefore a temporary file without a lock is a leftover, and the next writer to that target removes
+it. On file systems without locks, leftovers stay.
 
-A lock needs an open file, and a checkpoint may have more files than a process may have open. So
-its writer locks one temporary file in each folder, the guard. The names of the others begin with
-the random part of the guard's: ``.m-2.zt.<random><more>.xckpt-partial``.
+A lock needs an open file, and a checkpoint may have more files than a process may have open.
+Therefore its writer locks one temporary file in each folder, the guard. The names of the others
+begin with the random part of the guard's name: ``.m-2.zt.<random><more>.xckpt-partial``.
 
-A writer that gives a file its name holds a lock on ``.m.zt.xckpt-lock`` for as long as that takes.
-What counts is the lock of the kernel, not that the file is there.
+While a writer renames a file to its target, it holds a lock on ``.m.zt.xckpt-lock``. Only the lock
+of the kernel counts; the lock file may exist without it.
 
-Companions of ``m.metadata.json`` have names like ``m_shard_0.xckpt-<m><random>.shard`` besides,
-or instead, while they replace others; ``<m>`` is a hash of ``m.metadata.json``.
+While companions of ``m.metadata.json`` replace others, they have aliases such as
+``m_shard_0.xckpt-<m><random>.shard``, where ``<m>`` is a hash of ``m.metadata.json``.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _LONGEST_WAIT = 60.0  # in seconds; a name changes in milliseconds
 _PAUSE = 0.002
 
 _LONGEST_NAME = 255
-# Of the random part of the name of a guard.
+# Length of the random part of a guard's name.
 _RANDOM_LENGTH = 8
-# In a folder that others may write to, a link of the name leads somewhere else.
+# O_NOFOLLOW: in a folder that others may write to, a link with this name could lead elsewhere.
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def _shortened(name: str, nbytes: int) -> str:
-    """Cut a name so that so many bytes can be added to it."""
+    """Cut a name so that `nbytes` bytes can be added to it."""
     while len(os.fsencode(name)) > _LONGEST_NAME - nbytes:
         name = name[:-1]
     return name
 
 
 def _pattern(target: str) -> tuple[str, str]:
-    """Return what the names of temporary files of a target begin and end with."""
+    """Return the beginning and the end of the names of a target's temporary files."""
     name = _shortened(Path(target).name, len(PARTIAL_SUFFIX) + 2 + 2 * _RANDOM_LENGTH)
     return f".{name}.", PARTIAL_SUFFIX
 
@@ -65,12 +65,12 @@ def _pattern(target: str) -> tuple[str, str]:
 def create(
     target: str, replaced: os.stat_result | None, *, private: bool = False, guard: str | None = None
 ) -> tuple[str, int]:
-    """Make a temporary file for a target, and return its path and descriptor.
+    """Create a temporary file for a target, and return its path and descriptor.
 
-    It is locked, unless `guard` is the path of a temporary file in the same folder that is.
+    The file is locked, unless `guard` is the path of a locked temporary file in the same folder.
     """
     start, end = _pattern(target)
-    # What is private must not be readable while it is written either.
+    # A private file must not be readable to others while it is written either.
     mode = 0o600 if private or replaced is not None else 0o666
     while True:
         random = secrets.token_hex(4)
@@ -84,8 +84,8 @@ def create(
             is_ours = guard is not None or _lock(fileno)
             if replaced is not None:
                 _take_over(fileno, replaced)
-            # Between the two calls another writer may have taken it for a left-over, and have
-            # removed it or be about to: until then it has the lock.
+            # Between creation and lock, another writer may have locked the file as a leftover, in
+            # order to remove it. Then try again with another name.
             if is_ours is not False and _is_same(fileno, path):
                 return str(path), fileno
         except BaseException:
@@ -102,18 +102,18 @@ def guard_of(path: str) -> str:
 
 
 def _take_over(fileno: int, replaced: os.stat_result) -> None:
-    """Give a file the owner and the permissions of the one that it is to replace."""
+    """Give a file the owner and the permissions of the file that it replaces."""
     if not hasattr(os, "fchown"):
         return
-    made = os.fstat(fileno)
-    if (made.st_uid, made.st_gid) != (replaced.st_uid, replaced.st_gid):
+    status = os.fstat(fileno)
+    if (status.st_uid, status.st_gid) != (replaced.st_uid, replaced.st_gid):
         with contextlib.suppress(OSError):  # only the superuser may
             os.fchown(fileno, replaced.st_uid, replaced.st_gid)
     os.fchmod(fileno, stat.S_IMODE(replaced.st_mode))
 
 
 def _lock(fileno: int) -> bool | None:
-    """Lock a file, and return whether it is ours; None where there are no locks."""
+    """Try to lock a file, and return whether that succeeded; None if locks are unsupported."""
     if sys.platform == "win32":
         return True  # open files cannot be removed there
     import fcntl
@@ -129,10 +129,10 @@ def _lock(fileno: int) -> bool | None:
 
 def _is_same(fileno: int, path: Path) -> bool:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(fileno), found)
+    return os.path.samestat(os.fstat(fileno), status)
 
 
 def remove_left_over(target: str) -> None:
@@ -143,8 +143,8 @@ def remove_left_over(target: str) -> None:
         for name in names:
             if name.startswith(start) and "." not in name[len(start) : -len(end)]:
                 guard = f".{guard_of(name)}{end}"
-                guards = {each for each in names if each.endswith(guard)} - {name}
-                # Somebody else's, gone by now, or in use on Windows: none of our business.
+                guards = {n for n in names if n.endswith(guard)} - {name}
+                # The file may belong to another user, be gone by now, or be in use on Windows.
                 with contextlib.suppress(OSError):
                     _remove_unlocked(Path(target), name, guards)
 
@@ -152,14 +152,14 @@ def remove_left_over(target: str) -> None:
 def _remove_unlocked(target: Path, name: str, guards: Iterable[str]) -> None:
     """Remove a temporary file unless a writer has locked it, or one of its guards."""
     with contextlib.ExitStack() as stack:
-        for each in (name, *guards):
+        for locked in (name, *guards):
             try:
-                fileno = open_file(target.with_name(each), _FLAGS)
+                fileno = open_file(target.with_name(locked), _FLAGS)
             except FileNotFoundError:
                 continue
             stack.callback(let_go, fileno)
-            # One that has both names was killed between the two. Whoever appends to it has the
-            # lock.
+            # A file with both names belongs to a writer that was killed between link and unlink.
+            # A lock on it belongs to another writer, which appends to the target.
             if not (_is_same(fileno, target) or _lock(fileno)):
                 return
         target.with_name(name).unlink()
@@ -175,7 +175,7 @@ def discard(path: str, owner: int) -> None:
 
 @contextlib.contextmanager
 def alone(target: str) -> Iterator[None]:
-    """Keep other writers from giving a file its name for as long as the block runs."""
+    """Keep other writers from renaming a file to this target while the block runs."""
     if sys.platform == "win32":
         yield
         return
@@ -188,10 +188,10 @@ def alone(target: str) -> Iterator[None]:
         yield
     finally:
         try:
-            # Removed first: who waits for the lock finds that the file is gone, and makes another.
+            # Remove the file first: a waiting writer then notices, and creates a new one.
             with contextlib.suppress(OSError):
                 path.unlink()
-            # Not only closed: a child that was forked meanwhile has the same lock.
+            # Closing is not enough, because a child that was forked meanwhile shares the lock.
             with contextlib.suppress(OSError):
                 fcntl.flock(fileno, fcntl.LOCK_UN)
         finally:
@@ -199,13 +199,13 @@ def alone(target: str) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Open and lock a file, which is made if it is not there."""
+    """Open and lock a file, creating it if necessary."""
     deadline = time.monotonic() + _LONGEST_WAIT
     while True:
         deliver()
         try:
             fileno = open_file(path, _FLAGS | os.O_CREAT, 0o666)
-        except PermissionError:  # another user made it
+        except PermissionError:  # it belongs to another user
             fileno = open_file(path, _FLAGS & ~os.O_RDWR)
         try:
             is_ours = _lock(fileno)
@@ -222,19 +222,19 @@ def _locked(path: Path) -> int:
 
 
 def new_aliases(target: str, labels: Iterable[str]) -> dict[str, str]:
-    """Make up names for companions of a target, in their folders and with their endings."""
+    """Return temporary names for companions of a target, with the same folders and suffixes."""
     tag = f".xckpt-{_hash(target)}{secrets.token_hex(4)}"
-    found = {}
+    aliases = {}
     for label in labels:
         folder, slash, name = label.rpartition("/")
         stem, ending = os.path.splitext(name)  # noqa: PTH122  a part of a name
         stem = _shortened(stem, len(os.fsencode(tag + ending)))
-        found[label] = f"{folder}{slash}{stem}{tag}{ending}"
-    return found
+        aliases[label] = f"{folder}{slash}{stem}{tag}{ending}"
+    return aliases
 
 
 def remove_aliases(target: str, folders: Iterable[str]) -> None:
-    """Remove companions of a target that still have such names, and are not needed any more."""
+    """Remove aliases of companions that an interrupted writer left behind."""
     alias = re.compile(rf".*\.xckpt-{_hash(target)}[0-9a-f]{{8}}(\.[^.]*)?", re.DOTALL)
     for folder in folders:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""Files on other machines: each read is a request, unless its bytes were requested before."""
+"""Files on other machines: each read is a request, unless its bytes have been prefetched."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
-# How long an answer about the version of a file is trusted before it costs another request.
+# Time for which the version of a file counts as checked, before another request checks it.
 TRUSTED_SECONDS = 10.0
 _LONGEST_VERSION = 1024
 _NOTHING = memoryview(b"")
 
-# Of a file without a version the beginning is read again now and then.
+# Parts of the identity of a file without a version, whose beginning is read again now and then.
 _OPENING, _BEGINNING = "opening", "beginning"
 
 # Times of the last check that files are unchanged, in this process, by name and identity.
@@ -47,7 +47,7 @@ _checks: Pool[SimpleNamespace] = Pool(limit=1024)
 
 
 def is_of_one_opening(identity: Any) -> bool:
-    """Return whether a file, or one that it is among, is the same only while it is open."""
+    """Return whether an identity, or a part of it, is valid for one opening of a file only."""
     return isinstance(identity, tuple) and (
         identity[:1] == (_OPENING,) or any(map(is_of_one_opening, identity))
     )
@@ -56,8 +56,8 @@ def is_of_one_opening(identity: Any) -> bool:
 class RemoteSource(Source):
     """A file on another machine.
 
-    `storage_options` travel with the source when it is pickled. A file whose server sends no
-    version of it, neither ETag nor time, causes a warning.
+    `storage_options` travel with the source when it is pickled. If a server sends neither ETag nor
+    Last-Modified, changes of the file are noticed only in part, and a warning explains this.
     """
 
     __slots__ = ("_first", "limits", "storage_options")
@@ -85,7 +85,7 @@ class RemoteSource(Source):
         return self
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into memory of its own; see `Source.read`."""
+        """Read a range of bytes into new memory; see `Source.read`."""
         self._check_range(offset, nbytes)
         memory = empty(nbytes)
         self.read_into(offset, memory)
@@ -104,7 +104,7 @@ class RemoteSource(Source):
         np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(data, np.uint8))
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range of bytes, read-only, and without a copy if it came by one request."""
+        """Return a range of bytes, read-only; without a copy if one request fetched it."""
         self._check_range(offset, nbytes)
         is_active = prefetch.is_active(self)
         data = prefetch.view(self, offset, nbytes) if is_active else None
@@ -113,7 +113,7 @@ class RemoteSource(Source):
         return self.read(offset, nbytes).toreadonly() if data is None else data
 
     def _is_long(self, nbytes: int) -> bool:
-        """Return whether a range takes several requests."""
+        """Return whether a range is fetched by several requests."""
         return nbytes >= 2 * REQUEST_NBYTES and self.far is not None
 
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
@@ -136,7 +136,7 @@ class RemoteSource(Source):
         return submit(self.name, partial(self.fetch, offset, nbytes), is_urgent=is_urgent)
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Request a range of bytes, again if that fails for a reason that may pass."""
+        """Request a range of bytes, and repeat the request after transient failures."""
         self._first = b""  # values are read after the header
         start = time.monotonic()
         data = retried(self.name, partial(self._get, offset, nbytes), self.limits)
@@ -150,12 +150,12 @@ class RemoteSource(Source):
         return wait_for(self.request(offset, nbytes, is_urgent=True)) if nbytes else _NOTHING
 
     def check(self) -> None:
-        """Request a byte, and with it the version; see `Source.check`."""
+        """Request one byte, whose answer has the version; see `Source.check`."""
         self._last_check().time = float("-inf")
         self._requested(0, min(1, self.size))
 
     def reading_header(self) -> AbstractContextManager[Source]:
-        """Return a source that reads more than asked for, and remembers; see `Source`."""
+        """Return a source with read-ahead and a cache for the header; see `Source`."""
         first, self._first = memoryview(self._first), b""
         return reading_header(self, first, self.storage_options)
 
@@ -169,7 +169,7 @@ class RemoteSource(Source):
         return _checks.get((self.name, self.identity), never)
 
     def _remember_beginning(self) -> None:
-        """Use the beginning of a file without a version to notice changes, and warn."""
+        """Identify a file without a version by its beginning, and warn about that."""
         nbytes = min(self.size, FIRST_NBYTES)
         first = self._first if len(self._first) >= nbytes else self._requested(0, nbytes)
         self._first = first
@@ -177,8 +177,8 @@ class RemoteSource(Source):
         opening = (_OPENING, uuid.uuid4().hex)
         self.identity = (self.size, opening, (_BEGINNING, _digest(first[:nbytes])))
         warn(
-            f"{self.name}: the server tells neither ETag nor time, so changes of the file while it "
-            "is open are noticed only in its size and its first 64 KiB"
+            f"{self.name}: the server sends neither ETag nor Last-Modified, so changes of the file "
+            "while it is open are noticed only in its size and its first 64 KiB"
         )
         self._last_check().time = time.monotonic()
 
@@ -204,7 +204,7 @@ def identified(
 
 
 def changed(url: str, difference: str) -> FileChangedError:
-    """Return the error for a file that is another one now."""
+    """Return the error for a file that changed after it was opened."""
     reason = f"the file changed after it was opened: {difference}"
     return FileChangedError(reason, path=url, hint="Open it again")
 
@@ -219,7 +219,7 @@ def _digest(data: memoryview | bytes) -> str:
 
 
 def sibling_url(url: str, parts: list[str]) -> str:
-    """Replace the last component of the path, in the link of a chained URL that has one."""
+    """Replace the last component of the path in a URL, which may be chained."""
     links = url.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
     scheme, separator, path = links[at].partition("://")

@@ -1,4 +1,4 @@
-"""Requests to other machines: how long they may take, which are repeated, on which threads.
+"""Requests to other machines: their time limits, their repetition, and their threads.
 
 All requests of a process run on at most 32 daemon threads. The caller waits for a thread, so that
 Ctrl-C reaches it at once, and the interpreter does not wait for requests when it ends.
@@ -28,16 +28,19 @@ T = TypeVar("T")
 #: Reports requests, repeated requests and cache hits at DEBUG.
 logger = logging.getLogger("xckpt")
 
-#: Size of one request, where there is that much to read.
+#: Size of one request in a long read.
 REQUEST_NBYTES = 8 << 20
 #: Requests in flight at a time, at most.
 IN_FLIGHT = 32
 #: The key of `storage_options` that holds `Limits` for every protocol.
 OWN_OPTIONS = "xckpt"
 
-_FIRST_PAUSE = 0.1  # in seconds; each pause is twice as long as the one before,
-_LONGEST_PAUSE = 16  # up to so many times the first;
-_BUSY, _LONGEST_BUSY = 10, 40  # after 429 and 503 the first is longer, and the longest one
+# Pauses before repetitions begin with this number of seconds, and double each time.
+_FIRST_PAUSE = 0.1
+# The longest pause, as a multiple of the first.
+_LONGEST_PAUSE = 16
+# The same after status 429 or 503: first and longest pause, as multiples of `_FIRST_PAUSE`.
+_BUSY, _LONGEST_BUSY = 10, 40
 _IDLE_SECONDS = 10.0
 
 
@@ -65,13 +68,13 @@ def split_options(
 ) -> tuple[dict[str, Any], Limits]:
     """Separate `Limits` from the options of a file system.
 
-    They are under "xckpt", and also next to the other options if `is_flat`.
+    The limits have the key "xckpt"; with `is_flat` they may also stand next to the other options.
     """
     options = dict(storage_options or {})
     place = f"storage_options[{OWN_OPTIONS!r}]"
     limits = options.pop(OWN_OPTIONS, None) or {}
     if not isinstance(limits, dict):
-        raise ValueError(f"{place} is not a dictionary: {limits!r}")  # noqa: TRY004
+        raise ValueError(f"{place} must be a dictionary, not {limits!r}")  # noqa: TRY004
     if is_flat:
         limits = limits | {key: options.pop(key) for key in Limits._fields if key in options}
     if limits.pop("min_rate", None) is not None:
@@ -79,19 +82,18 @@ def split_options(
         warn(text, FutureWarning)
     for key, value in limits.items():
         if key not in Limits._fields:
-            raise ValueError(f"{place} has {', '.join(Limits._fields)}, not {key!r}")
+            raise ValueError(f"{place} accepts {', '.join(Limits._fields)}, not {key!r}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         least = 0 if key == "retries" else 1e-3
         if not is_number or not math.isfinite(value) or value < least:
-            raise ValueError(f"{key!r} in storage_options is not a positive number: {value!r}")
+            raise ValueError(f"{key!r} in storage_options must be a positive number, not {value!r}")
     return options, Limits(**limits)
 
 
 def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
     """Make a request; repeat it after a `TransientError` as `limits` allow.
 
-    The pauses grow and differ between processes, so that workers that failed together do not
-    return together.
+    The pauses grow, and are random, so that many workers do not repeat their requests at once.
     """
     start, attempts, used = time.monotonic(), 0, 0
     while True:
@@ -171,11 +173,11 @@ class _Threads:
                         self._count -= 1
                         return
                 future, call = self._waiting.popleft()
-            # It is never marked as running, so that it can be cancelled at any time.
+            # The future is never marked as running, so that it can be cancelled at any time.
             with suppress(InvalidStateError):
                 if not future.cancelled():
                     _complete(future, call)
-            del future, call  # this frame must not keep what it read
+            del future, call  # this frame must not keep the bytes alive
 
 
 def _complete(future: Future[T], call: Callable[[], T]) -> None:
@@ -217,7 +219,7 @@ def run(name: str, call: Callable[[], T]) -> T:
 
 
 def called_within(seconds: float, call: Callable[[], T]) -> T:
-    """Call a function of another library; leave it behind on a thread if it takes longer."""
+    """Call a function on a thread; raise `TransientError`, and abandon it, if it takes longer."""
     future: Future[T] = Future()
 
     threading.Thread(target=_complete, args=(future, call), name="xckpt-call", daemon=True).start()

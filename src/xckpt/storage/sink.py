@@ -110,7 +110,7 @@ class Place(NamedTuple):
 
 
 class _Descriptor:
-    """An open file, which closes when nothing refers to it any more."""
+    """An open file, which is closed with the last reference to it."""
 
     __slots__ = ("__weakref__", "close", "fileno")
 
@@ -134,7 +134,7 @@ def _discard(path: str, owner: int) -> None:
 
 
 class Sink:
-    """A file that is complete under its name, or not there at all.
+    """A new file, which appears under its name only when it is complete.
 
     Any number of threads write at positions; other processes may write to `path` too. A sink
     pickles as a reference that does not own the file. If it is dropped without `commit`, the
@@ -246,7 +246,7 @@ class Sink:
                 raise
 
     def write(self, data: Any, offset: int) -> None:
-        """Write all of some contiguous bytes at a position."""
+        """Write contiguous bytes at a position."""
         with self.place.named():
             descriptor = self.opened()
             write_at(descriptor.fileno, data, offset)
@@ -440,8 +440,8 @@ def _replace(
             main.take_name()
         except OSError as error:
             return (
-                f"the new checkpoint is complete and in place, but {error.strerror or error}: "
-                "files of it have temporary names, which not all readers find. Save it again"
+                f"the new checkpoint is complete, but some of its files have temporary names, "
+                f"which not all readers accept ({error.strerror or error}). Save it again"
             )
     problem = _unsynced(main, companions.values())
     for label, sink in companions.items():
@@ -457,8 +457,8 @@ def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
         _sync_folders(main, companions)
     except OSError as error:
         return (
-            "the new file is complete and in place, but its folder was not brought to the disk "
-            f"({error.strerror or error}): after a power failure the old file may be back. "
+            "the new file is complete and in place, but its folder could not be synced to the disk "
+            f"({error.strerror or error}): after a power failure, the old file may be back. "
             "Check the disk, and save again"
         )
     return None
@@ -467,7 +467,7 @@ def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
 def _remove_superseded(main: Sink, name: str, problem: str | None) -> str | None:
     """Remove a file that the new ones replace; return a warning if that fails."""
     if problem is not None:  # the new files may be gone after a power failure
-        return f"{problem}. What it replaces, {name}, was not removed"
+        return f"{problem}. The file {name}, which it replaces, was not removed"
     try:
         main.remove_alias(name)
         _sync_folders(main, [])
@@ -480,7 +480,7 @@ def _remove_superseded(main: Sink, name: str, problem: str | None) -> str | None
 
 
 def write_at(fileno: int, data: Any, offset: int) -> None:
-    """Write all of some contiguous bytes to an open file at a position."""
+    """Write contiguous bytes to an open file at a position."""
     view = memoryview(data).cast("B")
     while view:
         # One call writes at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
@@ -592,8 +592,8 @@ class UploadSink(Sink):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if url.startswith("hf://"):
-            hint = "Save it here, and bring it there with `hf upload organisation/model FILE`"
-            raise UnsupportedError("files on the Hub are only read", path=url, hint=hint)
+            hint = "Save it to a local file, and run `hf upload organisation/model FILE`"
+            raise UnsupportedError("cannot write to the Hub", path=url, hint=hint)
         self._filesystem, self._remote = file_system(url, storage_options)
         self._options = storage_options
         self._alias: str | None = None
@@ -612,8 +612,8 @@ class UploadSink(Sink):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            f"{self.name}: what is uploaded is written by one machine; save to a shared folder, "
-            "or without a cluster"
+            f"{self.name}: only one machine can write a file that is uploaded; save to a shared "
+            "folder, or without a cluster"
         )
 
     def another(self) -> Sink:

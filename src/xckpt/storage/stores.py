@@ -1,6 +1,6 @@
-"""Stores of obstore for URLs, and the options that they take.
+"""Stores of obstore for URLs, and their options.
 
-Options have the names of s3fs, gcsfs, adlfs and fsspec's HTTP file system, or those of obstore.
+Options may have the names of obstore, or of s3fs, gcsfs, adlfs and fsspec's HTTP file system.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLIENT_OPTIONS = {
     *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses"),
     *("root_certificate", "user_agent"),
 }
-# They tune caches and loops that do not exist here, or are needed only to make buckets.
+# Options for caches and event loops that do not exist here, or for creating buckets.
 _WITHOUT_EFFECT = {
     *("asynchronous", "block_size", "cache_regions", "cache_type", "default_block_size"),
     *("default_cache_type", "default_fill_cache", "max_pool_connections", "project"),
@@ -48,7 +48,7 @@ _BRACKETS = re.compile(r"\[[^\]/]*\]?")
 # A path that obstore sends as it is.
 _PLAIN = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~+=,@:-]+)+")
 
-# Each has its own connections.
+# Stores by URL and options; each store has its own connections.
 _stores: Pool[Any] = Pool(limit=64)
 #: Regions of buckets that are not where they were expected.
 regions: dict[str, str] = {}
@@ -57,7 +57,7 @@ regions: dict[str, str] = {}
 def kind_of(url: str) -> str | None:
     """Return the kind of store that a URL is in; None for other file systems and chained URLs."""
     scheme, separator, address = url.partition("://")
-    is_chained = "::" in _BRACKETS.sub("", address)  # in an address of IPv6 it has another meaning
+    is_chained = "::" in _BRACKETS.sub("", address)  # "::" in brackets is part of an IPv6 address
     return _KINDS.get(scheme.lower()) if separator and not is_chained else None
 
 
@@ -76,7 +76,7 @@ def flattened(options: Mapping[str, Any] | None) -> dict[str, Any]:
 def open_store(
     url: str, options: Mapping[str, Any], limits: Limits, *, retries: int = 0
 ) -> tuple[Any, str]:
-    """Return the store that an object is in, and its path there; `options` are `flattened`."""
+    """Return the store of an object and its path in it; `options` must be `flattened`."""
     kind = kind_of(url) or "http"
     if kind == "http":
         options = {**_user_in(url), **options}
@@ -107,7 +107,7 @@ def address_of(url: str, options: Mapping[str, Any] = {}) -> str:
 
 
 def _split_address(url: str) -> tuple[str, str]:
-    """Return the origin and the path of a plain URL; all of another one, and no path."""
+    """Return the origin and the path of a plain URL; else the whole URL and an empty path."""
     scheme, _, address = url.partition("://")
     host, slash, path = address.partition("/")
     return (f"{scheme}://{host}", path) if _PLAIN.fullmatch(slash + path) else (url, "")
@@ -120,7 +120,7 @@ def _split_key(kind: str, url: str) -> tuple[str, str]:
         # Paths of obstore have no empty parts; for S3 they can be part of the endpoint.
         folder, _, path = f"/{path}".rpartition("//")
         if kind != "s3" or not path or path.endswith("/"):
-            raise UnsupportedError("a name of an object with empty parts", path=url)
+            raise UnsupportedError("names of objects with empty parts are unsupported", path=url)
         root += folder + "/"
     return root, path
 
@@ -135,7 +135,7 @@ def _path_in(store: Any, url: str, path: str) -> str:
 
 @dataclass
 class _Settings:
-    """Options of a user by where obstore takes them."""
+    """Options of the user, grouped by the parameter of obstore that accepts them."""
 
     config: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class _Settings:
 
     @classmethod
     def of(cls, kind: str, options: Mapping[str, Any]) -> _Settings:
-        """Sort options by where they go."""
+        """Group options by the parameter of obstore that accepts them."""
         settings = cls()
         names = {**_EVERYWHERE, **_NAMES[kind]}
         for key, value in options.items():
@@ -171,7 +171,7 @@ class _Settings:
         self.headers["Authorization"] = f"Basic {token}"
 
     def take_parameters(self, parameters: Any) -> None:
-        """They are part of the address; see `address_of`."""
+        """Ignore parameters of the URL, which `address_of` adds to it."""
 
     def take_verify(self, verify: bool | str) -> None:  # noqa: FBT001  as in requests
         if isinstance(verify, bool):
@@ -295,23 +295,24 @@ def _made(kind: str, root: str, options: Mapping[str, Any], limits: Limits, retr
 def _unknown(kind: str, key: str) -> ValueError:
     keys = {*_EVERYWHERE, *_NAMES[kind], *Limits._fields, *_CLIENT_OPTIONS, "store"}
     more = {"s3": "S3Config", "gs": "GCSConfig", "az": "AzureConfig"}.get(kind)
-    text = f"storage_options has no key {key!r} for {kind}://; it has {', '.join(sorted(keys))}"
-    return ValueError(text if more is None else f"{text}, and those of obstore.store.{more}")
+    text = f"unknown key {key!r} in storage_options for {kind}://; supported are "
+    text += ", ".join(sorted(keys))
+    return ValueError(text if more is None else f"{text}, and the keys of obstore.store.{more}")
 
 
 def _profile(name: str | None) -> Any:
-    """Return a provider of the credentials of an AWS profile; None where obstore finds its own."""
+    """Return a provider of an AWS profile's credentials; None if obstore finds credentials."""
     files = {"AWS_SHARED_CREDENTIALS_FILE": "credentials", "AWS_CONFIG_FILE": "config"}
     paths = [os.environ.get(name) or f"~/.aws/{file}" for name, file in files.items()]
-    is_asked = name is not None or "AWS_PROFILE" in os.environ
-    is_there = any(Path(path).expanduser().is_file() for path in paths)
-    if name is None and ("AWS_ACCESS_KEY_ID" in os.environ or not (is_there or is_asked)):
+    is_requested = name is not None or "AWS_PROFILE" in os.environ
+    has_files = any(Path(path).expanduser().is_file() for path in paths)
+    if name is None and ("AWS_ACCESS_KEY_ID" in os.environ or not (has_files or is_requested)):
         return None
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
-        if not is_asked:
+        if not is_requested:
             return None
         raise ImportError("profiles of AWS need boto3: pip install boto3") from error
     try:
@@ -335,7 +336,7 @@ def _azure(credential: Any) -> Any:
 
 
 def lacking(url: str, error: ImportError) -> ImportError:
-    """Return an error that names what to install for a URL."""
+    """Return the error for a missing package, which names the extra to install."""
     text = f"cannot open {url}: {error}. Install it with: pip install 'xckpt[remote]'"
     return ImportError(text)
 
@@ -344,7 +345,7 @@ def lacking(url: str, error: ImportError) -> ImportError:
 
 
 def headers_of(url: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers that the user gives a web server with each request."""
+    """Return the user's headers for requests to a web server."""
     return _Settings.of("http", {**_user_in(url), **options}).headers
 
 
@@ -355,13 +356,13 @@ def _user_in(url: str) -> dict[str, Any]:
 
 
 def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a web server that other servers may know."""
+    """Return the options of a web server without secrets, which no other server may get."""
     secrets = {"auth", "default_headers", "headers", "params"}
     return {key: value for key, value in options.items() if key not in secrets}
 
 
 def ssl_context(options: Mapping[str, Any]) -> SSLContext:
-    """Return how certificates of a web server are checked."""
+    """Return an SSL context that checks certificates as the options request."""
     from ssl import CERT_NONE, create_default_context
 
     client = _Settings.of("http", options).client
