@@ -237,7 +237,7 @@ class TestDifferences:
         swapped = WEIGHTS | {"layers.0.w": WEIGHTS["layers.2.w"]}
         xckpt.save(dataset(swapped), model, overwrite=True)
         (finding,) = verify(model, manifest=expected).findings
-        assert finding.message.endswith("they are those of 'layers.2.w'")
+        assert finding.message.endswith("they are the elements of 'layers.2.w'")
 
     def test_renamed_missing_and_extra_tensors_and_shapes(self, model: Path) -> None:
         expected = manifest(model)
@@ -253,7 +253,7 @@ class TestDifferences:
             ("Shape", "layers.2.w", None),
         ]
         messages = {f.tensor: f.message for f in verify(model, manifest=expected).findings}
-        assert messages["layers.0.w"] == "it is called 'new.w' here"
+        assert messages["layers.0.w"] == "its name is 'new.w' here"
         assert messages["layers.2.w"] == "its shape is (5, 8), not (8, 5)"
 
     def test_only_selected_tensors_are_compared(self, model: Path) -> None:
@@ -316,8 +316,8 @@ class TestManifestFile:
         ("old", "new", "message"),
         [
             ('"xckpt-manifest"', '"other"', 'it has no "format": "xckpt-manifest"'),
-            ('"version": 1', '"version": 2', "version 2 is not known, only 1"),
-            ('"version": 1', '"version": true', "version True is not known"),
+            ('"version": 1', '"version": 2', "version 2 is unsupported"),
+            ('"version": 1', '"version": true', "version True is unsupported"),
             ('"tensors": {', '"tensors": 7, "x": {', '"tensors" is 7, not an object'),
             ('"float32"', '"O"', "tensor 'b': dtype is 'O', not one of float64, "),
             ('"float32"', "[1]", "dtype is [1], not one of"),
@@ -329,7 +329,7 @@ class TestManifestFile:
             ("[2, 3]", "[" * 9000 + "]" * 9000, "nested too deeply"),
             ('"elements"', '"all"', "kind is 'all', not one of elements, decoded, nonzero"),
             ('"sha256": "', '"sha256": "A', "not 64 hexadecimal digits in lower case"),
-            ('"kind"', '"sort"', "has not the fields dtype, shape, kind, sha256"),
+            ('"kind"', '"sort"', "must have the fields dtype, shape, kind, sha256"),
             ('"a": {', '"b": {', "'b' is there twice"),
             ("[2, 3]", "[3, 2]", "it was changed"),
             ("}}", "}", "not a manifest"),
@@ -341,7 +341,7 @@ class TestManifestFile:
         with pytest.raises(FormatError) as error:
             Manifest.read(text.replace(old, new, 1).encode())
         assert message in str(error.value)
-        assert "xckpt manifest FILE > m.json writes one" in str(error.value)
+        assert "Write one with: xckpt manifest FILE > m.json" in str(error.value)
         assert len(str(error.value)) < 600
 
     @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"null", b'{"format": 1}'])
@@ -355,7 +355,7 @@ class TestManifestFile:
     def test_wrong_arguments(self, model: Path) -> None:
         with pytest.raises(TypeError, match="expected a path"):
             manifest(7)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="for a path or URL"):
+        with pytest.raises(TypeError, match="apply to a path or URL"):
             manifest(dataset(WEIGHTS), "ztensor")
         with pytest.raises(FileNotFoundError):
             verify(model, manifest=model.with_name("absent.json"))

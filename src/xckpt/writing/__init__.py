@@ -12,6 +12,9 @@ not return; ``casting`` converts values. ``job`` computes dask arrays straight i
 streams all other parts. ``contents`` hashes tensors, whatever their files, and ``manifests`` stores
 the digests as JSON. ``plain`` makes a Dataset that xarray itself can write to netCDF and zarr.
 
+May import formats (the registry and `formats.plan`), opening, datasets and all below them; neither
+scan nor statistics. Read ``saving`` first, which has the public functions, and then ``job``.
+
 On its way into a new file, a `Tensor` of an index becomes a `Payload` (a `WantedTensor` with the
 arrays of its parts), the format places each part (`PlannedPart`), the job adds its bytes
 (`PartData`), and writing returns its place (`Written`).

@@ -1,16 +1,16 @@
-"""Manifests: digests of what every tensor of a checkpoint holds, as JSON, and what differs.
+"""Manifests: digests of the contents of all tensors of a checkpoint, as JSON, and their comparison.
 
-A manifest has the names of tensors and what `xckpt.writing.contents` finds of each; nothing of the
-format, the order, the shards or the attributes of the file. So two files that hold the same have
-the same manifest, byte for byte::
+A manifest has the names of tensors and the digests of `xckpt.writing.contents`, but nothing about
+the format, the order, the shards or the attributes of the file. Therefore two files with the same
+contents have the same manifest, byte for byte::
 
     {"format": "xckpt-manifest", "version": 1, "digest": "sha256:...",
      "tensors": {
       "fc.bias": {"dtype": "bfloat16", "shape": [10], "kind": "elements", "sha256": "..."},
       ...}}
 
-Tensors are sorted by their names. The digest covers all of them: it is the SHA-256 of a line for
-each, which is the JSON list of name, dtype, shape, kind and sha256 without spaces, in ASCII.
+Tensors are sorted by name. The digest covers all of them: it is the SHA-256 of one line per tensor,
+the JSON list of name, dtype, shape, kind and sha256 in ASCII, without spaces.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ _SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Manifest(Mapping[str, TensorDigest]):
-    """What every tensor of a checkpoint holds, in short, by the names of the tensors.
+    """Digests of the contents of all tensors of a checkpoint: a mapping of names to `TensorDigest`.
 
-    Two are equal if the same names hold the same elements, as the same types. `digest` is one line
-    for all of it.
+    Two manifests are equal if the same names have the same elements of the same types. `digest`
+    sums up the manifest in one line.
 
     Parameters
     ----------
     tensors : mapping of str to TensorDigest
-        By name.
+        Digests of tensors by name.
 
     Examples
     --------
@@ -107,12 +107,12 @@ class Manifest(Mapping[str, TensorDigest]):
         return f"sha256:{hasher.hexdigest()}"
 
     def to_json(self) -> str:
-        """Write it as JSON, in ASCII, one tensor in a line.
+        """Return the manifest as JSON, in ASCII, with one tensor per line.
 
         Returns
         -------
         str
-            The same for two manifests that are equal.
+            Equal texts for equal manifests.
         """
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "digest": self.digest})
         lines = [
@@ -123,14 +123,14 @@ class Manifest(Mapping[str, TensorDigest]):
         return f'{head[:-1]},\n "tensors": {{\n{body}\n}}}}\n'
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write it to a JSON file, which is complete or not there.
+        """Write the manifest to a JSON file, atomically.
 
         Parameters
         ----------
         path : str or os.PathLike
-            The file.
+            The new file.
         overwrite : bool, default False
-            Whether an existing file is replaced.
+            Replace an existing file.
         """
         with new_file(os.fsdecode(path), overwrite=overwrite) as sink:
             sink.write(self.to_json().encode("ascii"), 0)
@@ -140,26 +140,26 @@ class Manifest(Mapping[str, TensorDigest]):
     def read(
         cls, path: str | os.PathLike[str] | bytes, *, storage_options: dict[str, Any] | None = None
     ) -> Manifest:
-        """Read one from a JSON file.
+        """Read a manifest from a JSON file.
 
         Parameters
         ----------
         path : str, os.PathLike or bytes
-            A path, an fsspec URL, or the content.
+            Path or URL of the file, or its content.
         storage_options : dict, optional
-            For fsspec.
+            Options for a URL, such as ``{"anon": True}``.
 
         Returns
         -------
         Manifest
-            It is what was written: its own digest agrees.
+            The manifest as it was written, which its digest proves.
 
         Raises
         ------
         FormatError
-            If it is not a manifest, or was changed.
+            If the file is not a manifest, or was changed.
         OSError
-            If it cannot be read.
+            If the file cannot be read.
         """
         with closing(open_source(path, storage_options=storage_options)) as source:
             if source.size > _LARGEST_NBYTES:
@@ -170,7 +170,7 @@ class Manifest(Mapping[str, TensorDigest]):
                 with paused_collector():
                     return _parsed(data)
             except ValueError as error:
-                hint = "xckpt manifest FILE > m.json writes one"
+                hint = "Write one with: xckpt manifest FILE > m.json"
                 raise FormatError(
                     f"not a manifest: {error}", path=source.name, rule="Manifest", hint=hint
                 ) from error
@@ -183,34 +183,34 @@ class Manifest(Mapping[str, TensorDigest]):
 
 
 def _parsed(data: bytes) -> Manifest:
-    """Read JSON that may be anybody's; whatever is wrong with it is a ValueError."""
+    """Parse JSON of unknown origin; raise ValueError if it is not a valid manifest."""
     try:
-        found = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+        root = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    if not isinstance(root, dict) or root.get("format") != _FORMAT:
         raise ValueError(f'it has no "format": "{_FORMAT}"')
-    if (version := found.get("version")) != _VERSION or isinstance(version, bool):
-        raise ValueError(f"version {_short(version)} is not known, only {_VERSION}")
-    tensors = found.get("tensors")
+    if (version := root.get("version")) != _VERSION or isinstance(version, bool):
+        raise ValueError(f"version {_short(version)} is unsupported; expected {_VERSION}")
+    tensors = root.get("tensors")
     if not isinstance(tensors, dict):
         raise ValueError(f'"tensors" is {_short(tensors)}, not an object')  # noqa: TRY004
-    manifest = Manifest({name: _entry(name, each) for name, each in tensors.items()})
-    if found.get("digest") != manifest.digest:
+    manifest = Manifest({name: _entry(name, entry) for name, entry in tensors.items()})
+    if root.get("digest") != manifest.digest:
         raise ValueError(
-            f"its digest is {_short(found.get('digest'))}, but its tensors have {manifest.digest}: "
+            f"its digest is {_short(root.get('digest'))}, but its tensors have {manifest.digest}: "
             "it was changed"
         )
     return manifest
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        visited: set[str] = set()
+        twice = next(key for key, _ in pairs if key in visited or visited.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"{shown(twice)} is there twice")
-    return found
+    return fields
 
 
 def _refuse(constant: str) -> Any:
@@ -219,7 +219,7 @@ def _refuse(constant: str) -> Any:
 
 def _entry(name: str, entry: Any) -> TensorDigest:
     if not isinstance(entry, dict) or entry.keys() != set(_FIELDS):
-        raise ValueError(f"tensor {shown(name)} has not the fields {', '.join(_FIELDS)}")
+        raise ValueError(f"tensor {shown(name)} must have the fields {', '.join(_FIELDS)}")
     dtype, shape, kind, digits = (entry[field] for field in _FIELDS)
     if not isinstance(dtype, str) or dtype not in ELEMENT_TYPES:
         expected = f"one of {', '.join(ELEMENT_TYPES)}"
@@ -252,34 +252,34 @@ def manifest(
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Digest what every tensor holds, independent of format, order, sharding and byte order.
+    """Digest the contents of all tensors, independent of format, order, sharding and byte order.
 
-    All bytes are read once, in bounded memory, and several tensors are hashed at a time. Digests
-    that the file itself states are checked on the way.
+    All bytes are read once, in bounded memory, and several tensors are hashed in parallel. Digests
+    in the file are checked on the way.
 
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataTree or xarray.DataArray
-        A checkpoint, as `xckpt.read_index` takes it, or an object that was opened or made. The
-        manifest of an object is that of the file that `xckpt.save` makes of it, as far as the
-        format has its types.
+        A checkpoint, as in `xckpt.read_index`, or an object in memory. The manifest of an object is
+        equal to the manifest of the file that `xckpt.save` writes for it, if the format supports
+        its types.
     engine : str, optional
-        Name of the format of a file; by default it is detected from the content.
+        Name of the format of a file; detected from the content by default.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Digest only these, as ``xr.open_dataset(..., tensors=)`` takes it.
+        Tensors to digest, as in ``xr.open_dataset(..., tensors=)``; all by default.
     progress : bool or callable, optional
-        As `xckpt.save` takes it.
+        Progress bar, as in `xckpt.save`.
     storage_options : dict, optional
-        For fsspec.
+        Options for a URL, such as ``{"anon": True}``.
 
     Returns
     -------
     Manifest
-        By name, element type, shape and SHA-256: of the elements in C order and little-endian,
-        as ``array.tobytes()`` of numpy has them. A quantised tensor has the digest of the float32
-        that it stands for, a sparse one that of its elements that are not zero. Models that
-        are quantised by tensors of their own (``qweight``, ``scales``) have those.
-        ``manifest.to_json()`` is what ``xckpt manifest`` prints.
+        Element type, shape and SHA-256 of each tensor. The SHA-256 covers the elements in C order
+        and little-endian, as numpy's ``array.tobytes()`` returns them. For a quantised tensor it
+        covers the decoded float32 values, for a sparse one the elements other than zero. Quantised
+        models of several tensors per weight (``qweight``, ``scales``) have digests of these
+        tensors. ``manifest.to_json()`` is the output of ``xckpt manifest``.
 
     Raises
     ------
@@ -290,7 +290,7 @@ def manifest(
     ValueError
         If no tensor matches `tensors`.
     TypeError
-        If `obj` is none of these.
+        If `obj` has another type.
 
     Examples
     --------
@@ -302,11 +302,11 @@ def manifest(
     if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
         if engine is not None or storage_options is not None:
             raise TypeError(
-                "engine and storage_options are for a path or URL, not for what is open"
+                "engine and storage_options apply to a path or URL, not to an open object"
             )
-        every = {each.name: each for each in listed(obj, Changes())[0]}
-        chosen = [every[name] for name in select_or_raise(every, tensors)]
-        return _hashed(list(chain.from_iterable(map(contents_of, chosen))), progress)
+        payloads = {payload.name: payload for payload in listed(obj, Changes())[0]}
+        selected = [payloads[name] for name in select_or_raise(payloads, tensors)]
+        return _hashed(list(chain.from_iterable(map(contents_of, selected))), progress)
     path: Any = obj
     if isinstance(obj, Index):
         path, engine = obj.source, engine or obj.format
@@ -325,7 +325,7 @@ def manifest(
 
 
 def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest:
-    found: dict[str, TensorDigest] = {}
+    digests: dict[str, TensorDigest] = {}
     total = sum([content.nbytes for content in contents])
     with Progress(progress, "manifest", total) as bar:
 
@@ -334,18 +334,18 @@ def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest
 
         ranges = chain.from_iterable(content.ranges() for content in contents)
         with side_by_side(work, contents, ranges, lambda content: content.nbytes) as results:
-            for name, each in results:
-                if name in found:
-                    raise ValueError(f"two tensors are called {shown(name)}")
-                found[name] = each
-    return Manifest(found)
+            for name, tensor_digest in results:
+                if name in digests:
+                    raise ValueError(f"two tensors have the name {shown(name)}")
+                digests[name] = tensor_digest
+    return Manifest(digests)
 
 
 # --- comparing -----------------------------------------------------------------------------------
 
 
 class Mismatch(NamedTuple):
-    """How a tensor differs from what a manifest says of it."""
+    """A difference between a tensor and its entry in a manifest."""
 
     severity: Literal["error", "warning"]
     tensor: str
@@ -354,47 +354,49 @@ class Mismatch(NamedTuple):
 
 
 def differences(
-    expected: Mapping[str, TensorDigest], found: Mapping[str, TensorDigest]
+    expected: Mapping[str, TensorDigest], actual: Mapping[str, TensorDigest]
 ) -> Iterator[Mismatch]:
-    """Say what differs; where nothing could be read, that is said elsewhere."""
+    """Yield the differences between a manifest and the tensors that could be read."""
     homes: dict[TensorDigest, list[str]] = defaultdict(list)
     for name in sorted(expected):
         homes[expected[name]].append(name)
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in actual]
     absent = set(missing)
     renamed: dict[str, str] = {}
     extra: list[str] = []
-    for name in sorted(found.keys() - expected.keys()):
-        old = next((each for each in homes.get(found[name], ()) if each in absent), None)
+    for name in sorted(actual.keys() - expected.keys()):
+        old = next((owner for owner in homes.get(actual[name], ()) if owner in absent), None)
         if old is None:
             extra.append(name)
         else:
             renamed[old] = name
             absent.remove(old)
-    for name, now in found.items():
+    for name, now in actual.items():
         if name in expected and now != expected[name]:
             yield _difference(name, expected[name], now, homes)
     for name in missing:
         if name in renamed:
-            message = f"it is called {shown(renamed[name])} here"
+            message = f"its name is {shown(renamed[name])} here"
             yield Mismatch("error", name, "ManifestRenamed", message)
         else:
-            yield Mismatch("error", name, "ManifestMissing", "the manifest has it, and this not")
+            message = "it is in the manifest, but not in the checkpoint"
+            yield Mismatch("error", name, "ManifestMissing", message)
     for name in extra:
-        yield Mismatch("error", name, "ManifestExtra", "the manifest does not have it")
+        message = "it is in the checkpoint, but not in the manifest"
+        yield Mismatch("error", name, "ManifestExtra", message)
 
 
 def _difference(
     name: str, then: TensorDigest, now: TensorDigest, homes: Mapping[TensorDigest, list[str]]
 ) -> Mismatch:
-    other = next((each for each in homes.get(now, ()) if each != name), None)
-    held = "" if other is None else f": they are those of {shown(other)}"
+    owner = next((other for other in homes.get(now, ()) if other != name), None)
+    suffix = "" if owner is None else f": they are the elements of {shown(owner)}"
     if now.shape != then.shape:
         message = f"its shape is {now.shape}, not {then.shape}"
         return Mismatch("error", name, "ManifestShape", message)
     if (now.dtype, now.kind) != (then.dtype, then.kind) and not now.sha256:
-        message = f"its {now.dtype} elements are not those of the manifest, which are {then.dtype}"
+        message = f"its {now.dtype} elements differ from the {then.dtype} elements of the manifest"
         return Mismatch("error", name, "ManifestElements", message)
     return Mismatch(
-        "error", name, "ManifestElements", f"its elements are not those of the manifest{held}"
+        "error", name, "ManifestElements", f"its elements differ from the manifest{suffix}"
     )

@@ -1,4 +1,4 @@
-"""Verifying: whether the structure of a checkpoint is intact, and contents match their digests."""
+"""Checks of a checkpoint: intact structure, and contents that match their digests."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong, or that a specification lets pass with a warning.
+    """A fault of a checkpoint.
 
     Parameters
     ----------
     severity : {"error", "warning"}
-        Errors are damage. Warnings are what a specification lets pass, and what is not known here
-        and so cannot be judged.
+        ``"error"`` for damage; ``"warning"`` for an irregularity that the specification tolerates,
+        or for an unsupported feature.
     tensor : str or None
-        Name of the tensor, None where it is about the file.
+        Name of the tensor; None for a fault of the whole file.
     rule : str or None
-        The broken rule, as the specification or its reference reader calls it.
+        Name of the broken rule in the specification or its reference reader.
     offset : int or None
         Byte offset in the file.
     message : str
-        What is wrong.
+        Description of the fault.
     file : str or None
-        The file of a checkpoint of several that it is in, where that is known.
+        File with the fault, if the checkpoint has several files.
     """
 
     severity: Literal["error", "warning"]
@@ -97,15 +97,15 @@ class Report:
     path : str
         Path or URL of the file.
     format, version : str
-        Format of the file and its version; empty where it could not be opened.
+        Format of the file and its version; empty if the file could not be opened.
     tensors : int
         Number of tensors that were checked.
     digests : int
-        Number of digests, of the file and of the manifest, that were compared with what they cover.
+        Number of digests, in the file and in the manifest, that were compared with the data.
     findings : tuple of Finding
-        In file order.
+        Faults in file order.
     unchecked : int
-        Number of tensors with contents that no digest covers: damage there would not be noticed.
+        Number of tensors whose contents no digest covers, so that damage would not be noticed.
     """
 
     path: str
@@ -118,19 +118,19 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors; contents without digests are not looked at, see `status`."""
+        """True without errors. Contents without digests are not checked; see `status`."""
         return all(finding.severity != "error" for finding in self.findings)
 
     @property
     def status(self) -> Literal["ok", "unchecked", "damaged"]:
-        """``"ok"`` if all contents match digests, ``"unchecked"`` if some have none."""
+        """``"ok"`` if all contents match digests, ``"unchecked"`` if some lack a digest."""
         if not self.ok:
             return "damaged"
         return "unchecked" if self.unchecked else "ok"
 
     @property
     def sentence(self) -> str:
-        """The status in words."""
+        """The status as a sentence."""
         if self.status != "unchecked":
             return "ok" if self.status == "ok" else "DAMAGED"
         contents = "contents"
@@ -146,7 +146,7 @@ class Report:
 
     def __repr__(self) -> str:
         errors = sum(finding.severity == "error" for finding in self.findings)
-        others = len(self.findings) - errors
+        warning_count = len(self.findings) - errors
         head = f"{self.path}: {self.sentence}  "
         head += " · ".join(
             [
@@ -154,16 +154,16 @@ class Report:
                 f"{self.tensors:,} tensors",
                 f"{self.digests:,} digests",
                 counted(errors, "error"),
-                counted(others, "warning"),
+                counted(warning_count, "warning"),
             ]
         )
         lines = [head]
         for finding in self.findings[:_SHOWN_FINDINGS]:
-            where = "" if finding.tensor is None else f" {shown(finding.tensor)}"
-            where += "" if finding.file is None else f" in {basename(finding.file)}"
+            place = "" if finding.tensor is None else f" {shown(finding.tensor)}"
+            place += "" if finding.file is None else f" in {basename(finding.file)}"
             at = "" if finding.offset is None else f" byte {finding.offset}"
             rule = "" if finding.rule is None else f" [{finding.rule}]"
-            lines.append(f"  {finding.severity}{where}{at}: {finding.message}{rule}")
+            lines.append(f"  {finding.severity}{place}{at}: {finding.message}{rule}")
         more = len(self.findings) - _SHOWN_FINDINGS
         return "\n".join([*lines, *([f"  and {more:,} more"] if more > 0 else [])])
 
@@ -179,39 +179,38 @@ def verify(
 ) -> Report:
     """Check a checkpoint: structure, extents, digests, compressed streams, sparse rules, shards.
 
-    The header is checked as opening does. Then whatever has a rule is read: parts with a digest,
-    compressed parts, indices of sparse tensors, booleans. Other values are not read: without a
-    digest, nothing tells whether they are what was written. With a manifest all are read.
+    The header is checked as in opening. Then all data with a rule are read: parts with a digest,
+    compressed parts, indices of sparse tensors, booleans. Other values are not read, because
+    without a digest damage cannot be detected. With a manifest, all values are read and compared.
 
     Parameters
     ----------
     path : str, os.PathLike, bytes or binary file object
-        The checkpoint, as `xckpt.read_index` takes it.
+        The checkpoint, as in `xckpt.read_index`.
     engine : str, optional
-        Name of its format; by default it is detected from the content.
+        Name of the format; detected from the content by default.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Check only these, as ``xr.open_dataset(..., tensors=)`` takes it.
+        Tensors to check, as in ``xr.open_dataset(..., tensors=)``; all by default.
     manifest : Manifest, str or os.PathLike, optional
-        What `xckpt.manifest` made of this checkpoint or of another that has to hold the same, in
-        whatever format, or the JSON file of it. What differs is an error: elements, shapes,
-        tensors that are missing, renamed or extra. Elements that are the same as another element
-        type are a warning.
+        Manifest of this checkpoint, or of another one that should have the same contents in any
+        format; or its JSON file. Differences are errors: other elements or shapes, and tensors that
+        are missing, renamed or extra. Equal elements of another type are a warning.
     storage_options : dict, optional
-        For fsspec.
+        Options for a URL, such as ``{"anon": True}``.
     progress : bool or callable, optional
-        As `xckpt.save` takes it.
+        Progress bar, as in `xckpt.save`.
 
     Returns
     -------
     Report
-        ``report.status``, ``report.ok``, and one finding for each thing that is wrong.
+        ``report.status``, ``report.ok``, and ``report.findings`` with one entry per fault.
 
     Raises
     ------
     OSError
         If the file cannot be read at all.
     ValueError
-        If no tensor matches `tensors`, or there is no such format.
+        If no tensor matches `tensors`, or the format is unknown.
 
     Examples
     --------
@@ -232,36 +231,39 @@ def verify(
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
-        wanted = set(select_or_raise(names, tensors))
-        chosen = [tensor for name, tensor in index.tensors.items() if name in wanted]
-        total = sum([tensor.nbytes for tensor in chosen])
-        compared = None if manifest is None else _Compared(manifest, wanted)
+        selected = set(select_or_raise(names, tensors))
+        checked_tensors = [tensor for name, tensor in index.tensors.items() if name in selected]
+        total = sum([tensor.nbytes for tensor in checked_tensors])
+        compared = None if manifest is None else _Compared(manifest, selected)
         with Progress(progress, "verify", total) as bar:
             sources = sources_of(source, index.shards)
             check = partial(_check, sources=sources, progress=bar, compared=compared)
             ranges = (
-                _ranges(tensor, sources, everything=compared is not None) for tensor in chosen
+                _ranges(tensor, sources, everything=compared is not None)
+                for tensor in checked_tensors
             )
             ahead = chain.from_iterable(ranges)
-            with side_by_side(check, chosen, ahead, lambda tensor: tensor.nbytes) as results:
+            with side_by_side(
+                check, checked_tensors, ahead, lambda tensor: tensor.nbytes
+            ) as results:
                 for result in results:
                     findings += [] if result.finding is None else [result.finding]
                     digests += result.digests
                     unchecked += not result.is_covered
             findings += [] if compared is None else compared.findings()
-            # Each may take a request, and a wait for its answer.
+            # Checking a file may take a request.
             with ThreadPoolExecutor(_CONCURRENCY) as threads:
                 findings += filter(None, threads.map(_change, set(sources.values())))
-    named = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
-    counts = len(chosen), digests, named, unchecked
+    relative = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
+    counts = len(checked_tensors), digests, relative, unchecked
     return Report(source.name, index.format, index.version, *counts)
 
 
 def _change(file: Source) -> Finding | None:
-    """Return a finding if a file is no longer the one that was opened."""
+    """Return a finding if a file changed after it was opened."""
     try:
         file.check()
-    except MissingShardError:  # whose tensors tell
+    except MissingShardError:  # its tensors have findings
         return None
     except CheckpointError as error:
         return _finding(error)
@@ -275,7 +277,7 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
 
 
 class _Checked(NamedTuple):
-    """The result for one tensor: digests that were compared, and whether they cover all of it."""
+    """The result for one tensor: its fault, the digests compared, and whether they cover it."""
 
     finding: Finding | None
     digests: int
@@ -283,14 +285,15 @@ class _Checked(NamedTuple):
 
 
 class _Compared:
-    """Contents of tensors, to be compared with a manifest."""
+    """A comparison of tensors with a manifest."""
 
-    def __init__(self, manifest: Manifest, wanted: Collection[str]) -> None:
-        self.expected = {n: each for n, each in manifest.items() if _is_of(n, wanted)}
-        self.found: dict[str, TensorDigest] = {}
+    def __init__(self, manifest: Manifest, selected: Collection[str]) -> None:
+        self.expected = {n: entry for n, entry in manifest.items() if _is_of(n, selected)}
+        self.actual: dict[str, TensorDigest] = {}
         self.files: dict[str, str] = {}
-        #: Those that hold the same as another type, and what kept others from being read.
+        #: Tensors with the same elements as another type.
         self.recast: dict[str, TensorContent] = {}
+        #: Faults of tensors that could not be read.
         self.failed: dict[str, Finding] = {}
 
     def take(
@@ -302,32 +305,32 @@ class _Compared:
         """Hash a tensor, or each of its parts; called by several threads."""
         for content in contents:
             like = self.expected.get(content.name)
-            found = digest(content, like, advance, stop)
+            actual = digest(content, like, advance, stop)
             self.files[content.name] = content.file
-            if like is not None and found == like and _type(content) != _type(like):
+            if like is not None and actual == like and _type(content) != _type(like):
                 self.recast[content.name] = content
-            self.found[content.name] = found
+            self.actual[content.name] = actual
 
     def findings(self) -> Iterator[Finding]:
-        """Return differences; files in which every tensor differs come first."""
-        expected = {n: each for n, each in self.expected.items() if not _is_of(n, self.failed)}
-        differing = {each.tensor: each for each in differences(expected, self.found)}
+        """Yield differences; files in which every tensor differs come first."""
+        expected = {n: entry for n, entry in self.expected.items() if not _is_of(n, self.failed)}
+        differing = {mismatch.tensor: mismatch for mismatch in differences(expected, self.actual)}
         by_file: dict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
             if name in expected:
                 by_file[file].append(name)
         for file, names in by_file.items():
             if len(names) > 1 and all(name in differing for name in names):
-                reason = f"none of its {len(names)} tensors holds what the manifest says"
-                hint = "another step, or a file of another checkpoint"
-                yield Finding("error", None, "ManifestFile", None, f"{reason}: {hint}", file)
-        for each in differing.values():
-            place = self.files.get(each.tensor)
-            yield Finding(each.severity, each.tensor, each.rule, None, each.message, place)
-        for name, why in self.failed.items():
-            if why.severity != "error":
-                message = "it could not be read, so that what it holds is not known"
-                yield Finding("error", name, "ManifestUnread", None, message, why.file)
+                reason = f"all of its {len(names)} tensors differ from the manifest"
+                hint = "it may be of another step, or of another checkpoint"
+                yield Finding("error", None, "ManifestFile", None, f"{reason}; {hint}", file)
+        for mismatch in differing.values():
+            severity, name, rule, message = mismatch
+            yield Finding(severity, name, rule, None, message, self.files.get(name))
+        for name, failure in self.failed.items():
+            if failure.severity != "error":
+                message = "it could not be read, so it was not compared with the manifest"
+                yield Finding("error", name, "ManifestUnread", None, message, failure.file)
         for name, content in self.recast.items():
             like = self.expected[name]
             message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
@@ -336,19 +339,19 @@ class _Compared:
             yield Finding("warning", name, "ManifestType", None, message, content.file)
 
 
-def _type(of: TensorContent | TensorDigest) -> tuple[str, str]:
-    return of.dtype, of.kind
+def _type(content: TensorContent | TensorDigest) -> tuple[str, str]:
+    return content.dtype, content.kind
 
 
 def _is_of(name: str, tensors: Collection[str]) -> bool:
-    """Return whether a name belongs to a tensor, or to a part of one without own values."""
+    """Return whether a name is that of a tensor, or of a part, such as ``tensor:scales``."""
     return name in tensors or (":" in name and name.rpartition(":")[0] in tensors)
 
 
 def _ranges(
     tensor: Tensor, sources: Mapping[str | None, Source], *, everything: bool
 ) -> Iterator[Range]:
-    """Return the byte ranges that are read: parts with a digest, parts to decode, or all."""
+    """Yield the byte ranges to read: parts with a digest, parts to decode, or all parts."""
     if tensor.problem is None:
         for part in tensor.parts.values():
             reader = PartReader(sources[part.shard], part)
@@ -378,7 +381,7 @@ def _check(
             contents: list[TensorContent] = []
             if compared is not None:
                 contents += stored_contents(tensor, part_readers(tensor, sources), verify=None)
-            # What is hashed as it is stored is checked by that.
+            # Hashing the stored bytes also checks the file's digest of them.
             is_hashed = len(contents) == 1 and contents[0].is_plain
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
@@ -386,7 +389,7 @@ def _check(
                 nbytes = nbytes_of(part.dtype, prod(shape))
                 is_compared = reader.is_checked if is_hashed else _check_part(reader, nbytes)
                 digests += is_compared
-                # What the header itself has is structure.
+                # Values in the header are covered by the checks of the structure.
                 is_covered &= is_compared or not part.nbytes or part.inline is not None
                 progress.advance(0 if is_hashed else part.nbytes)
             _check_values(tensor, sources)
@@ -403,23 +406,23 @@ def _check(
 
 
 def _check_part(reader: PartReader, nbytes: int) -> bool:
-    """Check the `nbytes` bytes of a part; return whether it has a digest that could be compared."""
+    """Check the `nbytes` bytes of a part; return whether a digest was compared."""
     part = reader.part
     if part.within is not None:
-        whole = replace(reader, part=part.within)
-        return _check_part(whole, whole.decoded_nbytes())
+        longer = replace(reader, part=part.within)
+        return _check_part(longer, longer.decoded_nbytes())
     if part.encoding is None and (stated := reader.decoded_nbytes()) != nbytes:
         reason = f"{stated} bytes are not the {nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
     reader.check(nbytes)  # a malformed digest is damage, as it is for other readers
     if part.encoding is None and not reader.is_checked:
-        # Look whether it is where it is said to be, without reading it.
+        # Check the stated range without reading it.
         source, end = reader.source, part.offset + part.nbytes
         if part.inline is None and end > source.size:
             reason = f"it ends at byte {end}, but the file has {source.size}"
             raise FormatError(reason, offset=part.offset, rule="Truncated")
         if part.inline is None and part.nbytes:
-            source.read(end, 0)  # looks at the file where that costs nothing
+            source.read(end, 0)  # checks that the file is unchanged, if that needs no request
         return False
     for _ in reader.blocks(nbytes, _BLOCK_NBYTES, compare=True):
         pass
@@ -427,7 +430,7 @@ def _check_part(reader: PartReader, nbytes: int) -> bool:
 
 
 def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
-    """Read values with rules of their own: indices, booleans, padding bits."""
+    """Read and check values that must follow rules: indices, booleans, padding bits."""
     if not _has_rules(tensor):
         return
     options = ReadOptions(decode=_is_sparse(tensor), verify=False)
@@ -445,5 +448,5 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 def _has_rules(tensor: Tensor) -> bool:
     types = [ELEMENT_TYPES[part.dtype] for part in tensor.parts.values()]
-    has_types = any(each.name == "bool" or each.bits < 8 for each in types)
+    has_types = any(kind.name == "bool" or kind.bits < 8 for kind in types)
     return _is_sparse(tensor) or (tensor.strict and has_types)
