@@ -54,24 +54,31 @@ COMPARED = ("xckpt", "xarray", "dask", "numpy", "safetensors", "ztensor", "gguf"
 HEAD = """\
 # Reliability
 
-Written by `make torture`, which anybody can run: `make torture MINUTES=5` takes five minutes,
+`make torture` wrote this page, and anybody can run it: `make torture MINUTES=5` takes five minutes,
 `SEED=` repeats a run, and `PARTS=reading` runs one part. A failure leaves a small file in
 `torture-failures` and prints the command that tries it again. "In total" counts all runs whose
-figures were committed, those before a failure was mended as well.
+figures were committed, including the runs that found a failure.
 
-Every failure that was found has a test. In reading these were: a head of a NumPy file whose digits
-took time without end; four bytes of the end of an archive that raised an error of Python's; errors
-of MLCP and PyTorch files that did not say where; a damaged Zstandard header under a digest that
-made an empty array of a list in place of an `IntegrityError`; a malformed digest that reading
-refused and `verify` did not; pickles whose calls have arguments that are no tuple, and names of
-items that are lists in lists, which raised errors of Python's; an error about the name of a file
-that did not name its rule; an array of NumPy's called like a member that was left out; and a wrong
-digest of a tensor without elements, which statistics noticed and reading did not.
+Every failure that was found has a test. In reading, these were:
 
-In writing: after a power failure, an old index next to new shards, on file systems that do not keep
-the order of renames; a reader that opened an index of shards while it was replaced; errors for new
-files that were in place; a temporary file that two writers took for a left-over; names of temporary
-files in errors.
+- a header of a NumPy file whose digits took unbounded time to parse,
+- errors of Python instead of xckpt: for four bytes at the end of an archive, for pickles whose
+  calls have arguments that are not tuples, and for names of items that are nested lists,
+- errors of MLCP and PyTorch files without a position, and an error about the name of a file without
+  the broken rule,
+- a damaged Zstandard header under a digest that decoded to an empty array instead of an
+  `IntegrityError`,
+- a malformed digest that reading refused and `verify` accepted, and a wrong digest of a tensor
+  without elements that statistics noticed and reading did not,
+- a NumPy array with the same name as a member that is not an array.
+
+In writing, these were:
+
+- an old index next to new shards after a power failure, on file systems that do not keep the order
+  of renames,
+- a reader that opened an index of shards while it was replaced,
+- errors for new files that were already in place, and names of temporary files in errors,
+- a temporary file that two writers took for a leftover.
 """
 
 

@@ -1,12 +1,11 @@
-"""The world changes while files are read: what is cut, replaced, written to, removed or damaged.
+"""Files that change while they are read: they are cut, replaced, overwritten, removed or damaged.
 
-A file of three tensors is read, converted, described or compared (raw, with digests, compressed),
-and at a random read of it something happens to it. Either all values are those that the file had
-when it was opened, or an error names the file. What is kept in caches may be damaged, swapped or
-cut at any time, and changes no result.
+A file of three tensors (raw, with digests, compressed) is read, converted, described or compared,
+and changed at a random read. Either all values are the values at the time of opening, or an error
+names the file. Cached files are damaged, swapped or cut at any time: no result may change.
 
-A process that has Datasets open forks while its threads read them: the child reads the same values,
-and waits for nobody. Of a cluster a worker is killed in the middle of a computation: it goes on.
+A process with open Datasets forks while its threads read them: the child must read the same values
+without blocking. A worker of a cluster is killed during a computation, which must continue.
 """
 
 from __future__ import annotations
@@ -86,11 +85,11 @@ def _touched(path: Path, _: Random) -> None:
 _CHANGES: dict[str, Change] = {
     "cut short": _cut,
     "replaced by another file": _replaced,
-    "written to in its middle": _written,
+    "overwritten in the middle": _written,
     "grown": _grown,
     "removed": _removed,
     "replaced by a folder": _a_folder,
-    "given another time": _touched,
+    "given another modification time": _touched,
 }
 
 
@@ -165,7 +164,7 @@ def _changed(
             failures += 1
             told = f"{use.__name__} {kind} {moment} {seed}".encode()
             trial.fail(f"changing {what}", {"case.txt": told, path.name: data}, error)
-    said = f"{errors:,} errors that name the file, else right values"
+    said = f"{errors:,} errors that name the file, otherwise right values"
     return Tally(what, cases, failures, time.monotonic() - start, said)
 
 
@@ -347,7 +346,7 @@ def _damaged_statistics(trial: Trial) -> Tally:
     def check() -> None:
         xr.testing.assert_identical(wanted, xckpt.stats(str(path), progress=False))
 
-    return _with_damage(trial, "kept statistics damaged", random, check)
+    return _with_damage(trial, "cached statistics damaged", random, check)
 
 
 def _damaged_headers(trial: Trial) -> Tally:
@@ -361,7 +360,7 @@ def _damaged_headers(trial: Trial) -> Tally:
             if repr(xckpt.read_index(url).tensors) != repr(wanted):
                 raise AssertionError("another index")
 
-        return _with_damage(trial, "kept headers damaged", random, check)
+        return _with_damage(trial, "cached headers damaged", random, check)
 
 
 def _with_damage(trial: Trial, what: str, random: Random, check: Callable[[], None]) -> Tally:

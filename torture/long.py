@@ -1,8 +1,8 @@
-"""Long runs: nothing grows, and 64 threads read what one thread reads.
+"""Long runs: memory and descriptors do not grow, and 64 threads read the same values as one.
 
-Files are opened, looked at and closed again and again; five hundred Datasets are open at once in a
-process that may have 256 descriptors; and 64 threads read slices and all of what is open, while
-others open and close the same files. Memory is that of the process, after the first tenth.
+Files are opened, read and closed repeatedly; five hundred Datasets are open at once in a process
+with a limit of 256 descriptors; and 64 threads read slices and whole tensors while others open and
+close the same files. Memory is measured for the process, after the first tenth of the run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Power that fails: what was on the disk at every moment of a save, a conversion, an append.
+"""Power failures at every moment of a save, a conversion and an append.
 
-Each is done once and recorded: after every call, what is in the folder, and what of it was brought
-to the disk by `fsync`. Then the power fails at every point. Of a file, the disk has what it had at
-the last `fsync` of it, or what was written since, or some sectors of both, or the beginning, and
-zeros after it. Of a folder, it has the names of its last `fsync` and any of the changes since, in
-whatever order. Each such disk is opened and loaded, and saved to once more for each set of names
-that it may have. When the call has returned, nothing but the new checkpoint is allowed.
+Each operation is recorded once: after every call, the contents of the folder, and the part of them
+that `fsync` made durable. Then a power failure is simulated after every call. A file then has its
+contents at the last `fsync`, or those written since, or sectors of both, or only the beginning
+followed by zeros. A folder has the names of its last `fsync` and any subset of the later changes,
+in any order. Each such disk is opened and loaded; for each set of names, a checkpoint is saved to
+it once more. After the call has returned, only the new checkpoint is allowed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def run(trial: Trial) -> Iterator[Tally]:
                 disks, differing = _replayed(case, trial, moments)
                 count, opened = count + disks, opened + differing
             seconds = time.monotonic() - start
-            said = f"disks after each of {points} calls; {opened} that differ were opened"
+            said = f"disks after each of {points} calls; {opened} distinct disks opened"
             said += f"; no time for {late} of {len(some)} kinds" if late else ""
             yield Tally(what, count, trial.failures - failures, seconds, said)
 

@@ -1,11 +1,11 @@
-"""Files made wrong, structure by structure and byte by byte, from all golden files and our own.
+"""Damaged files, made from golden files and generated ones by changing structures and bytes.
 
-"index" reads the header from memory; "values" opens what was accepted, and some of what was not, as
-a Dataset, and computes all of it. "ways" opens it as an Index, a Dataset and a tree, decoded and as
-stored, and asks for statistics and verification: they must agree on what can be read. What
-numpy and the packages safetensors, ztensor and gguf read as well must have the same values. Only
-documented errors may come, each naming the file, in bounded time and memory; and bytes that change
-under a digest ("digests") must never be values.
+"index" reads the header from memory. "values" opens accepted files, and some of the refused ones,
+as a Dataset and computes all values. "ways" opens a file as an Index, a Dataset and a tree, decoded
+and as stored, computes statistics and verifies it: all must agree on which tensors are readable.
+Where numpy or the packages safetensors, ztensor and gguf read a file too, the values must be equal.
+Only documented errors are allowed, which name the file, in bounded time and memory. Bytes that are
+changed under a digest ("digests") must never be returned as values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A server that lies, fails and stalls, and names of files that lead elsewhere.
 
-A checkpoint with digests is opened over HTTP and all its values are read, with two seconds as the
-time limit of a request. Either the values are right, or an error that is documented names the URL;
-within fifteen seconds, and without a request to any other address.
+A checkpoint with digests is opened over HTTP and all its values are read, with a limit of two
+seconds for a request. Within fifteen seconds, either the values are right, or a documented error
+names the URL. No request may go to any other address.
 """
 
 from __future__ import annotations
@@ -115,49 +115,51 @@ def _lies(other: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
 
     return {
         "none": answer,
-        "200 and the whole file in place of a range": lambda r: answer(
+        "200 and the whole file instead of a range": lambda r: answer(
             r, r.data, status="200 OK", Content_Range=None
         ),
-        "other bytes, as Content-Range says": _later(
+        "other bytes than requested, with their Content-Range": _later(
             lambda r: answer(r, _elsewhere(r), Content_Range=_span(r, -1))
         ),
-        "other bytes, as those that were asked for": _later(lambda r: answer(r, _elsewhere(r))),
-        "zeros for bytes": _later(lambda r: answer(r, bytes(len(r.body)))),
+        "other bytes than requested, with the requested Content-Range": _later(
+            lambda r: answer(r, _elsewhere(r))
+        ),
+        "zeros instead of the data": _later(lambda r: answer(r, bytes(len(r.body)))),
         "a Content-Range of another size": _later(
             lambda r: answer(r, Content_Range=f"bytes {r.first}-{r.last}/{len(r.data) + 1}")
         ),
-        "a Content-Range that is none": _later(lambda r: answer(r, Content_Range="bytes 9-1/x")),
+        "an invalid Content-Range": _later(lambda r: answer(r, Content_Range="bytes 9-1/x")),
         "206 without Content-Range": _later(lambda r: answer(r, Content_Range=None)),
         "half of a body, then the end": lambda r: answer(
             r, r.body[: max(1, len(r.body) // 2)], Content_Length=str(len(r.body))
         ),
         "half of a body, with its length": lambda r: answer(r, r.body[: max(1, len(r.body) // 2)]),
-        "no byte of a body": _later(lambda r: answer(r, b"", Content_Length=str(len(r.body)))),
+        "no bytes of the body": _later(lambda r: answer(r, b"", Content_Length=str(len(r.body)))),
         "a longer body": lambda r: answer(r, r.body + bytes(9999)),
-        "a body without end": _later(_endless),
+        "an endless body": _later(_endless),
         "a Content-Length of 2**62": _later(lambda r: answer(r, Content_Length=str(1 << 62))),
-        "a Content-Length below zero": _later(lambda r: answer(r, Content_Length="-5")),
-        "chunks of broken sizes": _later(
+        "a negative Content-Length": _later(lambda r: answer(r, Content_Length="-5")),
+        "chunks with invalid sizes": _later(
             lambda r: answer(
                 r, b"zz\r\n" + r.body, Content_Length=None, Transfer_Encoding="chunked"
             )
         ),
-        "another ETag in the middle": _later(lambda r: answer(r, ETag='"second"')),
-        "another file of the same ETag": _later(lambda r: answer(r, r.body[::-1])),
-        "another size in the middle": _later(
+        "a new ETag after opening": _later(lambda r: answer(r, ETag='"second"')),
+        "another file with the same ETag": _later(lambda r: answer(r, r.body[::-1])),
+        "a new size after opening": _later(
             lambda r: answer(r, Content_Range=f"bytes {r.first}-{r.last}/{len(r.data) - 9}")
         ),
         "the file vanishes": _later(refused("404 Not Found")),
         "access is withdrawn": _later(refused("403 Forbidden")),
-        "416 for a range that is there": _later(refused("416 Range Not Satisfiable")),
+        "416 for an existing range": _later(refused("416 Range Not Satisfiable")),
         "500, always": refused("500 Internal Server Error"),
         "503 every second time": every(2, refused("503 Service Unavailable")),
         "429 every third time, Retry-After: 1": every(
             3, refused("429 Too Many Requests", Retry_After="1")
         ),
-        "429 for ever, Retry-After: 9999": refused("429 Too Many Requests", Retry_After="9999"),
+        "429 always, Retry-After: 9999": refused("429 Too Many Requests", Retry_After="9999"),
         "a redirect to itself": redirected(_PATH),
-        "redirects without end": lambda r: redirected(f"{_PATH}?{r.number}")(r),
+        "endless redirects": lambda r: redirected(f"{_PATH}?{r.number}")(r),
         "a redirect to file:///etc/passwd": redirected("file:///etc/passwd"),
         "a redirect to no address": redirected("http://"),
         "a redirect that expires": lambda r: (
@@ -170,14 +172,14 @@ def _lies(other: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
         "a redirect to another host": redirected(f"{other}{_PATH}"),
         "a byte of the body every 50 ms": _later(lambda r: _pieces(r, 0.05)),
         "a byte of the headers every 200 ms": _later(lambda r: _pieces(r, 0.2, start=1)),
-        "headers without end": _later(_headers_without_end),
+        "endless headers": _later(_headers_without_end),
         "no answer at all": _later(_silent),
-        "hanging up at once": _later(lambda _: [b""]),
+        "the connection closed at once": _later(lambda _: [b""]),
         "something that is not HTTP": _later(lambda _: [b"SSH-2.0-OpenSSH_9.9\r\n" * 9]),
         "Content-Encoding: gzip": _later(
             lambda r: answer(r, zlib.compress(r.body, wbits=31), Content_Encoding="gzip")
         ),
-        "a bomb of gzip": _later(lambda r: answer(r, _bomb(), Content_Encoding="gzip")),
+        "a gzip bomb": _later(lambda r: answer(r, _bomb(), Content_Encoding="gzip")),
     }
 
 
@@ -216,7 +218,13 @@ def run(trial: Trial) -> Iterator[Tally]:
             for each in tried:
                 yield each.result()
         strays = len(other.paths)
-        yield Tally("requests to another host, but by its redirect", 1, 0, 0.0, f"{strays} by that")
+        yield Tally(
+            "requests to another host, except after a redirect",
+            1,
+            0,
+            0.0,
+            f"{strays} after a redirect",
+        )
         yield from _faults(trial, data)
         yield from _names(trial)
 
@@ -344,7 +352,7 @@ def _names(trial: Trial) -> Iterator[Tally]:
                     trial.fail(f"name {format_name} {where}", files, error)
         broken, seconds = trial.failures - failures, time.monotonic() - start
         said = "nothing outside the folder was touched"
-        yield Tally(f"names of shards that lead elsewhere, {where}", cases, broken, seconds, said)
+        yield Tally(f"names of shards outside the folder, {where}", cases, broken, seconds, said)
 
 
 def _touch(obj: str, engine: str) -> None:

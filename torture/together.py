@@ -1,7 +1,7 @@
 """Several writers at once, and readers while they write.
 
-Readers load the whole checkpoint: it is all of one writer, or an error says that the file changed.
-Every append that returned is in the file at the end, and nothing is left over.
+Readers load the whole checkpoint: either all of it is from one writer, or an error states that the
+file changed. At the end, the file has every append that returned, and no leftovers remain.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def _played(scene: Scene, folder: Path, seconds: float, seed: int) -> tuple[int,
         raise Broken(f"nobody was killed, and {there} is left over")
     saves, loads = sum(each.done for each in wrote), sum(each.done for each in read)
     refused = sum(each.refused for each in (*wrote, *read))
-    return saves + loads, f"{saves} written, {loads} read whole, {refused} told of a change"
+    said = f"{saves} written, {loads} read whole, {refused} errors that the file changed"
+    return saves + loads, said
 
 
 def _opened(path: Path) -> Path:

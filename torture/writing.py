@@ -1,8 +1,8 @@
 """Writers that are killed or interrupted, disks that fail or are full, folders that vanish.
 
-After each, the target is the old checkpoint or the new one: it is compared byte by byte with both,
-or opened and loaded. An error means the old one and names the file; no error, the new one. What is
-left over is gone after the next save.
+After each case, the target must be the old checkpoint or the new one: it is compared byte by byte
+with both, or opened and loaded. With an error, which names the file, it is the old one; without,
+the new one. Leftovers are gone after the next save.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = ["again", "run"]
 _SHARES = {"killed": 0.4, "fault": 0.3, "full": 0.1, "vanished": 0.1, "interrupted": 0.1}
 _SAID = {
     "killed": "SIGKILL at a call, in the middle of a write, or at any moment",
-    "fault": "a call fails: once, from then on, or says so after it was done",
-    "full": "no space is left after so many bytes",
+    "fault": "a call fails: once, from then on, or although it was done",
+    "full": "the disk is full after a number of bytes",
     "vanished": "the folder is moved or removed, at any call",
     "interrupted": "Ctrl-C, at any call",
 }
