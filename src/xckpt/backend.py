@@ -44,7 +44,7 @@ _SHARED = "**keywords\n    Options of all engines; see `xckpt.datasets.options.O
 
 
 class _FormatDocstring:
-    """The docstring of an engine: summary and options of its format, which is loaded for that."""
+    """The docstring of an engine: summary and options of its format, loaded on first access."""
 
     def __get__(self, _: object, engine: type[CheckpointBackend]) -> str:
         format = formats.get(engine.format)
@@ -83,16 +83,16 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
     @property
     def open_dataset_parameters(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keywords of `open_dataset`."""
-        own = self._own_options()
-        return tuple(dict.fromkeys(("filename_or_obj", *OpenOptions.keywords(), *own)))
+        format_options = self._own_options()
+        return tuple(dict.fromkeys(("filename_or_obj", *OpenOptions.keywords(), *format_options)))
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Return whether the content is of this format; a remote URL is judged by its suffix.
+        """Return whether a file is of this format, by its content, or by the suffix of a URL.
 
         Parameters
         ----------
         filename_or_obj : str, os.PathLike, bytes or binary file object
-            As given to ``xarray.open_dataset``.
+            First argument of ``xarray.open_dataset``.
 
         Returns
         -------
@@ -158,7 +158,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
     ) -> dict[str, xr.Dataset]:
         """Open a checkpoint as one Dataset for each module: tensor ``a.b.c`` is ``c`` of ``/a/b``.
 
-        Parameters and errors are those of `open_dataset`.
+        For parameters and errors, see `open_dataset`.
 
         Returns
         -------
@@ -186,7 +186,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
     ) -> xr.DataTree:
         """Open a checkpoint as a tree of modules: tensor ``a.b.c`` is ``c`` of node ``/a/b``.
 
-        Parameters and errors are those of `open_dataset`.
+        For parameters and errors, see `open_dataset`.
 
         Returns
         -------
@@ -216,8 +216,10 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             from xckpt.opening.matches import check_filters
 
         register_formatter()
-        given = {"drop_variables": drop_variables, **keywords}
-        options = OpenOptions.parse(given, engine=self.format or "any", own=self._own_options())
+        options_by_name = {"drop_variables": drop_variables, **keywords}
+        options = OpenOptions.parse(
+            options_by_name, engine=self.format or "any", own=self._own_options()
+        )
         source, index = open_index(
             filename_or_obj,
             self.format or None,

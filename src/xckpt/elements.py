@@ -83,12 +83,12 @@ class ElementType:
 
     @property
     def is_ieee_float(self) -> bool:
-        """Whether this is a real type with the infinities and NaN payloads of IEEE 754."""
+        """True for real types with the infinities and NaN payloads of IEEE 754."""
         return self.kind == "float" and self.float_format is not None and self.float_format.is_ieee
 
     @property
     def fits_float64(self) -> bool:
-        """Whether a float64 can hold every value."""
+        """True if a float64 can represent every value."""
         return self.kind != "complex" and (self.range is None or self.range[1] <= 1 << 53)
 
     @property
@@ -240,8 +240,8 @@ def decoded_dtype(name: str) -> np.dtype[Any]:
 def code_values(name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the values of all bit patterns of a type of at most 16 bits.
 
-    The array has an entry for each pattern of whole bytes. Bits beyond those of the type are
-    ignored, as ml_dtypes does.
+    The array has an entry for each pattern of whole bytes. As in ml_dtypes, bits that the type does
+    not use are ignored.
     """
     import numpy as np
 

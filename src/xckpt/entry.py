@@ -1,4 +1,4 @@
-"""The first calls of a session: `xckpt.open`, `xckpt.report`, and hints at them for other names."""
+"""The first calls of a session: `xckpt.open`, `xckpt.report`, and suggestions for other names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def open(  # noqa: A001  as gzip.open and others
 ) -> Dataset:
     """Open a checkpoint as a lazy Dataset with one variable for each tensor.
 
-    It is ``xarray.open_dataset`` with the engine for the content of the file.
+    Equivalent to ``xarray.open_dataset`` with the engine for the content of the file.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def open(  # noqa: A001  as gzip.open and others
         in_memory: Dataset = as_dataset(path)
         return in_memory
     if isinstance(engine, str):
-        formats.get(engine)  # an unknown name has a suggestion here, and a list of all in xarray
+        formats.get(engine)  # its error suggests a name; xarray's would list all engines
     if engine is None and options.keys() - signature(xr.open_dataset).parameters.keys():
         engine = format_of(path, storage_options)  # which has the option, or raises an error
     ds = xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **options)
@@ -154,9 +154,9 @@ def report(
     path : str or os.PathLike
         The new file, which ends in ``.html`` or ``.md``.
     other : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
-        The checkpoint to compare with.
+        Another checkpoint, to compare with the first.
     names, explain, overwrite, progress, cache, storage_options : optional
-        As for `xckpt.accessor.CheckpointAccessor.report`.
+        See `xckpt.accessor.CheckpointAccessor.report`.
 
     Examples
     --------
@@ -182,10 +182,14 @@ def report(
 
 
 def hint_for(name: str) -> str:
-    """Return the message for a name that the package lacks, with a call that does the work."""
+    """Return the error message for an unknown name, with a suggestion."""
     from xckpt.labels.filters import suggest_word
 
     text = f"module 'xckpt' has no attribute {name!r}"
-    known = [f"xckpt.{public}" for public in import_module("xckpt").__all__]
-    meant = suggest_word(name, _INSTEAD) or suggest_word(f"xckpt.{name}", {}, known)
-    return f"{text}; did you mean {meant}?" if meant else f"{text}; dir(xckpt) lists what it has"
+    public_names = [f"xckpt.{public}" for public in import_module("xckpt").__all__]
+    suggestion = suggest_word(name, _INSTEAD) or suggest_word(f"xckpt.{name}", {}, public_names)
+    return (
+        f"{text}; did you mean {suggestion}?"
+        if suggestion
+        else f"{text}; dir(xckpt) lists what it has"
+    )

@@ -264,7 +264,7 @@ def _user_frame() -> FrameType:
     """Return the innermost frame of the user's code, in this thread or else in the main thread."""
     frames = sys._current_frames()  # noqa: SLF001  documented, and the only way to another thread
     current = frames[threading.get_ident()]
-    # A thread of a pool has no frame of the user, who usually waits in the main thread.
+    # A thread of a pool has no frame of the user's code, which usually waits in the main thread.
     for innermost in (current, frames.get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:

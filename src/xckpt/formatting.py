@@ -27,7 +27,7 @@ _LARGEST_EXACT = 10.0**15
 
 
 def printable(text: str) -> str:
-    """Escape what would not show as itself, such as control and bidirectional characters."""
+    """Escape unprintable characters, such as control and bidirectional characters."""
     if text.isprintable():
         return text
     return "".join(
@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def columns(text: str) -> int:
-    """Count the columns that a text takes in a terminal."""
+    """Return the width of a text in a terminal, in columns."""
     if text.isascii():
         return len(text)
     return len(text) + sum([unicodedata.east_asian_width(c) in "WF" for c in text])
@@ -77,7 +77,7 @@ def binary_size(nbytes: int) -> str:
 
 
 def short_count(count: int) -> str:
-    """Write a large number as people say numbers of parameters."""
+    """Write a large number with a unit of thousands, as is usual for parameters: ``7.2 B``."""
     return _scaled(count, 1000, _COUNT_UNITS)
 
 
@@ -94,13 +94,13 @@ def _scaled(value: int, base: int, units: Sequence[str]) -> str:
     return f"{Decimal(value):.1e} {units[0]}".rstrip()
 
 
-def share(part: int, whole: int) -> str:
+def share(part: int, total: int) -> str:
     """Write a part of a whole as a percentage that never rounds to nothing or everything."""
-    if not whole:
+    if not total:
         return ""
-    if part in (0, whole):
+    if part in (0, total):
         return "100 %" if part else "0 %"
-    tenths = (part * 2000 + whole) // (2 * whole)
+    tenths = (part * 2000 + total) // (2 * total)
     if tenths == 0:
         return "<0.1 %"
     return f"{tenths // 10}.{tenths % 10} %" if tenths < 1000 else ">99.9 %"
@@ -126,14 +126,14 @@ def word(text: str, width: int = _WIDEST_WORD) -> str:
 
 
 def shape_text(shape: tuple[int, ...], dtype: str = "") -> str:
-    """Write a shape; of a tensor in a file that is missing, neither it nor the type is known."""
+    """Write a shape; "unknown" for a tensor in a missing file, whose type is unknown as well."""
     if not shape and dtype == UNKNOWN:
         return UNKNOWN
     return shortened(TIMES.join(map(str, shape)) or "scalar", _WIDEST_SHAPE)
 
 
 def value_text(value: Any) -> str:
-    """Write the value of an attribute, or what kind of value it is where it is long."""
+    """Write the value of an attribute; of a long value, its kind and length."""
     if isinstance(value, str):
         quoted = repr(value[:_LONGEST_STRING])
         return quoted if len(value) <= _LONGEST_STRING else f"{quoted}…"

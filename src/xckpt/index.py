@@ -1,7 +1,7 @@
-"""A neutral description of a file, the same for all formats: `Index`, `Tensor`, `Part`.
+"""A description of a file that is the same for all formats: `Index`, `Tensor`, `Part`.
 
-A format module turns bytes into an `Index`; the rest of the package knows the Index and not the
-format. All three are immutable and pickle to about the size of their names.
+A format module turns bytes into an `Index`; the rest of the package uses the Index and no format.
+All three types are immutable, and pickle to about the size of their names.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Part:
     dtype : str
         Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
     shape : tuple of int or None
-        None if the length is unknown before decoding (a compressed list).
+        Shape of the array; None if the length is unknown before decoding (a compressed list).
     offset : int
         First byte, absolute in the file.
     nbytes : int
         Stored size in bytes (the compressed size of a compressed part).
     encoding : {None, "zstd", "zstd-seekable", "deflate"} or str
-        How the bytes are stored; None is raw.
+        Compression of the bytes; None for raw bytes.
     decoded_nbytes : int or None
         Size in bytes after decoding, if the file states it.
     digest : str or None
@@ -163,8 +163,8 @@ class Quantization:
         Position in a word, counted from its lowest bits, of the first code, the second, and so on;
         in order by default. Packed zero points have the same order.
     planes : tuple of int
-        Widths in bits of the pieces of a code, lowest bits first, if each piece is stored in words
-        of its own: 32 codes take as many words as a code has bits. By default a code is one piece.
+        Widths in bits of the pieces of a code, lowest bits first, if pieces are stored in separate
+        words: 32 codes take as many words as a code has bits. By default a code is one piece.
     zero_axis : int or None
         Axis of the grid along which zero points are packed, if it is not `axis`.
     zero_add : int
@@ -173,7 +173,7 @@ class Quantization:
         Extents of the stored grid, if it has more entries than there are blocks.
     index_axis : int or None
         Axis whose positions the part ``index`` assigns to entries of the grid; by default the
-        entries follow from `block`. If a tensor is not strict, an index of only -1 is no index.
+        entries follow from `block`. Unless a tensor is strict, an index of only -1 is ignored.
     reciprocal : bool
         Whether the stored scales are one divided by the scale.
     biases : bool
@@ -265,7 +265,7 @@ class Tensor:
     attrs : mapping
         Attributes of the tensor in the file.
     dims : tuple of (str or None), or None
-        Names of axes from the file or from its kind of model; None if there are no names.
+        Names of axes from the file or from its kind of model; None without names.
     quantization : Quantization, Codebook or None
         Scheme that decodes the parts, if `layout` is ``"quantized"``.
     strict : bool
@@ -540,7 +540,7 @@ _renderers: dict[str, Callable[[Index], str]] = {}
 
 
 def show_indexes_with(*, text: Callable[[Index], str], html: Callable[[Index], str]) -> None:
-    """Register the functions that show an Index, as this module knows of no room above it."""
+    """Register the functions that render an Index; they are in a room that imports this module."""
     _renderers.update(text=text, html=html)
 
 

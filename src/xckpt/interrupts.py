@@ -1,10 +1,10 @@
-"""Ctrl-C, held back while something may not be left half done.
+"""Ctrl-C, deferred during operations that must not be interrupted.
 
-Python raises `KeyboardInterrupt` between any two instructions of the main thread: for example after
-a file was opened and before its descriptor is in a variable. A module whose loading is interrupted
-is removed, while the submodules that it has loaded remain: many packages cannot be loaded after
-that, and an interrupt in the import system itself can leave its lock held, so that all threads wait
-for it forever.
+Python raises `KeyboardInterrupt` between any two instructions of the main thread, for example after
+a file was opened and before its descriptor is in a variable. If an import is interrupted, the
+module is removed, but the submodules that it has loaded remain, and many packages cannot be
+imported after that. An interrupt in the import system itself can leave its lock held, so that all
+threads wait forever.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["deliver", "uninterrupted"]
 
 
-class _Held:
-    """State of the main thread: the depth of nested blocks, and the signals held back."""
+class _Deferred:
+    """State of the main thread: the depth of nested blocks, and the deferred signals."""
 
     depth = 0
     signals = 0
@@ -32,34 +32,34 @@ class _Held:
 def uninterrupted() -> Iterator[None]:
     """Deliver Ctrl-C at the end of the block instead of within it.
 
-    The block is short, loads packages, or calls `deliver` wherever it waits.
+    The block must be short, import packages, or call `deliver` while it waits.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    # Another thread is never interrupted, and a handler that is not Python's is left alone.
+    # Other threads are never interrupted, and handlers that are not Python's stay in place.
     if not is_main or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    if not _Held.depth:
-        _Held.signals = 0
-        _Held.handler = signal.signal(signal.SIGINT, _hold)
-    _Held.depth += 1
+    if not _Deferred.depth:
+        _Deferred.signals = 0
+        _Deferred.handler = signal.signal(signal.SIGINT, _hold)
+    _Deferred.depth += 1
     try:
         yield
     finally:
-        _Held.depth -= 1
-        if not _Held.depth:
-            signal.signal(signal.SIGINT, _Held.handler)
-            if _Held.signals:
-                _Held.signals = 0
+        _Deferred.depth -= 1
+        if not _Deferred.depth:
+            signal.signal(signal.SIGINT, _Deferred.handler)
+            if _Deferred.signals:
+                _Deferred.signals = 0
                 signal.raise_signal(signal.SIGINT)
 
 
 def deliver() -> None:
-    """Deliver Ctrl-C that is held back: nothing is half done here."""
+    """Deliver a deferred Ctrl-C, at a point where an interrupt is safe."""
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and _Held.depth and _Held.signals:
-        _Held.signals = 0
-        signal.signal(signal.SIGINT, _Held.handler)
+    if is_main and _Deferred.depth and _Deferred.signals:
+        _Deferred.signals = 0
+        signal.signal(signal.SIGINT, _Deferred.handler)
         try:
             signal.raise_signal(signal.SIGINT)
         finally:
@@ -67,4 +67,4 @@ def deliver() -> None:
 
 
 def _hold(*_: Any) -> None:
-    _Held.signals += 1
+    _Deferred.signals += 1

@@ -33,13 +33,13 @@ class Progress:
 
     Parameters
     ----------
-    wanted : bool, callable or None
-        True shows a bar, False nothing; None shows a bar in a terminal or notebook, after half a
-        second; a function is called as ``f(done, total)``.
-    what : str
+    option : bool, callable or None
+        True for a bar, False for none; None for a bar in a terminal or notebook after half a
+        second; or a function, called as ``f(done, total)``.
+    label : str
         Label of the bar.
     total : int
-        Number of bytes to process, as far as it is known; `expect` adds more.
+        Number of bytes to process, if known; `expect` adds more.
 
     Attributes
     ----------
@@ -47,15 +47,15 @@ class Progress:
         Name of this observer for `report`.
     """
 
-    def __init__(self, wanted: ProgressOption, what: str, total: int = 0) -> None:
+    def __init__(self, option: ProgressOption, label: str, total: int = 0) -> None:
         self.name = uuid4().hex
         self._done = 0
         self._total = total
-        self._what = what
-        self._call = wanted if callable(wanted) else None
-        self._delay = 0.0 if wanted is True else _DELAY_SECONDS
-        self._is_shown = wanted is True or (
-            wanted is None
+        self._label = label
+        self._call = option if callable(option) else None
+        self._delay = 0.0 if option is True else _DELAY_SECONDS
+        self._is_shown = option is True or (
+            option is None
             and ("ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty()))
         )
         self._bar: Any = None
@@ -86,7 +86,7 @@ class Progress:
             if not self._is_shown:
                 return
             if self._bar is None:
-                self._bar = _bar(self._total, self._what, self._delay)
+                self._bar = _bar(self._total, self._label, self._delay)
             elif nbytes:
                 self._bar.total = self._total
 
@@ -107,7 +107,7 @@ def report(observer: str, nbytes: int) -> None:
         progress.advance(nbytes)
 
 
-def _bar(total: int, what: str, delay: float) -> Any:
+def _bar(total: int, label: str, delay: float) -> Any:
     with warnings.catch_warnings():
         # tqdm warns if ipywidgets are missing or too old, and shows the bar as text.
         warnings.simplefilter("ignore")
@@ -115,7 +115,7 @@ def _bar(total: int, what: str, delay: float) -> Any:
 
         return tqdm(
             total=total,
-            desc=what,
+            desc=label,
             unit="iB",
             unit_scale=True,
             unit_divisor=1024,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_extension_declined", "register_accessor", "register_formatter"]
 
-#: Whether ``%unload_ext xckpt`` was called in this session, after which files leave it unloaded.
+#: Whether ``%unload_ext xckpt`` was called in this session; files then do not load it again.
 is_extension_declined = False
 
 
@@ -54,7 +54,7 @@ class _XarrayFinder:
     """A finder for xarray alone, which asks the other finders.
 
     Importing xarray takes 50 times as long as importing xckpt, so xckpt does not do it for users
-    who may not need it. The finder stays where it is: other threads may iterate over the finders.
+    who may not need it. The finder stays in the list, over which other threads may iterate.
     """
 
     def find_spec(
@@ -62,8 +62,8 @@ class _XarrayFinder:
     ) -> ModuleSpec | None:
         if name != "xarray":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -72,6 +72,6 @@ class _XarrayFinder:
                 execute(module)
                 _load_accessor()
 
-            # The loader stays what it is, as others ask it for sources and resources.
+            # Patch the loader instead of replacing it, since others request sources from it.
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

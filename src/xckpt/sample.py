@@ -1,9 +1,8 @@
-"""A realistic sample checkpoint, a small decoder as a zTensor 1.0 file, and what `make demo` shows.
+"""A realistic sample checkpoint, a small decoder in a zTensor 1.0 file, and the `make demo` script.
 
-It has what real checkpoints have and a reader must cope with: repeated modules, mixed element
-types, an int8 projection with scales, zstd streams, sparse updates, and digests. Its numbers hold
-something to find: spreads that drift with depth, a channel of outliers, a few NaNs, a bias that
-was never trained.
+Like real checkpoints, it has repeated modules, mixed element types, an int8 projection with scales,
+zstd streams, sparse updates, and digests. Its values have irregularities to discover: spreads that
+drift with depth, a channel of outliers, a few NaNs, and an untrained bias.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def write_checkpoint(
     Parameters
     ----------
     path : str or os.PathLike
-        Where the file goes; an existing one is replaced.
+        Path of the file; an existing file is replaced.
     layers : int, default 12
         Number of decoder layers.
     width : int, default 1024
@@ -65,7 +64,7 @@ def write_checkpoint(
     Returns
     -------
     pathlib.Path
-        Where the file is.
+        Path of the file.
     """
     import xarray as xr
 
@@ -77,9 +76,9 @@ def write_checkpoint(
         raise ValueError(f"width must be a multiple of 4 and at least 8, not {width}")
     variables = {}
     for number, weight in enumerate(_weights(layers, width)):
-        # A seed of its own for each tensor: adding one leaves the others as they are.
+        # One seed per tensor, so that adding a tensor does not change the others.
         for name, array in _arrays(weight, [seed, number]):
-            # Such names of dimensions stand for none.
+            # xckpt treats dimensions with such names as unnamed.
             dims = [f"d{size}_{axis}" for axis, size in enumerate(array.shape)]
             variables[name] = xr.Variable(dims, array, encoding={"layout": weight.layout})
     attrs = {
@@ -110,7 +109,7 @@ def _weights(layers: int, width: int) -> Iterator[_SampleTensor]:
 
 
 def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_SampleTensor]:
-    """Return one decoder layer: queries and keys spread with depth, outputs shrink, norms grow."""
+    """Yield a decoder layer: queries and keys spread with depth, outputs shrink, norms grow."""
     depth = layer / layers
     keys = width // _HEADS_PER_KEY_HEAD
     hidden = 11 * width // 4
@@ -139,7 +138,7 @@ def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_SampleTenso
 
 
 def _arrays(weight: _SampleTensor, seed: list[int]) -> Iterator[tuple[str, Any]]:
-    """Make the arrays of a tensor; dense ones are drawn when they are written."""
+    """Yield the arrays of a tensor; dense arrays are drawn when they are written."""
     import dask.array as da
     from dask import delayed
 

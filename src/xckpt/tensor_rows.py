@@ -1,7 +1,7 @@
-"""Tensors as rows of a listing: what summaries, pictures and selections need of each.
+"""Tensors as rows of a listing, for summaries, pictures and selections.
 
-A row is made from an `Index` or from the variables of an open object. It is a plain tuple, because
-there can be 100,000 of them.
+A row describes a tensor of an `Index` or of an open object. It is a plain tuple, because a
+checkpoint can have 100,000 of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 class StackedNames(NamedTuple):
     """Tensors that are one variable of an open object."""
 
-    template: tuple[str | int | None, ...]  # of their names, with an index in place of non-strings
+    template: tuple[str | int | None, ...]  # of their names; non-strings stand for indices
     dims: tuple[str, ...]  # one for each index
     indices: tuple[tuple[int, ...], ...]  # along each dimension
 

@@ -1,7 +1,8 @@
 """Arrays: from the parts of a tensor to lazy arrays, and from these to dask arrays.
 
-`lazy_arrays` says which arrays a tensor is shown as; `xckpt.arrays.graph` makes them dask arrays
-(kept apart: it imports dask).
+`lazy_arrays` returns the arrays that represent a tensor; `xckpt.arrays.graph` turns them into dask
+arrays, and is the only module that imports dask at once. The room may import `storage`, the `Index`
+and the modules below them, but no format. Read `lazy` first, then `dense` as an example.
 """
 
 from __future__ import annotations

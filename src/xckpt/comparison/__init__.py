@@ -1,8 +1,8 @@
 """Differences between the tensors of two checkpoints: `compare`, and explanations of them.
 
-May import statistics, scan, and whatever these may; not health. Read `comparing` first: from two
-objects to a Dataset of measures. `matching` decides which tensors belong together, `pairs` reads
-two of them in step, `measures` and `cells` add up their differences, `explaining` finds causes.
+The room may import statistics, scan and everything below them, but not health. Read `comparing`
+first: it turns two objects into a Dataset of measures. `matching` pairs tensors, `pairs` reads two
+tensors in parallel, `measures` and `cells` sum up their differences, `explaining` finds causes.
 """
 
 from xckpt.interrupts import uninterrupted

@@ -1,9 +1,9 @@
 """Findings: tensors that look wrong, in one checkpoint or along a training run.
 
-May import comparison, statistics, scan, and whatever these may. Read `examining` first: it gathers
-the `evidence` (statistics of all tensors with their roles) and applies each rule of `rules` to it.
-`runs` has the rules on changes between steps, `equal_tensors` and `code_ranges` those that read
-elements again.
+The room may import comparison, statistics, scan and everything below them. Read `examining` first:
+it gathers the `evidence` (statistics of all tensors with their roles) and applies each rule of
+`rules` to it. `runs` has the rules for changes between steps; `equal_tensors` and `code_ranges`
+have rules that read elements again.
 """
 
 from xckpt.interrupts import uninterrupted

@@ -1,4 +1,4 @@
-"""Attributes of a stack, made from those of its members."""
+"""Attributes of a stack, combined from the attributes of its members."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class AxisNamer:
     ) -> None:
         self._entries = [_parse_entry(glob, names) for glob, names in (dims or {}).items()]
         self._reserved = reserved
-        #: Reserved names that axes may have, as those of index coordinates.
+        #: Reserved names that axes may have: the names of index coordinates.
         self._index_coords: frozenset[str] = frozenset()
         self._sizes: ChainMap[str, int] = ChainMap()
         # Layers repeat the same names and shapes: each combination is worked out once.
@@ -173,14 +173,14 @@ class AxisNamer:
         self._by_shape[shape] = tuple(names)
         return self._by_shape[shape]
 
-    def _name_from_size(self, size: int, taken: Collection[str | None]) -> str:
+    def _name_from_size(self, size: int, used: Collection[str | None]) -> str:
         """Return ``d768``, or the first of ``d768_1``, ``d768_2``, ... that can be used."""
         candidates = chain([f"d{size}"], (f"d{size}_{number}" for number in count(1)))
-        return next(name for name in candidates if self._take(name, size, taken))
+        return next(name for name in candidates if self._take(name, size, used))
 
-    def _take(self, name: str, size: int, taken: Collection[str | None]) -> bool:
+    def _take(self, name: str, size: int, used: Collection[str | None]) -> bool:
         """Use a name for an axis, unless the tensor, a variable or another size has it."""
-        if name in taken or self._is_reserved(name):
+        if name in used or self._is_reserved(name):
             return False
         return self._sizes.setdefault(name, size) == size
 
@@ -206,11 +206,11 @@ def _parse_entry(glob: Any, names: Any) -> _Entry:
         raise TypeError(
             f"dims maps globs of tensor names to sequences of axis names, not {glob!r}: {names!r}"
         )
-    given = [name for name in names if name is not None]
-    if not all(isinstance(name, str) and name for name in given):
+    explicit = [name for name in names if name is not None]
+    if not all(isinstance(name, str) and name for name in explicit):
         raise TypeError(
             f"dims[{glob!r}] has an axis name that is empty or not a string: {tuple(names)!r}"
         )
-    if len(set(given)) != len(given):
+    if len(set(explicit)) != len(explicit):
         raise ValueError(f"dims[{glob!r}] has the same name for two axes: {tuple(names)!r}")
     return _Entry(glob, re.compile(translate(glob)).match, tuple(names))

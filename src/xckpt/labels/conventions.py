@@ -254,7 +254,9 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
         return codes, companions
     for name, dtype in dtypes.items():
         if dtype in code_types:
-            scales = next((other for other in _possible_scales(name) if other in dtypes), None)
+            scales = next(
+                (candidate for candidate in _possible_scales(name) if candidate in dtypes), None
+            )
             if scales is not None:
                 codes[name] = scales
     if not codes:

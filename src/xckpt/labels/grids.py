@@ -131,7 +131,7 @@ def find_stacks(
     paths : mapping of str to tuple of str, optional
         Words of the names that dots and slashes do not separate.
     reserved : collection of str
-        Names that no dimension may have, besides those of tensors and stacks.
+        Names that no dimension may have, besides the names of tensors and stacks.
     preferred_dims : mapping of str to tuple of (str or None), optional
         `Stack.index_dims` of tensors in a larger file, whose dimensions keep their names.
     may_be_absent : callable, optional
@@ -339,10 +339,10 @@ def _outer_grids(
 ) -> tuple[list[_Grid], list[_Family]]:
     """Put families on all indices of their modules; return their grids, and the other families."""
     joined: list[_Family] = []
-    others: list[_Family] = []
+    remaining: list[_Family] = []
     for family in families:
         first = next(iter(family.members.values()))
-        (joined if may_be_absent(first) else others).append(family)
+        (joined if may_be_absent(first) else remaining).append(family)
     while True:
         # Without families that are too sparse, modules can have fewer indices.
         candidates, joined, grids = joined, [], []
@@ -352,14 +352,14 @@ def _outer_grids(
             indices = tuple(indices_by_module[module] for module in modules)
             size = prod(map(len, indices))
             if size > _MAX_POSITIONS_PER_MEMBER * len(family.members):
-                others.append(family)
+                remaining.append(family)
                 continue
             joined.append(family)
             members = tuple(family.members[position] for position in sorted(family.members))
             present = None if size == len(members) else frozenset(family.members)
             grids.append(_Grid(family.template, family.modules, indices, members, present))
         if len(joined) == len(candidates):
-            return grids, others
+            return grids, remaining
 
 
 def _indices_by_module(families: Iterable[_Family]) -> dict[_Template, tuple[int, ...]]:
@@ -490,8 +490,8 @@ def _name_dimensions(
 class _UnusedNames:
     """Names that are not taken yet, with a number appended where necessary."""
 
-    def __init__(self, taken: Iterable[str]) -> None:
-        self._taken = set(taken)
+    def __init__(self, names: Iterable[str]) -> None:
+        self._taken = set(names)
         # Where the last search ended: a hostile file can prefer one name ten thousand times.
         self._last_numbers: Counter[str] = Counter()
 

@@ -1,4 +1,9 @@
-"""Pictures of checkpoints: ``ds.ckpt.plot``."""
+"""Pictures of checkpoints, ``ds.ckpt.plot``, drawn with matplotlib.
+
+The room may import health, comparison, statistics and everything below them; matplotlib is imported
+when a picture is drawn. Read `Plots` below first: it has one method per picture and checks the
+arguments. Each picture has a module; `panels`, `axes` and `theme` are shared.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +42,9 @@ class Plots:
     Parameters
     ----------
     obj : xarray.Dataset or xarray.DataTree
-        Opened by one of our engines, flat or stacked; most pictures also work for any other object.
+        Object opened by an engine of xckpt, flat or stacked; most pictures accept any other object.
     stats : xarray.Dataset, optional
-        What `xckpt.stats` found in this object, so that it is not computed again.
+        Result of `xckpt.stats` for this object, which is then not computed again.
 
     Notes
     -----
