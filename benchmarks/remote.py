@@ -2,7 +2,7 @@
 
 24 tensors of 16 MiB and 480 of 8 KiB; each connection has 100 MB/s. The floor is aiohttp with 32
 requests of 8 MiB at a time, its body thrown away. It and the scans take turns, and the fastest of
-each counts. What is said to be over S3 reads the same file from the same server, as an object.
+each counts. Rows over S3 read the same file from the same server, as an object.
 """
 
 from __future__ import annotations

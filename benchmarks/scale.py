@@ -1,6 +1,6 @@
 """A checkpoint of 2 TB: what its graph costs, and how long reading it takes on many workers.
 
-There are no data: a model of 92,000 tensors in 400 shards is described, its Dataset and its graph
+It has no data: a model of 92,000 tensors in 400 shards is described, its Dataset and its graph
 are made, and the graph is counted and pickled as a scheduler would get it. The times of a scan are
 arithmetic: bytes over bandwidth, or tasks over what the scheduler gets done, whichever is longer.
 """
