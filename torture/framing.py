@@ -158,6 +158,7 @@ _BY_MAGIC: dict[bytes, Callable[[bytes], Iterator[Frame]]] = {
     b"PCLM": _mlcp,
     b"GPTRSCHK": _gptrs,
     b"GPTRSTEN": _gptrs,
+    b"\x89HDF": lambda data: iter([_rest(data, 8)]),
     b"GGUF": lambda data: iter([_rest(data, 8)]),
     b"RAHS": lambda data: iter([_rest(data, 4)]),
     b"PK\3\4": _zip,

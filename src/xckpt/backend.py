@@ -30,6 +30,7 @@ __all__ = [
     "FlaxBackend",
     "GgufBackend",
     "GptrsBackend",
+    "KerasBackend",
     "MlcpBackend",
     "NpzBackend",
     "PrimitivBackend",
@@ -251,6 +252,10 @@ class GgufBackend(CheckpointBackend):
 
 class GptrsBackend(CheckpointBackend):
     format = "gptrs"
+
+
+class KerasBackend(CheckpointBackend):
+    format = "keras"
 
 
 class MlcpBackend(CheckpointBackend):

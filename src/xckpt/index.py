@@ -72,7 +72,7 @@ class Part:
     nbytes : int
         Stored size in bytes (the compressed size of a compressed part).
     encoding : {None, "zstd", "zstd-seekable", "deflate"} or str
-        Compression of the bytes; None for raw bytes.
+        Compression of the bytes, by a name of `xckpt.storage.encodings`; None for raw bytes.
     decoded_nbytes : int or None
         Size in bytes after decoding, if the file states it.
     digest : str or None

@@ -34,7 +34,7 @@ FILES = {
     "GGJT": (b"tjgg\x03\0\0\0" + bytes(32), "llama.cpp"),
     "pickle": (pickle.dumps({"w": [1.0]}), "savez"),
     "zip": (zipped("readme.txt"), "Extract"),
-    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(64), "h5netcdf"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(64) + b"_NCProperties", "h5netcdf"),
     "web page": (b"\n<!DOCTYPE html><html>404</html>", "Download"),
     "index of shards": (b'{"metadata": {}, "weight_map": {"w": "a"}}', ".index.json"),
     "JSON": (b'{"hidden_size": 64}', "configuration"),

@@ -444,7 +444,7 @@ class ChunkedArray(LazyArray):
         for role, outer, inner in self._shares(key):
             block = self.blocks[role]
             if all(isinstance(entry, slice) for entry in outer):
-                block.read_into(out[outer], inner)
+                block.read_into(out[(*outer, ...)], inner)  # a view, also of one element
             else:
                 out[np.ix_(*outer)] = block[inner]
 

@@ -332,7 +332,8 @@ class PartReader:
                 return codec.decompress(self.stored() if stored is None else stored, nbytes)
             first = (part.skip or 0) + start
             data = self.stored_blocks() if stored is None else stored
-            return codec.decompress_range(data, first, first + stop - start)
+            total = nbytes if part.skip is None else None
+            return codec.decompress_range(data, first, first + stop - start, total)
         if part.encoding != "zstd-seekable":
             raise UnsupportedError(f"encoding {part.encoding!r} is not known")
         view = self.source.view

@@ -51,6 +51,7 @@ _REGISTRY = {
     "Flax": (".msgpack",),
     "Gguf": (".gguf",),
     "Gptrs": (".bin", ".ten", ".gptrs"),
+    "Keras": (".keras", ".weights.h5", ".weights.json", ".h5", ".hdf5"),
     "Mlcp": (".checkpoint", ".metadata.json"),
     "Npz": (".npz", ".npy"),
     "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),
@@ -60,7 +61,7 @@ _REGISTRY = {
 }
 _CLASSES = {title.lower(): title for title in _REGISTRY}
 
-HEAD_BYTES = 512
+HEAD_BYTES = 1024
 _ZIP_HEADER, _ZIP_CONTENT = 30, 16
 
 
@@ -467,8 +468,8 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
     (
         b"\x89HDF\r\n\x1a\n",
-        "an HDF5 file (netCDF 4, Keras)",
-        "Open it with engine='h5netcdf', or with h5py",
+        "an HDF5 file of netCDF 4",
+        "Open it with engine='h5netcdf'",
     ),
     (b"CDF\x01", "a netCDF 3 file", "Open it with engine='scipy'"),
     (b"CDF\x02", "a netCDF 3 file", "Open it with engine='scipy'"),

@@ -6,6 +6,9 @@ expected number of bytes, and no more are decoded. All errors are `FormatError` 
 
 ``deflate`` is a stream of RFC 1951 without a header, as in zip files.
 
+``fletcher32``, ``zlib``, ``lzf`` and ``shuffle4`` (or another size of elements), joined by ``+``
+in the order of decoding, are the filters of chunks in HDF5. The checksum follows the data.
+
 ``zstd`` is a Zstandard stream: any number of frames, some of them skippable, with or without a
 content size. A frame (RFC 8878, section 3.1.1) is a header, which may state the size of its
 content; blocks; and, if the header has a flag for it, 4 bytes of a checksum::
@@ -48,7 +51,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
@@ -136,8 +139,14 @@ class StreamDecoder(ABC):
         return decoded.data
 
     @classmethod
-    def decompress_range(cls, stored: Stored, start: int, stop: int) -> memoryview:
-        """Decode a stream from its beginning, and return the bytes from `start` to `stop`."""
+    def decompress_range(
+        cls, stored: Stored, start: int, stop: int, total: int | None = None
+    ) -> memoryview:
+        """Decode a stream from its beginning, and return the bytes from `start` to `stop`.
+
+        `total` is the size of all decoded bytes, if it is known.
+        """
+        del total  # only a decoder of whole chunks needs it
         stream = cls(stored, stop, is_whole=False)
         decoded = _allocate(stop - start)
         stream._skip(start)
@@ -277,8 +286,133 @@ class ZstdDecoder(StreamDecoder):
         return total - len(end)
 
 
+class FilteredDecoder(StreamDecoder):
+    """Decoder for a chunk of HDF5, which several filters have encoded as a whole.
+
+    Subclasses have the filters in the order of decoding.
+    """
+
+    densest = 1032, 1024  # of zlib; lzf makes at most 264 bytes of three
+    filters: ClassVar[tuple[str, ...]]
+
+    def _begin(self, stored: Stored, *, is_whole: bool) -> None:
+        del is_whole
+        blocks = [stored] if isinstance(stored, memoryview | bytes) else stored
+        data = b"".join(bytes(block) for block in blocks)
+        for name in self.filters:
+            if name == "fletcher32":
+                data = _without_fletcher32(data)
+            elif name == "zlib":
+                data = _inflated(data, self._nbytes)
+            elif name == "lzf":
+                data = _without_lzf(data, self._nbytes)
+            else:
+                data = _unshuffled(data, int(name.removeprefix("shuffle")))
+        self._decoded = np.frombuffer(data, np.uint8)
+
+    def _fill(self, memory: NDArray[np.uint8]) -> int:
+        count = min(len(memory), len(self._decoded))
+        memory[:count] = self._decoded[:count]
+        self._decoded = self._decoded[count:]
+        return count
+
+    def _expect_end(self) -> None:
+        if len(self._decoded):
+            raise _malformed(f"a chunk decodes to more than {self._nbytes} bytes")
+
+    @classmethod
+    def decompress_range(
+        cls, stored: Stored, start: int, stop: int, total: int | None = None
+    ) -> memoryview:
+        """Decode the whole chunk, of `total` bytes, and return a part of it."""
+        return cls.decompress(stored, stop if total is None else total)[start:stop]
+
+
+def _without_fletcher32(data: bytes) -> bytes:
+    """Verify and remove the checksum after the data: sums of words of 16 bits, modulo 65535."""
+    if len(data) < 4:
+        raise _malformed("a chunk is too short for its checksum")
+    content, expected = data[:-4], int.from_bytes(data[-4:], "little")
+    words = np.frombuffer(content + b"\0" * (len(content) % 2), ">u2")
+    first = second = 0
+    for start in range(0, len(words), 1 << 20):
+        block = words[start : start + (1 << 20)].astype(np.uint64)
+        weights = np.arange(len(block), 0, -1, dtype=np.uint64)
+        second = (second + len(block) * first + int((block * weights).sum())) % 65535
+        first = (first + int(block.sum())) % 65535
+
+    def is_same(sum_: int, stated: int) -> bool:
+        return sum_ % 65535 == stated % 65535
+
+    if not (is_same(first, expected & 0xFFFF) and is_same(second, expected >> 16)):
+        raise IntegrityError(f"a chunk does not have the checksum {expected:08x}", rule="Checksum")
+    return content
+
+
+def _inflated(data: bytes, nbytes: int) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        decoded = stream.decompress(data, nbytes + 1)
+    except zlib.error as error:
+        raise _malformed(f"a zlib stream does not decode: {error}") from error
+    if len(decoded) <= nbytes and not stream.eof:
+        raise _malformed("a zlib stream is cut short")
+    return decoded
+
+
+def _without_lzf(data: bytes, nbytes: int) -> bytes:
+    """Decode LZF: runs of up to 32 bytes, and copies of up to 264 of the last 8192 bytes."""
+    decoded, at, end = bytearray(), 0, len(data)
+    try:
+        while at < end and len(decoded) <= nbytes:
+            control = data[at]
+            at += 1
+            if control < 32:
+                decoded += data[at : at + control + 1]
+                at += control + 1
+                continue
+            length = control >> 5
+            if length == 7:
+                length += data[at]
+                at += 1
+            distance = (control & 31) << 8 | data[at]
+            at += 1
+            start, length = len(decoded) - distance - 1, length + 2
+            if start < 0:
+                raise _malformed("a copy in an lzf stream begins before it")
+            piece = decoded[start : start + length]
+            decoded += (piece * -(-length // len(piece)))[:length]
+    except IndexError as error:
+        raise _malformed("an lzf stream is cut short") from error
+    return bytes(decoded)
+
+
+def _unshuffled(data: bytes, width: int) -> bytes:
+    """Put the bytes of each element together; bytes after the last element follow."""
+    octets = np.frombuffer(data, np.uint8)
+    count = len(octets) // width
+    elements = octets[: count * width].reshape(width, count).T.reshape(-1)
+    return np.concatenate([elements, octets[count * width :]]).tobytes()
+
+
+def _filtered(*filters: str) -> type[FilteredDecoder]:
+    name = "+".join(filters)
+    return type("FilteredDecoder", (FilteredDecoder,), {"name": name, "filters": filters})
+
+
 #: Encodings that can only be decoded from their start.
-STREAMS: dict[str | None, type[StreamDecoder]] = {"deflate": DeflateDecoder, "zstd": ZstdDecoder}
+STREAMS: dict[str | None, type[StreamDecoder]] = {
+    "deflate": DeflateDecoder,
+    "zstd": ZstdDecoder,
+    **{
+        decoder.name: decoder
+        for check in ((), ("fletcher32",))
+        for packed in ((), ("zlib",), ("lzf",))
+        for shuffle in ((), *((f"shuffle{width}",) for width in (2, 4, 8, 16)))
+        for decoder in [_filtered(*check, *packed, *shuffle)]
+        if decoder.filters
+    },
+}
 
 
 @contextmanager

@@ -1,0 +1,304 @@
+"""Keras: ``.keras``, ``.weights.h5``, their shards, and ``.h5`` of Keras 2; other HDF5 files.
+
+All of them keep variables as datasets of HDF5 (`xckpt.formats.keras.hdf5`); a variable has the name
+of its path in there::
+
+    NAME.weights.h5       HDF5
+    NAME.keras            a zip archive: metadata.json, config.json, model.weights.h5, assets/
+    NAME.weights.json     {"weight_map": {"/layers/dense/vars": ["NAME_00000.weights.h5"]}}
+    NAME.h5               HDF5 of Keras 2: configurations are attributes
+
+Keras 3 numbers the variables of a layer, ``layers/dense/vars/0``; the group ``vars`` has the name
+of the layer as an attribute. Their names and axes follow from the class of the layer, which
+``config.json`` states, or from the path, whose components are classes in snake case. Keras 2 has
+names of its own: ``dense/dense/kernel:0``.
+
+The configuration of a model is an attribute. Nothing is built from it, and long texts in it, such
+as marshalled code, are left out.
+
+Specification: saving/saving_lib.py and legacy/saving/legacy_h5_format.py of
+github.com/keras-team/keras, 3.15.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    MissingShardError,
+    UnsupportedError,
+    shown,
+)
+from xckpt.formats import Format, Readable, archive, kit
+from xckpt.formats.keras import hdf5, library
+from xckpt.formats.keras.datasets import read_tensor
+from xckpt.formats.keras.layers import Layers
+from xckpt.index import Index, Shard, Tensor, is_json
+
+_WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
+_SHARDS = re.compile(
+    rb'\s*\{\s*(?:"metadata"\s*:\s*\{[^{}]*\}\s*,\s*)?'
+    rb'"weight_map"\s*:\s*\{\s*"/?(?:[^"\\]*/)?vars"'
+)
+_SCIENCE = (".nc", ".nc4", ".cdf", ".netcdf")
+_LARGEST_TEXT, _LARGEST_MEMBER = 64 << 20, 1 << 30
+_LONGEST_TEXT = 256  # in a configuration
+_LISTS = ("layer_names", "weight_names")  # which repeat the names of groups and datasets
+_CONFIGS = {"model_config": "config", "training_config": "training_config"}
+_NUMBERS = re.compile("([0-9]+)")
+
+
+class Keras(Format):
+    """Keras: ``.keras``, ``.weights.h5`` and ``.h5``; other HDF5 files as datasets by path."""
+
+    name = "keras"
+    description = "Keras models, and other HDF5 files"
+    shared_suffixes = (".h5", ".hdf5")
+    folder_marks = ("model.weights.json",)
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Return whether a file is HDF5 (but not netCDF), an archive of Keras, or lists shards."""
+        if head.startswith(b"PK\3\4"):
+            return archive.first_name(head) in {_WEIGHTS, _CONFIG, _METADATA}
+        if head.startswith(hdf5.SIGNATURE) or head[512:520] == hdf5.SIGNATURE:
+            file_name = name.partition("?")[0].lower()
+            return b"_NCProperties" not in head and not file_name.endswith(_SCIENCE)
+        return _SHARDS.match(head) is not None
+
+    def read(self, source: Readable) -> Index:
+        """Read the groups and the descriptions of datasets; tensors are in natural order."""
+        head = bytes(source.read(0, min(512, source.size)))
+        notes = kit.Notes()
+        if head.lstrip()[:1] == b"{":
+            return self._sharded(source, notes)
+        attrs: dict[str, Any] = {}
+        if head.startswith(b"PK"):
+            image, attrs = _member(source, notes)
+        else:
+            image = _image(source)
+        contents = _read(image, notes)
+        attrs = _attributes(contents, notes) | attrs
+        tensors = Layers(contents.groups, attrs.get("config")).named(_tensors(contents, image))
+        version = str(attrs.get("keras_version", ""))
+        size, texts = source.size, notes.warnings()
+        return Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
+
+    def _sharded(self, source: Readable, notes: kit.Notes) -> Index:
+        weight_map = _weight_map(source)
+        tensors: dict[str, Tensor] = {}
+        shards, groups = {}, hdf5.Contents()
+        for name in _file_names(weight_map):
+            shard = _sibling(source, name)
+            shards[name] = Shard(shard.size, None, (name,))
+            image = _image(shard)
+            try:
+                contents = _read(image, notes)
+                entries = _tensors(contents, image)
+            except CheckpointError as error:
+                error.reason, error.offset = f"{name}: {error.reason}", 0
+                raise
+            # A layer may have variables in two files, and its name in the first of them.
+            groups.groups = contents.groups | groups.groups
+            for key, tensor in entries.items():
+                if key in tensors:
+                    reason = f"the variable is in two files, also in {shown(name)}"
+                    raise FormatError(reason, offset=0, tensor=key, rule="Shards")
+                tensors[key] = _in_shard(tensor, name)
+        known = {name.rpartition("/")[0] for name in tensors}
+        for group in weight_map:
+            if group.strip("/") not in known:
+                notes.add("no file has variables of this group", shown(group))
+        tensors = dict(sorted(tensors.items(), key=lambda item: _natural(item[1].path or ())))
+        attrs = _attributes(groups, notes)
+        tensors = Layers(groups.groups, attrs.get("config")).named(tensors)
+        size = source.size + sum(shard.size for shard in shards.values())
+        texts = notes.warnings()
+        return Index(self.name, "", tensors, attrs, source.name, size, shards, texts)
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def _weight_map(source: Readable) -> dict[str, Any]:
+    if source.size > _LARGEST_TEXT:
+        reason = f"a list of shards has {source.size} bytes, more than {_LARGEST_TEXT}"
+        raise UnsupportedError(reason, offset=0, rule="Shards")
+    data = bytes(source.read(0, source.size))
+    root = kit.decode_json(data, "the list of shards", deepest=32, rule="Shards", offset=0)
+    weight_map = root.get("weight_map") if type(root) is dict else None
+    if type(weight_map) is not dict:
+        reason = "'weight_map' must map groups to lists of files"
+        raise FormatError(reason, offset=0, rule="Shards")
+    return weight_map
+
+
+def _file_names(weight_map: dict[str, Any]) -> dict[str, None]:
+    names: dict[str, None] = {}
+    for listed in weight_map.values():
+        for name in listed if type(listed) is list else [listed]:
+            if type(name) is not str or "/" in name or ":" in name or not name.strip("."):
+                reason = f"{shown(str(name))} is not the name of a file in the folder"
+                raise FormatError(reason, offset=0, rule="FileName")
+            names[name] = None
+    return names
+
+
+def _sibling(source: Readable, name: str) -> Readable:
+    try:
+        return source.sibling(name)
+    except FileNotFoundError:
+        reason = f"the file {shown(name)} is missing"
+        hint = "Copy it into the folder of the list"
+        raise MissingShardError(reason, path=source.name, offset=0, hint=hint) from None
+
+
+def _in_shard(tensor: Tensor, shard: str) -> Tensor:
+    if tensor.problem is not None:
+        tensor.problem.reason, tensor.problem.offset = f"{shard}: {tensor.problem.reason}", None
+    parts = {
+        role: part if part.inline is not None else replace(part, shard=shard)
+        for role, part in tensor.parts.items()
+    }
+    return replace(tensor, parts=parts)
+
+
+def _natural(path: tuple[str, ...]) -> list[Any]:
+    """Return a key that sorts numbers in paths by their values."""
+    return [
+        [(int(text), text) if text.isdecimal() else (-1, text) for text in _NUMBERS.split(part)]
+        for part in path
+    ]
+
+
+# --- contents -------------------------------------------------------------------------------------
+
+
+def _image(source: Readable) -> hdf5.Image:
+    start = hdf5.find(source, 0, source.size)
+    return hdf5.Image(source, start, source.size - start)
+
+
+def _read(image: hdf5.Image, notes: kit.Notes) -> hdf5.Contents:
+    """Read an HDF5 file, with h5py if it has newer structures."""
+    before = deepcopy(notes)
+    try:
+        contents = hdf5.Walk(image, notes).contents
+    except hdf5.NewerError as newer:
+        return library.read(image, before, newer)
+    is_newer = any(type(d.problem) is hdf5.NewerError for d in contents.datasets.values())
+    return library.read(image, before) if is_newer and library.is_available() else contents
+
+
+def _attributes(contents: hdf5.Contents, notes: kit.Notes) -> dict[str, Any]:
+    """Return the attributes of a file, without the lists of names that repeat its groups."""
+    attrs: dict[str, Any] = {}
+    for key, value in contents.groups.get((), {}).items():
+        if key in _CONFIGS and type(value) is str:
+            config = _config(value.encode("utf-8", "replace"), key, notes)
+            if config is not None:
+                attrs[_CONFIGS[key]] = config
+        elif key.rstrip("0123456789") not in _LISTS and is_json(value):
+            attrs[key] = value
+    return attrs
+
+
+def _tensors(contents: hdf5.Contents, image: hdf5.Image) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path, dataset in sorted(contents.datasets.items(), key=lambda item: _natural(item[0])):
+        if not path:
+            raise image.broken("the root is a dataset", dataset.header, "Name")
+        tensor = read_tensor(path, dataset, image)
+        tensors[tensor.name] = tensor
+    return tensors
+
+
+def _config(data: bytes, label: str, notes: kit.Notes) -> Any:
+    """Return a configuration without long texts; None, with a warning, if it is not JSON."""
+    try:
+        value = kit.decode_json(data, label, deepest=64, repeated=lambda _: None)
+    except CheckpointError as error:
+        notes.add(f"it is left out: {error.reason}", label)
+        return None
+    value = _short(value)
+    if not is_json(value):
+        notes.add("it is left out, because it is nested too deep", label)
+        return None
+    return value
+
+
+def _short(value: Any) -> Any:
+    """Return JSON with long texts replaced by their sizes."""
+    if type(value) is dict:
+        return {_short(key): _short(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [_short(entry) for entry in value]
+    if type(value) is str and len(value) > _LONGEST_TEXT:
+        return f"<{len(value)} characters>"
+    return value
+
+
+# --- archives -------------------------------------------------------------------------------------
+
+
+def _member(source: Readable, notes: kit.Notes) -> tuple[hdf5.Image, dict[str, Any]]:
+    """Return the weights in an archive, and what its other members say of them."""
+    members = archive.Archive(source)
+    contents = {member.name: (member, content) for member, content in members.contents()}
+    if _WEIGHTS not in contents:
+        raise FormatError(f"the archive has no member {_WEIGHTS!r}", offset=0, rule="Member")
+    attrs: dict[str, Any] = {}
+    for name in (_METADATA, _CONFIG):
+        if name in contents:
+            config = _text(*contents[name], notes)
+            if name == _CONFIG and config is not None:
+                attrs["config"] = config
+            elif type(config) is dict:
+                attrs |= config
+    member, content = contents[_WEIGHTS]
+    member.check(content.at)
+    if member.method == archive.STORED:
+        start = hdf5.find(source, content.at, member.nbytes)
+        return hdf5.Image(source, content.at + start, member.nbytes - start), attrs
+    if member.nbytes > _LARGEST_MEMBER:
+        reason = f"{_WEIGHTS} is compressed, and has {member.nbytes} bytes"
+        hint = "Store it uncompressed: zip -0"
+        raise UnsupportedError(reason, offset=content.at, rule="Method", hint=hint)
+    outer = content.rest()
+    inflated = _Memory(source, memoryview(content.whole(_WEIGHTS)))
+    if hdf5.find(inflated, 0, inflated.size):
+        reason = "a user block in a compressed member is unsupported"
+        raise UnsupportedError(reason, offset=content.at, rule="Method")
+    return hdf5.Image(inflated, 0, inflated.size, outer), attrs
+
+
+def _text(member: archive.Member, content: archive.Content, notes: kit.Notes) -> Any:
+    """Return a configuration in an archive; None, with a warning, if it cannot be read."""
+    if member.nbytes > _LARGEST_TEXT:
+        notes.add(f"it is left out: it has {member.nbytes} bytes", member.name)
+        return None
+    try:
+        return _config(content.whole(member.name), member.name, notes)
+    except (FormatError, IntegrityError) as error:
+        notes.add(f"it is left out: {error.reason}", member.name)
+        return None
+
+
+class _Memory:
+    """The decoded bytes of a member as a file."""
+
+    def __init__(self, source: Readable, data: memoryview) -> None:
+        self.name, self.size, self._data = source.name, len(data), data
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range of bytes."""
+        return self._data[offset : offset + nbytes]
+
+    def sibling(self, name: str) -> Readable:
+        """Raise `FileNotFoundError`: a member refers to no other files."""
+        raise FileNotFoundError(name)
