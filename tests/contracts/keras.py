@@ -137,7 +137,9 @@ class Keras(Declared):
 
     def small(self) -> dict[str, bytes]:
         arrays = small_dataset()
-        plain = {f"layers/dense/vars/{n}": v.values for n, v in enumerate(arrays.data_vars.values())}
+        plain = {
+            f"layers/dense/vars/{n}": v.values for n, v in enumerate(arrays.data_vars.values())
+        }
         packed: dict[str, Any] = {"chunks": (2, 2), "shuffle": True, "fletcher32": True}
         chunked = {"w": (plain["layers/dense/vars/0"], packed | {"compression": "gzip"})}
         chunked["v"] = (np.arange(6.0), {"chunks": (4,), "compression": "lzf"})
@@ -151,7 +153,9 @@ class Keras(Declared):
         }
 
     def large(self, path: Path) -> None:
-        arrays: dict[str, Any] = {str(name): v.values for name, v in small_dataset().data_vars.items()}
+        arrays: dict[str, Any] = {
+            str(name): v.values for name, v in small_dataset().data_vars.items()
+        }
         path.write_bytes(hdf5(arrays | {"large": LARGE, "more": -LARGE}))
 
 

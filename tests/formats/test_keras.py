@@ -117,7 +117,7 @@ def test_chunks_that_were_never_written_have_the_fill_value(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("at", [0, 5, -5])
-def test_damaged_chunks(at: int, tmp_path: Path) -> None:
+def test_damaged_chunks(at: int) -> None:
     packed = {"chunks": (4, 6), "compression": "gzip", "shuffle": True}
     data = bytearray(hdf5({"w": (W, packed)}))
     stored = zlib.compress(W.view("u1").reshape(24, 4).T.tobytes(), 4)
@@ -138,17 +138,16 @@ def test_an_unknown_filter_is_a_problem_of_its_tensor() -> None:
 def test_newer_files_need_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
     many = {f"g/v{n}": B * n for n in range(40)}  # links in a heap
     resized = {"w": (W, {"chunks": (2, 2), "maxshape": (None, 6)}), "v": B}  # another index
-    for tensors in (many, resized):
-        data = hdf5(tensors, libver="latest")
+    of_groups, of_chunks = (hdf5(tensors, libver="latest") for tensors in (many, resized))
+    for tensors, data in ((many, of_groups), (resized, of_chunks)):
         ds = xckpt.open(data)
         for name, values in tensors.items():
             array = values[0] if isinstance(values, tuple) else values
             np.testing.assert_array_equal(ds[name], array)
-    newest = hdf5(many, libver="latest")
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(xckpt.UnsupportedError, match=r"pip install 'xckpt\[hdf5\]'"):
-        xckpt.open(newest)
-    ds = xckpt.open(data)
+        xckpt.open(of_groups)
+    ds = xckpt.open(of_chunks)
     np.testing.assert_array_equal(ds["v"], B)
     with pytest.raises(xckpt.UnsupportedError, match=r"tensor 'w'.*pip install 'xckpt\[hdf5\]'"):
         ds["w"].values  # noqa: B018
@@ -156,7 +155,7 @@ def test_newer_files_need_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
     """A layer may have variables in two files, and its name in the first of them only."""
-    parts = {"m_00000.weights.h5": {"layers/dense/vars/0": W}}
+    parts: dict[str, Any] = {"m_00000.weights.h5": {"layers/dense/vars/0": W}}
     parts["m_00001.weights.h5"] = {"layers/dense/vars/1": B}
     for name, tensors in parts.items():
         (tmp_path / name).write_bytes(hdf5(tensors))
@@ -214,7 +213,7 @@ def test_files_of_netcdf_are_left_to_others(tmp_path: Path) -> None:
         xckpt.open(path)
 
 
-def test_a_row_over_http_reads_its_bytes(tmp_path: Path) -> None:
+def test_a_row_over_http_reads_its_bytes() -> None:
     pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
     values = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
     data = archive(hdf5({"layers/dense/vars/0": values}))
