@@ -20,7 +20,7 @@ from xckpt import formats
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Machines that run tests are noisy: how long one example takes says nothing. A change is tried on
+# Machines that run tests are noisy: the time of one example means nothing. A change is tried on
 # the same examples everywhere; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("xckpt", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
@@ -28,7 +28,7 @@ _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "xckpt")
 settings.load_profile(_PROFILE)
 
 # Tests write some hundred thousand small files: into memory, where there is room for them, since
-# a disk takes longer for that than most tests for their work. The variable TMPDIR says otherwise.
+# a disk takes longer for that than most tests for their work. The variable TMPDIR overrides this.
 _MEMORY = Path("/dev/shm")  # noqa: S108  pytest makes a folder in it that nobody else can write to
 if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 8 << 30:
     os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)  # of processes that are started too
@@ -53,7 +53,7 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setattr("xckpt.storage.requests._FIRST_PAUSE", 0.001)
         patch.setattr("os.fsync", _not_waiting)
         if _PROFILE == "xckpt" and find_spec("hypothesis.internal.conjecture.providers"):
-            # It would draw what is in modules that are loaded, so in those of other tests too.
+            # It would draw constants of all loaded modules, and so depend on other tests.
             name = "hypothesis.internal.conjecture.providers.is_local_module_file"
             patch.setattr(name, lambda _: False, raising=False)
         yield
@@ -63,7 +63,7 @@ _fsync = os.fsync
 
 
 def _not_waiting(fileno: int) -> None:
-    """Stand for `os.fsync`; what comes to the disk, and when, is tried by those who record it."""
+    """Replace `os.fsync`; tests of durability record the calls instead."""
     os.fstat(fileno)  # which refuses what is not open
 
 

@@ -1,4 +1,4 @@
-"""The files that examples of the documentation name, as small as they can be."""
+"""The files that examples of the documentation name, as small as possible."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def write_pickle(folder: Path) -> None:
 
 
 def write_steps(folder: Path) -> None:
-    """Write a model in several forms, and a set of shards of which one is of another step."""
+    """Write a model in several forms, and a set of shards with one from another step."""
     (folder / "run").mkdir()
     names = [*(f"layers.{n}.w" for n in range(3)), "lm_head.w", "norm"]
     shard, shards = folder / "run/model-00002-of-00002.safetensors", []

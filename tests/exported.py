@@ -1,4 +1,4 @@
-"""Writing with xarray, opening again, and turning back what ``ds.ckpt.plain()`` replaced."""
+"""Write with xarray, open again, and restore what ``ds.ckpt.plain()`` replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MODULES = {"h5netcdf": "h5netcdf", "netcdf4": "netCDF4", "zarr": "zarr"}
-# Those that are installed.
+# Installed writers only.
 WRITERS = [writer for writer, module in _MODULES.items() if find_spec(module) is not None]
 
 
@@ -26,7 +26,7 @@ def written(obj: Any, path: Path, writer: str) -> Any:
     """Write what is open with xarray, open it again with xarray, and load it."""
     reopen: Any = xr.open_datatree if isinstance(obj, xr.DataTree) else xr.open_dataset
     with warnings.catch_warnings():
-        # That of consolidated metadata and of texts may change.
+        # The formats of consolidated metadata and of texts may change.
         warnings.filterwarnings("ignore", ".*(Zarr format 3|Zarr V3) specification")
         if writer == "zarr":
             obj.to_zarr(path)
@@ -47,8 +47,8 @@ def assert_same_values(actual: xr.Variable, expected: xr.Variable) -> None:
     assert actual.values.tobytes() == expected.values.tobytes()
 
 
-def told(attrs: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Turn attributes back, and give what is said of the object besides."""
+def restored_attrs(attrs: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Restore attributes, and return them with the conventions of the object."""
     attributes = dict(attrs)
     for name in json.loads(attributes.pop("xckpt_json", "[]")):
         attributes[name] = json.loads(attributes[name])
@@ -62,7 +62,7 @@ def restored(ds: xr.Dataset) -> xr.Dataset:
     """Turn back all that was replaced in a Dataset."""
     variables = {}
     for name, variable in ds.variables.items():
-        attrs, conventions = told(variable.attrs)
+        attrs, conventions = restored_attrs(variable.attrs)
         values = variable.values
         dims = variable.dims
         if conventions.get("xckpt_dtype") == "json":
@@ -76,7 +76,7 @@ def restored(ds: xr.Dataset) -> xr.Dataset:
                 values = narrow(values, dtype)
         dims = tuple(conventions.get("xckpt_dims", dims))
         variables[conventions.get("xckpt_name", name)] = xr.Variable(dims, values, attrs)
-    return xr.Dataset(variables, attrs=told(ds.attrs)[0])
+    return xr.Dataset(variables, attrs=restored_attrs(ds.attrs)[0])
 
 
 def narrow(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

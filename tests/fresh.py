@@ -63,8 +63,8 @@ class FreshProcesses:
     def run(self, pieces: Mapping[str, str], folder: Path, before: str = "") -> dict[str, str]:
         """Run pieces of code, each after `before`, and return tracebacks by name.
 
-        Each runs in a folder of its own with the same files; it may replace them, but not write
-        into them.
+        Each piece runs in a separate folder with the same files. It may replace them, but not
+        write into them.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -81,7 +81,7 @@ def _serve() -> None:
     for name in _PRELOADED:
         with suppress(ImportError):  # as some are not needed
             import_module(name)
-    import_module("numba").njit(lambda x: x)(1)  # what numba loads with the first function
+    import_module("numba").njit(lambda x: x)(1)  # numba loads more modules with the first function
     loaded = [name for name in _FRESH if name in sys.modules]
     if loaded:
         raise RuntimeError(f"{loaded} are loaded already")

@@ -1,4 +1,4 @@
-"""Names of tensors that a careless program would act upon."""
+"""Names of tensors that a careless program would interpret."""
 
 from __future__ import annotations
 

@@ -33,5 +33,5 @@ class CountingSource(Source):
         return memoryview(self.data)[offset : offset + nbytes]
 
     def sibling(self, name: str) -> Source:
-        """There is no folder."""
+        """Return None: the source has no folder."""
         raise FileNotFoundError(name)

@@ -1,4 +1,4 @@
-"""The summary of an object shows what its statistics found, once there are any."""
+"""The summary of an object shows its findings after statistics were computed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_layers_of_different_kinds_are_listed_with_their_dimensions(mixture: Pat
 
 @pytest.fixture
 def unet(tmp_path: Path) -> xr.Dataset:
-    """Write the names of a network with blocks of four widths, as those of diffusers are."""
+    """Write a network with blocks of four widths, named as in diffusers."""
     widths = (4, 8, 16, 16)
     shapes: dict[str, tuple[int, ...]] = {}
     for side, order in (("down", widths), ("up", widths[::-1])):
@@ -159,7 +159,7 @@ def in_header(obj: Any) -> str:
 
 
 class TestFindings:
-    """Findings show whole sentences, whoever shows them."""
+    """Findings are whole sentences in every display."""
 
     @pytest.fixture
     def ds(self, tmp_path: Path) -> xr.Dataset:
@@ -190,7 +190,7 @@ class TestFindings:
 
 
 class TestRoles:
-    """Parameters are trainable, and count once; everything else has a line of its own."""
+    """Trainable parameters count once; buffers and optimizer state have separate lines."""
 
     def test_tied_tensors_count_once(self, tmp_path: Path) -> None:
         weights = {
@@ -273,7 +273,7 @@ class TestRoles:
 
 
 class TestSizes:
-    """Sizes are those of what is there, whatever was done to the Dataset."""
+    """Sizes are those of the current variables, after any change to the Dataset."""
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:

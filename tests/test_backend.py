@@ -1,4 +1,4 @@
-"""What a user does with ``xarray.open_dataset`` and the like."""
+"""``xarray.open_dataset`` and its relatives, as users call them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 
 def open_files() -> set[Path]:
-    """List the files that this process has open, where the system tells."""
+    """Return the files that this process has open, if the system lists them."""
     links = list(DESCRIPTORS.iterdir()) if DESCRIPTORS.is_dir() else []
     return {link.readlink() for link in links if link.is_symlink()}
 

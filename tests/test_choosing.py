@@ -1,4 +1,4 @@
-"""``ds.ckpt[name]``, ``ds.ckpt.sel()`` and ``ds.ckpt.isel()``: by the names that the file has."""
+"""``ds.ckpt[name]``, ``ds.ckpt.sel()`` and ``ds.ckpt.isel()``: selection by names in the file."""
 
 from __future__ import annotations
 

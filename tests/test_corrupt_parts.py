@@ -1,4 +1,4 @@
-"""Opening decodes nothing: a damaged part harms its own tensor, and only when it is computed."""
+"""Opening decodes nothing: a damaged part affects its own tensor, and only when computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def packed(array: np.ndarray, *, sized: bool = True, damaged: bool = False) -> Any:
-    """Compress an array; what is damaged has its headers, and nothing behind them that decodes."""
+    """Compress an array; a damaged one has valid headers, and data that do not decode."""
     compressor = zstandard.ZstdCompressor(write_content_size=sized, write_checksum=True)
     data = compressor.compress(array.tobytes())
     if damaged:
@@ -152,7 +152,7 @@ def test_other_operations_name_the_damaged_tensor(
 
 @pytest.mark.parametrize("verify", [None, True])
 def test_empty_parts_have_a_digest(tmp_path: Path, verify: bool | None) -> None:
-    """A damaged header of a stream can say that it has no bytes."""
+    """A damaged header of a stream can claim zero bytes."""
     path = tmp_path / "m.zt"
     digest = f"crc32c:0x{google_crc32c.value(VALUES.tobytes()):08x}"
     part = stored(zstandard.compress(b""), encoding="zstd", digest=digest)

@@ -1,4 +1,4 @@
-"""A file that another program cuts short while it is read: an error, never a dead process."""
+"""A file truncated by another program while it is read causes an error, never a crash."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def stats(path: Path) -> None:
 
 
 def compare(path: Path) -> None:
-    """Compare with a checkpoint that nobody changes."""
+    """Compare with an unchanged checkpoint."""
     second = path.with_name("other" + path.suffix)
     table = xckpt.compare(opened(path), opened(second), cache=False, progress=False)
     for name in VALUES:

@@ -29,7 +29,7 @@ BLOCK = re.compile(
 ELSEWHERE = (
     *("from dask_jobqueue", "from dask_kubernetes", "from torch", "# xckpt/formats/__init__.py"),
 )
-# What stands for something that is not on this machine.
+# Substitutes for services that this machine lacks.
 HERE = '"file://" + __import__("os").path.abspath'
 INSTEAD = {
     r'"s3://bucket/m-\*\.zt"': '"m-*.zt"',
@@ -41,7 +41,7 @@ INSTEAD = {
     '"s3"': '"file"',
     r"LocalCluster\(.*?\)": "LocalCluster(n_workers=1, processes=False, dashboard_address=':0')",
 }
-# Pages with files of their own.
+# Pages that bring their files.
 FILES: dict[str, Callable[[Path], None]] = {
     "docs/stacking": documented.write_families,
     "docs/how-to/optimizer": documented.write_optimizers,

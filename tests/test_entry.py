@@ -1,4 +1,4 @@
-"""``xckpt.open`` and ``xckpt.report``, and hints where somebody means them or something else."""
+"""``xckpt.open`` and ``xckpt.report``, and hints after common mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of an open object one by one: names, code and statistics are those of the file."""
+"""Tensors of an open object one by one: names, code and statistics."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_histogram_counts_all_finite_elements(obj: Any) -> None:
         # One value alone is in the middle of all bins.
         bin_width = np.diff(edges).max()
         ends = [values["min"], values["max"]]
-        # Bins end where counted bit patterns do: 2**-8 apart, of what they are.
+        # Bins end where counted bit patterns do, at a relative distance of 2**-8.
         slack = 0.5 if ends[0] == ends[1] else max(bin_width, max(map(abs, ends)) / 256)
         assert [edges[0], edges[-1]] == pytest.approx(ends, rel=0, abs=slack)
 

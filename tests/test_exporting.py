@@ -1,4 +1,4 @@
-"""``to_netcdf`` and ``to_zarr`` of what was opened: same values, and nothing lost silently."""
+"""``to_netcdf`` and ``to_zarr`` of opened objects: same values, and no silent loss."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def writer(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# --- what the encoding says ----------------------------------------------------------------------
+# --- encoding ------------------------------------------------------------------------------------
 
 
 def keys_of(*objects: Any) -> set[str]:
@@ -163,7 +163,7 @@ def test_statistics(sample: Path, tmp_path: Path, writer: str) -> None:
 
 
 def test_our_writer_copies_stored_tensors(sample: Path, tmp_path: Path) -> None:
-    # Quantised weights that are computed are written dense, which is told.
+    # Quantised weights that are computed are written dense, with a warning.
     ds = xr.open_dataset(sample, tensors=lambda name: "down_proj" not in name)
     before = {name: str(v.encoding["stored_dtype"]) for name, v in ds.variables.items()}
     assert "bfloat16" in before.values()
@@ -174,7 +174,7 @@ def test_our_writer_copies_stored_tensors(sample: Path, tmp_path: Path) -> None:
 
 
 def test_an_encoding_that_xarray_would_obey_is_no_request_to_our_writer(tmp_path: Path) -> None:
-    """What is opened from netCDF is written as it is in memory; what a user asks for, is obeyed."""
+    """Datasets from netCDF are written as in memory; requests of the user are obeyed."""
     values = np.array([0.5, 1.5, 2.5], np.float32)
     packed = {"dtype": "int16", "scale_factor": 0.5, "_FillValue": -1, "zlib": True}
     xr.Dataset({"w": ("x", values)}).to_netcdf(

@@ -1,4 +1,4 @@
-"""Whatever the golden files hold, xarray writes it to netCDF and zarr and reads it back."""
+"""xarray writes the contents of golden files to netCDF and zarr, and reads them back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xarray as xr
 
 import xckpt
 from tests.conftest import golden_files
-from tests.exported import WRITERS, assert_same_values, restored, same, told, written
+from tests.exported import WRITERS, assert_same_values, restored, restored_attrs, same, written
 from xckpt.writing.casting import densified
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ ALIKE = 4
 
 
 def opened(path: Path) -> Iterator[tuple[str, Any, dict[str, xr.Dataset]]]:
-    """Open a file in all ways that give something else, without what has no values.
+    """Open a file in all ways that give different objects, without variables that have no values.
 
-    Yields the way, what is open, and its Datasets by path, computed.
+    Yields the name of the way, the lazy object, and its computed Datasets by path.
     """
     before: list[Any] = []
     for opening, options in WAYS.items():
@@ -135,19 +135,19 @@ def test_golden_files_survive_writers_of_xarray(path: Path, tmp_path: Path) -> N
                 assert_same(ds, before[at])
             plain, computed = obj, obj.compute()
         for writer in WRITERS:
-            # One of those of netCDF gets what is in memory.
+            # One writer of netCDF gets the object in memory.
             to_write = computed if writer == "h5netcdf" else plain
             again = datasets(written(to_write, tmp_path / f"{opening}.{writer}", writer))
-            assert_told(again, exported, before)
+            assert_restorable(again, exported, before)
 
 
-def assert_told(
+def assert_restorable(
     again: dict[str, xr.Dataset], plain: dict[str, xr.Dataset], before: dict[str, xr.Dataset]
 ) -> None:
-    """Compare with what was written, and turned back with what was open."""
+    """Compare with the written objects, and after restoring with the opened ones."""
     assert again.keys() == plain.keys()
     for (at, ds), was in zip(plain.items(), before, strict=True):
-        module = told(ds.attrs)[1].get("xckpt_name", at.rpartition("/")[2])
+        module = restored_attrs(ds.attrs)[1].get("xckpt_name", at.rpartition("/")[2])
         assert module == was.rpartition("/")[2]
         assert again[at].variables.keys() == ds.variables.keys()
         assert again[at].coords.keys() == ds.coords.keys()

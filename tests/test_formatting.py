@@ -1,4 +1,4 @@
-"""Figures and names as people read them."""
+"""Figures and names as text for people."""
 
 from __future__ import annotations
 

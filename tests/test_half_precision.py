@@ -1,4 +1,4 @@
-"""float16 is shown as float32, in which sums do not overflow, and stays float16 in files."""
+"""float16 is shown as float32, so that sums do not overflow, and stays float16 in files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRITING = [
     format_name for format_name in ENGINES if "float16" in formats.get(format_name).can.types
 ]
 
-# Their sum, and that of their squares, is beyond the largest float16.
+# The sums of the values and of their squares exceed the largest float16.
 VALUES = np.random.default_rng(0).normal(3, 40, (300, 200)).astype(np.float16)
 PATTERNS = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 

@@ -1,4 +1,4 @@
-"""Whatever is imported first or alone, everything works, and every result has ``.ckpt``."""
+"""Modules work in any order of imports, and every result has ``.ckpt``."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_every_public_function_and_attribute_is_tried() -> None:
 def test_importing_xckpt_alone(
     checks: dict[str, str], before: str, folder: Path, fresh: FreshProcesses
 ) -> None:
-    """Each in a process of its own."""
+    """Each order runs in a new process."""
     pieces = {name: CODE.format(code=code) for name, code in checks.items()}
     assert fresh.run(pieces, folder, before) == {}
 

@@ -1,4 +1,4 @@
-"""Files that the reference implementation writes, read by this package."""
+"""Files of the reference implementation, read by this package."""
 
 from __future__ import annotations
 

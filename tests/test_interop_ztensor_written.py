@@ -178,7 +178,7 @@ class _Bytes:
 
 @pytest.fixture(scope="session")
 def old_release(pytestconfig: pytest.Config) -> Path:
-    """Give a folder of its own with the old release, installed once, or skip."""
+    """Return a folder with the old release, installed once, or skip."""
     if pytestconfig.cache is None:
         pytest.skip("there is no cache to install the old release of ztensor into")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,4 +1,4 @@
-"""Ctrl-C while packages are loaded: the next call works, in this process."""
+"""Ctrl-C during imports: the next call in the same process works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``join="outer"``: one dimension for a module; what is absent is not read and not counted."""
+"""``join="outer"``: one dimension for a module; absent members are neither read nor counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ARRAYS = moe()
-# As large as tensors that have chunks of their own.
+# Large enough for separate chunks.
 LARGE: dict[str, Any] = {
     f"h.{i}.e.{e}.w": np.full((600, 600), i, "<f4") for i, e in product((1, 2), range(2))
 }

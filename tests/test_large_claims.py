@@ -1,4 +1,4 @@
-"""Small files that claim large tensors: work and memory are those of what is stored."""
+"""Small files that claim large tensors: work and memory follow the stored bytes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_dense_copy_is_refused(path: Path, capsys: pytest.CaptureFixture[str])
     dense = path.with_name("n.safetensors")
     with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
         assert main(["convert", str(path), str(dense)]) == 2
-    assert capsys.readouterr().err.count("\n") == 2  # the other line says that it would be dense
+    assert capsys.readouterr().err.count("\n") == 2  # the other line warns of dense values
     assert not dense.exists()
 
 

@@ -1,4 +1,4 @@
-"""What an index can name lies in its folder; symbolic links there are its user's, and followed."""
+"""Indexes can name files in their own folder only; symbolic links there are followed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hub_cache(files: Path, root: Path) -> Path:
 
 
 def annex(files: Path, root: Path) -> Path:
-    """Lay files out as git-annex and DVC do: each has a folder of its own in a store."""
+    """Lay files out as git-annex and DVC do: each in a separate folder of a store."""
     work = root / "repository"
     work.mkdir(parents=True)
     for path in files.iterdir():

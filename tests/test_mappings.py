@@ -1,4 +1,4 @@
-"""A mapping of names to arrays goes wherever a Dataset goes."""
+"""A mapping of names to arrays is accepted wherever a Dataset is."""
 
 from __future__ import annotations
 

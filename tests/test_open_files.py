@@ -1,4 +1,4 @@
-"""Many checkpoints at once, in a process that may have few files open."""
+"""Many checkpoints at once, in a process with few file descriptors."""
 
 from __future__ import annotations
 

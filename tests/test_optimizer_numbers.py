@@ -1,4 +1,4 @@
-"""State that torch.optim counts belongs to the parameters that it can belong to, or to none."""
+"""State that torch.optim numbers is joined to unambiguous parameters only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_number(items: Mapping[int, bytes]) -> bytes:
 
 
 class Saved:
-    """A dictionary of what `torch.save` would write."""
+    """A dictionary as `torch.save` would write it."""
 
     def __init__(self) -> None:
         self.storages: dict[str, bytes] = {}
@@ -101,7 +101,7 @@ def numbers(joined: xr.Dataset) -> dict[str, float]:
     }
 
 
-# --- what is told --------------------------------------------------------------------------------
+# --- warnings and errors -------------------------------------------------------------------------
 
 
 def test_parameters_are_counted_in_the_order_of_the_model() -> None:

@@ -1,4 +1,4 @@
-"""What is promised about installing and importing: names, dependencies, entry points, costs."""
+"""Promises about installing and importing: names, dependencies, entry points, costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def python_requirements(project: dict[str, Any]) -> Iterator[str]:
 
 
 def conda_requirements() -> Iterator[str]:
-    """Read the list items of environment.yml that have a bound, whoever installs them."""
+    """Return the list items of environment.yml that have a bound, for conda and for pip."""
     lines = (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines()
     for line in lines:
         item = re.match(r"\s+- ([^#]*>=[^#]*)", line)
@@ -184,7 +184,7 @@ def test_the_package_is_typed() -> None:
 def import_times(statement: str) -> dict[str, float]:
     """Run a statement in a new process and return what each import took, in milliseconds.
 
-    The time is that of the module with what it imports itself.
+    Each time includes the imports of the module.
     """
     done = subprocess.run(  # noqa: S603  our own interpreter and statement
         [sys.executable, "-X", "importtime", "-c", statement],
@@ -220,7 +220,7 @@ def test_objects_in_memory_have_the_accessor() -> None:
 
 
 def test_the_engines_import_nothing_heavy() -> None:
-    # What xarray itself imports depends on its version, so only the difference counts.
+    # The imports of xarray depend on its version, so only the difference counts.
     without = import_times("import xarray, xarray.backends")
     added = import_times("import xarray, xarray.backends; import xckpt.backend")
     assert "xckpt.backend" in added

@@ -1,4 +1,4 @@
-"""While a large file is opened, the garbage collector waits; what was made is old afterwards."""
+"""The garbage collector pauses while a large file is opened; new objects are old afterwards."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ class TestPausedCollector:
         with paused_collector():
             lists: list[list[int]] = [[] for _ in range(150_000)]
         assert lists
-        assert not any(obj is frozen for obj in gc.get_objects())  # what is frozen is left out
+        assert not any(obj is frozen for obj in gc.get_objects())  # frozen objects are left out

@@ -1,4 +1,4 @@
-"""``ds.ckpt.plain()``: netCDF and zarr hold all of it, and it tells what it was."""
+"""``ds.ckpt.plain()``: an object that netCDF and zarr can hold, and that can be restored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import xckpt
 import xckpt.backend  # registers ds.ckpt
-from tests.exported import WRITERS, assert_same_values, restored, same, told, written
+from tests.exported import WRITERS, assert_same_values, restored, restored_attrs, same, written
 from tests.formats.gptrs_files import GPT, id_bytes, indexed_file, record, tagged
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.hostile_names import HOSTILE
@@ -28,7 +28,7 @@ from tests.hostile_names import HOSTILE
 if TYPE_CHECKING:
     from pathlib import Path
 
-# What one or another of netCDF's C library, h5py, zarr, the file system and xarray refuses, changes
+# Names that netCDF's C library, h5py, zarr, the file system or xarray refuses, changes
 # or hides as the name of a variable.
 NAMES = [
     *["a/b", "/a", "a/", "a//b", "a/../b", "a\\b", "\\", "a\0b", "a\nb", "a\x7fb", "\udc80"],
@@ -128,7 +128,7 @@ def test_names_of_dimensions_and_coordinates(tmp_path: Path, writer: str) -> Non
 
 
 def test_attribute_texts_along_a_stack(tmp_path: Path, writer: str) -> None:
-    """What differs between stacked tensors is a coordinate, whatever is in it."""
+    """Attributes that differ between stacked tensors are coordinates, whatever their text."""
     notes = ["fine", "a\0b", "\udc80", ""]
     layers = {
         f"layers.{n}.w": xr.Variable("x", np.ones(2, "f4"), {"note": note, "trained": n > 1})
@@ -164,7 +164,7 @@ def test_a_tree(tmp_path: Path, writer: str) -> None:
     assert set(reopened.groups) == set(plain.groups)
     again = restored(reopened["/in/_-0"].to_dataset(inherit=False))
     xr.testing.assert_equal(again, inner)
-    assert told(reopened["/in/_-0"].attrs)[0] == {"deep": [None]}
+    assert restored_attrs(reopened["/in/_-0"].attrs)[0] == {"deep": [None]}
     part, _ = made_plain(tree["in"])
     assert set(part.groups) == {"/", "/_-0", "/_-0/b"}
     assert written(part, tmp_path / "p", writer)["/_-0/b/u"] == 1.5
@@ -179,7 +179,7 @@ def test_values_of_attributes(tmp_path: Path, writer: str) -> None:
     plain, _ = made_plain(ds)
     reopened = written(plain, tmp_path / "m", writer)
     for got in (reopened.attrs, reopened["w"].attrs):
-        back, conventions = told(got)
+        back, conventions = restored_attrs(got)
         assert conventions == {}
         assert back.keys() == attrs.keys()
         for name, value in attrs.items():
@@ -196,8 +196,10 @@ def test_names_of_attributes(value: Any, tmp_path: Path, writer: str) -> None:
     reopened = written(plain, tmp_path / "m", writer)
     for name in ds:
         assert_same_values(reopened[name].variable, ds[name].variable)
-        assert same({str(n): v for n, v in told(reopened[name].attrs)[0].items()}, _texts(attrs))
-    assert same({str(n): v for n, v in told(reopened.attrs)[0].items()}, _texts(attrs))
+        assert same(
+            {str(n): v for n, v in restored_attrs(reopened[name].attrs)[0].items()}, _texts(attrs)
+        )
+    assert same({str(n): v for n, v in restored_attrs(reopened.attrs)[0].items()}, _texts(attrs))
 
 
 def _texts(attrs: dict[Any, Any]) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def test_values_that_json_lacks_cause_a_warning() -> None:
     plain, warning = made_plain(xr.Dataset(attrs=attrs))
     assert "does not have all of their values: 'z', 'set', 'keys'" in warning
     assert "nested too deeply were left out: 'deep'" in warning
-    reopened, _ = told(plain.attrs)
+    reopened, _ = restored_attrs(plain.attrs)
     assert reopened == {"z": "(1+2j)", "set": "{1}", "keys": {"1": 2}, "fine": [None]}
     while deep:  # the interpreter would take the levels apart one in another
         (deep,) = deep

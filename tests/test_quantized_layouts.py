@@ -1,4 +1,4 @@
-"""Weights in the layouts of all schemes are equal to a plain formula of codes and scales."""
+"""Weights in the layouts of all schemes equal a plain formula of codes and scales."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ SCHEMES = (
     "modelopt_nvfp4",
     "mxfp4_gpt_oss",
 )
-# Values that replace those of a config.
+# Replacements for values of a config.
 ODD_VALUES: tuple[Any, ...] = (None, -1, True, 1.5, "x", [], {}, [[1]], {"a": {}}, 10**30)
 
 

@@ -1,4 +1,4 @@
-"""The notebook session of the README runs as it is written, on a sample checkpoint."""
+"""The notebook session of the README runs as printed, on a sample checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     exec("import os", names)
     values = {}
     with warnings.catch_warnings():
-        # Converting says that sparse tensors become dense.
+        # Converting warns that sparse tensors become dense.
         warnings.simplefilter("ignore", xckpt.CheckpointWarning)
         for node in ast.parse(session).body:
             source = ast.unparse(node)

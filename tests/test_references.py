@@ -1,4 +1,4 @@
-"""References: a reader of zarr sees the values that our engines give."""
+"""References: a reader of zarr sees the same values as the engines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_references_to_raw_tensors_of_golden_files(path: Path, tmp_path: Path) -
         engine: Any = index.format
         ours = xr.open_dataset(path, engine=engine, decode=False)
     arrays = [key.removesuffix("/.zarray") for key in refs["refs"] if key.endswith("/.zarray")]
-    # What is left out is of a kind that zarr has not.
+    # Omitted tensors have a kind that zarr lacks.
     for name, tensor in index.tensors.items():
         part = tensor.parts.get("data")
         if (

@@ -1,4 +1,4 @@
-"""Everything that takes a path takes a URL: statistics, comparing, converting, verifying."""
+"""Statistics, comparisons, conversions and verification of URLs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: all in one file, which runs nothing whatever names are in it."""
+"""Reports: a single file that runs nothing, whatever the names."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def tuned(model: xr.Dataset) -> xr.Dataset:
 
 
 class TestSingleCheckpoint:
-    """What it holds, what looks wrong, and how layers differ."""
+    """A report on one checkpoint: contents, findings, and statistics of layers."""
 
     @pytest.mark.parametrize("suffix", [".html", ".md"])
     def test_report_lists_findings(
@@ -170,7 +170,7 @@ class TestSingleCheckpoint:
 
 
 class TestComparison:
-    """What changed, how much, and what changed most."""
+    """A report on two checkpoints: changes, and the largest ones first."""
 
     @pytest.mark.parametrize("suffix", [".html", ".md"])
     def test_report_starts_with_the_largest_changes(
@@ -216,7 +216,7 @@ class TestComparison:
 
 
 class TestHostileNames:
-    """They are shown, and are no markup."""
+    """Hostile names are shown and not interpreted as markup."""
 
     @pytest.fixture
     def hostile(self) -> xr.Dataset:
@@ -248,7 +248,7 @@ class TestHostileNames:
 
 
 class TestReportFile:
-    """It is complete or not there, small, and what cannot be written is said at once."""
+    """The file of a report is complete or absent, and small; unwritable paths raise at once."""
 
     def test_report_is_replaced_only_on_request(self, model: xr.Dataset, tmp_path: Path) -> None:
         path = tmp_path / "r.html"

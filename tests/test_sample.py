@@ -29,7 +29,7 @@ WIDTH = 64
 
 @dataclass
 class Container:
-    """A zTensor 1.0 file, taken apart as sections 3 to 5 of its specification say."""
+    """A zTensor 1.0 file, parsed by sections 3 to 5 of its specification."""
 
     data: bytes
 

@@ -1,4 +1,4 @@
-"""The limits that the documentation states are those of the code."""
+"""The limits in the documentation equal those of the code."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
-    "ds.ckpt": lambda found: repr(found["ds"].ckpt),
-    "ds.ckpt as HTML": lambda found: found["ds"].ckpt._repr_html_(),
-    "ds.ckpt.tree": lambda found: repr(xr.open_datatree(found["paths"][0]).ckpt),
-    "statistics": lambda found: repr(found["stats"].ckpt),
-    "differences": lambda found: repr(xckpt.compare(*found["paths"], cache=False).ckpt),
-    "findings": lambda found: "".join(xckpt.findings(found["paths"][0])["explanation"]),
-    "an index": lambda found: repr(xckpt.read_index(found["paths"][0])),
-    "a report": lambda found: repr(
-        xckpt.verify(found["paths"][0], manifest=xckpt.manifest(found["paths"][1]))
+    "ds.ckpt": lambda objects: repr(objects["ds"].ckpt),
+    "ds.ckpt as HTML": lambda objects: objects["ds"].ckpt._repr_html_(),
+    "ds.ckpt.tree": lambda objects: repr(xr.open_datatree(objects["paths"][0]).ckpt),
+    "statistics": lambda objects: repr(objects["stats"].ckpt),
+    "differences": lambda objects: repr(xckpt.compare(*objects["paths"], cache=False).ckpt),
+    "findings": lambda objects: "".join(xckpt.findings(objects["paths"][0])["explanation"]),
+    "an index": lambda objects: repr(xckpt.read_index(objects["paths"][0])),
+    "a report": lambda objects: repr(
+        xckpt.verify(objects["paths"][0], manifest=xckpt.manifest(objects["paths"][1]))
     ),
-    "a manifest": lambda found: repr(xckpt.manifest(found["paths"][0])),
-    "xckpt info": lambda found: printed("info", found["paths"][0]),
-    "xckpt stats": lambda found: printed("stats", found["paths"][0]),
-    "xckpt compare": lambda found: printed("compare", *found["paths"]),
+    "a manifest": lambda objects: repr(xckpt.manifest(objects["paths"][0])),
+    "xckpt info": lambda objects: printed("info", objects["paths"][0]),
+    "xckpt stats": lambda objects: printed("stats", objects["paths"][0]),
+    "xckpt compare": lambda objects: printed("compare", *objects["paths"]),
 }
 
 
@@ -120,7 +120,7 @@ def test_errors_and_warnings_escape_names(hostile: dict[str, Any]) -> None:
 
 
 def test_tables_have_the_exact_names(hostile: dict[str, Any]) -> None:
-    # To select by them. What pandas and xarray print is theirs.
+    # Exact names allow selection; output of pandas and xarray is theirs to escape.
     assert list(hostile["stats"].ckpt.table().index) == [*HOSTILE, "ones \x1b[2J"]
     assert list(hostile["ds"].data_vars) == [*HOSTILE, "ones \x1b[2J"]
 

@@ -1,4 +1,4 @@
-"""The public names, keywords and defaults are those of `public_surface.txt`.
+"""Public names, keywords and defaults equal those of `public_surface.txt`.
 
 After a deliberate change: ``python -m tests.test_stability > tests/public_surface.txt``
 """

@@ -1,4 +1,4 @@
-"""``stack=``, ``ds.ckpt.stack()`` and ``ds.ckpt.unstack()``: nothing is lost, nothing is read."""
+"""``stack=``, ``ds.ckpt.stack()`` and ``ds.ckpt.unstack()``: nothing is lost or read."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_names_of_axes_with_stacking() -> None:
     wrong = {"*.experts.w": ("depth", None, "a", "b")}
     with pytest.raises(ValueError, match=r"ds.rename\(\{'layers_2': 'depth'\}\)"):
         xr.open_dataset(data, engine="ztensor", stack=True, dims=wrong)
-    # Members whose axes have other names are no stack.
+    # Members with other names of axes are not stacked.
     with_dims = xr.open_dataset(
         data, engine="ztensor", stack=True, dims={"layers.0.norm": ("one",)}
     )
@@ -533,7 +533,7 @@ def test_written_names_have_their_slashes(flax: Path, tmp_path: Path) -> None:
         assert written(ds, tmp_path) == written(ds * 2, tmp_path) == names
         tree = xr.open_datatree(flax, engine="npz", stack=stack)
         assert written(tree, tmp_path) == names
-    # What is computed remembers nothing but the layers that it has.
+    # Computed objects know only the layers that they have.
     tree = xr.open_datatree(flax, engine="npz", stack=True)
     assert {*written(tree * 2, tmp_path)} - {*names} == {"params.embed.embedding"}
 

@@ -1,4 +1,4 @@
-"""The runner of `make torture` bounds what it runs, and a failure can be tried again."""
+"""The runner of `make torture` bounds its parts, and failures can be repeated."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tallies_are_a_table_with_totals(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_false_claim_is_a_failure(tmp_path: Path) -> None:
-    """The truth of a pair is held against what is said of it."""
+    """Claims about a pair are checked against the truth."""
     pytest.importorskip("gguf")
     pairs = [explaining.drawn(np.random.default_rng([3, n]), is_damaged=True) for n in range(4)]
     pair = next(pair for pair in pairs if pair.damaged)

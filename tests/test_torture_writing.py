@@ -1,4 +1,4 @@
-"""The torture of writers finds writers that do not keep the promises, and none wrong with ours."""
+"""The torture of writers detects writers that break promises, and passes ours."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 CASE = "save safetensors over"
 
-# Python 3.12 and newer warn of threads that a fork does not have: ours are none of them.
+# Python 3.12 and newer warn if threads exist at a fork; none of them is used here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
 def _without_threads() -> Iterator[None]:
-    """Forks have none."""
+    """Compute without threads, which a fork does not have."""
     with dask.config.set(scheduler="sync"):
         yield
 

@@ -1,4 +1,4 @@
-"""``xr.open_datatree``: the tree that xarray makes of modules, in about the time of a Dataset."""
+"""``xr.open_datatree``: the tree that xarray builds of modules, about as fast as a Dataset."""
 
 from __future__ import annotations
 

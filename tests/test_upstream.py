@@ -1,4 +1,4 @@
-"""Private parts of dask and xarray: those of today are known, and all works without them."""
+"""Private parts of dask and xarray: their current form, and the behaviour without them."""
 
 from __future__ import annotations
 

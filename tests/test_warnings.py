@@ -1,4 +1,4 @@
-"""Warnings point at the line of the caller, and are shown each time that they are due."""
+"""Warnings point at the line of the caller, and appear each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers with values of wrong types: an error of ours, or a file that everything else can take."""
+"""Headers with values of wrong types give an error of the package or a usable file."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_header_values_of_any_type_are_handled(name: str, tmp_path: Path) -> Non
     assert header is not None
     path = tmp_path / name
     path.write_bytes(header.rebuilt(header.value))
-    for tensor in ("w", "v"):  # what the index of shards refers to
+    for tensor in ("w", "v"):  # tensors in the index of shards
         file = v1_file({tensor: dense_v1(DATA, [2, 3], "float32")})
         (tmp_path / f"{tensor}.zt").write_bytes(file)
     assert xckpt.read_index(path).tensors

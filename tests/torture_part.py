@@ -1,4 +1,4 @@
-"""A part of `make torture` for tests, which does what its seed says."""
+"""A part of `make torture` for tests, whose seed selects its behaviour."""
 
 from __future__ import annotations
 

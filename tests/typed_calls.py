@@ -1,7 +1,7 @@
-"""What a user with a type checker writes: checked by mypy with all other files, never run.
+"""Calls of a user with a type checker: checked by mypy with all other files, never run.
 
-``assert_type`` says what calls return, ``type: ignore`` which of them are mistakes: mypy complains
-of ignored errors that are none.
+``assert_type`` states the type of a result, and ``type: ignore`` marks a mistake; mypy complains if
+the ignored call is valid.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def chosen(ds: xr.Dataset, tree: xr.DataTree) -> None:
 
 
 def opened(path: Path) -> None:
-    """Whatever xckpt returns has a typed accessor, and so has what xarray makes of it."""
+    """Results of xckpt have a typed accessor, and so have results of xarray operations on them."""
     ds = xckpt.open(path, tensors=["*.w"], stack="layers", storage_options=None, chunks={})
     assert_type(ds, Dataset)
     assert_type(xckpt.open({"w": np.zeros(3)}), Dataset)

@@ -1,4 +1,4 @@
-"""Chunks cover the shape, are contiguous and no larger than asked for."""
+"""Chunks cover the shape, are contiguous, and no larger than requested."""
 
 from __future__ import annotations
 

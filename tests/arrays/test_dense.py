@@ -1,4 +1,4 @@
-"""A dense array gives what numpy gives, and reads only the bytes of the selection."""
+"""Dense arrays equal numpy's, and read only the bytes of the selection."""
 
 from __future__ import annotations
 

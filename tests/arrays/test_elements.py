@@ -1,4 +1,4 @@
-"""Bytes become the elements that ml_dtypes and numpy see, bit for bit."""
+"""Stored bytes decode to the elements of ml_dtypes and numpy, bit for bit."""
 
 from __future__ import annotations
 

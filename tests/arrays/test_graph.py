@@ -1,4 +1,4 @@
-"""A tensor array is a dask array like any other, made later and pickled smaller."""
+"""Graphs of stored arrays: the interface of dask, tasks on demand, and small pickles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_graph_has_the_interface_of_a_dask_graph() -> None:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert type(ours) is da.Array
     assert repr(ours) == repr(theirs)
-    # What da.Array.__new__ sets must all be set by ours, whatever dask adds to it one day.
+    # Our constructor must set every attribute that da.Array.__new__ sets, also in later releases.
     assert set(vars(theirs)) <= set(vars(ours))
     for slot in da.Array.__slots__:
         if not slot.startswith("__"):
@@ -156,7 +156,7 @@ def test_computed_arrays_own_their_memory(
 
 
 class TestComputedTogether:
-    """Many stored arrays cost a task each; what is read for several results is read once."""
+    """Each of many stored arrays is one task, and shared bytes are read once."""
 
     @pytest.fixture
     def source(self) -> CountingSource:

@@ -1,4 +1,4 @@
-"""A selection through its contiguous run equals numpy's, and reads no more than it must."""
+"""Selections through their contiguous hull equal numpy's and read no more than necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of tensors: what is checked of them, and what errors say."""
+"""Verification of parts of tensors, and its error messages."""
 
 from __future__ import annotations
 

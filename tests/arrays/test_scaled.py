@@ -1,4 +1,4 @@
-"""Quantised tensors dequantise as their definition says, whole or in blocks of rows."""
+"""Quantised tensors dequantise by their definition, whole or in blocks of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selections whose elements are far apart in a local file: what is read, and how much memory."""
+"""Selections of scattered elements in local files: bytes read and memory used."""
 
 from __future__ import annotations
 

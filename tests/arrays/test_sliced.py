@@ -1,4 +1,4 @@
-"""Selections of stored arrays are stored arrays: the values, shapes and chunks of dask's."""
+"""Selections of stored arrays are stored arrays with the values, shapes and chunks of dask."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIMS = ("layers", "experts", "d10", "d6")
 
 
 def forward(key: Any) -> bool:
-    """Tell whether no slice goes backward."""
+    """Return whether every slice has a positive step."""
     entries = key if isinstance(key, tuple) else (key,)
     return all(not isinstance(e, slice) or e.step is None or e.step > 0 for e in entries)
 

@@ -1,4 +1,4 @@
-"""Sparse tensors equal their dense form, block by block; bad indices never get through."""
+"""Sparse tensors equal their dense form, block by block, and invalid indices are errors."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def test_large_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = random_matrix(6, (50, 10))
     lazy = coo(dense)
     np.testing.assert_array_equal(lazy[3:9], dense[3:9])
-    # A chunk is no smaller than what is read for it.
+    # A chunk is at least as large as the bytes that are read for it.
     assert lazy.chunks(40) == ((50,), (10,))
     assert csr(dense).chunks(40) != ((50,), (10,))
 

@@ -1,4 +1,4 @@
-"""Elements that lie apart, and tensors in blocks: whatever is selected is what NumPy selects."""
+"""Selections of strided and blocked tensors equal those of numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A browser for all tests of this folder, which are skipped where there is none."""
+"""A browser for the tests of this folder, which are skipped without one."""
 
 from __future__ import annotations
 

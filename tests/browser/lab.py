@@ -1,4 +1,4 @@
-"""A real JupyterLab in headless Chromium that talks to nobody but this machine."""
+"""A real JupyterLab in headless Chromium, without access to other machines."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ _ALL_RAN = """() => {
 
 
 class Lab:
-    """A server with a home of its own: no settings of the user are read or written.
+    """A server with a separate home, so that the user's settings are neither read nor written.
 
     Parameters
     ----------
     root : Path
-        The folder that it shows.
+        Folder that the server shows.
     theme : str
         ``"JupyterLab Light"`` or ``"JupyterLab Dark"``.
     environment : dict of str to str, optional
@@ -262,7 +262,7 @@ def open_notebook(page: Page, lab: Lab, name: str, timeout: float = 60_000) -> N
     page.goto(lab.page_of(name), wait_until="domcontentloaded")
     page.wait_for_selector("#jupyterlab-splash", state="detached", timeout=timeout)
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=timeout)
-    # The indicator of the notebook says idle before there is a kernel: cells would not run.
+    # The notebook shows "idle" before a kernel exists; cells would not run.
     page.wait_for_function(_IDLE, timeout=timeout)
 
 

@@ -1,4 +1,4 @@
-"""The explorer on a bare page: the state that the kernel would send, and a model that keeps it."""
+"""The explorer on a bare page, with a model that holds the state a kernel would send."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from xckpt.tensor_rows import Row
 
-__all__ = ["STATISTICS", "explorer_page", "shown_rows", "tell_statistics"]
+__all__ = ["STATISTICS", "explorer_page", "send_statistics", "shown_rows"]
 
 STATISTICS = ("count", "nan", "mean", "std", "q0.5")
 _SOURCE = Path(xckpt.notebook.__file__).parent
 _ADDRESS = "http://explorer.invalid/"
 
-# What anywidget hands to a view, as far as the explorer uses it.
+# The interface that anywidget gives to a view, as far as the explorer uses it.
 _HARNESS = """
 import * as explorer from "./explorer.js";
 const bytes = (text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
@@ -114,7 +114,7 @@ def _state(rows: Sequence[Row]) -> str:
     return json.dumps({"bytes": packed, "plain": plain})
 
 
-def tell_statistics(page: Page, rows: Sequence[int], values: Any) -> None:
+def send_statistics(page: Page, rows: Sequence[int], values: Any) -> None:
     """Send statistics to the explorer, as the kernel does."""
     arrays = (np.array(rows, "<u4"), np.array(values, "<f8"))
     buffers = [base64.b64encode(array.tobytes()).decode() for array in arrays]
@@ -122,6 +122,6 @@ def tell_statistics(page: Page, rows: Sequence[int], values: Any) -> None:
 
 
 def shown_rows(page: Page) -> list[str]:
-    """List the names in the rows that are to be seen, as they are seen."""
+    """Return the names in the visible rows, as displayed."""
     names = page.locator(".xckpt-list .xckpt-row:visible .xckpt-name").all_inner_texts()
     return [name.replace("\n", "") for name in names]

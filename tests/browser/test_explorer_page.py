@@ -1,4 +1,4 @@
-"""The explorer in a browser, without a kernel: what it finds, sorts and shows."""
+"""The explorer in a browser without a kernel: search, order and display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip(
     "anywidget", reason="the explorer is an anywidget: pip install 'xckpt[widgets]'"
 )
 
-from tests.browser.pages import STATISTICS, explorer_page, shown_rows, tell_statistics
+from tests.browser.pages import STATISTICS, explorer_page, send_statistics, shown_rows
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, row
 from xckpt.formatting import printable
 from xckpt.tensor_rows import Row
@@ -49,7 +49,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def wait_for_row(page: Page, row: int) -> None:
-    """Wait until Python is told that a row is selected."""
+    """Wait until Python receives the selection of a row."""
     page.wait_for_function("(row) => model.get('_row') === row", arg=row)
 
 
@@ -193,7 +193,7 @@ def test_sizes_sort_largest_first(page: Page) -> None:
 def test_unknown_statistics_sort_last(page: Page) -> None:
     values = np.full((4, len(STATISTICS)), np.nan)
     values[:, STATISTICS.index("std")] = [0.5, 2, math.nan, 1]
-    tell_statistics(page, [10, 20, 30, 40], values)
+    send_statistics(page, [10, 20, 30, 40], values)
     select(page, "Sort by", "by std")
     order = [NAMES[20], NAMES[40], NAMES[10]]
     assert shown_rows(page)[:4] == [*order, NAMES[0]]
@@ -206,7 +206,7 @@ def test_unknown_statistics_sort_last(page: Page) -> None:
 def test_new_statistics_are_sorted_into_the_rows(page: Page) -> None:
     select(page, "Sort by", "by mean")
     assert shown_rows(page)[0] == NAMES[0]
-    tell_statistics(page, [77], np.ones((1, len(STATISTICS))))
+    send_statistics(page, [77], np.ones((1, len(STATISTICS))))
     page.wait_for_function(f"document.querySelector('.xckpt-row[title=\"{NAMES[77]}\"]')")
     assert shown_rows(page)[0] == NAMES[77]
 
@@ -281,9 +281,9 @@ def test_python_can_select_a_hidden_row(page: Page) -> None:
 
 def test_statistics_and_the_histogram_are_shown(page: Page) -> None:
     page.evaluate("model.set('_row', 5)")
-    tell_statistics(page, [5], [[768, 2, -1.25e-7, 0.01234567, math.nan]])
+    send_statistics(page, [5], [[768, 2, -1.25e-7, 0.01234567, math.nan]])
     edges, counts = np.linspace(-1.0, 1.0, 5), np.array([1.0, 0.0, 4.0, 2.0])
-    tell_histogram(page, 5, edges, counts)
+    send_histogram(page, 5, edges, counts)
     names = page.locator(".xckpt-figures dt").all_inner_texts()
     values = page.locator(".xckpt-figures dd").all_inner_texts()
     minus = "\N{MINUS SIGN}"
@@ -310,7 +310,7 @@ def test_statistics_and_the_histogram_are_shown(page: Page) -> None:
     assert page.locator(".xckpt-reading").inner_text() == f"{minus}1 to {minus}0.5: 1"
 
 
-def tell_histogram(page: Page, number: int, *arrays: Any) -> None:
+def send_histogram(page: Page, number: int, *arrays: Any) -> None:
     buffers = [base64.b64encode(np.asarray(a, "<f8").tobytes()).decode() for a in arrays]
     page.evaluate(
         "([row, buffers]) => model.tell({ tell: 'histogram', row }, buffers)", [number, buffers]
@@ -421,7 +421,7 @@ def test_the_column_of_names_has_an_edge_that_moves(page: Page) -> None:
 # --- what is wrong -------------------------------------------------------------------------------
 
 
-def tell_findings(page: Page, *findings: tuple[int, str, str, str]) -> None:
+def send_findings(page: Page, *findings: tuple[int, str, str, str]) -> None:
     page.evaluate(
         "(found) => model.tell({ tell: 'findings', found }, [])", list(map(list, findings))
     )
@@ -429,7 +429,7 @@ def tell_findings(page: Page, *findings: tuple[int, str, str, str]) -> None:
 
 
 def badges(page: Page) -> dict[str, str]:
-    """Give what is said to be wrong in the rows that are to be seen."""
+    """Return the findings in the visible rows."""
     rows = page.locator(".xckpt-list .xckpt-row:visible").filter(
         has=page.locator(".xckpt-badge:visible")
     )
@@ -439,8 +439,8 @@ def badges(page: Page) -> dict[str, str]:
 
 def test_findings_are_marked_and_can_be_filtered(page: Page) -> None:
     assert page.locator(".xckpt-wrong-only").is_hidden()
-    tell_findings(page, (3, "nan", "error", "2"), (3, "inf", "error", "inf"))
-    tell_findings(page, (9, "dead_rows", "warning", "4"), (40, "<b>new</b>", "info", "1"))
+    send_findings(page, (3, "nan", "error", "2"), (3, "inf", "error", "inf"))
+    send_findings(page, (9, "dead_rows", "warning", "4"), (40, "<b>new</b>", "info", "1"))
     assert badges(page) == {NAMES[3]: "NaN …", NAMES[9]: "dead rows"}
     assert page.locator(".xckpt-row.xckpt-error").first.get_attribute("title") == (
         f"{NAMES[3]}\nerror: nan (2)\nerror: inf (inf)"
@@ -453,11 +453,11 @@ def test_findings_are_marked_and_can_be_filtered(page: Page) -> None:
     ]
     assert page.locator(".xckpt-status").inner_text().startswith("3 of 148 tensors")
     page.evaluate("model.set('_row', 9)")
-    tell_statistics(page, [9], np.zeros((1, len(STATISTICS))))
+    send_statistics(page, [9], np.zeros((1, len(STATISTICS))))
     assert page.locator(".xckpt-figures .xckpt-mark").all_inner_texts() == [
         "warning: dead rows (4)"
     ]
-    # What Python selects is shown, whatever is filtered.
+    # A selection from Python is shown in spite of filters.
     page.evaluate("model.set('_row', 11)")
     assert page.locator(".xckpt-status").inner_text().startswith("148 tensors")
 
@@ -467,7 +467,7 @@ def test_a_finding_is_a_whole_sentence(page: Page) -> None:
     finding = [9, "outlier_channels", "info", "46", sentence]
     page.evaluate("(found) => model.tell({ tell: 'findings', found: [found] }, [])", finding)
     page.evaluate("model.set('_row', 9)")
-    tell_statistics(page, [9], np.zeros((1, len(STATISTICS))))
+    send_statistics(page, [9], np.zeros((1, len(STATISTICS))))
     mark = page.locator(".xckpt-figures .xckpt-mark")
     assert mark.all_inner_texts() == [f"info: outlier channels: {sentence}"]
     assert mark.evaluate("(box) => box.scrollWidth <= box.clientWidth")
@@ -476,7 +476,7 @@ def test_a_finding_is_a_whole_sentence(page: Page) -> None:
 def test_codes_are_not_shown_as_weights(browser: Browser) -> None:
     rows = [row("a.weight", "int8", 4, storage="codes"), row("b.weight", "int8", 4)]
     with explorer_page(browser, rows) as (page, _):
-        tell_statistics(page, [0, 1], [[4, 0, 99.0, 50.0, 98.0], [4, 0, 1.0, 2.0, 3.0]])
+        send_statistics(page, [0, 1], [[4, 0, 99.0, 50.0, 98.0], [4, 0, 1.0, 2.0, 3.0]])
         select(page, "Sort by", "by std")
         cells = page.locator(".xckpt-list .xckpt-row:visible .xckpt-statistic")
         assert shown_rows(page) == ["b.weight", "a.weight"]
@@ -501,14 +501,14 @@ def test_missing_statistics_of_all_matches_are_requested(page: Page) -> None:
     assert page.evaluate("model.sent.map(([message]) => message)") == [{"ask": "known"}]
     page.get_by_role("searchbox").fill("*.attn.c_proj.bias")
     matches = [n for n, name in enumerate(NAMES) if name.endswith("attn.c_proj.bias")]
-    tell_statistics(page, matches[:2], np.zeros((2, len(STATISTICS))))
+    send_statistics(page, matches[:2], np.zeros((2, len(STATISTICS))))
     page.get_by_role("button", name="Compute all 12").click()
     assert asked(page) == matches[2:]
     page.evaluate("model.set('_busy', true)")
     assert page.get_by_role("button", name="Computing…").is_disabled()
     done = page.get_by_role("progressbar", name="Tensors with statistics")
     assert done.evaluate("(bar) => [bar.value, bar.max]") == [0, 10]
-    tell_statistics(page, matches[2:], np.zeros((10, len(STATISTICS))))
+    send_statistics(page, matches[2:], np.zeros((10, len(STATISTICS))))
     page.evaluate("model.set('_busy', false)")
     assert page.get_by_role("button", name="Statistics are complete").is_disabled()
 
@@ -528,7 +528,7 @@ def test_markup_in_names_is_inert(browser: Browser) -> None:
         for view in ("list", "tree"):
             for number in range(len(rows)):
                 page.evaluate(f"model.set('_row', {number})")
-                tell_statistics(page, [number], np.zeros((1, len(STATISTICS))))
+                send_statistics(page, [number], np.zeros((1, len(STATISTICS))))
                 title = page.locator(".xckpt-title").inner_text()
                 assert title == (printable(rows[number].name) or '""')
             assert page.locator(".xckpt-explorer").locator("img, b, script").count() == 0, view
@@ -579,6 +579,6 @@ def test_the_explorer_fits_into_any_width(browser: Browser, width: int) -> None:
     rows: Sequence[Row] = [*ROWS, row("n" * 500, "int8", 1)]
     with explorer_page(browser, rows, viewport={"width": width, "height": 900}) as (page, _):
         page.evaluate(f"model.set('_row', {len(rows) - 1})")
-        tell_statistics(page, [len(rows) - 1], np.full((1, len(STATISTICS)), -1.2345e-100))
+        send_statistics(page, [len(rows) - 1], np.full((1, len(STATISTICS)), -1.2345e-100))
         select(page, "Sort by", "by std")
         assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,4 +1,4 @@
-"""What a user sees and does in a real JupyterLab, checked against Python."""
+"""A real JupyterLab session, checked against Python."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CELLS: dict[str, tuple[str, ...]] = {}
 
 
 def cells(*sources: str) -> Callable[[Test], Test]:
-    """Have cells run for a test, in one notebook with those of others.
+    """Run the cells of a test in the notebook that all tests share.
 
     A page and a kernel take longer to start than these tests.
     """
@@ -115,7 +115,7 @@ def ran(
 
 @pytest.fixture
 def page(context: BrowserContext, lab: Lab) -> Iterator[Page]:
-    """Open a page that asks nobody but the server, and on which nothing goes wrong."""
+    """Open a page that requests nothing from other servers and reports no errors."""
     with guarded_page(context, [lab.url]) as (page, complaints):
         yield page
         assert complaints == []
@@ -131,7 +131,7 @@ def write_safetensors(path: Path, names: list[str]) -> None:
 
 
 def run_cells(page: Page, lab: Lab, *cells: str) -> list[Locator]:
-    """Run cells in a new notebook, with a kernel of its own, and return them."""
+    """Run cells in a new notebook with a new kernel, and return the cells."""
     file = new_notebook(lab)
     write_notebook(file, cells)
     open_notebook(page, lab, file.name)
@@ -194,7 +194,7 @@ def test_selections_in_python_and_in_the_explorer_agree(ran: list[Locator]) -> N
     expect(output(ran[2])).to_contain_text("'model.norm.weight'")
     code = box.get_by_role("button", name="Copy code").get_attribute("title")
     assert code == 'ds["model.norm.weight"]'
-    # JupyterLab has commands of its own for arrows and for letters.
+    # JupyterLab binds commands to arrows and to letters.
     box.locator(".xckpt-list").focus()
     page.keyboard.press("Home")
     page.keyboard.press("b")
@@ -266,7 +266,7 @@ def test_markup_in_names_is_inert(ran: list[Locator]) -> None:
     box = ran[1].locator(".xckpt-explorer")
     rows = box.locator(".xckpt-list .xckpt-row .xckpt-name")
     shown = r"evil\u202egnp.weight\x1b[31m"
-    # What is selected is described, and then what is wrong with it stands next to its name.
+    # The statistics of the selected tensor come first, then the finding next to its name.
     expect(rows.nth(0)).to_have_text(re.compile(f"^{re.escape(HOSTILE)}(all zero)?$"))
     expect(rows.nth(1)).to_have_text(shown)
     expect(box.locator(".xckpt-title")).to_have_text(HOSTILE)

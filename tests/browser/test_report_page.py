@@ -1,4 +1,4 @@
-"""A report as a browser shows it: complete, and whatever is in names, inert."""
+"""Reports in a browser: complete, and inert whatever the names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary as a browser shows it: readable, light and dark, and whatever is in names, inert."""
+"""The summary in a browser: readable in light and dark, and inert whatever the names."""
 
 from __future__ import annotations
 

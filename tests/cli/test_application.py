@@ -241,12 +241,12 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
 def test_advice_uses_options_of_the_command_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*arguments: str) -> str:
+    def errors_of(*arguments: str) -> str:
         assert main([str(argument) for argument in arguments])
         return capsys.readouterr().err
 
     new = str(tmp_path / "new.zt")
     convert = ("convert", str(checkpoint), new, "--tensors", "*norm.weight", "--dtype")
-    assert "--cast allow" in said(*convert, "float16")
-    assert "--option version=2" in said(*convert, "float8_e4m3fn", "--cast", "allow")
-    assert "--engine ztensor" in said("info", str(checkpoint), "--engine", "safetensors")
+    assert "--cast allow" in errors_of(*convert, "float16")
+    assert "--option version=2" in errors_of(*convert, "float8_e4m3fn", "--cast", "allow")
+    assert "--engine ztensor" in errors_of("info", str(checkpoint), "--engine", "safetensors")

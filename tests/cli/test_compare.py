@@ -1,4 +1,4 @@
-"""``xckpt compare``: what differs, and the exit status that says whether anything does."""
+"""``xckpt compare``: the listed differences and the exit status."""
 
 from __future__ import annotations
 

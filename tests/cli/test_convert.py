@@ -1,4 +1,4 @@
-"""``xckpt convert``: options of the command and what the new file becomes of them."""
+"""``xckpt convert``: options of the command and their effect on the new file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``xckpt info``: the summary, and a document with every tensor."""
+"""``xckpt info``: the summary, and a JSON document with every tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of any length leave the output readable; programs get them whole."""
+"""Output stays readable with names of any length, and JSON has them in full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``xckpt stats``: columns, order, findings, and a document with all of it."""
+"""``xckpt stats``: columns, order, findings, and the JSON document."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_findings_are_reported_on_request(
     assert main(["verify", "--findings", "--ignore=*", str(checkpoint), "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)["files"]
     assert (document["ok"], document["numbers"]) == (True, [])
-    # Whose bytes are damaged, its numbers say nothing.
+    # Findings of damaged tensors mean nothing.
     assert main(["verify", "--findings", str(damaged), "--json"]) == 1
     (document,) = json.loads(capsys.readouterr().out)["files"]
     assert "numbers" not in document

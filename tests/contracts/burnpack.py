@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# What a later burn may have added to one tensor leaves the rest readable.
+# Additions by later releases of burn to one tensor leave the others readable.
 LATER = {"dtype_bool_bad_store", "dtype_unknown", "qfloat_unknown_value", "scalars_unknown_variant"}
 SCALARS = {"Int": np.int64, "UInt": np.uint64, "Float": np.float64, "Bool": np.bool_}
 

@@ -1,7 +1,7 @@
-"""What a format declares to be held to its promises: its files, and what is in them.
+"""Declarations of formats for the contracts: their files, and the expected contents.
 
-A format has a module of its name in this folder with a `Declared` called ``DECLARED``. Without
-golden files of its own it gets everything else from `xckpt.save`.
+Each format has a module of its name in this folder, with a `Declared` named ``DECLARED``. A format
+without golden files is tested with files that `xckpt.save` writes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Want(NamedTuple):
-    """What a variable must be: array, or bytes; None where computing must fail.
+    """The expected values of a variable, an array or bytes; None if computing must fail.
 
-    Of `attrs`, None are those that it must not have.
+    Attributes with the value None must be absent.
     """
 
     values: Array | bytes | None
@@ -55,7 +55,7 @@ class Want(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a good file must be, decoded and as stored (by name of the variable)."""
+    """The expected variables of a good file, decoded and as stored."""
 
     tensors: Mapping[str, Want]
     stored: Mapping[str, bytes] = {}
@@ -66,10 +66,10 @@ class Expected(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A malformed file, and when a reader must say so.
+    """A malformed file, and the step at which a reader must refuse it.
 
-    "open", "read" (of some tensor), "read:NAME", "either" of both or not at all; "warn" where it
-    opens with a warning. Several with a bar between them.
+    "open", "read" (of any tensor), "read:NAME", "either" for both or neither, "warn" if it opens
+    with a warning. Alternatives are separated by bars.
     """
 
     file: Any
@@ -86,13 +86,13 @@ class Declared:
     bad_patterns: Sequence[str] = ()
     #: Options with which small files are saved.
     save_options: Sequence[Mapping[str, Any]] = ({},)
-    #: Of malformed files that may be read or refused, those that are read, and whether we warn.
+    #: Malformed files that are read although readers may refuse them, and whether they warn.
     tolerated: Mapping[str, bool] = field(default_factory=dict)
     #: Options of plans in which everything that the format can hold has a place.
     plan_options: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether errors of opening all say where in the file something is wrong.
+    #: Whether all errors of opening state an offset in the file.
     tells_offsets: bool = True
-    #: Whether the beginning of a file may be a file, of which tensors are missing.
+    #: Whether the beginning of a file may be a valid file with fewer tensors.
     may_be_cut: bool = False
     #: Whether what is wrong with a tensor names it.
     names_problems: bool = True
@@ -112,11 +112,11 @@ class Declared:
         return [p for pattern in self.bad_patterns for p in golden_files(f"{self.name}/{pattern}")]
 
     def expected(self, path: Path) -> Expected:
-        """Say what a good file must be."""
+        """Return the expected contents of a good file."""
         raise NotImplementedError
 
     def verdict(self, path: Path) -> Bad:
-        """Say when a malformed file must be refused."""
+        """Return the step at which a malformed file must be refused."""
         raise NotImplementedError
 
     def attributes(
@@ -126,7 +126,7 @@ class Declared:
         return actual
 
     def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
-        """Return strategies of files that say anything, by label."""
+        """Return strategies of files with any contents, by label."""
         return {}
 
     @cache  # noqa: B019  there are as many of them as formats
@@ -181,7 +181,7 @@ def arrays_in(path: Path) -> dict[str, Array]:
 
 
 def golden_arrays(path: Path) -> dict[str, Array]:
-    """Load the arrays that a golden file should hold; none where there are none."""
+    """Load the expected arrays of a golden file; empty without any."""
     beside = path.with_name(f"{path.name}.expected.npz")
     beside = beside if beside.exists() else path.with_suffix(".expected.npz")
     return arrays_in(beside) if beside.exists() else {}
@@ -218,7 +218,7 @@ def computed(variables: Mapping[Any, xr.Variable]) -> dict[Any, Array]:
 
 
 def outcome(declared: Declared, data: bytes) -> Index | CheckpointError:
-    """Read an index; an error says what is wrong and where, and an index only what is there."""
+    """Read an index, and check that errors and indexes are complete."""
     try:
         index = formats.get(declared.name).read(CountingSource(data))
     except CheckpointError as error:
@@ -239,7 +239,7 @@ def outcome(declared: Declared, data: bytes) -> Index | CheckpointError:
 
 
 def assert_told(error: CheckpointError, size: int, *, offset: bool = False) -> None:
-    """Check that an error says which rule is broken, and if so where in the file."""
+    """Check that an error names the broken rule, and an offset inside the file if `offset`."""
     assert error.offset is not None or not offset
     assert error.rule is not None or isinstance(error, PayloadMissingError)
     assert error.offset is None or 0 <= error.offset <= size

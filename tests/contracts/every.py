@@ -1,4 +1,4 @@
-"""What every format in the registry declares; one that does not is an error here."""
+"""The declarations of every format in the registry; a missing one is an error."""
 
 from __future__ import annotations
 

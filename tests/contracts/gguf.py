@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# What ggml refuses, or what the specification asks of writers.
+# Files that ggml refuses, or that break rules for writers.
 WARNED = {"align_4_small", "gaps_and_order", "long_names", "metadata_odd"}
-# The shape of a metadata value says nothing of the file's own: any type, any count.
+# Any type and any count are valid for a metadata value.
 NUMBERS = st.sampled_from([0, 1, 2, 4, 8, 9, 12, 13, 31, 32, 64, 255, 1 << 31, (1 << 64) - 1])
 BYTES = st.lists(NUMBERS.map(lambda n: struct.pack("<Q", n)), max_size=12).map(b"".join)
 VALUES = st.tuples(NUMBERS, BYTES).map(lambda v: struct.pack("<I", v[0] & 0xFFFFFFFF) + v[1])
@@ -41,7 +41,7 @@ TENSORS = st.lists(
 
 
 class Gguf(Declared):
-    """What is right is what ggml and the package gguf agree on."""
+    """Expected values are those on which ggml and the package gguf agree."""
 
     def good(self) -> list[Any]:
         return list(golden_files("gguf/*.gguf"))
@@ -112,7 +112,7 @@ def verdict_of(path: Path) -> tuple[str, str, str]:
 
 
 def with_verdict(file: Any) -> bool:
-    """Whether a file is not just there for another one."""
+    """Return whether a file is a test case, not a companion of another file."""
     path = getattr(file, "values", (file,))[0]
     return not hasattr(path, "with_suffix") or not verdict_of(path)[0].startswith("with ")
 

@@ -79,7 +79,7 @@ class Mlcp(Declared):
 
 
 def _arrays(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Load values by ``s{shard}_t{tensor}``; some files share those of another."""
+    """Load values by ``s{shard}_t{tensor}``; several files may share one set."""
     file_name = expected.get("same_arrays_as", f"{path.name}.expected.npz")
     prefix = path.name.partition(".")[0]
     beside = path.parent / file_name

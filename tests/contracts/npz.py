@@ -1,4 +1,4 @@
-"""Files of numpy itself, and what they must not do to us."""
+"""Files that numpy writes, and hostile ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def head(text: str | bytes, data: bytes = b"", version: bytes = b"\1\0") -> byte
 
 
 def described(**changes: Any) -> bytes:
-    """Write four bytes of data with a head that says something else."""
+    """Write four bytes of data with a contradicting head."""
     fields = {"descr": "<f4", "fortran_order": False, "shape": (1,)} | changes
     return head(repr(fields), bytes(4))
 
@@ -98,7 +98,7 @@ WARNS = {
 
 
 def bomb() -> bytes:
-    """A few bytes that say they are 2 GiB."""
+    """Return a few bytes with a claimed size of 2 GiB."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as writer:
         writer.writestr("w.npy", described(shape=(1 << 29,)))
@@ -110,7 +110,7 @@ def bomb() -> bytes:
 
 
 def flipped() -> bytes:
-    """An element is not what the checksum says."""
+    """Return an archive whose elements contradict the checksum."""
     data = bytearray(archive(np.savez, {"w": np.arange(100, dtype="f4")}))
     at = data.index(np.float32(50).tobytes())
     data[at] ^= 1

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.contracts.declared import Bad, Declared, Expected, Want, golden_arrays, golden_json
+from tests.contracts.declared import (
+    Bad,
+    Declared,
+    Expected,
+    Want,
+    golden_arrays,
+    golden_json,
+)
 from tests.formats.primitiv_files import (
     MODEL,
     OPTIMIZER,
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# The library itself writes these; that their names are not text is worth a warning all the same.
+# The library itself writes these; their names are not text, which deserves a warning.
 WARNED = {"model_non_utf8_names"}
 
 

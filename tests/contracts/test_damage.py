@@ -1,4 +1,4 @@
-"""Damaged files: an error of ours or values, never anything else."""
+"""Damaged files give values or an error of the package, never anything else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of_files(files: list[Small]) -> pytest.MarkDecorator:
 
 
 small_files = of_files(SMALL)
-every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda each: each.name)
+every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda declared: declared.name)
 
 
 def read(declared: Declared, data: bytes) -> dict[Any, Any]:
@@ -77,7 +77,7 @@ def test_intact_files_are_read(small: Small) -> None:
 
 @small_files
 def test_files_cut_short_at_every_byte(small: Small) -> None:
-    """What is left is refused, or has the same values as far as it has any."""
+    """The rest is refused, or has the same values as far as it goes."""
     declared, label, data = small
     full = read(declared, data)
     # Some files are mostly padding.
@@ -118,7 +118,7 @@ def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
 
 @of_files([declared for declared in SMALL if declared.declared.guards_data])
 def test_any_flipped_bit_outside_the_data(small: Small) -> None:
-    """Data are right, or an error says that something is wrong."""
+    """Values are correct, or there is an error."""
     declared, _, data = small
     full = outcome(declared, data)
     assert isinstance(full, Index)
@@ -140,7 +140,7 @@ def test_any_flipped_bit_outside_the_data(small: Small) -> None:
 
 
 def meaning(tensor: Tensor, data: bytes) -> Any:
-    """Return what makes the values of a tensor, of which those in the header are left out."""
+    """Return everything that determines the values of a tensor, except values in the header."""
     return (
         tensor.dtype,
         tensor.shape,

@@ -1,4 +1,4 @@
-"""Good files have the right values, and malformed ones the right error, whatever their format."""
+"""Good files have the expected values, and malformed ones the expected error, in every format."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestGoodFiles:
     def test_good_files_have_the_expected_values(
         self, declared: Declared, file: Any, mmap: bool
     ) -> None:
-        """Decoded, in part, and with what the file says of them."""
+        """Check decoded values, whole and in part, with encoding and attributes."""
         expected = declared.expected(file)
         ds, warned = opened(file, engine=declared.name, mmap=mmap)
         assert warned == expected.warns
@@ -126,7 +126,7 @@ def _check(variables: Mapping[Any, xr.Variable], expected: Mapping[str, Want], p
         assert {key: variable.attrs.get(key) for key in want.attrs} == want.attrs
         if want.values is not None:
             by_name[name] = variable
-        elif not variable.size:  # what has no elements needs no data
+        elif not variable.size:  # tensors without elements need no data
             assert variable.values.shape == variable.shape
         else:
             with pytest.raises(xckpt.CheckpointError) as caught:
@@ -146,9 +146,9 @@ def _check(variables: Mapping[Any, xr.Variable], expected: Mapping[str, Want], p
 
 NEIGHBOURS = [
     path
-    for each in DECLARED
+    for declared in DECLARED
     for pattern in ("*", "bad/*")
-    for path in golden_files(f"{each.name}/{pattern}")
+    for path in golden_files(f"{declared.name}/{pattern}")
     if path.suffix in {".json", ".txt", ".md"}
 ]
 
@@ -169,7 +169,7 @@ class TestBadFiles:
         try:
             ds, warned = opened(bad.file, engine=declared.name, verify=True)
         except xckpt.CheckpointError as error:
-            _check_told(error, file, offset=declared.tells_offsets)
+            _check_error(error, file, offset=declared.tells_offsets)
             outcome = "open"
         else:
             failed = list(_failures(ds.variables.items(), file))
@@ -197,12 +197,12 @@ def _failures(variables: Iterable[tuple[Any, xr.Variable]], file: Any) -> Iterab
         try:
             variable.values  # noqa: B018
         except xckpt.CheckpointError as error:
-            _check_told(error, file)
+            _check_error(error, file)
             yield str(name) if error.tensor is None else error.tensor
 
 
-def _check_told(error: xckpt.CheckpointError, file: Any, *, offset: bool = False) -> None:
-    """Check that an error says which rule is broken in which file, and if so where in it."""
+def _check_error(error: xckpt.CheckpointError, file: Any, *, offset: bool = False) -> None:
+    """Check that an error names the file and the broken rule, and the offset if required."""
     assert error.offset is not None or not offset
     if isinstance(file, Path):
         assert str(file) in str(error)

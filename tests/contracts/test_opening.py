@@ -1,4 +1,4 @@
-"""Files wherever they are: headers only are read, and a Dataset is a light reference."""
+"""Opening from any location reads headers only and gives a light reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda each: each.name)
+every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda declared: declared.name)
 
 
 @pytest.fixture

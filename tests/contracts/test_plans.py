@@ -1,4 +1,4 @@
-"""What is planned is read again, for all that a format can hold."""
+"""Planned files are read back, for everything that a format can hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.contracts.every import WRITTEN
 from tests.formats.indexes import dense, draft_of, filled, plain
-from tests.formats.planned import materialize, wanted
+from tests.formats.planned import draft_and_data, materialize
 from tests.sources import CountingSource
 from xckpt import UnsupportedError, formats
 from xckpt.elements import ELEMENT_TYPES
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from xckpt.formats.plan import Draft
     from xckpt.index import Index
 
-every_format = pytest.mark.parametrize("declared", WRITTEN, ids=lambda each: each.name)
-# No name is that of a module which has another: a format with modules has no place for both.
+every_format = pytest.mark.parametrize("declared", WRITTEN, ids=lambda declared: declared.name)
+# No tensor is named like a module: formats with modules have no place for both.
 NAMES = st.lists(
     st.from_regex("[a-z]{1,4}(\\.[a-z0-9]{1,3}){0,2}", fullmatch=True), unique=True, max_size=5
 ).filter(lambda names: not any(a.startswith(f"{b}.") for a in names for b in names))
@@ -63,12 +63,12 @@ def test_planned_files_are_read_back(declared: Declared, data: st.DataObject) ->
         assert replace(read_back, attrs={}, dims=None, path=None, order=tensor.order) == tensor
         assert read_back.order in {tensor.order, formats.get(declared.name).can.orders[0]}
     assert not tensors
-    copy, parts = wanted(again, file)
+    copy, parts = draft_and_data(again, file)
     assert {name: parts[name] for name in contents} == contents
     # The order of tensors may be the format's own; then nothing changes any more.
     once_more, file = copied(declared, copy, parts)
     assert plain(once_more) == plain(again)
-    assert copied(declared, *wanted(once_more, file))[1] == file
+    assert copied(declared, *draft_and_data(once_more, file))[1] == file
 
 
 @every_format

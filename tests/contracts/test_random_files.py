@@ -1,4 +1,4 @@
-"""All ways into the package give one answer about a file, also about a damaged one."""
+"""All entry points of the package recognise a file alike, even a damaged one."""
 
 from __future__ import annotations
 

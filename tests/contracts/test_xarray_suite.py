@@ -1,9 +1,9 @@
-"""xarray's own suite for backends against what we write and read.
+"""xarray's own suite for backends, applied to saving and opening.
 
-Checkpoints hold numbers only, and some formats no coordinates: what has no place is kept aside and
-put back. The data of the suite are float64 and int64, which gpt.rs and primitiv do not hold: these
-get what fits into the types that they have, with ``cast="exact"``, so that a value that did not
-survive would be an error. What cannot hold for them is in `Narrow`, with the reason.
+Checkpoints hold numbers only, and some formats no coordinates: other variables are set aside and
+put back. The data of the suite are float64 and int64, which gpt.rs and primitiv lack: these formats
+get values that fit their types, with ``cast="exact"``, so that a lost value would be an error.
+`Narrow` lists the tests that do not apply to them, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Tests of what is written besides numbers, or of xarray's own cache.
+# Tests of other things than numbers, or of xarray's own cache.
 ABOUT_OTHER_THINGS = [
     "test_load_async",  # needs an event loop; dask arrays load by threads
     "test_roundtrip_None_variable",
@@ -94,7 +94,7 @@ class Saving(DatasetIOBase):
             yield ds
 
     def test_dataset_caching(self) -> None:
-        """Arrays are dask's by design: what is computed is not kept, but what is loaded is."""
+        """Arrays are dask's by design: computed values are not cached, but loaded ones are."""
         expected = xr.Dataset({"foo": ("x", [5, 6, 7])})
         with self.roundtrip(expected) as actual:
             assert isinstance(actual.foo.data, da.Array)
@@ -114,7 +114,7 @@ class Saving(DatasetIOBase):
 
 
 class Whole(Saving):
-    """The suite for formats with room for coordinates: only what is no number is kept aside."""
+    """The suite for formats with coordinates: only variables without numbers are set aside."""
 
     __test__ = False
 
@@ -150,7 +150,7 @@ class Whole(Saving):
 class Narrow(Saving):
     """The suite for formats that have few element types, and no numbers without axes.
 
-    What differs:
+    Differences:
 
     - Random float64 data of the suite are made float32 first: their values do not matter.
     - int64 and booleans are stored as what the format has that is nearest, and cast back.

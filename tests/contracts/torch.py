@@ -1,4 +1,4 @@
-"""Files of PyTorch itself, and what they must not do to us."""
+"""Files that PyTorch writes, and hostile ones."""
 
 from __future__ import annotations
 

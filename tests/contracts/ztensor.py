@@ -150,7 +150,7 @@ class ZTensor(Declared):
     def attributes(
         self, actual: Mapping[str, Any], expected: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Spell bytes as expectations do; who wrote a file is not in all of them."""
+        """Spell bytes as expectations do, and drop the generator where they lack it."""
         selected = {key: v for key, v in actual.items() if key != "generator" or key in expected}
         text = json.dumps(selected, default=lambda value: {"__bytes_hex__": bytes(value).hex()})
         spelled: dict[str, Any] = json.loads(text)

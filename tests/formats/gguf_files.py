@@ -30,7 +30,7 @@ def gguf_file(
 ) -> bytes:
     """Write a file; a tensor is a name, extents (the fastest first), a type and an offset.
 
-    Version 1 has shorter lengths, also in values, which are taken for those of version 3.
+    Entries are given as in version 3; version 1 shortens their lengths, also those in values.
     """
     count = "<I" if version == 1 else "<Q"
 

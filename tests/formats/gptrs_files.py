@@ -1,7 +1,6 @@
 """A writer of small files of gpt.rs, of every version, for tests.
 
-What a file says of a tensor is derived from its data and may be overridden, so that tests can
-make it lie.
+The fields of a tensor are derived from its data. Tests can override each of them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ GPT = {
 
 @dataclass(frozen=True)
 class Record:
-    """One tensor: its data, and what the file says of it; `offset` is from the start of data."""
+    """A tensor: its data and its fields in the file; `offset` counts from the start of data."""
 
     name: str | bytes
     shape: Sequence[int]
@@ -45,7 +44,7 @@ class Record:
     nbytes: int | None = None
 
     @property
-    def said_nbytes(self) -> int:
+    def stated_nbytes(self) -> int:
         """The size that the file gives."""
         return len(self.data) if self.nbytes is None else self.nbytes
 
@@ -92,7 +91,7 @@ def inline_file(records: Sequence[Record], config: bytes | None = CONFIG) -> byt
     """Write version 1: an archive where `config` is None."""
     written = [_head(1, config), struct.pack("<I", len(records))]
     for tensor in records:
-        head = struct.pack("<IBQ", tensor.tag, tensor.flag, tensor.said_nbytes)
+        head = struct.pack("<IBQ", tensor.tag, tensor.flag, tensor.stated_nbytes)
         written += [*_named(tensor, "<I", b""), head, tensor.data]
     return b"".join(written)
 
@@ -113,7 +112,7 @@ def _index(
         offset = at if tensor.offset is None else start + tensor.offset
         at += len(tensor.data)
         yield from _named(tensor, length, b"" if config is None else tensor.stored_id)
-        yield struct.pack("<IBQQ", tensor.tag, tensor.flag, offset % 2**64, tensor.said_nbytes)
+        yield struct.pack("<IBQQ", tensor.tag, tensor.flag, offset % 2**64, tensor.stated_nbytes)
 
 
 def _named(tensor: Record, length: str, stored_id: bytes) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Headers of files of all formats as values that can be changed and put back, for tests."""
+"""Headers of files of all formats as nested values that tests can change and write back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import xxhash
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# One for each type that a header can have a value of, and numbers that are no size.
+# A value of each type that headers have, and numbers that are not sizes.
 STRANGERS: tuple[Any, ...] = (
     [],
     [[1]],
@@ -35,14 +35,14 @@ Path = tuple[Any, ...]
 
 
 class Header(NamedTuple):
-    """What a file says of itself, and how the file is made with something else in its place."""
+    """The header of a file as a nested value, and a function that writes the file with another."""
 
     value: Any
     rebuilt: Callable[[Any], bytes]
 
 
 def header_of(data: bytes) -> Header | None:
-    """Give the header of a file of any format; None if it has none that is made of values."""
+    """Return the header of a file of any format, or None if it cannot be parsed."""
     magic = data[:8]
     if magic in {b"ZTEN0001", b"ZTEN1000"}:
         footer = 16 if data.endswith(b"ZTEN1000") else 8
@@ -111,7 +111,7 @@ def _sized_json(data: bytes, at: int, length: str) -> Header:
 
 
 def _messages(data: bytes) -> Header:
-    """Give the objects of a file of MessagePack, those that stay as they are as bytes of it."""
+    """Return the objects of a MessagePack file; unchanged ones stay encoded bytes."""
     unpacker = msgpack.Unpacker(BytesIO(data), raw=True)
     objects = []
     while unpacker.tell() < len(data):

@@ -1,4 +1,4 @@
-"""What is to be written, with the bytes of its parts, for tests: by hand or by hypothesis."""
+"""Drafts and indexes with the bytes of their parts, by hand or by hypothesis."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def drafts(
     attrs: st.SearchStrategy[Mapping[str, Any]],
     names: st.SearchStrategy[str] = texts,
 ) -> Draft:
-    """Draw some tensors, with names of their own and some dims."""
+    """Draw tensors with distinct names, some with dims."""
     chosen: Sequence[str] = draw(st.lists(names, max_size=5, unique=True))
     drafted_tensors = {}
     for name in chosen:

@@ -1,4 +1,4 @@
-"""A writer of small MLCP checkpoints, in every reading and with every lie, for tests."""
+"""A writer of small MLCP checkpoints for tests, valid or with any wrong statement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAMES = {numpy: name for name, numpy in NUMPY.items()}
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: its data, and what the file says of it where that is not the truth."""
+    """A tensor: its data, and fields of the file that contradict them."""
 
     name: str | bytes
     shape: Sequence[int]
@@ -47,16 +47,16 @@ class Tensor:
     nbytes: int | None = None
 
     @property
-    def said_nbytes(self) -> int:
+    def stated_nbytes(self) -> int:
         """The size that the file gives."""
         return len(self.data) if self.nbytes is None else self.nbytes
 
     @property
     def record(self) -> bytes:
-        """What a checkpoint in one file has of it."""
+        """The record of the tensor in a checkpoint of one file."""
         name = self.name if isinstance(self.name, bytes) else self.name.encode()
         sizes = struct.pack(
-            f"<i{len(self.shape)}qq", len(self.shape), *self.shape, self.said_nbytes
+            f"<i{len(self.shape)}qq", len(self.shape), *self.shape, self.stated_nbytes
         )
         return struct.pack("<i", len(name)) + name + string(self.dtype) + sizes
 
@@ -67,7 +67,7 @@ class Tensor:
             "shape": list(self.shape),
             "dataType": NUMBERS[self.dtype],
             "offset": offset,
-            "size": self.said_nbytes,
+            "size": self.stated_nbytes,
         }
 
 
@@ -132,7 +132,7 @@ def checkpoint(
     tail: bytes = b"",
     **stated: Any,
 ) -> bytes:
-    """Write a checkpoint in one file; `metadata` is JSON or what is to be written as JSON."""
+    """Write a checkpoint in one file; `metadata` is JSON text or an object."""
     text = metadata
     if not isinstance(text, bytes):
         stated = fields(shards, **stated) if text is None else text

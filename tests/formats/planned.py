@@ -1,4 +1,4 @@
-"""Files made from a `Plan` and the bytes of its parts: what writing does, in memory and plainly."""
+"""Files built in memory from a `Plan` and the bytes of its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[str, str]
 FRAME_NBYTES = 1 << 20
 
 
-def wanted(index: Index, file: bytes) -> tuple[Draft, dict[Key, bytes]]:
+def draft_and_data(index: Index, file: bytes) -> tuple[Draft, dict[Key, bytes]]:
     """Return what is wanted of a copy of a file in the order of its index, and all raw bytes."""
     data: dict[Key, bytes] = {}
     draft = drafted(index)

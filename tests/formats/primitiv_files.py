@@ -1,4 +1,4 @@
-"""Writers of small primitiv files for tests, of right and of wrong ones."""
+"""Writers of small primitiv files for tests, valid or malformed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def binary(data: bytes, form: str = "") -> bytes:
 
 
 def array(*items: bytes, form: str = "") -> bytes:
-    """Write an array of what is written already."""
+    """Encode an array of encoded elements."""
     return _header(len(items), 0x90, 16, {"H": 0xDC, "I": 0xDD}, form) + b"".join(items)
 
 
 def mapping(*items: tuple[bytes, bytes], form: str = "") -> bytes:
-    """Write a map of what is written already."""
+    """Encode a map of encoded keys and values."""
     body = b"".join(key + value for key, value in items)
     return _header(len(items), 0x80, 16, {"H": 0xDE, "I": 0xDF}, form) + body
 

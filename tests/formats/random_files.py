@@ -1,6 +1,6 @@
-"""Random files of every format as others write them, names that get in each other's way included.
+"""Random files of every format as other programs write them, with names that collide.
 
-A file is a mapping of names in a folder to their content; the first one is to be opened.
+A file is a mapping of names in a folder to their content; tests open the first one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _noise(nbytes: int, seed: int) -> bytes:
 
 @st.composite
 def _bytes_of(draw: st.DrawFn, dtype: str, count: int) -> bytes:
-    """Make values of an element type, of which only booleans cannot be any bytes."""
+    """Draw the bytes of values of an element type; only booleans cannot be any bytes."""
     data = np.frombuffer(_noise(count * np.dtype(dtype).itemsize, draw(st.integers(0, 9))), "u1")
     return (data & 1 if dtype == "bool" else data).tobytes()
 

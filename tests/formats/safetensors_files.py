@@ -1,4 +1,4 @@
-"""A writer of safetensors files, right or wrong ones, for tests."""
+"""A writer of safetensors files for tests, valid or malformed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zip archives, as Python's own module reads and writes them, and as hostile ones are."""
+"""Zip archives that Python's own module reads and writes, and hostile ones."""
 
 from __future__ import annotations
 

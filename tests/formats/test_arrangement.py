@@ -1,4 +1,4 @@
-"""What a file says of an object besides its tensors: whatever it is, it does no harm."""
+"""The stored arrangement of an object: coordinates, order and attributes; harmless if malformed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIMS = {"w": ["y", "x"], "x": ["x"], "y": ["y"], "m.x": ["x"], "m.v": ["x"]}
 
 
 def file(text: Any, dims: Any = DIMS, **attrs: str) -> bytes:
-    """Make a file that says something of its tensors, each of which holds its number."""
+    """Make a file with an arrangement; each tensor holds its own number."""
     header, at = {}, 0
     for name, shape in SHAPES.items():
         end = at + 4 * int(np.prod(shape))
@@ -40,7 +40,7 @@ def file(text: Any, dims: Any = DIMS, **attrs: str) -> bytes:
 
 
 def opened(data: bytes, **options: Any) -> tuple[xr.Dataset, list[str]]:
-    """Open it as a Dataset and as a tree; both hold all values, whatever is said."""
+    """Open a file as a Dataset and as a tree, and check that both hold all values."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ds = xr.open_dataset(data, engine="safetensors", **options)

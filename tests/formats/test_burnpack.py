@@ -1,4 +1,4 @@
-"""Burnpack: its three dialects, and the CBOR that burn takes and refuses."""
+"""Burnpack: its three dialects, and the CBOR that burn accepts and refuses."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_layouts_are_distinguished(sizes: list[int], padding: int, legacy: bool)
 
 
 def test_a_layout_may_be_stated() -> None:
-    # Something follows the data, so the size of the file does not tell.
+    # Other bytes follow the data, so the size of the file does not decide.
     data = burnpack({"a": dense(ONE), "b": dense(ONE)}, legacy=True) + b"more"
     assert "layout='legacy'" in str(error_of(data))
     index = read(data, layout="legacy")

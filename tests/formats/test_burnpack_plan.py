@@ -1,4 +1,4 @@
-"""Burnpack files as they are planned: read again, and equal to what burn writes."""
+"""Planned burnpack files are read back and equal those of burn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.formats.indexes import (
     plain,
     texts,
 )
-from tests.formats.planned import materialize, wanted
+from tests.formats.planned import draft_and_data, materialize
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.elements import stored_dtype
@@ -90,7 +90,7 @@ def test_planned_files_are_read_back(index: Draft, dialect: str) -> None:
     data = filled(index)
     file = materialize(burnpack.plan(index, dialect=dialect), data)
     assert read(file).version == "1"
-    actual, copied = wanted(read(file), file)
+    actual, copied = draft_and_data(read(file), file)
     assert plain(_without_stores(actual)) == plain(index)
     for (name, role), raw in copied.items():
         inline = index.tensors[name].parts[role].inline
@@ -127,7 +127,7 @@ def by_offset(index: Index) -> Index:
     return replace(index, tensors=dict(placed))
 
 
-# What burn reads but does not write: its information is in the copy, its form is not.
+# Forms that burn reads but does not write: the copy has their content in another form.
 OTHERS = {"boundary_legacy_0", "cbor_reordered", "legacy_0.19", "trailing_bytes"}
 
 
@@ -138,11 +138,11 @@ OTHERS = {"boundary_legacy_0", "cbor_reordered", "legacy_0.19", "trailing_bytes"
 )
 def test_a_copy_of_a_golden_file_equals_it(path: Path) -> None:
     file = path.read_bytes()
-    index, data = wanted(by_offset(read(file)), file)
+    index, data = draft_and_data(by_offset(read(file)), file)
     dialect = "0.20" if "0.20" in path.stem else "0.22"
     copy = materialize(burnpack.plan(index, dialect=dialect), data)
     assert (copy == file) == (path.stem not in OTHERS)
-    actual, copied = wanted(read(copy), copy)
+    actual, copied = draft_and_data(read(copy), copy)
     assert plain(actual) == plain(index)
     assert copied == data
 
@@ -289,7 +289,7 @@ def test_a_scalar_named_like_a_tensor_keeps_its_name() -> None:
     root = {"w": {"Int": 1}, "w:scalar": {"Int": 1}, "v:scalar": {"Int": 1}, "x": {"Int": 1}}
     entry = {"dtype": "F32", "shape": [1], "data": bytes(4)}
     file = packed({"w": entry}, scalars=root)
-    index, data = wanted(read(file), file)
+    index, data = draft_and_data(read(file), file)
     assert list(index.tensors) == ["w", "v:scalar", "w:scalar", "w:scalar:scalar", "x"]
     again = read(materialize(burnpack.plan(index), data))
     assert plain(again) == plain(index)
@@ -310,7 +310,7 @@ def test_names_of_scalars_survive_any_tensor_names(tensors: set[str], scalars: s
     entry = {"dtype": "F32", "shape": [1], "data": bytes(4)}
     values = {name: {"Int": at} for at, name in enumerate(sorted(scalars))}
     file = packed(dict.fromkeys(sorted(tensors), entry), scalars=values)
-    index, data = wanted(read(file), file)
+    index, data = draft_and_data(read(file), file)
     assert len(index.tensors) == len(tensors) + len(scalars)
     assert {name for name, tensor in index.tensors.items() if not tensor.attrs} == tensors
     assert metadata_of(materialize(burnpack.plan(index), data)).get("scalars", {}) == values
@@ -413,7 +413,7 @@ def test_schemes_are_spelled_as_the_dialect_does(case: str) -> None:
     order = ["value", "param", "store", "level", "mode"]
     old = packed({"q": {**tensors["q"], "dtype": {"QFloat": {k: spelled[k] for k in order}}}})
     for file in (new, old):
-        index, data = wanted(read(file), file)
+        index, data = draft_and_data(read(file), file)
         copies = {d: materialize(burnpack.plan(index, dialect=d), data) for d in DIALECTS}
         assert copies["0.20"] == copies["0.21"] == old
         same_scales = case != "tensor" or file is new
@@ -432,7 +432,7 @@ def test_schemes_that_an_earlier_burn_lacks_are_refused(
 ) -> None:
     scheme = {"value": "Q8S", "store": "Native", "mode": "Symmetric", **scheme}
     file = packed({"q": quantized((4, 8), bytes(nbytes), scheme)})
-    index, data = wanted(read(file), file)
+    index, data = draft_and_data(read(file), file)
     assert materialize(burnpack.plan(index), data) == file
     with pytest.raises(UnsupportedError, match=r"tensor 'q': burn 0\.22 or newer") as caught:
         burnpack.plan(index, dialect="0.21")
@@ -448,7 +448,7 @@ def test_every_quantisation_store_is_read_back(store: Any, value: str) -> None:
     bits = {"8": 8, "4": 4, "2": 2}.get(value[1], 8)
     codes = 64 if store == "Native" else 4 * (64 * bits // 32)
     file = packed({"q": quantized((2, 32), bytes(codes) + bytes(4), scheme)})
-    index, data = wanted(read(file), file)
+    index, data = draft_and_data(read(file), file)
     assert materialize(burnpack.plan(index), data) == file
 
 

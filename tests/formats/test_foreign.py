@@ -1,4 +1,4 @@
-"""A file of another kind is called by its name, with what to do."""
+"""Errors for files of other kinds name the kind and a remedy."""
 
 from __future__ import annotations
 

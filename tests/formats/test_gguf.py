@@ -1,4 +1,4 @@
-"""GGUF: blocks against the package gguf, metadata and their types, split models, names of axes."""
+"""GGUF: blocks against the package gguf, metadata types, split models, names of axes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CODES = {t.name.lower(): int(t) for t in gguf.GGMLQuantizationType} | {"q2_0": 42}
-# What the package can dequantise.
+# Types that the package can dequantise.
 ORACLE = sorted(set(BLOCK_TYPES) - {"q8_1", "q8_k", "q1_0", "q2_0"})
 ROWS, BLOCKS = 5, 3
 
@@ -71,7 +71,7 @@ def values_of(name: str, shape: tuple[int, ...]) -> Any:
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
-    """Compare bits, but for those of NaN."""
+    """Compare bits, except those of NaN."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     same = (got.view("u4") == expected.view("u4")) | (np.isnan(got) & np.isnan(expected))
     assert same.all()
@@ -475,7 +475,7 @@ class TestAxes:
 
 
 W = [("w", [1], 0, 0)]
-# What is wrong, the rule, and the offset where it says so.
+# A malformed file, the broken rule, and the offset in the error.
 MALFORMED = {
     "version": (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "Version"),
     "counts": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "Count"),
@@ -506,7 +506,7 @@ MALFORMED = {
     "65 axes": (gguf_file({}, [("w", [1] * 65, 0, 0)], bytes(4)), "Shape"),
     "a product of 2**64": (gguf_file({}, [("w", [1 << 32] * 2, 0, 0)], bytes(4)), "Shape"),
 }
-# What is wrong with a tensor, while the other can be read.
+# A malformed tensor next to a readable one.
 UNREAD = {
     "behind the end": ([1], 0, 64, "Truncated"),
     "terabytes": ([1 << 42], 0, 0, "Truncated"),

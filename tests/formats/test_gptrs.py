@@ -1,4 +1,4 @@
-"""The gptrs format module: from bytes to an index, or to an error that says what is wrong."""
+"""The gptrs format module: from bytes to an index or an error that names the broken rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of axes that the config of a gpt.rs checkpoint gives."""
+"""Names of axes from the config of a gpt.rs checkpoint."""
 
 from __future__ import annotations
 

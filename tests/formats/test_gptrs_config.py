@@ -1,4 +1,4 @@
-"""Configs of gpt.rs checkpoints: which are read, and as what."""
+"""Configs of gpt.rs checkpoints: accepted forms and their meaning."""
 
 from __future__ import annotations
 

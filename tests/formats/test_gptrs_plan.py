@@ -1,4 +1,4 @@
-"""The plan of gptrs files: what gpt.rs itself writes, and nothing that it would refuse."""
+"""Planned gptrs files equal those of gpt.rs, and never contain anything it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 gptrs = formats.get("gptrs")
 
-# Those that gpt.rs's own programs wrote; others were made by hand.
+# Files that gpt.rs's own programs wrote; others were made by hand.
 EXPORTED = [
     *golden_files("gptrs/chk_[!v]*_exporter.bin"),
     *golden_files("gptrs/chk_[!u]*_python.bin"),
@@ -62,7 +62,7 @@ def values_of(index: Index, data: bytes) -> dict[tuple[str, str], bytes]:
 
 
 def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
-    """Give every tensor values of its own."""
+    """Return distinct bytes for every tensor."""
     return {
         (name, "data"): bytes((7 * number + i) % 251 for i in range(tensor.parts["data"].nbytes))
         for number, (name, tensor) in enumerate(drafted(index).tensors.items())

@@ -1,4 +1,4 @@
-"""Core deterministic CBOR, as it is written."""
+"""Core deterministic CBOR: encoding."""
 
 from __future__ import annotations
 

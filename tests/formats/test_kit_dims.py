@@ -1,4 +1,4 @@
-"""Names of axes as a text in a file."""
+"""Names of axes stored as a text in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mlcp format module: from bytes to an index, or to an error that says what is wrong."""
+"""The mlcp format module: from bytes to an index or an error that names the broken rule."""
 
 from __future__ import annotations
 
@@ -796,7 +796,7 @@ def test_other_files(content: bytes) -> None:
 @pytest.mark.parametrize("reading", ["none", *READINGS])
 def test_truncated_at_every_byte(reading: str) -> None:
     data = checkpoint(TWO, reading)
-    # What is left is a checkpoint without values, the second with a zero for the number of tensors.
+    # The rest is a checkpoint without values; the second one counts zero tensors.
     records = len(checkpoint(TWO))
     first = checkpoint(TWO).index(BIAS.record)
     nothing_left = {("tail", records), ("per_shard", first)}
@@ -809,7 +809,7 @@ def test_truncated_at_every_byte(reading: str) -> None:
 
 
 def test_truncated_where_sizes_fit_by_chance() -> None:
-    # What is left of the second shard is as long as the data of the first, and begins with 0.
+    # The rest of the second shard is as long as the data of the first, and begins with 0.
     data = checkpoint(TWO)[:-44]
     fails(data, "Truncated")
     assert value(data, read(data, payload="per_shard"), "a.w") != WEIGHT.data

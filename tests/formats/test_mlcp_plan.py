@@ -1,4 +1,4 @@
-"""The plan of MLCP files: upstream's bytes around data that upstream leaves out."""
+"""Planned MLCP files: the bytes of upstream, plus the data that upstream omits."""
 
 from __future__ import annotations
 

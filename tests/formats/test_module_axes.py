@@ -1,4 +1,4 @@
-"""Roles of axes within a module: named where its tensors agree, and nowhere else."""
+"""Names of axes by the role of a tensor in its module, where all tensors agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What xckpt keeps in archives of NumPy is out of the way of others, and is no trouble itself."""
+"""Attributes in NumPy archives are invisible to other readers and harmless if malformed."""
 
 from __future__ import annotations
 

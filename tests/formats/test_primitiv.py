@@ -1,4 +1,4 @@
-"""primitiv: what `read` makes of files, without arrays."""
+"""The primitiv format module: indexes, without arrays."""
 
 from __future__ import annotations
 
@@ -539,7 +539,7 @@ def test_no_flipped_bit_beside_the_data_goes_unseen(kind: str) -> None:
             flipped[at] ^= 1 << bit
             result = outcome(DECLARED, bytes(flipped))
             if isinstance(result, Index):
-                # Another type of data, name or number: none of which this format checks.
+                # Another type of data, name or number, which this format does not check.
                 assert at >= 13
                 assert result.attrs["data_type"] == right.attrs["data_type"] or result.warnings
                 assert result != right

@@ -1,4 +1,4 @@
-"""The plan of primitiv files: the bytes of the library, and nothing that it would not load."""
+"""Planned primitiv files equal those of the library, and never contain anything it refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 primitiv = formats.get("primitiv")
 
-# Written by the library; what is odd is written by hand, in forms that it only reads.
+# Written by the library; odd files are written by hand, in forms that it only reads.
 WRITTEN = golden_files("primitiv/*.primitiv")
 ODD = golden_files("primitiv/odd/*.primitiv")
 

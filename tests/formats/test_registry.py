@@ -1,4 +1,4 @@
-"""What every format module keeps to, and that an engine goes with each."""
+"""The interface of every format module and its engine."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def by_us(data: bytes) -> Content | CheckpointError:
 
 
 def is_lax(data: bytes, content: Content) -> bool:
-    """Tell whether the package took what the text of the format, or numpy, does not allow."""
+    """Return whether the package accepted a file that the specification or numpy forbids."""
     header = data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
     if not header.startswith("{") or has_duplicate_keys(header):
         return True
@@ -480,7 +480,7 @@ def test_detection(case: str) -> None:
 
 
 def test_a_truncated_file_is_detected() -> None:
-    """So that the error says what is wrong with it."""
+    """The error then names the reason."""
     assert detect(SMALL[:20], 20, "m.safetensors")
 
 

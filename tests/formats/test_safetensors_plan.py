@@ -1,4 +1,4 @@
-"""Plans of safetensors files: what the package writes, and what cannot be written."""
+"""Planned safetensors files equal those of the package; other contents are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safetensors files through ``xarray.open_dataset``: what the package cannot write."""
+"""Values of safetensors files that the package itself cannot write."""
 
 from __future__ import annotations
 

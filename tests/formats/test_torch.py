@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch: nothing is run, sharing is said, and the way out of pickles is safe."""
+"""Checkpoints of PyTorch: no code runs, shared storage is stated, and conversion is safe."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def described(value: Any) -> Any:
 
 
 def memoized(hooks: int, *, wide: bool) -> bytes:
-    """Write two records as torch.save does, of which the second gets one thing from anywhere."""
+    """Write two records as torch.save does; the second gets one memo entry from anywhere."""
 
     def at(letters: bytes, index: int) -> bytes:
         index += 1000 * wide
@@ -386,7 +386,7 @@ class TestFolders:
 
     @pytest.mark.parametrize("cuts", [[2], [1, 1]], ids=["one chunk", "two chunks"])
     def test_pairs_of_four_bits(self, cuts: list[int], tmp_path: Path) -> None:
-        """Sizes of metadata count bytes, each of which has two elements."""
+        """Sizes in metadata count bytes, which have two elements each."""
         codes = np.arange(6, dtype="u1").reshape(2, 3, 1) * 17
         starts = np.cumsum([0, *cuts])[:-1].tolist()
         chunks: dict[tuple[int, ...], Any] = {

@@ -1,4 +1,4 @@
-"""Values of PyTorch's own kinds of tensors are those that it computes itself, bit for bit."""
+"""Values of PyTorch's special tensors equal those of PyTorch, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = np.array(
 )
 ROWS, COLUMNS = [0.1, 1 / 3], [0.1, 1 / 3, 0.7, 1e-3, 0.2, 1 / 7]
 
-# What `dequantize()` of PyTorch 2.15 returns, as bytes.
+# Results of `dequantize()` in PyTorch 2.15, as bytes.
 DEQUANTIZED = {
     "rows": "9a9951c19a9999c0cdccccbe9a9999be9a99193f666646410000f8c1000000c155559540abaa0a41"
     "5555bd4100003042",

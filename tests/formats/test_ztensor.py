@@ -1,4 +1,4 @@
-"""Detection, the choice of the version, and the golden files, without any array."""
+"""Detection, the choice of the version, and the golden files, without arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are added to zTensor files: nothing of the old file is touched or lost."""
+"""Appending to zTensor files leaves the old bytes and tensors intact."""
 
 from __future__ import annotations
 

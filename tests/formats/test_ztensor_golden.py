@@ -1,4 +1,4 @@
-"""Golden zTensor files, as far as they are not like those of all formats (see contracts)."""
+"""Golden zTensor files, beyond what the contracts check for every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zTensor files as they are planned: read again, and equal to what other writers make."""
+"""Planned zTensor files are read back and equal those of other writers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.formats.indexes import (
     plain,
     sparse_tensors,
 )
-from tests.formats.planned import materialize, raw_bytes, wanted
+from tests.formats.planned import draft_and_data, materialize, raw_bytes
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.elements import ELEMENT_TYPES
@@ -104,7 +104,7 @@ def _check_round_trip(index: Draft, **options: Any) -> None:
     assert {n: t.problem for n, t in actual.tensors.items() if t.problem} == {}
     assert list(actual.tensors) == _order(index, options["version"])
     # Raw sizes of compressed parts are not in every manifest: decode all of them.
-    copy, copied = wanted(actual, file)
+    copy, copied = draft_and_data(actual, file)
     assert plain(_known(copy)) == plain(_known(index))
     assert copied == data
     for name, tensor in index.tensors.items():
@@ -122,7 +122,7 @@ def _order(index: Draft, version: str) -> list[str]:
 
 
 def _known(index: Draft) -> Draft:
-    """Give parts their shapes, which manifests do not tell of those that are compressed."""
+    """Give compressed parts their shapes, which manifests do not state."""
     tensors = {
         name: replace(
             tensor,
@@ -157,8 +157,8 @@ def by_offset(index: Index) -> Index:
 def test_version_1_equals_what_its_reference_writes(path: Path) -> None:
     file = path.read_bytes()
     original = by_offset(read(file))
-    index, data = wanted(original, file)
-    # What a compressor makes of the same bytes differs between its versions.
+    index, data = draft_and_data(original, file)
+    # Compressed bytes differ between versions of the compressor.
     stored = {
         (name, role): file[part.offset :][: part.nbytes]
         for name, tensor in original.tensors.items()
@@ -175,7 +175,7 @@ def test_version_2_equals_what_its_reference_writes(
     golden: Path, name: str, alignment: int | None
 ) -> None:
     file = (golden / "ztensor" / f"{name}.zt").read_bytes()
-    index, data = wanted(read(file), file)
+    index, data = draft_and_data(read(file), file)
     assert materialize(ztensor.plan(index, version="2", alignment=alignment), data) == file
 
 
@@ -188,14 +188,14 @@ def test_a_copy_of_a_golden_file_has_its_content(path: Path, version: str) -> No
     original = read(file)
     if original.shards or any(tensor.problem for tensor in original.tensors.values()):
         pytest.skip("its data are elsewhere, or cannot be read")
-    index, data = wanted(original, file)
+    index, data = draft_and_data(original, file)
     refusal = _refusal(index, version)
     if refusal is not None:
         assert refusal.rule in ({"Dtype", "Layout", "Digest"} if version == "1.0" else {"Digest"})
         assert refusal.hint is not None
         return
     copy = materialize(ztensor.plan(index, version=version), data)
-    actual, copied = wanted(read(copy), copy)
+    actual, copied = draft_and_data(read(copy), copy)
     for name, tensor in index.tensors.items():
         assert (actual.tensors[name].shape, actual.tensors[name].layout) == (
             tensor.shape,

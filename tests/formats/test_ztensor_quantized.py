@@ -1,4 +1,4 @@
-"""Quantised layouts of zTensor 2: what is pinned, what is shown as parts, what breaks a rule."""
+"""Quantised layouts of zTensor 2: decoded schemes, undecoded parts, and broken rules."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_exponents_as_scales() -> None:
         ((4, 16), 16, 0, (4, 1)),  # a scale for each lane: the whole axis is a group
         ((4, 16), 4, 1, (1, 16)),
         ((4, 16), 4, 0, (1, 16)),  # a scale "per row of the axis"
-        ((4, 16), 64, 0, (1, 1)),  # what the profile's formula for sizes says
+        ((4, 16), 64, 0, (1, 1)),  # by the profile's formula for sizes
         ((7,), 1, 0, (7,)),
         ((7,), 7, 0, (1,)),
     ],

@@ -1,4 +1,4 @@
-"""zTensor 0.1: one blob a tensor."""
+"""zTensor 0.1: one blob per tensor."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_an_unknown_digest_algorithm_warns_once() -> None:
 
 
 def at(offset: Any, length: Any) -> bytes:
-    """Write two tensors, of which the second has the range given."""
+    """Write two tensors; the second has the given range."""
     tensors = {"t0": dense_v1(bytes(64), [16], "float32"), "t1": dense_v1(b"", [16], "float32")}
     tensors["t1"]["components"]["data"] = {"offset": offset, "length": length}
     return v1_file(tensors)
@@ -412,7 +412,7 @@ def test_csr_of_the_wrong_size(changes: dict[str, Any]) -> None:
 
 
 def assert_misassembled(tensor: Any) -> None:
-    """The tensor is listed, and reading it tells the rule that its parts break."""
+    """Check that a tensor is listed, and that reading it names the broken rule."""
     assert tensor.layout.startswith("sparse_c")
     assert isinstance(tensor.problem, FormatError)
     assert (tensor.problem.rule, tensor.problem.tensor) == ("LayoutRule", tensor.name)

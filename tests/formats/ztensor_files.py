@@ -1,7 +1,7 @@
 """Writers of small zTensor files of every version, for tests.
 
-A tensor is what its manifest says of it, with a `Stored` wherever the manifest has a byte range.
-The writers lay out what is stored and put its range in its place.
+A tensor is its entry in the manifest, with a `Stored` in place of each byte range. The writers lay
+out the stored bytes and fill in the ranges.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ V2_MAGIC = b"\x89ZT2\r\n\x1a\n"
 
 @dataclass
 class Stored:
-    """Bytes of a file, and what its manifest says of them beside where they are."""
+    """Bytes of a file, with the fields of the manifest that describe them."""
 
     data: bytes
     fields: dict[str, Any] = field(default_factory=dict)

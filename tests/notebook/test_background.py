@@ -1,4 +1,4 @@
-"""The newest job wins, and none is left behind."""
+"""Background jobs: the newest one wins, and no thread is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of quantised weights are not taken for the weights."""
+"""Codes of quantised weights are not mistaken for the weights."""
 
 from __future__ import annotations
 

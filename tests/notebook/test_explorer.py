@@ -1,4 +1,4 @@
-"""The kernel's side of the explorer: what it sends, computes, stops and keeps."""
+"""The kernel's side of the explorer: messages, computations, cancelling and caching."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = [row(name, "float32", 4) for name in NAMES]
 
 
 class Source:
-    """Statistics that tell which tensor they are of."""
+    """Statistics whose values identify their tensor."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -62,7 +62,7 @@ class Source:
 
 
 class Opened:
-    """An explorer, what computes for it, and what it told the browser."""
+    """An explorer, its computation, and its messages to the browser."""
 
     def __init__(self, rows: Sequence[Row] = ROWS, computed: KnownResults | None = None) -> None:
         self.source = Source()
@@ -87,7 +87,7 @@ class Opened:
         assert self.explorer._many.wait(LONG)
 
     def statistics(self) -> dict[int, list[float]]:
-        """Give all that was told of statistics, by row."""
+        """Return all reported statistics, by row."""
         statistics_by_row: dict[int, list[float]] = {}
         for message, buffers in self.told:
             if message["tell"] == "statistics":

@@ -1,4 +1,4 @@
-"""In IPython large checkpoints are shown as their summary, and all else is shown as before."""
+"""The IPython extension shows large checkpoints as summaries and other objects as before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGE, SMALL = 4, 3
 
 
 class _Extensions:
-    """What a session has loaded, as IPython keeps it."""
+    """The extensions that a session has loaded, as IPython keeps them."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -73,7 +73,7 @@ def text(session: Any, obj: object) -> str:
 
 
 def is_summary(session: Any, obj: object) -> bool:
-    """Return whether it is a summary, as text and as HTML; it says how to turn that off."""
+    """Return whether an object is shown as a summary, with the hint that turns it off."""
     shown = [
         "4 tensors" in text(session, obj) and "shown as a summary" in text(session, obj),
         "<b>4</b> tensors" in html(session, obj) and "shown as a summary" in html(session, obj),
@@ -141,7 +141,7 @@ def test_opening_a_checkpoint_loads_it(
     xr.open_dataset(path, engine="npz")
     assert session.extension_manager.loaded == {"xckpt"}
     assert is_summary(session, xr.open_dataset(path, engine="npz"))
-    # What was unloaded stays so.
+    # An unloaded extension stays unloaded.
     session.extension_manager.loaded.clear()
     unload_ipython_extension(session)
     assert not is_summary(session, xr.open_dataset(path, engine="npz"))

@@ -1,4 +1,4 @@
-"""Folding puts every tensor into exactly one pattern, and the pattern's text says which."""
+"""Folding puts every tensor into exactly one pattern, whose text states its members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary as HTML is small, complete, and has nothing in it that a file could bring to life."""
+"""The summary as HTML is small, complete, and inert whatever the file."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
         took = []
         for _ in range(3):
             start = time.process_time()
-            with paused_collector():  # as who asks for a summary does
+            with paused_collector():  # as callers of the summary do
                 html = render(summary_of(rows, attrs=attrs), ["ds.ckpt.stats()"])
             took.append(time.process_time() - start)
             assert len(html.encode()) < 10_000

@@ -1,4 +1,4 @@
-"""Modules as a tree and as tables: every tensor is counted once, whatever it is called."""
+"""Modules as a tree and as tables: every tensor is counted once, whatever its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary says which numbered modules there are and what only some of them have."""
+"""The summary lists numbered modules, and the tensors that only some of them have."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_as_many_sets_as_tensors_take_linear_time() -> None:
         times = []
         for _ in range(3):
             start = time.process_time()
-            with paused_collector():  # as who asks for a summary does
+            with paused_collector():  # as callers of the summary do
                 summary = new_summary(rows, title="m", format="f", version="", attrs={})
             times.append(time.process_time() - start)
             assert len(summary.modules) == count + 1

@@ -1,4 +1,4 @@
-"""The summary reads well, fits and hides nothing, whatever is in the file."""
+"""The summary reads well, fits, and hides nothing, whatever the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with layers and experts, and figures that are closed again."""
+"""A model with layers and experts, and figures that are closed after each test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def figures(
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint whose standard deviations say where a tensor was."""
+    """Write a checkpoint in which each standard deviation identifies a tensor."""
     from xckpt.writing import save
 
     rng = np.random.default_rng(0)

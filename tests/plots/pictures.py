@@ -1,4 +1,4 @@
-"""What is to be read in a picture."""
+"""Texts and colours of a figure, for assertions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def legend_texts(ax: Axes) -> list[str]:
-    """Give the labels of a legend, none where there is no legend."""
+    """Return the labels of the legend; empty without a legend."""
     legend = ax.get_legend()
     return [] if legend is None else [text.get_text() for text in legend.get_texts()]
 
@@ -29,5 +29,5 @@ def end_labels(ax: Axes) -> list[str]:
 
 
 def point_labels(ax: Axes) -> list[str]:
-    """Give the labels of points, those that stand out most first."""
+    """Return the labels of points, the most extreme first."""
     return [text.get_text() for text in ax.texts if not isinstance(text, Annotation)]

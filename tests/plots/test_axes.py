@@ -1,4 +1,4 @@
-"""Labels, legends, colours; and what is said where matplotlib is missing."""
+"""Labels, legends and colours, and the error without matplotlib."""
 
 from __future__ import annotations
 

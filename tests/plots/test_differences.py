@@ -1,4 +1,4 @@
-"""Bars of what changed, and what the title says of the rest."""
+"""Bars of the largest changes, and a title for the remaining tensors."""
 
 from __future__ import annotations
 

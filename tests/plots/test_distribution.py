@@ -1,4 +1,4 @@
-"""Histograms: shares of elements, colours of numbers."""
+"""Histograms: shares of elements, and colours by layer number."""
 
 from __future__ import annotations
 

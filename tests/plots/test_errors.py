@@ -1,4 +1,4 @@
-"""Rows of tensors, columns of channels: where the error of a quantised model is."""
+"""Error of a quantised model by tensor and channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements as colours: which of them are shown, and that no others are read."""
+"""Elements as colours: the shown elements, and no others read."""
 
 from __future__ import annotations
 

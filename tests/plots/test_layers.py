@@ -1,4 +1,4 @@
-"""Lines along numbered modules: what they show, of flat and of stacked objects."""
+"""Lines along numbered modules, of flat and of stacked objects."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def panels(ax: Axes) -> dict[str, list[str]]:
 
 
 class TestPanels:
-    """Tensors of one kind and module share a scale, and others have one of their own."""
+    """Tensors of one kind and module share a scale; others have separate scales."""
 
     def test_layers_of_a_whole_model(self) -> None:
         ax = Plots(of_architecture(llama(6, 16, np.float32))).layers("std")

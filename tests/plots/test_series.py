@@ -1,4 +1,4 @@
-"""What tensors are called together: titles are patterns, and legends have the rest."""
+"""Titles and legends: patterns, and the parts of names that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures read on light and on dark ground."""
+"""Pictures on light and on dark backgrounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Areas are bytes: rectangles fill theirs, and nothing is read."""
+"""Treemaps: areas in proportion to bytes, and nothing read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small new models of known architectures: the names of their state_dict, and how they begin.
+"""Small untrained models of known architectures: state_dict names and initial values.
 
 Initial values are those of PyTorch's modules, or of the library that the architecture is from.
 """

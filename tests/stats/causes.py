@@ -1,4 +1,4 @@
-"""Two checkpoints, one made of the other in all ways that `compare` explains, and what it says."""
+"""Pairs of checkpoints with every difference that `compare` explains, and the expected causes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def kill_one(client: Any) -> Iterator[Callable[..., None]]:
-    """Return what kills a worker of the cluster when it is first told of progress; it must be."""
+    """Return a progress callback that kills a worker of the cluster when it is first called."""
     victim = min(client.run(os.getpid).values())
     killed: list[int] = []
 

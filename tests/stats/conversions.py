@@ -1,6 +1,6 @@
 """Models of Hugging Face, and the GGUF files that llama.cpp's converter makes of them.
 
-Names are those of the package `gguf`; what is done to the numbers is written down here: rows of
+Names are those of the package `gguf`; this module repeats the changes to the numbers: rows of
 queries and keys are permuted for some architectures, experts are stacked, 1 is added to norms of
 Gemma, and matrices are quantised.
 """
@@ -26,7 +26,7 @@ F32 = np.float32
 
 LAYERS, WIDTH, INNER, HEADS, KEY_HEADS, EXPERTS = 2, 256, 256, 4, 2, 3
 HEAD = 16
-# What an architecture is called in GGUF.
+# Names of architectures in GGUF.
 _IN_GGUF = {"mistral": "llama", "mixtral": "llama"}
 _PERMUTED = ("llama", "mistral", "mixtral")
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)\.weight")
@@ -85,9 +85,9 @@ def _add_feed_forward(architecture: str, base: str, add: Any) -> None:
 
 @dataclass
 class Conversion:
-    """What a converter made of a model."""
+    """The result of converting a model."""
 
-    #: Tensors in GGUF, by name, and those of the model that each is made of.
+    #: Tensors in GGUF by name, and the names of their origins in the model.
     tensors: dict[str, Array]
     origins: dict[str, list[str]]
     #: By tensor of the model: how many heads its rows are permuted for.

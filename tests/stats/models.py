@@ -1,4 +1,4 @@
-"""Models as frameworks make them before they are trained, and files of them."""
+"""Untrained models as frameworks initialise them, and files of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what is said of two tensors is so, found out the slow way; and pairs to say it of."""
+"""A slow check of explanations of two tensors, and pairs to explain."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def is_so(row: pd.Series, a: Array, b: Array) -> bool:
 
 
 def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Array]:
-    """Return what numbers may look like once they are arranged as is said."""
+    """Return the possible arrangements of numbers for the explained causes."""
     if "transposed" in causes:
         z = z.T
-    if z.ndim == 3:  # rows are those of the last axis
+    if z.ndim == 3:  # rows run along the last axis
         z, y = (u.reshape(-1, u.shape[-1] if u.ndim > 1 else 1) for u in (z, y))
     if "rope_permuted" in causes:
         heads = int(row["heads"])
@@ -67,7 +67,7 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
         small, large = (z, y) if "padded" in causes else (y, z)
         if small.ndim == 1 < large.ndim:  # each element is a row
             small = small[:, None]
-        if 3 in {small.ndim, large.ndim}:  # rows are those of the last axis
+        if 3 in {small.ndim, large.ndim}:  # rows run along the last axis
             small, large = (side.reshape(-1, side.shape[-1]) for side in (small, large))
         same = _equal(large[tuple(slice(0, size) for size in small.shape)], small, pruned=False)
         explanation = row["explanation"]

@@ -1,4 +1,4 @@
-"""Comparisons computed the slow way, to compare with."""
+"""Reference implementation of comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics computed the slow way, to compare with."""
+"""Reference implementation of statistics."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def exact_stats(values: Array) -> dict[str, float]:
 
 
 def _as_integers(values: Array) -> tuple[list[int], Fraction]:
-    """Return integers, and what they are to be multiplied with."""
+    """Return integers and their common factor."""
     if values.dtype.kind in "iu":
         return [int(x) for x in values], Fraction(1)
     ratios = [x.as_integer_ratio() for x in values.tolist()]

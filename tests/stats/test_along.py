@@ -110,7 +110,7 @@ def tables(draw: Callable[[Any], Any]) -> Array:
     if name == "bool":
         return (patterns & 1).astype(np.bool_)
     table: Array = patterns.view(dtype)
-    # Bits of a byte beyond those of an element mean nothing.
+    # Unused bits of a byte mean nothing.
     is_short = name in {"float6_e2m3fn", "float4_e2m1fn", "int4", "uint4"}
     return table.astype(np.float32).astype(dtype) if is_short else table
 

@@ -1,4 +1,4 @@
-"""Arguments are checked before anything is read; names of files may be URLs with options."""
+"""Arguments are checked before reading; paths may be URLs with options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histograms from sketches: every element is in one bin, and the bins are as they say."""
+"""Histograms from sketches: every element is in exactly the bin that holds its value."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_densities_on_the_grid_of_a_type_have_no_comb_and_no_step(
     expected = 200_000 * np.diff(cumulated)
     many = expected > 1000
     assert many.sum() > (4 if "float8" in name else 20)
-    # Five standard deviations of what is random.
+    # Five standard deviations of the random counts.
     assert (np.abs(counts - expected)[many] < 5 * np.sqrt(expected[many]) + 1).all()
 
 

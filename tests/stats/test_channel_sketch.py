@@ -1,4 +1,4 @@
-"""What is found in rows and columns is what numpy finds, and costs a plain pass nothing."""
+"""Statistics of rows and columns equal numpy's, and cost other statistics nothing."""
 
 from __future__ import annotations
 

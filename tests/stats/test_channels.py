@@ -1,4 +1,4 @@
-"""``compare(dim=)``: what differs in each channel, row or block, against numpy."""
+"""``compare(dim=)``: differences of each channel, row or block, against numpy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_dataset(values: Any) -> xr.Dataset:
 
 
 def check(result: xr.DataArray, a: Array, b: Array, blocks: dict[int, int]) -> None:
-    """Compare with the slow way, cell by cell; axes have as many elements in a cell as is said."""
+    """Compare with the reference, cell by cell; `blocks` has the cell length of each axis."""
     lengths = [blocks.get(axis, 1) for axis in range(a.ndim)]
     counts = [-(-size // length) for size, length in zip(a.shape, lengths, strict=True)]
     axes = [axis for axis in range(a.ndim) if lengths[axis] < a.shape[axis] or axis not in blocks]

@@ -1,4 +1,4 @@
-"""Faults that resemble conversions: none of them is called explained, and each is named."""
+"""Faults that resemble conversions are named, and never called explained."""
 
 from __future__ import annotations
 

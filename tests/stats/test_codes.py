@@ -1,4 +1,4 @@
-"""How codes use their range: against codes that were counted as they are stored."""
+"""Use of the code range, against counts of the stored codes."""
 
 from __future__ import annotations
 

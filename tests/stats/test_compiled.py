@@ -1,4 +1,4 @@
-"""Compiled loops take any memory and count each element; they need no folder for a cache."""
+"""Compiled loops accept any memory layout and count each element; a cache folder is optional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compare(explain=True)` of a model and the GGUF file that a converter made of it."""
+"""`compare(explain=True)` of models and the GGUF files that a converter made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics are defined in one table; what they may count is exact or nearly so."""
+"""Statistics are defined in one table, and are exact or nearly so as it states."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_part_of_a_stack(a: Path, b: Path) -> None:
     only_b = [n for n, v in result.data_vars.items() if v.to_numpy().reshape(-1)[0] == 3]
     assert set(only_b) == {"layers.1.b", "layers.1.w", "mask"}
     assert "layers.1.w" in table(result).index
-    # The dimension of the layers is of its own length on either side.
+    # The two sides have different numbers of layers.
     assert result["layers.w"].sizes == {"statistic": len(MEASURES), "layers": 2}
 
 

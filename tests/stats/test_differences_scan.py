@@ -1,4 +1,4 @@
-"""`compare` gives the same bits on threads, on a cluster, of any chunks; it keeps its results."""
+"""`compare` gives the same bits on threads, on a cluster, and for any chunks; it is cached."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_any_chunks_give_the_same_comparison(
     with dask.config.set({"array.chunk-size": size}):
         a, b = map(opened, paths)
         xr.testing.assert_equal(compare(a, b, cache=False), expected)
-        # The same values as arrays that nobody knows to be read from a file.
+        # The same values as arrays without a link to their file.
         computed = b.map(lambda x: x * 1.0, keep_attrs=True)
         for result in (compare(a, computed), compare(a * 1, b.chunk(70)), compare(a, b.load())):
             for name in ("large", "small.7"):
@@ -182,5 +182,5 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
 
 
 def test_statuses_do_not_change_their_numbers() -> None:
-    # What users have in their files.
+    # Users may have stored these numbers.
     assert STATUSES == ("same", "changed", "only_a", "only_b", "shape")

@@ -1,4 +1,4 @@
-"""Statistics agree with exact arithmetic, for every element type and every odd value."""
+"""Statistics agree with exact arithmetic, for every element type and special value."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def random_values(name: str, count: int, seed: int = 0) -> Array:
 
 
 def same(a: float, b: float) -> bool:
-    """Tell whether numbers are equal, or both NaN; the sign of zero is left to chance."""
+    """Return whether numbers are equal or both NaN, whatever the sign of zero."""
     return a == b or (math.isnan(a) and math.isnan(b))
 
 

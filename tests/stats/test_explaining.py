@@ -1,4 +1,4 @@
-"""`compare(explain=True)` names the cause of each difference, and nothing that is not so."""
+"""`compare(explain=True)` names the cause of each difference, and only true causes."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class TestResult:
         assert result["embed"].attrs["cause"] == "equal"
         np.testing.assert_array_equal(result["layers.w"].attrs["scale"], [np.nan, 2, np.nan])
         assert xckpt.table(result).loc["layers.1.w", "scale"] == 2
-        # A part of it no longer says which layer is which.
+        # Selected layers no longer have their positions.
         assert xckpt.table(result.isel(layers=[1]))["cause"].tolist().count("") == 2
 
     def test_has_no_explanation_by_default(self, both: tuple[Path, Path]) -> None:

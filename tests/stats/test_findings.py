@@ -1,4 +1,4 @@
-"""What is found in tensors, among siblings and between equal ones; and nothing in new models."""
+"""Findings in single tensors, among siblings, and between equal tensors; none in new models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.stats.models import Tensors
 
 
-def found(path: Path, tensors: Tensors, **options: Any) -> pd.DataFrame:
+def findings_of(path: Path, tensors: Tensors, **options: Any) -> pd.DataFrame:
     return xckpt.findings(write(path, tensors), progress=False, **options)
 
 
@@ -45,7 +45,7 @@ def rules(frame: pd.DataFrame) -> set[tuple[str, str]]:
 class TestSoundModels:
     @pytest.mark.parametrize("model", [*FRESH, *ARCHITECTURES, quantised])
     def test_new_model_has_no_findings(self, model: Callable[[], Tensors], tmp_path: Path) -> None:
-        frame = found(tmp_path / "m.safetensors", model())
+        frame = findings_of(tmp_path / "m.safetensors", model())
         assert frame.empty, frame.to_string()
 
     @pytest.mark.parametrize("model", FRESH)
@@ -53,11 +53,11 @@ class TestSoundModels:
         self, model: Callable[[], Tensors], tmp_path: Path
     ) -> None:
         tensors = {name.replace(".", "/"): values for name, values in model().items()}
-        frame = found(tmp_path / "m.safetensors", tensors)
+        frame = findings_of(tmp_path / "m.safetensors", tensors)
         assert frame.empty, frame.to_string()
 
     def test_float16_model_has_no_findings(self, tmp_path: Path) -> None:
-        assert found(tmp_path / "m.safetensors", llama(4, 64, np.float16)).empty
+        assert findings_of(tmp_path / "m.safetensors", llama(4, 64, np.float16)).empty
 
     def test_demo_has_only_its_planted_faults(self, tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path / "m.zt", layers=4, width=128)
@@ -251,7 +251,7 @@ class TestCodes:
         tensors["layers.2.down.weight"] = (
             tensors["layers.2.down.weight"].astype(np.float32) / 100
         ).astype(ml_dtypes.float8_e4m3fn)
-        frame = found(tmp_path / "m.safetensors", tensors)
+        frame = findings_of(tmp_path / "m.safetensors", tensors)
         narrow = frame[frame["rule"] == "narrow_codes"].set_index("tensor")["explanation"]
         assert narrow["layers.1.up.weight"] == "codes are from -32 to 31: 25% of the range of int8"
         assert narrow["layers.2.down.weight"].startswith(
@@ -263,13 +263,13 @@ class TestCodes:
         tensors = quantised()
         codes = tensors["layers.0.up.weight"].astype(int)
         tensors["layers.0.up.weight"] = (codes * 3).clip(-128, 127).astype(np.int8)
-        (row,) = found(tmp_path / "m.safetensors", tensors).itertuples()
+        (row,) = findings_of(tmp_path / "m.safetensors", tensors).itertuples()
         assert (row.tensor, row.rule) == ("layers.0.up.weight", "saturated_codes")
         assert "of the codes are at an end of their range" in row.explanation
 
     def test_integers_without_scales_are_no_codes(self, tmp_path: Path) -> None:
         tokens = np.random.default_rng(0).integers(0, 3, (200, 200), np.uint8)
-        assert found(tmp_path / "m.safetensors", {"tokens": tokens}).empty
+        assert findings_of(tmp_path / "m.safetensors", {"tokens": tokens}).empty
 
 
 class TestEqualTensors:
@@ -277,7 +277,7 @@ class TestEqualTensors:
         tensors = llama(5, 64)
         for name in [key for key in tensors if key.startswith("model.layers.1.")]:
             tensors[name.replace(".1.", ".3.")] = tensors[name].copy()
-        frame = found(tmp_path / "m.safetensors", tensors)
+        frame = findings_of(tmp_path / "m.safetensors", tensors)
         assert set(frame["rule"]) == {"copied_layer"}
         assert len(frame) == 7  # matrices: norms of ones are equal in all layers
         assert frame["explanation"][0] == (
@@ -288,7 +288,7 @@ class TestEqualTensors:
     def test_equal_statistics_are_not_enough(self, tmp_path: Path) -> None:
         weight = np.random.default_rng(0).permutation(4096).reshape(64, 64).astype(np.float32)
         tensors = {"a.w": weight, "b.w": weight[::-1].copy(), "c.w": weight[::-1].copy()}
-        frame = found(tmp_path / "m.safetensors", tensors)
+        frame = findings_of(tmp_path / "m.safetensors", tensors)
         assert rules(frame) == {("c.w", "duplicated")}
         assert "equal to b.w" in frame["explanation"].item()
 
@@ -327,7 +327,7 @@ class TestTrainingCheckpoints:
         return {f"model.{name}": values for name, values in weights.items()} | adam(weights)
 
     def test_moments_are_not_weights(self, training: Tensors, tmp_path: Path) -> None:
-        frame = found(tmp_path / "m.safetensors", training)
+        frame = findings_of(tmp_path / "m.safetensors", training)
         assert frame.empty, frame.to_string()
 
     def test_averages_and_copies_are_not_weights(self, training: Tensors, tmp_path: Path) -> None:
@@ -336,12 +336,12 @@ class TestTrainingCheckpoints:
         masks = ("attn.bias", "masked_bias")
         flat = np.concatenate([v.ravel() for n, v in weights.items() if not n.endswith(masks)])
         training["optimizer_state_dict.fp32_flat_groups.0"] = flat
-        frame = found(tmp_path / "m.safetensors", training)
+        frame = findings_of(tmp_path / "m.safetensors", training)
         assert frame.empty, frame.to_string()
 
     def test_a_mask_of_infinities_is_fine(self, tmp_path: Path) -> None:
         mask = np.where(np.tri(64) > 0, 0, -np.inf).astype(np.float32)
-        assert found(tmp_path / "m.safetensors", llama(4, 64) | {"attn_mask": mask}).empty
+        assert findings_of(tmp_path / "m.safetensors", llama(4, 64) | {"attn_mask": mask}).empty
 
     @pytest.mark.parametrize(
         ("rule", "field", "words"),
@@ -357,7 +357,7 @@ class TestTrainingCheckpoints:
         name = f"optimizer.state.2.{field}"
         changed = {"nan": np.nan, "all_zero": 0, "negative_moment": -1e-5}[rule]
         training[name][... if rule == "all_zero" else (5, 5)] = changed
-        frame = found(tmp_path / "m.safetensors", training)
+        frame = findings_of(tmp_path / "m.safetensors", training)
         assert rules(frame) == {(name, rule)}, frame.to_string()
         assert words in frame["explanation"].item()
 
@@ -370,7 +370,7 @@ def test_a_norm_is_recognised_without_its_name(tmp_path: Path) -> None:
             tensors[name] += rng.standard_normal(tensors[name].shape, np.float32) / 10
     name = "layer3.0.downsample.1.weight"
     tensors[name] -= 1
-    frame = found(tmp_path / "m.safetensors", tensors)
+    frame = findings_of(tmp_path / "m.safetensors", tensors)
     assert rules(frame) == {(name, "zero_centred_norm")}, frame.to_string()
 
 
@@ -381,20 +381,20 @@ class TestSiblings:
             tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] *= ml_dtypes.bfloat16(4)
         for layer in range(10, 20):
             tensors[f"model.layers.{layer}.mlp.up_proj.weight"] *= ml_dtypes.bfloat16(4)
-        assert found(tmp_path / "m.safetensors", tensors).empty
+        assert findings_of(tmp_path / "m.safetensors", tensors).empty
 
     def test_a_trend_is_not_unlike_its_neighbours(self, tmp_path: Path) -> None:
         tensors = gpt2(8, 64)
         for layer in range(8):
             tensors[f"transformer.h.{layer}.mlp.c_fc.weight"] *= np.float32(1.5**layer)
-        assert found(tmp_path / "m.safetensors", tensors).empty
+        assert findings_of(tmp_path / "m.safetensors", tensors).empty
 
     def test_norms_around_zero_in_all_layers_are_a_convention(self, tmp_path: Path) -> None:
         tensors = {
             f"layers.{n}.input_layernorm.weight": np.random.default_rng(n).normal(0, 0.1, 64)
             for n in range(6)
         }
-        assert found(tmp_path / "m.safetensors", tensors).empty
+        assert findings_of(tmp_path / "m.safetensors", tensors).empty
 
 
 class TestIgnoredRules:

@@ -1,4 +1,4 @@
-"""``names="auto"``: one model in the layouts of several projects, every tensor found again."""
+"""``names="auto"``: tensors of one model are matched across the layouts of several projects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
 
 HIDDEN, WIDE, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 32, 64, 4, 2, 40, 3
-# Of Hugging Face: what it is called in GGUF, and by Burn's own Llama.
+# Names of Hugging Face, with those of GGUF and of Burn's own Llama.
 LINEAR = {
     "self_attn.q_proj": ("attn_q", "attention.wq"),
     "self_attn.k_proj": ("attn_k", "attention.wk"),
@@ -174,7 +174,7 @@ class TestProjectLayouts:
         if own_modules:
             norms = 2 * LAYERS + 1
             assert rules(result) == {"values": norms + embedding, "transposed": linear}
-        # What has its own name needs no reading.
+        # Tensors of equal names are not read.
         else:
             norms = 2 * LAYERS + 1
             assert rules(result) == {"name": embedding + linear, "values": norms}
@@ -227,7 +227,7 @@ class TestProjectLayouts:
 
 
 class TestRules:
-    """What makes two tensors one, and what is not enough."""
+    """The rules that match two tensors, and similarities that are not enough."""
 
     def compared(self, ours: Tensors, theirs: Tensors, **options: Any) -> xr.Dataset:
         first, second = (
@@ -308,7 +308,7 @@ class TestRules:
         result = xckpt.compare(stacked, flat, names="auto")
         assert result["layers.w"].attrs["other_name"] == ["h.0.v", "", "h.2.v"]
         assert result.ckpt.names == {"layers.0.w": "h.0.v", "layers.2.w": "h.2.v"}
-        # Of a part nobody knows any more which are meant.
+        # Names of selected layers are ambiguous.
         assert "other_name" not in result.isel(layers=[0]).ckpt.table()
 
     def test_progress_covers_matching_and_comparing(self, original: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The same bits come out however a tensor is cut, and in whatever order the parts come."""
+"""Moments have the same bits for any cuts of a tensor and any order of merging."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_negative_zeros_make_a_dead_row() -> None:
 @pytest.mark.parametrize("exponent", [-85, -100, -123, -154, -161, 85, 150])
 @pytest.mark.parametrize("order", ["zeros first", "zeros last", "between"])
 def test_zeros_next_to_numbers_out_of_range(exponent: int, order: str) -> None:
-    """Zeros have no power of two of their own: they take on that of what they are merged with."""
+    """Zeros have no exponent: they take on that of the values that they are merged with."""
     numbers = np.random.default_rng(0).standard_normal(3 * LEAF + 100) + 0.25
     zeros = np.zeros(2 * LEAF + 50)
     parts = [zeros, numbers] if order == "zeros first" else [numbers, zeros]

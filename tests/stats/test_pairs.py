@@ -1,4 +1,4 @@
-"""Pairs of all types, layouts and memory orders are compared as numpy would."""
+"""Comparisons of all types, layouts and memory orders agree with numpy."""
 
 from __future__ import annotations
 

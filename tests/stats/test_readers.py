@@ -1,4 +1,4 @@
-"""Tensors in every layout and encoding are described as numpy would."""
+"""Statistics of tensors in every layout and encoding agree with numpy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dense(values: np.ndarray[Any, Any], dtype: str, data: bytes, **part: Any) ->
 
 
 def check(reader: Reader, values: np.ndarray[Any, Any]) -> Any:
-    """Compare the statistics of a reader, whole and in two halves, with those of an array."""
+    """Compare the statistics of a reader, whole and in two halves, with those of its array."""
     reader = pickle.loads(pickle.dumps(reader))
     (sketch,) = scanned(reader)
     statistics = describe(sketch, QUANTILES)

@@ -1,4 +1,4 @@
-"""`stats` of every kind of object: what the Dataset and the DataFrame hold."""
+"""`stats` of every kind of object: the resulting Dataset and DataFrame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found wrong with tensors, and what is not."""
+"""Rules of findings: statistics that break them, and statistics that do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xckpt.health import findings
 from xckpt.statistics import stats
 
 
-def found(**tensors: Any) -> list[tuple[Any, ...]]:
+def findings_of(**tensors: Any) -> list[tuple[Any, ...]]:
     ds = xr.Dataset(
         {
             name: (tuple(f"{name}{axis}" for axis in range(np.ndim(values))), values)
@@ -32,8 +32,8 @@ def normal(*shape: int) -> np.ndarray[Any, Any]:
 
 def test_a_good_model_has_no_findings() -> None:
     tensors = {name.replace(".", "_"): array for name, array in model().items()}
-    assert found(**tensors) == []
-    assert found(shift=1000 + normal(50), single=np.array([5.0]), zero=np.array([0.0])) == []
+    assert findings_of(**tensors) == []
+    assert findings_of(shift=1000 + normal(50), single=np.array([5.0]), zero=np.array([0.0])) == []
 
 
 def test_each_rule_has_a_finding() -> None:
@@ -42,7 +42,7 @@ def test_each_rule_has_a_finding() -> None:
     infinite[1, 1] = -np.inf
     exploding[5, 5] = 1e6
     dead[[3, 50]] = 0
-    rows = found(
+    rows = findings_of(
         zeros=np.zeros((4, 4), np.float16),
         ones=np.ones(7),
         exploding=exploding,
@@ -75,7 +75,7 @@ def test_dead_rows_of_small_types_and_of_a_row_cut_by_leaves() -> None:
     for name in ("float16", "int8"):
         values = np.ones((9, 5000), name)
         values[[2, 8]] = 0
-        assert [row[1:3] for row in found(x=values)] == [("dead_rows", 2.0)]
+        assert [row[1:3] for row in findings_of(x=values)] == [("dead_rows", 2.0)]
 
 
 def test_stacked_tensors_are_named(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is odd about the steps of a training run, and the picture of their changes."""
+"""Findings in the steps of a training run, and the picture of their changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = range(100, 1000, 100)
 
 
 def run(folder: Path, **odd: Any) -> str:
-    """Write checkpoints that change by random numbers; `odd` says what is odd about them."""
+    """Write checkpoints that change by random numbers; `odd` lists their faults."""
     rng = np.random.default_rng(0)
     tensors: Tensors = {
         f"m.layers.{n}.w": rng.standard_normal((32, 32)).astype(np.float32) for n in range(3)

@@ -1,4 +1,4 @@
-"""The same bits come out on any number of threads, on a cluster, and from any chunks."""
+"""Statistics have the same bits on any number of threads, on a cluster, and for any chunks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_any_chunks_give_the_same_statistics(path: Path, expected: xr.Dataset, s
     with dask.config.set({"array.chunk-size": size}):
         ds = opened(path)
         xr.testing.assert_equal(stats(ds, cache=False), expected)
-        # The same values as arrays that nobody knows to be read from a file.
+        # The same values as arrays without a link to their file.
         computed = ds.map(lambda x: x if x.dtype.kind == "i" else x * 1.0, keep_attrs=True)
         result = stats(computed, cache=False)
     for name in ("large", "whole", "small.19"):

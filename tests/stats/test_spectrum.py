@@ -1,4 +1,4 @@
-"""`xckpt.spectrum`: singular values out of core, right to 1e-6 of themselves or not told."""
+"""`xckpt.spectrum`: singular values out of core, accurate to 1e-6 or NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub for tests, and its network of caches on another port; counts requests."""
+"""A Hugging Face Hub for tests, with its content network on another port; counts requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Repository:
-    """Commits by their id, each the files by path; what branches and tags are."""
+    """A repository: files by path for each commit, and commits of branches and tags."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Behaviour:
     rate_limit: str | None = None
     cut: int = 0  # of how many bodies of copies half is missing
     listing: str | None = None  # instead of one
-    location: str | None = None  # where large files are said to be
+    location: str | None = None  # redirection of large files
     stuck_after: int | None = None  # requests for copies, until one is not answered
     tampered: dict[str, str] = field(default_factory=dict)  # headers of answers to resolve
     hostile: Callable[[Any], None] | None = None  # answers requests to the interface
@@ -143,7 +143,7 @@ class _Handler(Handler):
             raise _RefusedError(401, message="Invalid credentials in Authorization header")
         repository = self.hub.repositories.get(name)
         if repository is None or (repository.private and token is None):
-            # Who is not logged in is not told what there is.
+            # Clients without a token do not learn which private repositories exist.
             raise _RefusedError(
                 401 if token is None else 404, "RepoNotFound", "Repository not found"
             )
@@ -205,7 +205,7 @@ class _Handler(Handler):
         digest = hashlib.sha256(data).hexdigest()
         with hub.lock:
             hub.blobs[digest] = data
-            # What a careless client decodes and encodes anew is another one.
+            # A client that decodes and encodes the address anew gets another one.
             signature = f"{len(hub.signed)}~a%2Bb%3D"
             hub.signed[signature] = 0
         location = (
@@ -225,7 +225,7 @@ class _Handler(Handler):
             if used is None or (behaviour.lasting is not None and used >= behaviour.lasting):
                 raise _RefusedError(403)
             hub.signed[signature] = used + 1
-        # Of another kind than that of the Hub.
+        # The content network has other kinds of ETags than the Hub.
         self._body(hub.blobs[path[1:]], {"ETag": '"d41d8cd98f-7"'}, copy=True)
 
     def _body(self, data: bytes, headers: dict[str, str], *, copy: bool = False) -> None:

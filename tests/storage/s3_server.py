@@ -1,4 +1,4 @@
-"""An S3 server for tests: moto's, behind something that counts requests and gets in their way."""
+"""An S3 server for tests: moto's, behind a proxy that counts requests and injects faults."""
 
 from __future__ import annotations
 

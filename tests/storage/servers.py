@@ -1,4 +1,4 @@
-"""What the servers of tests have in common: they listen while a block of ``with`` runs."""
+"""The base of the servers of tests, which listen while a block of ``with`` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Listening:
-    """Has servers, each on a free port of this machine and in a thread of its own."""
+    """Servers on free ports of this machine, each in its thread."""
 
     def __init__(self, *servers: BaseServer) -> None:
         self._servers = servers
@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Suppress the log."""
 
     def do_HEAD(self) -> None:
         self.answer(with_body=False)

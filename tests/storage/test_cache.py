@@ -1,4 +1,4 @@
-"""Where caches lie, and who may read and write them."""
+"""Location of the caches, and permissions to read and write them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def mean(path: Path | str) -> tuple[float, bool]:
-    """Compute a mean, and say whether anything was read for it."""
+    """Return a mean, and whether bytes were read for it."""
     reports: list[int] = []
     statistics = xckpt.stats(path, progress=lambda done, _: reports.append(done))
     return float(statistics["w"].sel(statistic="mean")), any(reports)

@@ -1,4 +1,4 @@
-"""Of local files that are about to be read, the disk is asked for what comes next."""
+"""Local files that are about to be read: the kernel is advised to load the next bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_advice_stays_slightly_ahead_of_reading(
             assert at + MIB <= advised[-1][1] <= at + HELD + 9 * MIB
     count = len(advised)
     source.read_into(100 * MIB, memory)
-    assert len(advised) == count  # nobody said that this goes on
+    assert len(advised) == count  # no reading was announced
 
 
 def test_each_announced_byte_is_advised_once(

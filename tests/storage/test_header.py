@@ -1,4 +1,4 @@
-"""Headers of remote files: few requests, and entries of the cache that do no harm."""
+"""Headers of remote files: few requests, and harmless cache entries."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_ranges_are_remembered_separately() -> None:
     for _ in range(2):
         pieces = header.read_ranges(ranges, gap=10)
         assert [bytes(piece) for piece in pieces] == [data[at : at + n] for at, n in ranges]
-    # What overlaps something is read as a header is: with what may be wanted next.
+    # Overlapping ranges are read like a header, with the bytes that follow.
     assert source.reads[:2] == [(5000, 10), (200_000, 8)]
     assert len(source.reads) == 4
     assert all(data[at : at + len(segment)] == segment for at, segment in header.segments)

@@ -245,7 +245,7 @@ class TestOpening:
         )
         forget()
         hub.requests.clear()
-        opened()  # also the parts that say how others are to be read
+        opened()  # also the parts that describe others
         assert (hub.count("hub"), hub.count("copies")) == (2, 0)
 
 
@@ -257,7 +257,7 @@ class TestRevisions:
         monkeypatch.setattr(storage_hub, "_TRUSTED_SECONDS", 0)
         hub.repositories["org/model"].push(shards(2))
         assert len(opened().variables) == 4
-        # What is open stays the commit that it was.
+        # Open files stay at their commit.
         shard = save({key: before[key].values for key in list(before)[:2]})
         assert shard == files["model-00001-of-00004.safetensors"]
 

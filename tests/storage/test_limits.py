@@ -1,4 +1,4 @@
-"""How much memory is available, and reads that would take more."""
+"""Available memory, and reads that would exceed it."""
 
 from __future__ import annotations
 

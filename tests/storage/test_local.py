@@ -146,7 +146,7 @@ def test_disk_errors_name_an_open_file_and_are_ignored_on_close(
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", failing_once_closed)
         file = local.OpenFile(str(path))
-        del file  # nobody could catch an error here
+        del file  # an error could not be caught here
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", failing)
         with pytest.raises(OSError, match="Input/output") as caught:

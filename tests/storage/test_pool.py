@@ -43,7 +43,7 @@ def test_entries_of_different_sizes() -> None:
     pool.discard("c")
     pool.get("d", lambda: bytes(6))
     assert len(pool) == 2
-    # What is larger than all of it is not held, and nothing else then.
+    # An entry larger than the pool is not held, and evicts all others.
     assert len(pool.get("e", lambda: bytes(11))) == 11
     assert len(pool) == 0
     pool.get("f", lambda: bytes(10))

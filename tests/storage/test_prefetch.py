@@ -1,4 +1,4 @@
-"""Remote files are read ahead: many requests at a time, each byte once, equal results."""
+"""Remote files are read ahead: parallel requests, each byte once, equal results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def converted(source: str, folder: Path) -> bytes:
     return (folder / "m.safetensors").read_bytes()
 
 
-# What reads all of a checkpoint, by its path or URL.
+# Functions that read a whole checkpoint by its path or URL.
 SCANS: dict[str, Callable[[str, Path], Any]] = {
     "stats": lambda url, _: xckpt.stats(url, cache=False, progress=False),
     "compute": lambda url, _: xr.open_dataset(url, engine="ztensor").compute(),
@@ -169,7 +169,7 @@ class TestScans:
     def test_a_file_replaced_during_a_scan(
         self, scan: Any, web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        opened(web)  # the header is kept: what is taken first are data
+        opened(web)  # the header is cached, so that the first request is for data
         read = prefetch._Prefetcher._read
 
         def replacing(*arguments: Any, **keywords: Any) -> Any:

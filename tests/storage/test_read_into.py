@@ -1,4 +1,4 @@
-"""Reading into memory that is there already, from every kind of source."""
+"""Reading into existing memory, from every kind of source."""
 
 from __future__ import annotations
 

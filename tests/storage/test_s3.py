@@ -1,4 +1,4 @@
-"""S3 over its protocol: how many requests there are, and what happens when they fail.
+"""S3 over its protocol: numbers of requests, and their failures.
 
 Google Cloud Storage has the same protocol, with other credentials.
 """

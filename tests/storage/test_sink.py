@@ -1,4 +1,4 @@
-"""New files: complete or absent, whoever else writes, and as ordinary files are."""
+"""New files are complete or absent despite other writers, with the metadata of ordinary files."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_file_that_another_writer_is_about_to_remove_is_not_used(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
 def test_a_leftover_link_is_removed_when_appending(tmp_path: Path) -> None:
-    """Its writer was killed between `link` and `unlink`; who appends has locked the file."""
+    """The old writer was killed between `link` and `unlink`; the new one has locked the file."""
     import fcntl
 
     target = tmp_path / "m.zt"
@@ -412,7 +412,7 @@ def test_many_writers_at_once_each_leave_a_whole_file(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_synced_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is there: an error would say that it is not."""
+    """The file is complete; an error would mean the opposite."""
     fsync, folders = os.fsync, list[int]()
 
     def failing(fileno: int) -> None:

@@ -1,4 +1,4 @@
-"""Files of web servers: how many requests there are, and what happens when servers misbehave."""
+"""Files of web servers: numbers of requests, and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ class TestHostileServers:
 
 
 class TestCredentials:
-    """Whatever a user gives a server, others do not get it by a redirect."""
+    """Credentials for one server are not sent to others by a redirect."""
 
     @pytest.fixture
     def other_host(self, web: WebServer) -> Iterator[WebServer]:
@@ -474,7 +474,7 @@ class TestCredentials:
         source = open_source(url, storage_options=options)
         assert pickle.loads(pickle.dumps(source)).read(5, 5) == DATA[5:10]
         sent = [str([*headers.items()]) for headers in web.headers] + [repr(web.requests)]
-        # "user:SECRET" as servers are told.
+        # "user:SECRET" as it is sent.
         assert any("SECRET" in header or "dXNlcjpTRUNSRVQ" in header for header in sent)
         assert other_host.headers
         for headers in other_host.headers:

@@ -1,4 +1,4 @@
-"""A web server for tests: counts requests and bytes, and misbehaves as asked."""
+"""A web server for tests that counts requests and bytes, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Behaviour:
-    """How the server answers."""
+    """Settings of the server's answers."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     etag: str | None = '"first"'
     modified: str | None = None
     ranges: bool = True  # False: the whole file with status 200, as plain http.server does
     content_range: bool = True
-    shift: int = 0  # answers with bytes from elsewhere, and says so
+    shift: int = 0  # shifts the bytes and the Content-Range
     cut: int = 0  # bytes missing at the end of each body
-    honest_length: bool = False  # whether a cut body has a Content-Length of its own
+    honest_length: bool = False  # whether a cut body has the Content-Length of its bytes
     encoding: str | None = None
     status: int | None = None  # for every request
     latency: float = 0.0
@@ -40,7 +40,7 @@ class Behaviour:
     trickle: float | None = None  # seconds between the bytes of a body; infinite: none comes
     silent: bool = False  # never answers
     busy: int = 0  # how many of the next requests are answered with 429
-    headers: dict[str, str] = field(default_factory=dict)  # instead of its own
+    headers: dict[str, str] = field(default_factory=dict)  # replace the default headers
     location: str | None = None  # where every request is sent to
     moved: dict[str, str] = field(default_factory=dict)  # where requests for a path are sent to
 

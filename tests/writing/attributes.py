@@ -1,4 +1,4 @@
-"""Whether attributes are where they were, or were told to be gone."""
+"""A check that attributes are preserved or mentioned in a warning."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MOVED = {"type"}
 
 
 def missing(old: Index, new: Index, message: str, moved: Collection[str] = ()) -> list[str]:
-    """List the attributes that a conversion lost without a word.
+    """Return the attributes that a conversion lost without a warning.
 
     Parameters
     ----------
     old, new : Index
-        Of the files.
+        Indexes of the files.
     told : str
         What the warnings said.
     moved : collection of str
@@ -61,7 +61,7 @@ def _of(owner: str, old: Any, new: Any, message: str, moved: Collection[str]) ->
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Tell whether a value is the same, or the JSON text of it, or a mapping with more in it."""
+    """Return whether a value is the same, its JSON text, or a mapping that includes it."""
     if isinstance(new, str) and not isinstance(old, str):
         new = json.loads(new)
     if isinstance(old, dict) and isinstance(new, dict):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-# Imports take longer than most of what follows, so they are done once: each writer is a fork. Until
+# Imports take longer than the writers, so they are done once: each writer is a fork. Until
 # then nothing may leave threads behind, which a fork does not have.
 _NURSERY = """
 import gc, os, sys, tempfile

@@ -1,4 +1,4 @@
-"""What tests of writing share."""
+"""Helpers of the tests of writing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINES = [name for name in formats.names() if formats.get(name).can.types]
 NO_SCALARS = {"gptrs", "primitiv"}
 
 
-# What makes a format hold all its element types.
+# Options that let a format hold all its element types.
 OPTIONS: dict[str, dict[str, Any]] = {"ztensor": {"version": "2"}}
 
 

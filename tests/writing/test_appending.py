@@ -1,4 +1,4 @@
-"""Appending: what was there stays, what is new is there too, and nothing in between is seen."""
+"""Appending adds new tensors to the old ones, and other readers see no state in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes from any format to any other: kept, or listed in one warning."""
+"""Attributes from any format to any other: preserved, or listed in one warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
 
-# What each format has of its own, and what only users have.
+# Attributes that formats define, and attributes that only users set.
 OF_THE_FILE: dict[str, Any] = {
     "licence": "MIT",
     "empty": "",
@@ -63,7 +63,7 @@ def rich(engine: str) -> xr.Dataset:
     return xr.Dataset(variables, attrs=OF_THE_FILE | OWN.get(engine, {}))
 
 
-def told(function: Callable[..., object], *args: Any, **options: Any) -> str:
+def warning_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
     """Call what writes, and give the one warning, if there is one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -81,7 +81,7 @@ def index_of(ds: xr.Dataset) -> Any:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_that_a_user_sets_is_lost_silently(engine: str, tmp_path: Path) -> None:
     ds = rich(engine)
-    text = told(save, ds, tmp_path / "m", engine, **OPTIONS.get(engine, {}))
+    text = warning_of(save, ds, tmp_path / "m", engine, **OPTIONS.get(engine, {}))
     assert missing(index_of(ds), read_index(tmp_path / "m"), text) == []
 
 
@@ -89,8 +89,8 @@ def test_nothing_that_a_user_sets_is_lost_silently(engine: str, tmp_path: Path) 
 @pytest.mark.parametrize("new", ENGINES)
 def test_nothing_is_lost_silently_between_two_formats(old: str, new: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    told(save, rich(old), first, old, **OPTIONS.get(old, {}))
-    text = told(convert, first, second, new, **OPTIONS.get(new, {}))
+    warning_of(save, rich(old), first, old, **OPTIONS.get(old, {}))
+    text = warning_of(convert, first, second, new, **OPTIONS.get(new, {}))
     before: Index = read_index(first)
     after = read_index(second)
     assert set(before.tensors) == set(after.tensors)
@@ -102,7 +102,7 @@ def test_nothing_is_lost_silently_between_two_formats(old: str, new: str, tmp_pa
 
 @pytest.mark.parametrize("new", ENGINES)
 def test_warnings_list_only_lost_attributes(new: str, tmp_path: Path) -> None:
-    text = told(save, rich(new), tmp_path / "m", new, **OPTIONS.get(new, {}))
+    text = warning_of(save, rich(new), tmp_path / "m", new, **OPTIONS.get(new, {}))
     can = formats.writable(new).can
     for places, attrs in [
         (can.file_attrs, OF_THE_FILE | OWN.get(new, {})),
@@ -120,7 +120,7 @@ def has_place(name: str, places: tuple[str, ...] | re.Pattern[str] | None) -> bo
 
 @pytest.mark.parametrize("engine", ["safetensors", "burnpack"])
 def test_formats_of_texts_have_json(engine: str, tmp_path: Path) -> None:
-    told(save, rich(engine), tmp_path / "m", engine)
+    warning_of(save, rich(engine), tmp_path / "m", engine)
     attrs = read_index(tmp_path / "m").attrs
     assert (attrs["number"], attrs["yes"], attrs["nothing"]) == (7, True, None)
     assert b"true" in (tmp_path / "m").read_bytes()  # which other readers see as text
@@ -128,10 +128,10 @@ def test_formats_of_texts_have_json(engine: str, tmp_path: Path) -> None:
 
 
 class TestStatedAttributes:
-    """What the opened file said of itself is said anew; what a user said does not go unnoticed."""
+    """Attributes that a file states itself are stated anew; changes by the user cause a warning."""
 
     def saved(self, engine: str, tmp_path: Path) -> xr.Dataset:
-        told(save, rich(engine), tmp_path / "old", engine, **OPTIONS.get(engine, {}))
+        warning_of(save, rich(engine), tmp_path / "old", engine, **OPTIONS.get(engine, {}))
         return xr.open_dataset(tmp_path / "old", engine=engine)
 
     @pytest.mark.parametrize("engine", ENGINES)
@@ -141,7 +141,7 @@ class TestStatedAttributes:
     ) -> None:
         ds = self.saved(engine, tmp_path).rename({"b": "c"})
         ds = (ds.load() if loaded else ds).assign(more=ds["c"] * 2)
-        assert told(save, ds, tmp_path / "new", engine, **OPTIONS.get(engine, {})) == ""
+        assert warning_of(save, ds, tmp_path / "new", engine, **OPTIONS.get(engine, {})) == ""
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_changed_attributes_cause_a_warning(self, engine: str, tmp_path: Path) -> None:
@@ -153,27 +153,27 @@ class TestStatedAttributes:
             for attrs in (changed.attrs, changed["b"].attrs):
                 attrs |= {key: "mine"} if key in attrs else {}  # noqa: PLW2901
             with suppress(UnsupportedError):
-                text = told(save, changed, tmp_path / key, engine, **OPTIONS.get(engine, {}))
+                text = warning_of(save, changed, tmp_path / key, engine, **OPTIONS.get(engine, {}))
                 lost = missing(index_of(changed), read_index(tmp_path / key), text)
                 assert not [line for line in lost if line.startswith(repr(key))]
 
     def test_the_warning_states_the_change(self, tmp_path: Path) -> None:
         w = xr.Variable("n", np.ones(2, "f4"), {"base_id": "mine"})
         ds = xr.Dataset({"w": w}, attrs={"kind": "gpt", "config": {}, "ids": "mine"})
-        text = told(save, ds, tmp_path / "m", "gptrs")
+        text = warning_of(save, ds, tmp_path / "m", "gptrs")
         assert "attributes of the file without a place: 'ids'" in text
         assert "attributes of tensors that the file states otherwise: 'base_id'" in text
 
     def test_an_option_replaces_an_attribute(self, tmp_path: Path) -> None:
         ds = xr.Dataset({"w": ("n", np.ones(2, "f4"))}, attrs={"kind": "gpt", "config": {}})
-        assert told(save, ds, tmp_path / "m", "gptrs", kind="mlp") == ""
+        assert warning_of(save, ds, tmp_path / "m", "gptrs", kind="mlp") == ""
         assert read_index(tmp_path / "m").attrs["kind"] == "mlp"
 
     def test_appending_keeps_stated_attributes(self, tmp_path: Path) -> None:
         ds = xr.Dataset({"w": ("n", np.ones(2, "f4"))})
         save(ds, tmp_path / "m.zt")
         more = ds.rename(w="v").assign_attrs(generator="mine", note="x")
-        text = told(append, more, tmp_path / "m.zt")
+        text = warning_of(append, more, tmp_path / "m.zt")
         assert "'generator'" in text
         assert "'note'" not in text
 
@@ -183,9 +183,9 @@ class TestStatedAttributes:
         encoding = {"*": {"compression": "zstd", "digest": "sha256"}}
         for version in ("1.0", "2"):
             path = tmp_path / f"{version}.zt"
-            text = told(save, ds, path, encoding=encoding, version=version)
+            text = warning_of(save, ds, path, encoding=encoding, version=version)
             assert missing(index_of(ds), read_index(path), text) == []
-        text = told(save, ds, tmp_path / "m.safetensors", max_shard_size=9000)
+        text = warning_of(save, ds, tmp_path / "m.safetensors", max_shard_size=9000)
         assert "'total_size'" in text
         again = xr.open_dataset(tmp_path / "m.safetensors.index.json", engine="safetensors")
         assert again["w"].attrs == w.attrs

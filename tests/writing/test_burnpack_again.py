@@ -1,4 +1,4 @@
-"""Burnpack files that Burn itself would write are written again byte for byte."""
+"""Burnpack files that Burn itself would write are rewritten byte for byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILES = golden_files("burnpack/*.bpk")
-# What Burn reads but does not write: other orders and layouts, or more bytes.
+# Forms that Burn reads but does not write: other orders and layouts, or more bytes.
 OTHERS = {"boundary_legacy_0", "cbor_reordered", "legacy_0.19", "trailing_bytes"}
 
 

@@ -1,4 +1,4 @@
-"""Which types are chosen, and that exact conversions are exact, NaN and all."""
+"""The choice of element types, and the exactness of exact conversions, NaN included."""
 
 from __future__ import annotations
 

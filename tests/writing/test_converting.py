@@ -1,4 +1,4 @@
-"""Converting: the same tensors in another format, and no damage with a fresh digest."""
+"""Converting: the same tensors in another format, and no new digests for damaged data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_values_types_and_axes(engine: str, model: Path, tmp_path: Path) -> None
     ids=lambda p: f"{p.parent.name}-{p.name}",
 )
 def test_golden_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a format takes, it gives back, and what it does not take is told."""
+    """Converted tensors are read back, and omitted ones cause a warning."""
     monkeypatch.setattr(fitting, "_SHOWN_NAMES", 10_000)
     values: dict[Any, Any] = {}
     for engine in ENGINES:
@@ -139,7 +139,7 @@ def test_damaged_tensors_get_no_new_digest(target: str, model: Path, tmp_path: P
     options: dict[str, Any] = dict(WHOLE)
     if target in {"recoded", "pieces"}:
         options["encoding"] = {"big": {"dtype": "float32"}}
-    if target == "pieces":  # which come in any order, as there is no digest to write
+    if target == "pieces":  # in any order, because no digest is written
         options["encoding"]["*"] = {"digest": None}
     if target == "compressed":
         options["encoding"] = {"*": {"compression": "zstd-seekable"}}

@@ -1,4 +1,4 @@
-"""What is saved and opened again is the same Dataset, where the format has room for all of it."""
+"""A saved Dataset opens identical, if the format has room for all of it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def datasets(draw: st.DrawFn) -> xr.Dataset:
 
 
 def without_own(reopened: xr.Dataset, saved: xr.Dataset) -> xr.Dataset:
-    """Leave out what a format says of every file."""
+    """Drop the attributes that a format gives every file."""
     reopened = reopened.copy()
     reopened.attrs = {name: reopened.attrs[name] for name in saved.attrs}
     for name, variable in reopened.variables.items():
@@ -102,7 +102,7 @@ def test_any_dataset_is_restored(engine: str, options: dict[str, Any], ds: xr.Da
 
 
 def model() -> xr.Dataset:
-    """Make a Dataset of which a file has much to say."""
+    """Return a Dataset with coordinates, attributes and many types."""
     return xr.Dataset(
         {
             "w": (("y", "x"), np.arange(6.0).reshape(2, 3), {"units": "m", "of": {"a": [1, None]}}),
@@ -121,7 +121,7 @@ def model() -> xr.Dataset:
 
 @with_room
 class TestOptions:
-    """Those of opening."""
+    """Options of opening."""
 
     @pytest.fixture
     def path(self, engine: str, options: dict[str, Any], tmp_path: Path) -> Path:

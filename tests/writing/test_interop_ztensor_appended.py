@@ -1,4 +1,4 @@
-"""Files that grew, read by the reference implementations of both versions."""
+"""Appended files, read by the reference implementations of both versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ old_release = written.old_release  # a fixture
 
 
 def grown(path: Path, **options: Any) -> dict[str, np.ndarray]:
-    """Write a file and append to it twice, once in place of a tensor, and give what it holds."""
+    """Write a file, append to it twice, once replacing a tensor, and return its contents."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.random((20, 30)) for name in "abc"} | {"i": np.arange(5)}
     generations = [("a", "i"), ("b", "c"), ("a",)]

@@ -1,4 +1,4 @@
-"""Manifests: the same for all that holds the same, and whatever differs is named."""
+"""Manifests: equal for equal content, and every difference is named."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "m.safetensors"
 
 
-def found(path: Any, expected: Any) -> list[tuple[str, str | None, str | None]]:
-    """What verify finds, with rules and files in short."""
+def findings_of(path: Any, expected: Any) -> list[tuple[str, str | None, str | None]]:
+    """Return the findings of verify as rule, tensor and file name."""
     report = verify(path, manifest=expected)
     assert report.ok == (not [f for f in report.findings if f.severity == "error"])
     return [
@@ -53,7 +53,7 @@ def found(path: Any, expected: Any) -> list[tuple[str, str | None, str | None]]:
 
 
 class TestEqualContent:
-    """The digest is that of the elements as numpy has them."""
+    """Return the digest of the elements in numpy's layout."""
 
     @pytest.mark.parametrize("name", WRITABLE)
     @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
@@ -174,7 +174,7 @@ class TestEqualContent:
             "the same elements are stored as float32, not bfloat16"
         }
         xckpt.save(dataset(WEIGHTS), tmp_path / "n.npz")  # which were not rounded
-        assert [rule for rule, _, _ in found(tmp_path / "n.npz", expected)] == [
+        assert [rule for rule, _, _ in findings_of(tmp_path / "n.npz", expected)] == [
             "File",
             *["Elements"] * 4,
         ]
@@ -191,9 +191,9 @@ class TestDifferences:
             at = tensor.parts["data"].offset + int(RNG.integers(tensor.nbytes))
             data[at] ^= 1 << int(RNG.integers(8))
             model.write_bytes(data)
-            assert ("Elements", name, None) in found(model, expected)
+            assert ("Elements", name, None) in findings_of(model, expected)
         # All of them by now.
-        assert found(model, expected)[0] == ("File", None, None)
+        assert findings_of(model, expected)[0] == ("File", None, None)
 
     @pytest.fixture
     def shards(self, tmp_path: Path) -> Callable[[str, float], Path]:
@@ -210,7 +210,7 @@ class TestDifferences:
         old, new = shards("old", 0), shards("new", 1)
         expected, shard = manifest(new), "m-00002-of-00002.safetensors"
         shutil.copyfile(old.with_name(shard), new.with_name(shard))
-        assert found(new, expected) == [
+        assert findings_of(new, expected) == [
             ("File", None, shard),
             ("Elements", "layers.2.w", shard),
             ("Elements", "layers.3.w", shard),
@@ -219,7 +219,7 @@ class TestDifferences:
             verify(new, manifest=expected)
         )
         # A stale step, as a whole.
-        assert [rule for rule, _, _ in found(old, expected)].count("Elements") == 4
+        assert [rule for rule, _, _ in findings_of(old, expected)].count("Elements") == 4
 
     def test_shards_that_changed_places(self, shards: Callable[[str, float], Path]) -> None:
         index = shards("m", 0)
@@ -246,7 +246,7 @@ class TestDifferences:
         arrays["more"] = arrays.pop("layers.1.w") + 1
         arrays["layers.2.w"] = arrays["layers.2.w"].T
         xckpt.save(dataset(arrays), model, overwrite=True)
-        assert sorted(found(model, expected)) == [
+        assert sorted(findings_of(model, expected)) == [
             ("Extra", "more", None),
             ("Missing", "layers.1.w", None),
             ("Renamed", "layers.0.w", None),
@@ -260,15 +260,15 @@ class TestDifferences:
         expected = manifest(model)
         xckpt.save(dataset({"layers.3.w": WEIGHTS["layers.3.w"]}), model, overwrite=True)
         assert verify(model, manifest=expected, tensors="*.3.*").findings == ()
-        assert found(model, manifest(dataset(WEIGHTS), tensors="*.3.*")) == []
-        assert [finding[:2] for finding in found(model, expected)] == [
+        assert findings_of(model, manifest(dataset(WEIGHTS), tensors="*.3.*")) == []
+        assert [finding[:2] for finding in findings_of(model, expected)] == [
             ("Missing", f"layers.{n}.w") for n in range(3)
         ]
         with pytest.raises(ValueError, match="matches none"):
             verify(model, manifest=expected, tensors="absent")
 
     def test_checkpoints_without_common_tensors(self, model: Path) -> None:
-        rules = [rule for rule, _, _ in found(model, manifest(dataset({"z": np.ones(3)})))]
+        rules = [rule for rule, _, _ in findings_of(model, manifest(dataset({"z": np.ones(3)})))]
         assert rules == ["Missing"] + ["Extra"] * 4
 
     @pytest.mark.parametrize("path", golden_files("ztensor/v2_forward_compat.zt"))
@@ -286,13 +286,13 @@ class TestDifferences:
         data = bytearray(path.read_bytes())
         data[xckpt.read_index(path).tensors["layers.1.w"].parts["data"].offset] ^= 1
         path.write_bytes(data)
-        assert found(path, expected) == [("Digest", "layers.1.w", None)]
+        assert findings_of(path, expected) == [("Digest", "layers.1.w", None)]
         with pytest.raises(xckpt.IntegrityError, match=r"m\.zt: tensor 'layers\.1\.w'"):
             manifest(path)
 
 
 class TestManifestFile:
-    """JSON that is the same for the same content; what is wrong with it is told."""
+    """JSON that is equal for equal content; malformed files are errors."""
 
     def test_manifest_is_written_and_read(self, tmp_path: Path) -> None:
         written = manifest(dataset({name: np.arange(3) for name in HOSTILE}))

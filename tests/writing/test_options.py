@@ -1,4 +1,4 @@
-"""Options of formats have types, and there is one for each."""
+"""Options of formats and their types."""
 
 from __future__ import annotations
 

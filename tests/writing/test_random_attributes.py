@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.writing.attributes import missing
 from tests.writing.saved import ENGINES, OPTIONS
-from tests.writing.test_attributes import index_of, told
+from tests.writing.test_attributes import index_of, warning_of
 from xckpt import CheckpointError, formats, read_index
 from xckpt.writing import convert, fitting, save
 
@@ -55,11 +55,11 @@ def test_attributes_come_back_or_are_named(engine: str, data: st.DataObject) -> 
     with tempfile.TemporaryDirectory() as folder, patch.object(fitting, "_SHOWN_NAMES", 1000):
         path = Path(folder) / "m"
         try:
-            text = told(save, ds, path, engine, **options)
+            text = warning_of(save, ds, path, engine, **options)
         except (CheckpointError, TypeError, ValueError):
             return  # refused before anything is written
         index = read_index(path)
         assert missing(index_of(ds), index, text) == []
         # The file has no more to lose.
-        assert told(convert, path, Path(folder) / "again", engine, **options) == ""
+        assert warning_of(convert, path, Path(folder) / "again", engine, **options) == ""
         assert missing(index, read_index(Path(folder) / "again"), "") == []

@@ -1,4 +1,4 @@
-"""Writers that are killed, disks that are full, clusters: the old file, or the new one."""
+"""Killed writers, full disks and clusters leave the old file or the new one."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def test_an_error_while_writing_names_the_file_as_the_user_does(
 def test_a_damaged_temporary_file_is_an_error_with_the_path(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is compressed is computed into a file of its own first."""
+    """Compressed tensors are computed into a separate file first."""
 
     def touched(sink: Sink) -> Sink:
         spool = another(sink)
         if damage == "gone":
             Path(spool.path).unlink()
-        monkeypatch.setattr(Sink, "resize", lambda *_: None)  # nobody gives it its size
+        monkeypatch.setattr(Sink, "resize", lambda *_: None)  # the file keeps its size
         return spool
 
     another = Sink.another
@@ -186,7 +186,7 @@ for count, attempt in enumerate(attempts(), 1):
 print(count, "intact")
 """
 
-# A file system of its own for the processes that it starts, gone with them; needs no superuser
+# A file system for the processes that it starts, gone with them; needs no superuser
 # where namespaces of users are allowed.
 MOUNT = 'mount -t tmpfs -o size=4m tmpfs "$1" && shift && exec "$@"'
 

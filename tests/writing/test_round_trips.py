@@ -1,4 +1,4 @@
-"""Whatever a format takes it gives back: any types, shapes, memory layouts, names, attributes."""
+"""Round trips of any types, shapes, memory layouts, names and attributes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_values(engine: str, data: Any) -> None:
     keys = st.text("abcXYZ019_", min_size=1, max_size=8)
     drawn = data.draw(st.dictionaries(keys, arrays(engine), min_size=1, max_size=4))
     options = OPTIONS.get(engine, {})
-    # Threads have tests of their own, and take longer to wake than these arrays to compute.
+    # Other tests cover threads, which take longer to start than these arrays to compute.
     with tempfile.TemporaryDirectory() as folder, dask.config.set(scheduler="sync"):
         first, second = Path(folder) / "first", Path(folder) / "second"
         save(dataset(drawn), first, engine, **options)

@@ -1,4 +1,4 @@
-"""Saving: what is opened again is what was saved, bit for bit, however the arrays came."""
+"""Saved values are read back bit for bit, whatever the kind of array."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_bytes_equal_those_of_the_package(tmp_path: Path) -> None:
     }
     saved |= {"scalar": np.array(2.5), "none": np.zeros((3, 0), "f4"), 'ü"\x01': np.zeros(2, "?")}
     safetensors.numpy.save_file(saved, tmp_path / "theirs", {"format": "pt"})
-    # Another order of the variables would be something to say.
+    # Another order of the variables would be stored too.
     ds = dataset(**{name: saved[name] for name in read_index(tmp_path / "theirs").tensors})
     ds.attrs = {"format": "pt"}
     save(ds, tmp_path / "ours", "safetensors")

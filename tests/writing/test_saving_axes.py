@@ -1,4 +1,4 @@
-"""Names of axes that could not be shown are written as the file has them, unless changed."""
+"""Names of axes that could not be shown are written as stored, unless changed."""
 
 from __future__ import annotations
 

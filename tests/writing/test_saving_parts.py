@@ -1,4 +1,4 @@
-"""Tensors that are open as their parts are saved as the tensors that they are."""
+"""Tensors that are opened as parts are saved as whole tensors."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ ODD = {**PER_TENSOR, "value": "E2M1", "store": {"PackedNative": 0}}
 
 
 def clashing_burnpack() -> bytes:
-    """Write tensors of which parts are shown, beside some that are called like these parts."""
+    """Write tensors that open as parts, next to tensors that are named like these parts."""
     values = np.arange(2, dtype="f4")
     tensors = {
         "w": quantized((2, 4), bytes(range(8)) + values[1:].tobytes(), QUANTISED),

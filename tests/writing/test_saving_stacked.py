@@ -212,7 +212,7 @@ def test_renamed_dimensions_are_an_error_that_says_what_to_do(tmp_path: Path) ->
 
 
 def test_thousands_of_members_take_no_longer_than_flat_tensors(tmp_path: Path) -> None:
-    """A quadratic step would take a minute; what is measured is a fifth of a second."""
+    """A quadratic step would take a minute; the measured time is a fifth of a second."""
     arrays = {
         f"layers.{i // 8}.experts.{i % 8}.w": ("i", np.full(16, i, "f4")) for i in range(2000)
     }

@@ -54,7 +54,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 
 
 def scalars_of(path: Path) -> dict[str, tuple[str, str, bytes | None]]:
-    """Give what a file says of scalars, to the last bit."""
+    """Return the scalars of a file, exact to the last bit."""
     return {
         name: (tensor.attrs["scalar"], tensor.dtype, tensor.parts["data"].inline)
         for name, tensor in read_index(path).tensors.items()
@@ -105,7 +105,7 @@ def test_scalars_survive_another_format(engine: str, record: Path, tmp_path: Pat
 
 def test_changed_scalars(record: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(record)
-    with xr.set_options(keep_attrs=True):  # as is the default of later releases
+    with xr.set_options(keep_attrs=True):  # the default of later releases
         ds["lr"] = ds["lr"] * 0.5
         ds["count"] = ds["count"] - 1
     ds["yes"] = ds["yes"].copy(data=False)

@@ -1,4 +1,4 @@
-"""A checkpoint of several files: never one of old and new ones."""
+"""Checkpoints of several files never mix old and new ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xckpt.storage.sink import Sink
 from xckpt.storage.source import sources_of
 from xckpt.writing import convert, save, verify
 
-# What is written by others while threads wait is tried elsewhere.
+# Other tests cover writers that run while threads wait.
 pytestmark = pytest.mark.usefixtures("in_this_thread")
 
 RANKS = 4
@@ -124,7 +124,7 @@ def write():
 
 
 def complete(path: Path) -> set[float]:
-    """Return all values of a checkpoint, which has to be complete; it may say how it got there."""
+    """Return all values of a checkpoint, which must be complete; warnings are allowed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         index = read_index(path)

@@ -1,4 +1,4 @@
-"""Sparse arrays: written sparse, from memory and from dask, and what was sparse stays so."""
+"""Sparse arrays from memory and from dask are written sparse."""
 
 from __future__ import annotations
 

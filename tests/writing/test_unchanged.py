@@ -1,4 +1,4 @@
-"""What was opened and not changed is written as it was stored, as `convert` writes it."""
+"""Unmodified objects are written as they were stored, as `convert` writes them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ WAYS: dict[str, Callable[[Path, str], Any]] = {
         pickle.dumps(xr.open_dataset(path, engine=engine))
     ),
 }
-# Where nothing but the variable remembers how it was stored; what is computed of others is dense.
+# Only the variable remembers how it was stored; computed values of others are dense.
 COMPUTED: dict[str, Callable[[Path, str], Any]] = {
     "loaded": lambda path, engine: xr.open_dataset(path, engine=engine).load(),
     "loaded tree": lambda path, engine: xr.open_datatree(path, engine=engine).load(),
     "chunked": lambda path, engine: xr.open_dataset(path, engine=engine, chunks="auto").chunk(),
 }
 DENSE = {"gptrs", "mlcp", "primitiv", "safetensors"}
-# What is made anew of a checkpoint of MLCP.
+# Fields that are made anew in a checkpoint of MLCP.
 ANEW = {
     *("payload", "metadata_json", "shards", "tensorInfos"),
     *("sharding", "shardingStrategy", "format", DIMS_KEY),
@@ -62,7 +62,7 @@ ANEW = {
 
 
 def written(write: Callable[[Path], object], path: Path) -> dict[str, bytes] | str:
-    """Write a checkpoint to a folder of its own; return its files, or what went wrong."""
+    """Write a checkpoint to a new folder; return its files, or the error."""
     path.parent.mkdir()
     try:
         write(path)
@@ -113,7 +113,7 @@ def described(index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _dtype(tensor: Tensor, format: str) -> str:
-    # Of what is shown as its parts a manifest has none, or one that means nothing.
+    # Manifests lack tensors that are shown as parts, or have a meaningless entry.
     if tensor.layout == "structural":
         return ""
     return choose_type(tensor.dtype, formats.get(format).can.types, "exact", tensor=tensor.name)

@@ -1,4 +1,4 @@
-"""Verifying: what is whole is said to be, and each kind of damage is one finding."""
+"""Verifying: intact files are called intact, and each kind of damage is one finding."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_arrays_in_members_that_are_longer(kind: str, method: int, tmp_path: Pat
     entry = content.index(b"PK\1\2")
     if kind == "longer by the directory":
         size = struct.pack("<I", len(data) + 5)
-        # What is stored ends where the directory says, in the directory itself.
+        # Only the directory states the larger size.
         content[entry + 24 : entry + 28] = size
         if method == zipfile.ZIP_STORED:
             content[entry + 20 : entry + 24] = size
@@ -180,6 +180,6 @@ def test_malformed_golden_files_are_damaged(path: Path) -> None:
 
 
 def may_be_whole(path: Path) -> bool:
-    """Whether the text next to a file lets readers take it, or it is part of another one."""
+    """Return whether the text next to a file allows reading it, or it is part of another file."""
     verdict = path.with_suffix(".txt").read_text("utf-8")
     return verdict.startswith(("[either]", "[open] open", "[with "))

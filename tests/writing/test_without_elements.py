@@ -1,4 +1,4 @@
-"""Tensors without elements: nothing is read of them, and nothing can be missing."""
+"""Tensors without elements are never read and never missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_values(folder: Path) -> Path:
 
 
 def without_files(folder: Path) -> Path:
-    """Write the metadata of a checkpoint of MLCP, the data of which are lost."""
+    """Write the metadata of an MLCP checkpoint without its data."""
     full = tensor("w", np.ones(2, "f4"))
     path = write_set(folder, [[full, *(tensor(n, a) for n, a in EMPTY.items())]])
     (folder / "m_shard_0.shard").unlink()

@@ -1,4 +1,4 @@
-"""A small model as Hugging Face has it: what `llama.rs` made the Burnpack files next to it of."""
+"""A small model in the layout of Hugging Face, from which `llama.rs` made the Burnpack files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS, WIDTH, INNER, KEYS, WORDS = 2, 16, 40, 8, 48
 
 
 def tensors() -> dict[str, Array]:
-    """Return all tensors: numbers between -1 and 1, of which no two are equal."""
+    """Return all tensors, with distinct values between -1 and 1."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (WORDS, WIDTH)}
     for layer in range(LAYERS):
         base = f"model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""Streams that are written: what our readers and others' make of them, however bytes come."""
+"""Compressed streams are decoded by this package and by others, for any cuts of the input."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_the_size_of_a_stream_is_that_of_its_frames(monkeypatch: pytest.MonkeyPa
     }
     for stored, expected in streams.items():
         assert stated_nbytes(stored, len(stored)) == expected
-    # The beginning of a stream, of which a frame goes on behind it.
+    # The beginning of a stream whose last frame is incomplete.
     for head in (18, 100, len(sized) - 1):
         assert stated_nbytes(sized[:head], len(sized)) == len(DATA)
     assert stated_nbytes((skipped + sized)[:20], len(skipped + sized)) is None
@@ -161,7 +161,7 @@ def test_a_stream_cut_anywhere_is_an_error(kind: str) -> None:
 
 
 def broken(call: Callable[..., object], *args: object) -> bool:
-    """Tell whether a call fails, and check that it fails as it should."""
+    """Return whether a call fails, and check the type of the error."""
     try:
         call(*args)
     except FormatError as error:
