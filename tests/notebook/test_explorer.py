@@ -176,7 +176,7 @@ def test_a_missing_row_selects_nothing(opened: Opened, row: int) -> None:
 
 
 def test_only_tensors_can_be_selected(opened: Opened) -> None:
-    with pytest.raises(traitlets.TraitError, match=r"there is no tensor 'a\\u202e' here"):
+    with pytest.raises(traitlets.TraitError, match=r"the explorer has no tensor 'a\\u202e'"):
         opened.explorer.selected = "a\u202e"
     assert opened.explorer.selected is None
 

@@ -1,8 +1,8 @@
 """Summaries of checkpoints as text and HTML, the explorer, and the IPython extension.
 
-A summary is made from rows of tensors, never from their bytes. The room may import the `Index`,
-`labels`, and the modules below them, but neither Datasets nor files. Read `folding` first: it
-turns names of tensors into patterns; `summary` builds on it, and `text` and `html` render that.
+A summary needs only rows of metadata, never the bytes of tensors. The room may import the `Index`,
+`labels`, and the modules below them, but neither Datasets nor files. Read `folding` first, which
+turns names of tensors into patterns. `summary` builds on it; `text` and `html` render a summary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports as documents: headings, sentences, tables, pictures and summaries, as HTML or Markdown.
 
-Both hold all that they show: nothing is requested, nothing runs. What names and sentences from
-files have of markup is escaped, and a page of HTML forbids its reader to load or run anything.
+Both are self-contained: they request nothing and run nothing. Markup in names and sentences from
+files is escaped, and the policy of an HTML page forbids browsers to load or run anything.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>|~$&#@!])")
 
 
 class Field(NamedTuple):
-    """A column of a table: its title, and what it has, which says how that is written."""
+    """A column of a table: its title, and the kind of its cells."""
 
     title: str
-    kind: str = "text"  # or "name", which is code, or "number"
+    kind: str = "text"  # or "name", which is written as code, or "number"
 
 
 class Document(ABC):
-    """What a report is written to, from its beginning to its end."""
+    """A report that is written piece by piece, from beginning to end."""
 
     _heading: str
     _paragraph: str
@@ -69,7 +69,7 @@ class Document(ABC):
         self._pieces.append(self._paragraph.format(self._text(sentence, _LONGEST_SENTENCE)))
 
     def table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        """Add a table of texts."""
+        """Add a table of cells with text."""
         table = []
         for row in rows:
             cells = []
@@ -82,14 +82,14 @@ class Document(ABC):
 
     @abstractmethod
     def summary(self, summary: Summary) -> None:
-        """Add what a checkpoint holds."""
+        """Add the summary of a checkpoint."""
 
     def picture(self, markup: str, caption: str) -> None:  # noqa: B027  Markdown has none
-        """Add an image or a drawing, which is HTML, where there can be one."""
+        """Add an image or a drawing as HTML, if the document can have one."""
 
     @abstractmethod
     def finish(self) -> str:
-        """Return all of it."""
+        """Return the whole document as text."""
 
     @abstractmethod
     def _text(self, content: str, width: int = _WIDEST_CELL) -> str: ...
@@ -111,7 +111,7 @@ class HtmlDocument(Document):
         return escape(shortened(printable(content), width))
 
     def _code(self, name: str) -> str:
-        """Write a name that breaks after dots and slashes, or in very long words."""
+        """Write a name as code that may break after dots and slashes, and within long words."""
         short = shortened(printable(name), _WIDEST_CELL)
         return f"<code>{html.breaking(short)}</code>" if name else ""
 
@@ -147,7 +147,7 @@ class HtmlDocument(Document):
 
 
 class MarkdownDocument(Document):
-    """A page of Markdown, as GitHub reads it; it has no pictures."""
+    """A page of Markdown in the dialect of GitHub, without pictures."""
 
     _heading = "## {}"
     _paragraph = "{}"
@@ -156,7 +156,7 @@ class MarkdownDocument(Document):
         return _MARKUP.sub(r"\\\1", shortened(printable(content), width))
 
     def _code(self, name: str) -> str:
-        """Write a name so that nothing in it is markup, not even of the table that it is in."""
+        """Write a name as code, with all markup escaped, table separators included."""
         content = shortened(printable(name), _WIDEST_CELL)
         if not content:
             return ""
@@ -183,5 +183,5 @@ class MarkdownDocument(Document):
 
 
 def _longest_run(content: str) -> int:
-    """Return how many backticks follow each other, at most."""
+    """Return the length of the longest run of backticks."""
     return max(map(len, re.findall("`+", content)), default=0)

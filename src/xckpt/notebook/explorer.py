@@ -1,7 +1,7 @@
-"""`Explorer`: a widget to search 100,000 tensors and look at the statistics of one or all.
+"""`Explorer`: a widget to search 100,000 tensors, and to compute statistics of one or all of them.
 
 The browser has the rows as columns of bytes, and searches, filters and sorts them
-(``explorer.js``). The functions that compute statistics run in a thread, so the kernel stays free.
+(``explorer.js``). Statistics are computed in a thread, so the kernel stays responsive.
 
 The two sides exchange messages with arrays as buffers::
 
@@ -53,7 +53,7 @@ _BATCH_ROWS = 512
 _BATCH_NBYTES = 64 << 20
 _SECONDS_BETWEEN_REPORTS = 0.1
 _LONGEST_REASON = 300
-# Findings that have no meaning for codes.
+# Rules that do not apply to codes of quantised weights.
 _OF_WEIGHTS = {"constant", "exploding"}
 
 
@@ -79,7 +79,7 @@ class _Table(anywidget.AnyWidget):
 
     def __init__(self, rows: Sequence[Row], statistics: Sequence[str]) -> None:
         names = [row.name for row in rows]
-        # JavaScript counts in units of UTF-16.
+        # JavaScript counts the units of UTF-16.
         units = [
             len(n) if n.isascii() else len(n.encode("utf-16-le", "surrogatepass")) // 2
             for n in names
@@ -88,10 +88,10 @@ class _Table(anywidget.AnyWidget):
         kinds, kind = _numbered([(row.dtype, row.storage) for row in rows])
         shapes, shape = _numbered([(r.shape, UNKNOWN if r.dtype == UNKNOWN else "") for r in rows])
         nbytes = np.array([float(row.nbytes) for row in rows], "<f8")
-        # The colours of the summary: by element type, most bytes first.
+        # The same colours as in the summary: by element type, most bytes first.
         dtypes, dtype = _numbered([row.dtype for row in rows])
         sums = np.bincount(dtype, nbytes, len(dtypes))
-        colors = html.colors_of(dtypes[at] for at in np.argsort(-sums, kind="stable"))
+        colors = html.colors_of(dtypes[n] for n in np.argsort(-sums, kind="stable"))
         super().__init__(
             _names="".join(names).encode("utf-8", "replace"),
             _lengths=lengths.tobytes(),
@@ -109,12 +109,12 @@ class _Table(anywidget.AnyWidget):
 def _numbered(values: Sequence[Any]) -> tuple[list[Any], NDArray[np.uint32]]:
     """Return the distinct values, and the position of each value among them."""
     numbers: dict[Any, int] = {}
-    at = [numbers.setdefault(value, len(numbers)) for value in values]
-    return list(numbers), np.array(at, "<u4")
+    positions = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), np.array(positions, "<u4")
 
 
 class _RowFinding(NamedTuple):
-    """A finding as the browser gets it."""
+    """A finding in the form that is sent to the browser."""
 
     row: int
     rule: str
@@ -124,14 +124,14 @@ class _RowFinding(NamedTuple):
 
 
 class CancelledError(Exception):
-    """Nobody wants the result of a job any more."""
+    """The job was cancelled, or replaced by a newer one."""
 
 
 class Background:
-    """Runs the newest of its jobs, in a thread that ends with the process.
+    """A daemon thread that runs one job, until a newer job replaces it.
 
-    A job is called with a function that raises once another job has taken its place. `failed` is
-    called in that thread with the error of a job that was not cancelled.
+    A job is called with a function that raises `CancelledError` once the job was replaced or
+    cancelled. `failed` is called in the thread with any other error.
     """
 
     def __init__(self, failed: Callable[[Exception], object]) -> None:
@@ -141,7 +141,7 @@ class Background:
         self._thread: Thread | None = None
 
     def start(self, job: Callable[[Callable[..., None]], object]) -> None:
-        """Run a job in place of the one that is running."""
+        """Run a job, and cancel the running one."""
         with self._lock:
             self._stop.set()
             self._stop = Event()
@@ -149,7 +149,7 @@ class Background:
             self._thread.start()
 
     def cancel(self) -> None:
-        """Stop the job that is running, if any, when it next checks."""
+        """Stop the running job, if any, at its next check."""
         self._stop.set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -173,33 +173,33 @@ class Background:
 
 
 class Explorer(ipywidgets.VBox):
-    """Tensors to search, sort and look at.
+    """A widget to search, sort and examine tensors.
 
-    Where widgets do not run (GitHub, nbviewer, a saved notebook) the summary is shown instead.
+    If widgets cannot run (GitHub, nbviewer, a saved notebook), the summary is shown instead.
 
     Parameters
     ----------
     rows : sequence of Row
-        The tensors in file order, with unique names.
+        Tensors in file order, with unique names.
     summary : Summary
-        What to show where widgets do not run.
+        Summary to show if widgets cannot run.
     statistics : sequence of str
-        Names of what `compute` returns.
+        Names of the statistics that `compute` returns.
     compute : Compute
-        Returns what is computed of those of the named tensors that have statistics; called in a
-        thread.
+        Function that returns the statistics and findings of named tensors; called in a thread.
+        Tensors without statistics are missing in the result.
     histogram : Histogram
-        Computes a histogram; called in a thread.
+        Function that computes the histogram of a tensor; called in a thread.
     code : callable
-        Returns the Python expression for the tensor of a name.
+        Function that returns the Python expression for a tensor, by name.
     computed : KnownResults, optional
-        What is known already.
+        Statistics and findings that are already available.
 
     Attributes
     ----------
     selected : str or None
-        Name of the tensor that is selected. Setting it selects another one; `observe` reports
-        changes.
+        Name of the selected tensor. Assign to it to select another tensor, and use `observe` to
+        follow changes.
 
     Examples
     --------
@@ -261,7 +261,7 @@ class Explorer(ipywidgets.VBox):
     def _checked(self, proposal: Any) -> str | None:
         name: str | None = proposal["value"]
         if name is not None and name not in self._row_of:
-            raise traitlets.TraitError(f"there is no tensor {shown(name)} here")
+            raise traitlets.TraitError(f"the explorer has no tensor {shown(name)}")
         return name
 
     @traitlets.observe("selected")
@@ -280,16 +280,16 @@ class Explorer(ipywidgets.VBox):
         self.selected = self._names[row] if 0 <= row < len(self._names) else None
 
     def _describe(self, row: int, check: Callable[..., None]) -> None:
-        """Compute and send what is shown of the selected tensor."""
+        """Compute the statistics and the histogram of a tensor, and send them to the browser."""
         check()
-        told = time.monotonic()
+        last_report = time.monotonic()
 
         def report(done: int, total: int) -> None:
-            nonlocal told
+            nonlocal last_report
             check()
-            if time.monotonic() - told >= _SECONDS_BETWEEN_REPORTS:
-                told = time.monotonic()
-                self._tell({"tell": "working", "row": row, "share": done / max(1, total)})
+            if time.monotonic() - last_report >= _SECONDS_BETWEEN_REPORTS:
+                last_report = time.monotonic()
+                self._post({"tell": "working", "row": row, "share": done / max(1, total)})
 
         if row not in self._known:
             self._describe_rows([row], report)
@@ -297,22 +297,22 @@ class Explorer(ipywidgets.VBox):
             return
         edges, counts = self._histogram(self._names[row], check)
         arrays = [np.ascontiguousarray(array, "<f8") for array in (edges, counts)]
-        self._tell({"tell": "histogram", "row": row}, *arrays)
+        self._post({"tell": "histogram", "row": row}, *arrays)
 
     # --- computing -------------------------------------------------------------------------------
 
     def _hear(self, _widget: Any, message: Any, buffers: Sequence[Any]) -> None:
-        """Do what a view asks for."""
-        asked = message.get("ask")
-        if asked == "known":
-            self._tell_known(list(self._known), self._found)
+        """Answer a message from a view."""
+        request = message.get("ask")
+        if request == "known":
+            self._post_results(list(self._known), self._found)
             for row, reason in self._failed.items():
-                self._tell({"tell": "failed", "row": row, "reason": reason})
-        elif asked == "compute" and not self._table._busy:  # noqa: SLF001
+                self._post({"tell": "failed", "row": row, "reason": reason})
+        elif request == "compute" and not self._table._busy:  # noqa: SLF001
             rows = np.frombuffer(buffers[0], "<u4").tolist()
-            wanted = [row for row in rows if row < len(self._names) and row not in self._known]
+            missing = [row for row in rows if row < len(self._names) and row not in self._known]
             self._table._busy = True  # noqa: SLF001
-            self._many.start(lambda check: self._describe_all(wanted, check))
+            self._many.start(lambda check: self._describe_all(missing, check))
 
     def _describe_all(self, rows: Sequence[int], check: Callable[..., None]) -> None:
         self._progress.begin(len(rows), sum([self._nbytes[row] for row in rows]))
@@ -358,62 +358,62 @@ class Explorer(ipywidgets.VBox):
             self._describe_rows(rows[:middle], report)
             self._describe_rows(rows[middle:], report)
             return
-        self._tell_known(*self._keep(results))
+        self._post_results(*self._keep(results))
         for row in rows:
             if row not in self._known:
                 self._fail(row, "It has no statistics: its elements are not numbers.")
 
-    def _keep(self, found: KnownResults) -> tuple[list[int], list[_RowFinding]]:
-        """Remember results; return the rows with statistics, and their findings."""
-        rows = [self._row_of[name] for name in found.statistics if name in self._row_of]
+    def _keep(self, results: KnownResults) -> tuple[list[int], list[_RowFinding]]:
+        """Store results; return the rows with statistics, and their findings."""
+        rows = [self._row_of[name] for name in results.statistics if name in self._row_of]
         for row in rows:
             values = self._known[row] = np.full(len(self._columns), np.nan)
-            for name, value in found.statistics[self._names[row]].items():
+            for name, value in results.statistics[self._names[row]].items():
                 if name in self._columns:
                     values[self._columns[name]] = value
             self._failed.pop(row, None)
-        wrong = [
+        findings = [
             _RowFinding(
-                self._row_of[each.tensor],
-                word(each.rule),
-                each.severity,
-                f"{each.value:.6g}",  # JSON has no infinities
-                shortened(printable(each.explanation), _LONGEST_REASON),
+                self._row_of[finding.tensor],
+                word(finding.rule),
+                finding.severity,
+                f"{finding.value:.6g}",  # JSON has no infinities
+                shortened(printable(finding.explanation), _LONGEST_REASON),
             )
-            for each in found.findings
-            if each.tensor in self._row_of
-            and not (each.rule in _OF_WEIGHTS and self._codes[self._row_of[each.tensor]])
+            for finding in results.findings
+            if finding.tensor in self._row_of
+            and not (finding.rule in _OF_WEIGHTS and self._codes[self._row_of[finding.tensor]])
         ]
-        self._found += wrong
-        return rows, wrong
+        self._found += findings
+        return rows, findings
 
-    def _tell_known(self, rows: Collection[int], wrong: Collection[_RowFinding]) -> None:
-        if wrong:
-            self._tell({"tell": "findings", "found": [tuple(finding) for finding in wrong]})
+    def _post_results(self, rows: Collection[int], findings: Collection[_RowFinding]) -> None:
+        if findings:
+            self._post({"tell": "findings", "found": [tuple(finding) for finding in findings]})
         if rows:
             values = np.array([self._known[row] for row in rows], "<f8")
-            self._tell({"tell": "statistics"}, np.array(rows, "<u4"), values)
+            self._post({"tell": "statistics"}, np.array(rows, "<u4"), values)
 
     def _fail(self, row: int, reason: str) -> None:
         self._failed[row] = reason
-        self._tell({"tell": "failed", "row": row, "reason": reason})
+        self._post({"tell": "failed", "row": row, "reason": reason})
 
     def _stopped(self, error: Exception) -> None:
         """Show why a job ended early."""
-        self._tell({"tell": "stopped", "reason": _reason(error)})
+        self._post({"tell": "stopped", "reason": _reason(error)})
 
-    def _tell(self, message: dict[str, Any], *arrays: NDArray[Any]) -> None:
+    def _post(self, message: dict[str, Any], *arrays: NDArray[Any]) -> None:
         self._table.send(message, [array.tobytes() for array in arrays])
 
 
 def _reason(error: Exception) -> str:
-    # The reason alone, where there is one: the whole message has the path.
+    # Prefer the reason, because the whole message has the path.
     reason = str(getattr(error, "reason", "") or error) or type(error).__name__
     return shortened(printable(reason), _LONGEST_REASON)
 
 
 class _ProgressBar(ipywidgets.HBox):
-    """A bar, figures and a button while all statistics are being computed; else nothing."""
+    """A progress bar with figures and a cancel button, hidden unless a computation runs."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self._bar = ipywidgets.FloatProgress(max=1.0, layout={"width": "240px"})
@@ -421,26 +421,26 @@ class _ProgressBar(ipywidgets.HBox):
         self._button = ipywidgets.Button(description="Cancel", layout={"width": "auto"})
         self._button.on_click(lambda _: cancel())
         self._rows = self._nbytes = 0
-        self._told = 0.0
+        self._last_report = 0.0
         layout = {"display": "none", "align_items": "center", "flex_flow": "row wrap"}
         super().__init__(children=[self._bar, self._figures, self._button], layout=layout)
 
     def begin(self, rows: int, nbytes: int) -> None:
-        """Show up."""
-        self._rows, self._nbytes, self._told = rows, nbytes, 0.0
+        """Show the bar at zero."""
+        self._rows, self._nbytes, self._last_report = rows, nbytes, 0.0
         self.report(0, 0)
         self.layout.display = "flex"
 
     def report(self, rows: int, nbytes: int) -> None:
-        """Show how far it is, not too often."""
+        """Update the bar, but not more often than the browser can show."""
         now = time.monotonic()
-        if now - self._told < _SECONDS_BETWEEN_REPORTS:
+        if now - self._last_report < _SECONDS_BETWEEN_REPORTS:
             return
-        self._told = now
+        self._last_report = now
         self._bar.value = min(1.0, nbytes / self._nbytes) if self._nbytes else 0.0
         sizes = f"{binary_size(nbytes)} of {binary_size(self._nbytes)}"
         self._figures.value = f"{rows:,} of {self._rows:,} tensors, {sizes}"
 
     def end(self) -> None:
-        """Go away."""
+        """Hide the bar."""
         self.layout.display = "none"

@@ -1,14 +1,14 @@
-"""In IPython, large Datasets and trees of checkpoints are shown as the folded summary.
+"""An IPython extension that shows large Datasets and trees of checkpoints as folded summaries.
 
-xarray's own HTML takes time that grows with the square of the number of variables, minutes and
-50 MB for 18,000 (https://github.com/pydata/xarray/issues/8173), and an engine cannot change how a
-Dataset is shown. So opening a checkpoint loads this extension; see
-`xckpt.registration.register_formatter`. The option ``xckpt.summary-above`` of dask's configuration
-is the number of variables above which a Dataset is large; None is never. Formatters that others
-registered for a type of content come first.
+The time for xarray's own HTML grows with the square of the number of variables: minutes and 50 MB
+for 18,000 (https://github.com/pydata/xarray/issues/8173). A backend cannot change how a Dataset is
+shown, so opening a checkpoint loads this extension; see `xckpt.registration.register_formatter`.
+The option ``xckpt.summary-above`` in dask's configuration is the number of variables above which a
+Dataset is large; None switches summaries off. Formatters that other packages registered for a type
+of content come first.
 
-It also lets IPython complete names of tensors in ``ds.ckpt["``: by default it looks up no attribute
-of a Dataset when Tab is pressed, since any class may compute something there.
+The extension also makes Tab complete names of tensors in ``ds.ckpt["``. By default, IPython reads
+no attributes of a Dataset for this, because a property may be slow or have side effects.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from xckpt import registration
 _OPTION = "xckpt.summary-above"
 _MOST_VARIABLES = 500
 _BUNDLED = ("text/plain", "text/html")
-# Short, as all of it has to fit into a line of text.
+# This has to fit into one line of text.
 _NOTE = (
     "shown as a summary; for xarray's own view, which can take minutes: "
     f"dask.config.set({{{_OPTION!r}: None}})"
 )
-# Classes with attributes that are looked up in next to no time.
+# Classes whose attributes are fast to look up.
 _COMPLETED = {
     ("xarray", "Dataset"),
     ("xarray", "DataTree"),
@@ -35,21 +35,21 @@ _COMPLETED = {
 
 
 class _Shown:
-    """Shows large checkpoints as their summary, and all other objects of a class as before.
+    """A formatter that shows large checkpoints as summaries, and other objects as before.
 
-    `before` was registered for the class. `otherwise` showed them: that, or what was registered for
-    a class that they inherit from.
+    `before` is the formatter that was registered for the class itself, `otherwise` the one that
+    IPython used: the same, or the formatter of a base class.
     """
 
     def __init__(self, formatter: Any, shown: type) -> None:
-        # A lookup moves a formatter that is registered by the name of a class to the class.
+        # Look it up first: this moves a formatter from the name of a class to the class.
         self.otherwise = formatter.for_type(shown)
         self.before = formatter.type_printers.get(shown)
         self.method = str(formatter.print_method)
 
 
 class _Bundle(_Shown):
-    """Shows them in all ways at once."""
+    """A formatter of MIME bundles, with text and HTML."""
 
     def __call__(self, obj: Any) -> Any:
         if _is_large(obj) and (bundle := obj.ckpt._repr_large_(_NOTE)) is not None:
@@ -58,10 +58,10 @@ class _Bundle(_Shown):
 
 
 class _Nothing(_Shown):
-    """Returns no content of other types for large checkpoints.
+    """A formatter of another type, which returns nothing for large checkpoints.
 
-    IPython would ask the object for `_repr_png_` and others, and xarray would look for similar
-    names among all variables, which takes longer than the summary.
+    Otherwise IPython looks up `_repr_png_` and others, and xarray searches all variables for
+    similar names, which takes longer than the summary.
     """
 
     def __call__(self, obj: Any) -> Any:
@@ -77,7 +77,7 @@ def _is_large(obj: Any) -> bool:
     import dask
 
     most = dask.config.get(_OPTION, _MOST_VARIABLES)
-    # Every Dataset has the accessor once one of our engines is loaded, so all of ours have it.
+    # The accessor is missing until one of our engines is loaded.
     if most is None or most is False or not hasattr(type(obj), "ckpt"):
         return False
     nodes = obj.subtree if hasattr(type(obj), "subtree") else [obj]
@@ -90,7 +90,7 @@ def load_ipython_extension(ipython: Any) -> None:
     Parameters
     ----------
     ipython : IPython.core.interactiveshell.InteractiveShell
-        The session, as ``%load_ext`` hands it over.
+        The session, which ``%load_ext`` passes.
     """
     registration.is_extension_declined = False
     for formatter, kind in _formatters(ipython):
@@ -106,7 +106,7 @@ def unload_ipython_extension(ipython: Any) -> None:
     Parameters
     ----------
     ipython : IPython.core.interactiveshell.InteractiveShell
-        The session, as ``%unload_ext`` hands it over.
+        The session, which ``%unload_ext`` passes.
     """
     registration.is_extension_declined = True
     for formatter, _ in _formatters(ipython):

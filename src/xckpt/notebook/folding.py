@@ -1,14 +1,14 @@
 """Folding of tensor names into a few patterns.
 
-A deep model repeats its modules, so ten lines describe the names of 25,000 tensors::
+A deep model repeats its modules, so that ten lines describe the names of 25,000 tensors::
 
     model.layers.{0..63}.mlp.experts.{0..255}.{gate,up,down}_proj.weight   x 49,152
 
 Two steps make a pattern:
 
-1. The numbers of modules become sets of indices, ``{0..63}`` or ``{0..2,5}``. Rows that differ only
-   in these numbers are a family.
-2. Families that differ in one word and have the same index sets and number of tensors are united:
+1. Collect the numbers of modules in sets of indices, ``{0..63}`` or ``{0..2,5}``. Tensors that
+   differ only in these numbers are a family.
+2. Unite families that differ in one word, and have the same sets of indices and number of tensors:
    ``{q,k,v,o}_proj``.
 
 All tensors of a pattern have the same shape, element type and way of storing, so that a pattern
@@ -47,29 +47,29 @@ _JOINTS = "_-:/."
 _NUMBER = re.compile(r"([0-9]+)")
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
-# A piece of a name, the alternatives of a merged one, or the indices (in digits) of a module.
+# A piece of a name, the alternatives of a united piece, or the indices of a module as digits.
 _Component = str | tuple[str, ...] | frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Tensors with similar names, and what they have in total."""
+    """Tensors with similar names, and their totals."""
 
     text: str  # the names in short, printable, at most 120 columns
     count: int
-    grid: int  # how many names the braces stand for: more than `count` where some are missing
+    grid: int  # number of names that the braces stand for; above `count` if some are missing
     shape: tuple[int, ...]
     dtype: str
     storage: str
     nbytes: int
     size: int
     first: str  # the name of the first tensor
-    parameters: int = 0  # trainable elements, tied ones left out
+    parameters: int = 0  # trainable elements, without tied tensors
 
 
 @dataclass(slots=True)
 class Family:
-    """Tensors of one kind whose names differ in whole numbers only, or several such families."""
+    """Tensors of one kind whose names differ only in indices, or several such families united."""
 
     components: tuple[_Component, ...]
     dtype: str
@@ -88,16 +88,16 @@ class Family:
 
     @property
     def template(self) -> tuple[str | None, ...]:
-        """The pieces of the names, None where an index stands."""
+        """The pieces of the names, None for indices."""
         return tuple([part if isinstance(part, str) else None for part in self.components])
 
     @property
     def indices(self) -> list[frozenset[str]]:
-        """The indices that stand in each of these places."""
+        """The sets of indices, in the order of the template."""
         return [part for part in self.components if isinstance(part, frozenset)]
 
     def pattern(self) -> Pattern:
-        """Return what a summary shows."""
+        """Return the pattern of the family."""
         return Pattern(
             text=_text(self.components),
             count=self.count,
@@ -123,16 +123,19 @@ def one_by_one(rows: Iterable[Row]) -> list[Pattern]:
 
 
 def ascending(names: Sequence[str]) -> list[int]:
-    """Return the order in which numbers ascend, ``h.2`` before ``h.10``; else that of the file."""
-    # A name is texts with numbers between them. Texts rank by where they come first after the
-    # same texts, so that words keep the order of the file.
+    """Return positions that sort names by their numbers, and keep the order of words in the file.
+
+    ``h.2`` comes before ``h.10``.
+    """
+    # Names are split into texts and numbers. A text ranks by its first occurrence after the same
+    # texts.
     ranks: dict[tuple[int, str], int] = {}
     keys = []
     for name in names:
         key, rank = [], -1
-        for at, piece in enumerate(_NUMBER.split(name)):
-            if at % 2:
-                # The longer of two numbers without zeros in front is the larger one.
+        for position, piece in enumerate(_NUMBER.split(name)):
+            if position % 2:
+                # Without leading zeros, the longer number is the larger one.
                 number = piece.lstrip("0")
                 key.append((len(number), number))
             else:
@@ -143,57 +146,58 @@ def ascending(names: Sequence[str]) -> list[int]:
 
 
 def families_of(rows: Iterable[Row]) -> list[Family]:
-    """Group tensors of one kind whose names differ in the numbers of their modules only."""
+    """Group tensors of one kind whose names differ only in the numbers of their modules."""
     columns: Any = list(zip(*rows, strict=True)) or [()] * len(Row._fields)
     names, dtypes, shapes, nbytes, storages = columns
-    # With zeros for all digits the names of a deep model are some dozens, and their components
-    # begin in the same places: nothing is split for each of 100,000 tensors.
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    # All at once, as this takes longer than anything else; a name may have the separator in it.
+    # With zeros for all digits, a deep model has a few dozen names, whose components begin at the
+    # same positions. This avoids splitting each of 100,000 names.
+    places_by_kind: dict[Hashable, list[int]] = defaultdict(list)
+    # Mask all names at once, because this takes longer than anything else.
     masked = _with_zeros("\n".join(names)).split("\n")
-    if len(masked) != len(names):
+    if len(masked) != len(names):  # a name contains the separator
         masked = list(map(_with_zeros, names))
     for place, kind in enumerate(zip(masked, dtypes, shapes, storages, strict=True)):
-        alike[kind].append(place)
+        places_by_kind[kind].append(place)
     families: dict[tuple[Any, ...], Family] = {}
     indices: dict[tuple[Any, ...], list[set[str]]] = {}
-    for places in alike.values():
+    for places in places_by_kind.values():
         cuts, spelled = _cut(names[places[0]])
-        # By their words with digits, such as `w1` and `w2`.
-        words: dict[Hashable, list[int]] = defaultdict(list)
+        # Separate words whose digits are not indices, such as `w1` and `w2`.
+        groups: dict[Hashable, list[int]] = defaultdict(list)
         for place in places if spelled else ():
-            words[tuple([names[place][cut] for cut in spelled])].append(place)
-        for some in words.values() or [places]:
-            first = names[some[0]]
+            groups[tuple([names[place][cut] for cut in spelled])].append(place)
+        for group in groups.values() or [places]:
+            start = group[0]
+            first = names[start]
             template = parse_name(first).template
-            of = (dtypes[some[0]], shapes[some[0]], storages[some[0]])
-            key = (template, *of)
+            properties = (dtypes[start], shapes[start], storages[start])
+            key = (template, *properties)
             if key not in families:
-                families[key] = Family((), *of, first, some[0])
+                families[key] = Family((), *properties, first, start)
                 indices[key] = [set() for _ in cuts]
             family = families[key]
-            family.count += len(some)
-            family.nbytes += sum([nbytes[place] for place in some])
-            spellings = [names[place] for place in some] if cuts else []
+            family.count += len(group)
+            family.nbytes += sum([nbytes[place] for place in group])
+            spellings = [names[place] for place in group] if cuts else []
             for cut, values in zip(cuts, indices[key], strict=True):
                 values.update(map(itemgetter(cut), spellings))
     for key, family in families.items():
-        found = map(frozenset, indices[key])
-        family.components = tuple([next(found) if part is None else part for part in key[0]])
+        sets = map(frozenset, indices[key])
+        family.components = tuple([next(sets) if part is None else part for part in key[0]])
     return sorted(families.values(), key=lambda family: family.place)
 
 
 def _with_zeros(text: str) -> str:
-    # UTF-8, as translating a str takes ten times as long.
+    # Translate UTF-8, which is ten times as fast as translating a str.
     encoded = text.encode("utf-8", "surrogatepass").translate(_ANY_DIGIT)
     return encoded.decode("utf-8", "surrogatepass")
 
 
 def _cut(name: str) -> tuple[list[slice], list[slice]]:
-    """Return where indices stand, and pieces that have digits otherwise."""
+    """Return the slices of the indices in a name, and of other pieces with digits."""
     cuts, spelled, start = [], [], 0
-    found = parse_name(name)
-    for part, piece in zip(found.template, found.pieces, strict=True):
+    parsed = parse_name(name)
+    for part, piece in zip(parsed.template, parsed.pieces, strict=True):
         cut = slice(start, start + len(piece))
         if part is None:
             cuts.append(cut)
@@ -211,26 +215,26 @@ def united(families: Sequence[Family]) -> list[Family]:
         groups: dict[Hashable, list[Family]] = {}
         for family in families:
             groups.setdefault(_all_but(position, family), []).append(family)
-        for first, *others in groups.values():
-            if others:
-                words = [str(family.components[position]) for family in (first, *others)]
+        for first, *siblings in groups.values():
+            if siblings:
+                words = [str(family.components[position]) for family in (first, *siblings)]
                 before, after = first.components[:position], first.components[position + 1 :]
                 first.components = (*before, tuple(words), *after)
-            for other in others:
-                first.count += other.count
-                first.nbytes += other.nbytes
-                first.parameters += other.parameters
+            for sibling in siblings:
+                first.count += sibling.count
+                first.nbytes += sibling.nbytes
+                first.parameters += sibling.parameters
         families = [group[0] for group in groups.values()]
     return families
 
 
 def _all_but(position: int, family: Family) -> Hashable:
-    """Return what families must share to be united at a position; unique where they cannot be."""
+    """Return a key that families share if they can be united at a position; else a unique key."""
     components = family.components
     if position >= len(components) or not isinstance(word := components[position], str):
         return id(family)
     mark = None
-    if len(components) == 1:  # nothing else is shared, so that only w1, w2, w3 are alike
+    if len(components) == 1:  # without other words, unite only names such as w1, w2, w3
         mark = word.rstrip("0123456789") if word[-1:].isdigit() else word
     return (
         *(family.dtype, family.storage, family.shape, family.count),
@@ -239,7 +243,7 @@ def _all_but(position: int, family: Family) -> Hashable:
 
 
 def indices_text(indices: Iterable[str]) -> str:
-    """Write whole numbers in short, as in a pattern."""
+    """Write indices in short, as in a pattern."""
     return _component_text(frozenset(indices))
 
 
@@ -248,15 +252,15 @@ def _text(components: Sequence[_Component]) -> str:
     text = "".join(parts) or '""'
     if columns(text) <= _LONGEST_TEXT:
         return text
-    # Cutting through braces would turn "{0..63}.{0..63}" into "{0…63}": leave out whole words.
+    # Omit whole words, because a cut through braces turns "{0..63}.{0..63}" into "{0…63}".
     words: list[str] = []
     for part in parts:
         if not words or part.startswith((".", "/")):
             words.append(part)
         else:
             words[-1] += part
-    for kept in range(min(len(words) - 1, _LONGEST_TEXT), 1, -1):
-        text = "".join([*words[: kept // 2], ".…", *words[kept // 2 - kept :]])
+    for count in range(min(len(words) - 1, _LONGEST_TEXT), 1, -1):
+        text = "".join([*words[: count // 2], ".…", *words[count // 2 - count :]])
         if columns(text) <= _LONGEST_TEXT:
             return text
     return shortened(text, _LONGEST_TEXT)
@@ -276,7 +280,7 @@ def _component_text(component: _Component) -> str:
 
 
 def _literal(word: str, also: str = "") -> str:
-    """Escape what a reader could take for the notation of a pattern."""
+    """Escape characters of a word that have a meaning in patterns."""
     if word.isidentifier():
         return word
     for special in "\\{}" + also:
@@ -285,7 +289,7 @@ def _literal(word: str, also: str = "") -> str:
 
 
 def _stripped(words: Sequence[str]) -> tuple[str, Sequence[str], str]:
-    """Split words into the head and tail that all share and what differs between them."""
+    """Split words into a shared head, the parts that differ, and a shared tail."""
     ends = _shared_start([word[::-1] for word in words])[::-1]
     joints = [at for joint in _JOINTS if (at := ends.find(joint)) >= 0]
     tail = ends[min(joints) :] if joints else ""
@@ -297,7 +301,7 @@ def _stripped(words: Sequence[str]) -> tuple[str, Sequence[str], str]:
 
 
 def _shared_start(words: Sequence[str]) -> str:
-    return commonprefix(list(words))  # noqa: RUF071 (character by character is what is meant)
+    return commonprefix(list(words))  # noqa: RUF071  these are not paths
 
 
 def _common_head(words: Sequence[str]) -> str:
@@ -310,11 +314,11 @@ def _common_head(words: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Iterable[str]) -> list[str]:
-    """List whole numbers as they are written, with runs of three or more as ``first..last``."""
+    """List indices as they are written, with runs of three or more as ``first..last``."""
     runs: list[list[str]] = []
     for text in sorted(numbers, key=lambda text: (int(text), len(text))):
         first = runs[-1][0] if runs else ""
-        # A range must be clear about leading zeros: 08..11 and 8..11 are, 08..100 is not.
+        # Leading zeros must be unambiguous: 08..11 and 8..11 are, 08..100 is not.
         is_clear = len(first) == len(text) or first[:1] != "0" or first == "0"
         if runs and int(text) == int(runs[-1][-1]) + 1 and is_clear:
             runs[-1].append(text)
@@ -327,12 +331,12 @@ def _ranges(numbers: Iterable[str]) -> list[str]:
 
 
 def _braced(members: Sequence[str]) -> str:
-    """List members, of many or long ones only the first few and the last."""
-    kept = len(members) if len(members) <= _MOST_MEMBERS else 3
-    while kept > 1 and sum(map(len, members[:kept])) > _LONGEST_MEMBERS:
-        kept -= 1
-    if kept < len(members) - 1:
-        members = [*members[:kept], "…", members[-1]]
+    """Write members in braces; only the first few and the last if they are many or long."""
+    count = len(members) if len(members) <= _MOST_MEMBERS else 3
+    while count > 1 and sum(map(len, members[:count])) > _LONGEST_MEMBERS:
+        count -= 1
+    if count < len(members) - 1:
+        members = [*members[:count], "…", members[-1]]
     return "{" + ",".join([_literal(member, ",") for member in members]) + "}"
 
 
@@ -344,11 +348,11 @@ def count_parameters(families: Sequence[Family]) -> list[Role]:
     by_name: dict[str, list[int]] = {}
     for place, family in enumerate(families):
         by_name.setdefault(_name_with_zeros(family), []).append(place)
-    # Of several types under one name, the smallest has the codes that scales belong to.
+    # If a name has several types, scales belong to the codes, which have the smallest type.
     roles = [Role.WEIGHT] * len(families)
     smallest = {n: min(places, key=lambda p: _bits(families[p])) for n, places in by_name.items()}
-    named = [(name, families[p].dtype, families[p].shape) for name, p in smallest.items()]
-    for name, role in roles_of(named).items():
+    tensors = [(name, families[p].dtype, families[p].shape) for name, p in smallest.items()]
+    for name, role in roles_of(tensors).items():
         for place in by_name[name]:
             family, is_smallest = families[place], place == smallest[name]
             alone = (name, family.dtype, family.shape)
@@ -379,7 +383,7 @@ CODES = "codes"
 
 
 def marked(rows: Sequence[Row]) -> list[Row]:
-    """Return rows in which the storage of codes names them as such."""
+    """Return rows with the word for codes in the storage of codes."""
     codes = scales_of_codes({row.name: row.dtype for row in rows})
     if not codes:
         return list(rows)
@@ -389,7 +393,7 @@ def marked(rows: Sequence[Row]) -> list[Row]:
 
 
 def mark_codes(families: Iterable[Family]) -> None:
-    """Set the storage of families of codes, which is faster than marking all rows."""
+    """Mark families of codes in their storage, which is faster than marking all rows."""
     templates: dict[str, list[Family]] = {}
     for family in families:
         templates.setdefault(_name_with_zeros(family), []).append(family)

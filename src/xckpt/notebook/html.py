@@ -1,8 +1,8 @@
 """A `Summary` as static HTML: a few kilobytes that look the same wherever a notebook is shown.
 
-Notebooks that are not trusted, GitHub and nbviewer take away style sheets, scripts, SVG, ids and
-ARIA. So all style is inline, text and lines take their colour from the page, be it light or dark,
-what folds is `<details>`, and whatever a picture says is also there as text.
+Untrusted notebooks, GitHub and nbviewer remove style sheets, scripts, SVG, ids and ARIA. Therefore
+all style is inline, text and lines inherit their colours from a light or dark page, folding uses
+`<details>`, and everything that is drawn is also there as text.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Pattern
     from xckpt.notebook.summary import Summary
 
-#: Colours of element types: each has a contrast of 3:1 and more with white and with ``#111``. The
-#: last is for all the rest.
+#: Colours of element types, with a contrast of at least 3:1 to white and to ``#111``. The last is
+#: for all further types.
 PALETTE = ("#2f81d6", "#d9731a", "#14958a", "#9a6bd6", "#c4528c", "#788794")
 _ERROR = "#d1363f"
 _WARNING = "#d9731a"
@@ -71,20 +71,20 @@ _REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}[./]")
 
 
 def colors_of(kinds: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each element type, the same wherever these types are shown."""
+    """Return a colour for each element type, in the order of `PALETTE`."""
     last = len(PALETTE) - 1
     return {kind: PALETTE[min(number, last)] for number, kind in enumerate(kinds)}
 
 
 def render(summary: Summary, calls: Sequence[str] = ()) -> str:
-    """Write a summary as HTML."""
+    """Return a summary as HTML; `calls` are suggestions for the last line."""
     colors = colors_of(total.kind for total in summary.dtypes)
     label = f"Checkpoint {summary.title}: {counted(summary.count, 'tensor')}"
     storage = [
         (word(total.kind), f"{binary_size(total.nbytes)}, {counted(total.count, 'tensor')}")
         for total in summary.storage
     ]
-    # Lazily: there may be a million of these.
+    # Generators, because there may be a million of these.
     dims = ((word(name), f"{size:,}") for name, size in summary.dims.items())
     attrs = ((word(str(name)), value_text(value)) for name, value in summary.attrs.items())
     code = " · ".join([f'<span style="{_CODE}">{_text(call)}</span>' for call in calls])
@@ -132,8 +132,8 @@ def _header(summary: Summary) -> str:
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
-    for kind, what in remarks(summary, _LONGEST_NOTE):
-        text = _text(shortened(printable(what), _LONGEST_NOTE))
+    for kind, sentence in remarks(summary, _LONGEST_NOTE):
+        text = _text(shortened(printable(sentence), _LONGEST_NOTE))
         if not kind:
             yield f'<div style="padding-top:4px;{_MUTED}">{text}</div>'
             continue
@@ -150,7 +150,7 @@ def _modules(summary: Summary) -> Iterator[str]:
         ": ".join([_text(label), *map(_muted, map(_text, parts))])
         for label, *parts in modules_text(summary)
     ]
-    # How to choose is the last line, which needs no break.
+    # With `choose`, the last line is a hint, which needs no break after it.
     yield "<br>".join(lines if summary.choose else [*lines, ""])
     yield "</div>"
 
@@ -159,7 +159,7 @@ def _modules(summary: Summary) -> Iterator[str]:
 
 
 def _bar(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
-    """Draw how many bytes each element type takes, and say it."""
+    """Draw the share of each element type as a bar, and write it as text."""
     if not summary.dtypes:
         return
     shown = summary.dtypes[:_MOST_DTYPES]
@@ -174,8 +174,8 @@ def _bar(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
         part = _muted(escape(share(total.nbytes, summary.nbytes)))
         yield f'<span style="display:inline-block;margin-right:20px">{_key(colors[total.kind])}'
         yield f"{_text(word(total.kind))} {binary_size(total.nbytes)} {part}</span> "
-    if rest := len(summary.dtypes) - len(shown):
-        yield _muted(f"… {rest:,} more")
+    if remaining := len(summary.dtypes) - len(shown):
+        yield _muted(f"… {remaining:,} more")
     yield "</div>"
 
 
@@ -183,13 +183,13 @@ def _key(color: str) -> str:
     return f'<span style="color:{color}">■</span>{_NO_BREAK}'
 
 
-def _thousandths(part: int, whole: int) -> int:
-    """Divide in whole numbers: a file can claim more than a float can hold."""
-    return part * 1000 // whole if whole else 0
+def _thousandths(part: int, total: int) -> int:
+    """Divide integers, because a file can claim more than a float can represent."""
+    return part * 1000 // total if total else 0
 
 
 def _groups(summary: Summary) -> Iterator[str]:
-    """List buffers, the state of an optimizer and other tensors besides the parameters."""
+    """List the tensors other than parameters, such as buffers and optimizer state, by group."""
     lines = [
         f"<b>{group}</b> {' · '.join(figures)} {part}"
         for group, *figures, part in groups_text(summary)
@@ -204,8 +204,8 @@ def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
     patterns = summary.patterns
     if not patterns:
         return
-    kept = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
-    # Where every row is one tensor, a column that says so is noise.
+    listed = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
+    # Omit the counts if every row is a single tensor.
     folded = summary.count > len(patterns)
     yield '<div style="overflow-x:auto"><table style="border-collapse:collapse;width:100%;margin:'
     yield f'8px 0 4px;font-size:12.5px;table-layout:auto"><thead><tr style="border-bottom:{_LINE}">'
@@ -215,16 +215,16 @@ def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
     yield _head("shape", _LEFT) + _head(f"stored{_NO_BREAK}as", _LEFT) + _head("size", _RIGHT)
     yield _head("share", _RIGHT) + _head("", f"min-width:{_WIDTH_OF_SHARE}px;padding:0")
     yield "</tr></thead><tbody>"
-    for pattern in patterns[:kept]:
+    for pattern in patterns[:listed]:
         yield _row(pattern, summary.nbytes, colors[pattern.dtype], folded=folded)
     yield "</tbody></table></div>"
-    if rest := patterns[kept:]:
-        some = []
-        for pattern in rest[:_MOST_FOLDED_ROWS]:
+    if remaining := patterns[listed:]:
+        items = []
+        for pattern in remaining[:_MOST_FOLDED_ROWS]:
             count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
             figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
-            some.append((pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"))
-        yield from _list(rest_text(rest), some, len(rest), most=_MOST_FOLDED_ROWS)
+            items.append((pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"))
+        yield from _list(rest_text(remaining), items, len(remaining), most=_MOST_FOLDED_ROWS)
 
 
 def _head(text: str, style: str) -> str:
@@ -233,8 +233,8 @@ def _head(text: str, style: str) -> str:
     return f'<th scope="col" style="{style};font-weight:600;{_MUTED}">{text}</th>'
 
 
-def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
-    width = _thousandths(pattern.nbytes, whole) * _WIDTH_OF_SHARE // 1000
+def _row(pattern: Pattern, total: int, color: str, *, folded: bool) -> str:
+    width = _thousandths(pattern.nbytes, total) * _WIDTH_OF_SHARE // 1000
     bar = f'<div style="width:{width}px;height:7px;background:{color}"></div>' if width else ""
     return (
         f'<tr><td style="{_NAME}">{_name(pattern.text)}</td>'
@@ -242,13 +242,13 @@ def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
         + _cell(_LEFT, shape_text(pattern.shape, pattern.dtype))
         + _cell(_LEFT, kind_text(pattern), _key(color))
         + _cell(_RIGHT, binary_size(pattern.nbytes))
-        + _cell(_RIGHT, share(pattern.nbytes, whole))
+        + _cell(_RIGHT, share(pattern.nbytes, total))
         + (f'<td style="padding:0">{bar}</td></tr>' if bar else "</tr>")
     )
 
 
 def _cell(style: str, text: str, key: str = "") -> str:
-    # Spaces that do not break take fewer bytes than a style that says so.
+    # Non-breaking spaces take fewer bytes than a style.
     html = _text(text)
     if len(text) <= _LONGEST_UNBROKEN:
         html = html.replace(" ", _NO_BREAK)
@@ -256,7 +256,7 @@ def _cell(style: str, text: str, key: str = "") -> str:
 
 
 def _name(text: str) -> str:
-    """Write the names of a pattern: lines break at dots, what repeats from row to row is muted."""
+    """Write a pattern that may break after dots, with its repeated first words muted."""
     repeated = _REPEATED.match(text)
     cut = repeated.end() if repeated is not None else 0
     html = breaking(text[cut:])
@@ -264,7 +264,7 @@ def _name(text: str) -> str:
 
 
 def breaking(text: str) -> str:
-    """Write a name that lines may break after the dots of, and in words that are very long."""
+    """Write a name that may break after dots, and within very long words."""
     pieces = [
         piece[start : start + _LONGEST_PIECE]
         for piece in BREAK.split(text)
@@ -273,13 +273,13 @@ def breaking(text: str) -> str:
     return "<wbr>".join(map(escape, pieces))
 
 
-# --- what folds ----------------------------------------------------------------------------------
+# --- folded lists --------------------------------------------------------------------------------
 
 
 def _list(
     title: str, items: Iterable[tuple[str, str]], count: int, *, most: int = _MOST_ITEMS
 ) -> Iterator[str]:
-    """Write pairs of words that are folded away."""
+    """Write pairs of a name and a value as a list that is folded at first."""
     if not count:
         return
     number = "" if title[0].isdigit() else f" ({count:,})"

@@ -1,4 +1,4 @@
-"""Short labels for names that have much in common: different names have different labels."""
+"""Short, distinct labels for names that have much in common."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _WIDTH = 49
 
 
 def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the words that all names share, with a star for the rest, and the rest of each.
+    """Return the words that all names share, with a star for the difference, and a label for each.
 
-    ``layers.*.attn.q.weight``, and ``3`` and ``7``. Names that share nothing, and a single name,
-    are their own labels.
+    The names ``layers.3.attn.q.weight`` and ``layers.7.attn.q.weight`` give
+    ``layers.*.attn.q.weight`` with the labels ``3`` and ``7``. Names that share nothing, and a
+    single name, are their own labels.
     """
     split = [parse_name(name).pieces for name in names]
     head = _common(split)
     tail = _common([pieces[len(head) :][::-1] for pieces in split])[::-1]
     middles = ["".join(pieces[len(head) : len(pieces) - len(tail)]) for pieces in split]
     labels = [strip_separator(middle) for middle in middles]
-    if not all(labels):  # one is a part of the others
+    if not all(labels):  # a name is a part of the others
         return (names[0] if len(names) == 1 else ""), apart(names)
     fronts = {middle.removesuffix(label) for middle, label in zip(middles, labels, strict=True)}
     front = fronts.pop() if len(fronts) == 1 else ""
@@ -41,9 +42,9 @@ def _common(lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
-    """Make labels printable and short, so that different ones stay different.
+    """Make labels printable and short, and keep different labels different.
 
-    Outer modules are left out where that suffices, else words that the labels share.
+    Omit outer modules if that suffices, else words that the labels share.
     """
     short = [_without_outer(printable(label), width) for label in labels]
     for text in {text for text in short if short.count(text) > 1}:
@@ -60,7 +61,7 @@ def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
 
 
 def _differences(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that labels begin with, and the words of each up to those at all ends."""
+    """Return the common first words of labels, and the words of each between common ends."""
     words = [split_name(label) for label in labels]
     head = _common(words)
     tail = _common([split[len(head) :][::-1] for split in words])
@@ -68,7 +69,7 @@ def _differences(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _numbered_apart(labels: Sequence[str], short: Sequence[str], width: int) -> list[str]:
-    """Append numbers to labels that are still alike."""
+    """Append numbers to labels that are still equal."""
     first: dict[str, str] = {}
     counts: dict[str, int] = {}
     unique = []
@@ -83,14 +84,14 @@ def _numbered_apart(labels: Sequence[str], short: Sequence[str], width: int) -> 
 
 
 def _without_outer(text: str, width: int) -> str:
-    """Leave out the outer modules of a long name or pattern, or else its middle."""
+    """Shorten a long name or pattern by its outer modules, or else in the middle."""
     if columns(text) <= width:
         return text
     starts = [0]
     for start in accumulate([len(word) + 1 for word in split_name(text)[:-1]]):
-        # Not inside of a range, where two dots are, and not at one.
-        rest = text[start:]
-        if rest.count("{") == rest.count("}") and not rest.startswith("{"):
+        # Do not cut within braces, whose ranges have dots, nor directly before them.
+        inner = text[start:]
+        if inner.count("{") == inner.count("}") and not inner.startswith("{"):
             starts.append(start)
     fitting = [start for start in starts[:-1] if len(text) - start < width]
     start = fitting[0] if fitting else starts[-2:][0]

@@ -136,7 +136,7 @@ class Summary:
     version: str
     shards: int  # number of other files that hold parts
     count: int  # of tensors
-    nbytes: int  # stored bytes of all tensors, those of tied ones once
+    nbytes: int  # stored bytes of all tensors, with tied tensors counted once
     size: int  # trainable elements, implied zeros included, tied ones once
     groups: tuple[GroupTotal, ...]  # by role, parameters first
     dtypes: tuple[Total, ...]  # by stored element type, largest first
@@ -177,7 +177,7 @@ def new_summary(
     else:
         patterns = [family.pattern() for family in united(families)]
     order = ascending([pattern.first for pattern in patterns])
-    patterns = [patterns[at] for at in sorted(order, key=lambda at: -patterns[at].nbytes)]
+    patterns = sorted([patterns[position] for position in order], key=lambda p: -p.nbytes)
     numbers = ", ".join(f"{module}={number}" for module, number in chosen.items())
     return Summary(
         title=base_name(title),
@@ -417,7 +417,7 @@ def _owners(sets: Mapping[_Numbers, Iterable[_Words]]) -> dict[_Words, _Numbers 
 
 
 def _parts(parts: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) -> tuple[str, ...]:
-    """Name the parts of modules by as few words as distinguish them from those of others."""
+    """Name the parts of modules by the fewest words that distinguish them from other modules."""
     names: dict[str, None] = {}
     for words in parts:
         deepest = min(len(words), _DEEPEST)
@@ -502,8 +502,8 @@ class ModuleTree:
 
 def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
     keys = list(node.children)
-    for at in ascending([key or "" for key in keys]):
-        key, child = keys[at], node.children[keys[at]]
+    for position in ascending([key or "" for key in keys]):
+        key, child = keys[position], node.children[keys[position]]
         name = indices_text(child.indices) if key is None else printable(key)
         short = shortened(name, _WIDEST_NAME)
         yield "  " * level + short, counted(child.count, "tensor"), binary_size(child.nbytes)

@@ -34,7 +34,7 @@ _MOST_ROWS = 12
 _MOST_NOTES = 5
 _ALIGNMENT, _ALIGNMENT_OF_GROUPS = "<<<<>>", "<>>>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
-#: Where a name may be broken: after a dot that separates components, not after one of "0..63".
+#: Places where a name may break: after slashes and dots, except the dots of "0..63".
 BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])|(?<=/)(?=.)")
 _WIDEST_KIND = 28
 _WIDEST_VERSION = 16
@@ -45,7 +45,7 @@ _MOST_MODULES = 8
 
 
 def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
-    """Write a summary as text, with at most so many patterns; None for all."""
+    """Return a summary as text, with at most `most` patterns; None for all."""
     dtypes = []
     for total in summary.dtypes:
         part = share(total.nbytes, summary.nbytes)
@@ -55,19 +55,20 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
         f"{word(total.kind)} {binary_size(total.nbytes)} ({counted(total.count, 'tensor')})"
         for total in summary.storage
     ]
-    # Lazily: there may be a million of these.
+    # Generators, because there may be a million of these.
     dims = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
     attrs = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
-    told = [f"{kind}: {printable(what)}" if kind else what for kind, what in remarks(summary)]
-    modules = modules_text(summary)
+    sentences = [f"{kind}: {printable(text)}" if kind else text for kind, text in remarks(summary)]
+    modules = [": ".join(parts) for parts in modules_text(summary)]
+    width = _WIDTH - len(_INDENT)
     return "\n".join(
         [
             _header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
             *_aligned(groups_text(summary), _ALIGNMENT_OF_GROUPS),
-            *[_INDENT + shortened(remark, _WIDTH - len(_INDENT)) for remark in told],
+            *[_INDENT + shortened(sentence, width) for sentence in sentences],
             *_table(summary, len(summary.patterns) if most is None else most),
-            *[_INDENT + shortened(": ".join(one), _WIDTH - len(_INDENT)) for one in modules],
+            *[_INDENT + shortened(line, width) for line in modules],
             *_listed("stored as: ", storage, len(storage), most_lines=1),
             *_listed("dims: ", dims, len(summary.dims), most_lines=2),
             *_listed("attrs: ", attrs, len(summary.attrs), most_lines=3),
@@ -167,7 +168,7 @@ def _wrapped(name: str, width: int) -> list[str]:
     return lines
 
 
-# --- words that all renderings share -------------------------------------------------------------
+# --- texts that all renderings share -------------------------------------------------------------
 
 
 def format_text(summary: Summary) -> str:
