@@ -28,13 +28,13 @@ BOUND_OF_TASK = 2048  # bytes
 
 
 def sums(path: Path) -> list[Any]:
-    """Give the sum of each tensor, as a graph of its own."""
+    """Return the sum of each tensor as a separate graph."""
     with xr.open_dataset(path, engine="ztensor") as ds:
         return [v.data.sum() for v in ds.variables.values()]
 
 
 def graph_nbytes(path: Path) -> tuple[float, int]:
-    """Give the bytes of a reading task, of the graph in sum and of the largest task."""
+    """Return the sizes of a reading task, of the whole graph, and of the largest task, in bytes."""
     with xr.open_dataset(path, engine="ztensor") as ds:
         arrays = [v.data for v in ds.variables.values()]
     tasks = [task for array in arrays for task in dict(array.dask).values()]

@@ -66,17 +66,17 @@ def element_types(folder: Path) -> list[Result]:
     scan = best_of(lambda: stats(ours, progress=False, cache=False))
     theirs = _file(folder, "b.zt", GIB, ml_dtypes.bfloat16, changed=True)
     seconds = best_of(lambda: compare(ours, theirs, progress=False, cache=False))
-    found = frame(compare(ours, theirs, progress=False, cache=False))
-    first = ", ".join(found.index[: len(CHANGED)])
-    if list(found.index[: len(CHANGED)]) != list(CHANGED):
+    result = frame(compare(ours, theirs, progress=False, cache=False))
+    first = ", ".join(result.index[: len(CHANGED)])
+    if list(result.index[: len(CHANGED)]) != list(CHANGED):
         raise AssertionError(f"{first} changed most, not {', '.join(CHANGED)}")
     theirs.unlink()
     speeds = 2 * GIB / scan / 1e9, 3 * GIB / seconds / 1e9
     kinds = "2 GiB of float32 (Burnpack) with 1 GiB of bfloat16 (zTensor)"
-    told = f"of stats of the float32, {speeds[0]:.1f} GB/s"
+    context = f"of stats of the float32, {speeds[0]:.1f} GB/s"
     results = [
         Result(kinds, speeds[1], "GB/s", f"of both; changed most: {first}"),
-        Result("the same, stats' speed / its speed", speeds[0] / speeds[1], "x", told, 1 / 0.4),
+        Result("the same, stats' speed / its speed", speeds[0] / speeds[1], "x", context, 1 / 0.4),
     ]
     other = _file(folder, "c.safetensors", 2 * GIB, np.float32, changed=True)
     seconds = best_of(lambda: compare(ours, other, progress=False, cache=False))
@@ -84,7 +84,7 @@ def element_types(folder: Path) -> list[Result]:
     what = "2 GiB of float32 with 2 GiB of float32 (safetensors), a quarter of it changed"
     results += [
         Result(what, speed, "GB/s", "of both"),
-        Result("the same, stats' speed / its speed", speeds[0] / speed, "x", told, 1 / 0.4),
+        Result("the same, stats' speed / its speed", speeds[0] / speed, "x", context, 1 / 0.4),
     ]
     for path in (ours, other):
         path.unlink()

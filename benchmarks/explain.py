@@ -26,7 +26,7 @@ F32 = np.float32
 #: Rows and columns of most tensors; 2 GiB in all.
 WIDTH = 5376
 HEAD = 128
-#: Of sparse files: rows and columns of a tensor, 1 GiB, and those of its corner that is not zero.
+#: Rows and columns of a tensor in a sparse file, 1 GiB, and of its corner that is not zero.
 SPARSE, CORNER = 16384, 1024
 
 

@@ -24,7 +24,7 @@ ROW = 4096
 DECODED = 1 << 25  # bytes of float32
 SCANNED = 1 << 30  # bytes of the file
 TOKENS = 128_000
-# What the package takes at least, for a second of ours.
+# The largest ratio of our time to the time of the package `gguf`.
 BOUNDS = dict.fromkeys(("q4_0", "q8_0", "q4_k", "q6_k"), 1 / 4)
 BOUNDS |= {name: 1 / 10 for name in BLOCK_TYPES if name.startswith("iq")}
 # The package does not decode them.
@@ -74,7 +74,7 @@ def write(path: Path, name: str, rows: int, times: int = 1) -> None:
 def decoding(folder: Path) -> list[Result]:
     """Decode each type from a file in the page cache, into memory that is used again.
 
-    The package makes arrays of its own; what is compared is the time on the processor.
+    The package allocates its arrays; processor times are compared.
     """
     results = []
     out = np.empty((DECODED // 4 // ROW, ROW), np.float32)

@@ -1,4 +1,4 @@
-"""What benchmarks share: repeated timing, peak memory of a fresh process, a table of results."""
+"""Common parts of the benchmarks: repeated timing, peak memory of a new process, and results."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Whether the bound is kept."""
+        """``"kept"`` or ``"EXCEEDED"``; empty without a bound."""
         if self.bound is None:
             return ""
         return "kept" if self.value <= self.bound else "EXCEEDED"
 
 
 def best_of(function: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the shortest time of several calls in seconds; noise only ever adds.
+    """Return the shortest time of several calls in seconds, because noise only adds time.
 
-    What takes long is not repeated as often: 10 seconds are enough to tell.
+    Long calls are repeated less often.
     """
     times: list[float] = []
     while len(times) < repeats and sum(times) < _LONG_ENOUGH:
@@ -69,8 +69,9 @@ def best_of(function: Callable[[], Any], repeats: int = 5) -> float:
 def in_fresh_process(code: str) -> dict[str, Any]:
     """Run code in a new interpreter and return the JSON object that it prints last.
 
-    The code finds ``peak()``: the peak of resident memory so far and the anonymous memory now,
-    in bytes; and ``watch()``, which returns what says by how much that has grown at most.
+    The code can call ``peak()``, which returns the peak of resident memory so far and the current
+    anonymous memory in bytes, and ``watch()``, which returns a function for the largest growth of
+    anonymous memory since then.
     """
     done = subprocess.run(  # noqa: S603  our own code
         [sys.executable, "-c", _PRELUDE + code], check=True, capture_output=True, text=True

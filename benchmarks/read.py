@@ -63,7 +63,7 @@ print(json.dumps({{"peak": after["resident"] - before}}))
 def _cold(path: Path, function: Callable[[], Any]) -> tuple[float, int]:
     """Return the time of a call, and the bytes that it read from the disk, of a file that is cold.
 
-    Counted are those of this process.
+    Only reads of this process count.
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -61,7 +61,7 @@ async def bare_requests(url: str, size: int) -> None:
 
 
 def request_all(url: str, size: int) -> None:
-    """Request all of a file, on a loop of its own."""
+    """Request a whole file, on a separate event loop."""
     asyncio.run(bare_requests(url, size))
 
 
@@ -93,7 +93,7 @@ def scans_over_s3(server: Server) -> dict[str, Callable[[], Any]]:
 
 
 class Fastest(NamedTuple):
-    """The fastest of several calls: seconds, those of the processor, and what was requested."""
+    """The fastest of several calls: seconds, processor seconds, and requests."""
 
     took: float
     processor: float
@@ -126,18 +126,18 @@ def on_line(server: Server, path: Path, latency: float) -> list[Result]:
     floor = found.pop("bare")
     results = []
     for name, one in found.items():
-        told = f"bare requests, {size / floor.took / 1e6:.0f} MB/s; processor time "
-        told += f"{one.processor:.2f} s, of the bare ones {floor.processor:.2f}; "
-        told += f"{one.counts.at_once} at once, {one.counts.nbytes / size:.2f} x its bytes"
+        context = f"bare requests, {size / floor.took / 1e6:.0f} MB/s; processor time "
+        context += f"{one.processor:.2f} s, of the bare ones {floor.processor:.2f}; "
+        context += f"{one.counts.at_once} at once, {one.counts.nbytes / size:.2f} x its bytes"
         bound = BOUND_OF_STATS if name.startswith("stats") else BOUND
         ratio = one.took / floor.took
-        results.append(Result(f"{line}: {name}", ratio, "x", told, bound if latency else None))
+        results.append(Result(f"{line}: {name}", ratio, "x", context, bound if latency else None))
     ds = xr.open_dataset(url, engine="ztensor")
     server.counts()
     ds["layers.3.w"][5].compute()
     row = server.counts()
-    told = f"{row.requests} requests"
-    return [*results, Result(f"{line}: one row", row.nbytes, "bytes", told, 8192)]
+    context = f"{row.requests} requests"
+    return [*results, Result(f"{line}: one row", row.nbytes, "bytes", context, 8192)]
 
 
 def run() -> list[Result]:

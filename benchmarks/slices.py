@@ -53,7 +53,7 @@ class RangeHandler(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Ignore the message."""
 
 
 def pages_touched(path: Path) -> int:
@@ -61,7 +61,7 @@ def pages_touched(path: Path) -> int:
     code = f"""
 import xarray as xr
 def mapped():
-    # What of the file is resident in this process, not in the page cache.
+    # Pages of the file that are resident in this process, not in the page cache.
     with open("/proc/self/smaps") as file:
         lines = file.readlines()
     for i, line in enumerate(lines):

@@ -44,8 +44,8 @@ def run() -> list[Result]:
             ours = seconds(xckpt.spectrum, path, cache=False, progress=False)
             theirs = seconds(np.linalg.svd, array, compute_uv=False)
             what = f"{shape[0]} x {shape[1]} of float32"
-            told = f"np.linalg.svd(compute_uv=False), {theirs:.1f} s"
-            results.append(Result(what, ours / theirs, "x", told, bound))
+            context = f"np.linalg.svd(compute_uv=False), {theirs:.1f} s"
+            results.append(Result(what, ours / theirs, "x", context, bound))
         arrays = [rng.standard_normal((SIDE, SIDE), dtype=np.float32) for _ in range(COUNT)]
         path = Path(folder) / "model.zt"
         write(path, **{f"m{n}": array for n, array in enumerate(arrays)})
@@ -55,8 +55,8 @@ def run() -> list[Result]:
             rows = array.astype(np.float64)
             blas += seconds(np.matmul, rows.T, rows)
             blas += seconds(np.linalg.eigvalsh, rows.T @ rows)
-        told = f"BLAS and LAPACK alone, {blas:.1f} s"
-        results.append(Result("1 GiB in 64 matrices", ours / blas, "x", told, 1.25))
+        context = f"BLAS and LAPACK alone, {blas:.1f} s"
+        results.append(Result("1 GiB in 64 matrices", ours / blas, "x", context, 1.25))
         quick = seconds(
             xckpt.spectrum, path, statistics=["stable_rank"], cache=False, progress=False
         )

@@ -27,7 +27,7 @@ _RANGE = re.compile(rb"range: *bytes=(\d+)-(\d+)", re.IGNORECASE)
 
 
 class Counts(NamedTuple):
-    """What a server has answered since it was last asked."""
+    """The answers of a server since the last query."""
 
     requests: int
     nbytes: int
@@ -35,7 +35,7 @@ class Counts(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     url: str
 
@@ -102,28 +102,28 @@ class _Answering:
         if data is None:
             await self.send(writer, b"404 Not Found", b"", b"")
             return
-        told, status = b'ETag: "1"\r\nAccept-Ranges: bytes\r\n', b"200 OK"
+        headers, status = b'ETag: "1"\r\nAccept-Ranges: bytes\r\n', b"200 OK"
         size = len(data)
         if asked:
             first, last = int(asked[1]), min(int(asked[2]), size - 1)
             data, status = data[first : last + 1], b"206 Partial Content"
-            told += b"Content-Range: bytes %d-%d/%d\r\n" % (first, last, size)
+            headers += b"Content-Range: bytes %d-%d/%d\r\n" % (first, last, size)
         if method == b"HEAD":
-            writer.write(b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (told, size))
+            writer.write(b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (headers, size))
             return
         self.nbytes += len(data)
-        await self.send(writer, status, data, told)
+        await self.send(writer, status, data, headers)
 
     async def send(
         self,
         writer: asyncio.StreamWriter,
         status: bytes,
         body: bytes | memoryview,
-        told: bytes,
+        headers: bytes,
         *,
         is_paced: bool = True,
     ) -> None:
-        writer.write(b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n" % (status, told, len(body)))
+        writer.write(b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n" % (status, headers, len(body)))
         loop = asyncio.get_running_loop()
         start = loop.time()
         for at in range(0, len(body), _PIECE):

@@ -96,7 +96,7 @@ def test_findings_are_ignored(checkpoint: Path, capsys: pytest.CaptureFixture[st
     assert main(["stats", str(checkpoint), "--findings", "--json", *ignore]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
     assert main(["stats", str(checkpoint), "--findings", "--ignore", "nam"]) == 2
-    assert "--ignore='nam': there is no such rule; similar names: 'nan'" in capsys.readouterr().err
+    assert "--ignore='nam': unknown rule; similar names: 'nan'" in capsys.readouterr().err
 
 
 def test_harmless_findings_have_status_0(

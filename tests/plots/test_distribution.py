@@ -158,5 +158,5 @@ def test_empty_bins_are_no_lines_at_the_bottom() -> None:
 def test_nothing_to_draw(flat: xr.Dataset) -> None:
     with pytest.raises(ValueError, match="no tensor is called 'nothing'"):
         Plots(flat).histogram("nothing")
-    with pytest.raises(ValueError, match="there are no tensors"):
+    with pytest.raises(ValueError, match="the object has no tensors"):
         Plots(xr.Dataset()).histogram()

@@ -425,7 +425,7 @@ class TestIgnoredRules:
         assert ds.ckpt.findings(st, ignore=ignore)["rule"].tolist() == remaining
 
     def test_an_unknown_rule_raises_before_reading(self) -> None:
-        with pytest.raises(ValueError, match="no such rule; similar names: 'dead_rows'"):
+        with pytest.raises(ValueError, match="unknown rule; similar names: 'dead_rows'"):
             xckpt.findings("nowhere.safetensors", ignore="dead_row")
         wrong: list[Any] = [[3], 3]
         for ignore in wrong:

@@ -118,7 +118,7 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 def _unusual(**values: Any) -> dict[str, Any]:
-    """Return the values that are not None, since most are."""
+    """Return the values that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -237,7 +237,7 @@ def _conversion_document(source: str, done: Conversion, reading: FileInput) -> d
 def _encoding(
     requests: Mapping[str, str | None], encodings: tuple[tuple[str, str], ...]
 ) -> dict[str, dict[str, Any]]:
-    """Return the encodings by glob: those for all tensors, and those of --encode."""
+    """Return the encodings by glob: the options for all tensors, then the ones of --encode."""
     for_all = {key: text for key, text in requests.items() if text is not None}
     texts_by_glob = [("*", for_all)] if for_all else []
     texts_by_glob += [(glob, pairs(text.split(","))) for glob, text in encodings]

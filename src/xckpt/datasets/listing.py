@@ -25,7 +25,7 @@ __all__ = ["Listed", "Listing", "kind_of", "list_arrays", "require_join", "stack
 
 # Modules in a message.
 _MOST_MODULES = 8
-# Attempts to name a part with one more colon. Only files made to take long need more.
+# Attempts to find a free name for a part by adding colons. Only malicious files need more.
 _MOST_ATTEMPTS = 8
 
 
@@ -44,9 +44,9 @@ class Listed(NamedTuple):
     name : str
         Name of the variable.
     lazy : LazyArray
-        Its values.
+        Values of the variable.
     tensor : Tensor
-        The tensor, or the first one of a stack.
+        Tensor, or the first tensor of a stack.
     role : str or None
         Role of the part, None for a whole tensor.
     stacked : Stacked or None
@@ -72,7 +72,7 @@ class Listed(NamedTuple):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of the variables without stacking."""
+        """Names that the variables would have without stacking."""
         if self.stacked is None:
             return (self.name,)
         members, suffix = self.stacked.stack.members, self.suffix
@@ -80,12 +80,12 @@ class Listed(NamedTuple):
 
     @property
     def suggested(self) -> tuple[str | None, ...] | None:
-        """Names of the axes in the file."""
+        """Names of the axes in the file, if it has any."""
         return self.tensor.dims if self.role is None else None
 
     @property
     def path(self) -> tuple[str, ...] | None:
-        """Path in the tree of modules, None if the dots of the name tell it."""
+        """Path in the tree of modules; None if it follows from the dots of the name."""
         if self.tensor.path is None:
             return None
         path = self.tensor.path
@@ -121,7 +121,7 @@ class Listing(NamedTuple):
 def list_arrays(
     source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
 ) -> Listing:
-    """List the arrays that become variables; nothing is made for other tensors."""
+    """List the arrays that become variables, without making arrays for other tensors."""
     drop = options.dropped
     chosen = select(index.tensors, options.tensors)
     if index.arrangement.order:
@@ -146,24 +146,24 @@ def list_arrays(
 
 def _name_parts(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
     """Move parts to the end, under names that no tensor and no other part has."""
-    whole = [array for array in arrays if array.role is None]
-    if len(whole) == len(arrays):
-        return whole
-    taken = {*(tensor.name for tensor in tensors), *(array.name for array in whole)}
+    whole_tensors = [array for array in arrays if array.role is None]
+    if len(whole_tensors) == len(arrays):
+        return whole_tensors
+    used_names = {*(tensor.name for tensor in tensors), *(array.name for array in whole_tensors)}
     parts = []
     for array in arrays:
         if array.role is not None:
             part = array._replace(name=f"{array.name}:{array.role}")
             attempts = 0
-            while not taken.isdisjoint({part.name, *part.members}):
+            while not used_names.isdisjoint({part.name, *part.members}):
                 attempts += 1
                 colons = 1
                 if attempts >= _MOST_ATTEMPTS:
-                    colons += max(len(name) - len(name.rstrip(":")) for name in taken)
+                    colons += max(len(name) - len(name.rstrip(":")) for name in used_names)
                 part = part._replace(name=f"{part.name}{':' * colons}")
-            taken.update({part.name, *part.members})
+            used_names.update({part.name, *part.members})
             parts.append(part)
-    return whole + parts
+    return whole_tensors + parts
 
 
 def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
@@ -261,9 +261,9 @@ def _stacks(
     warn_of_unknown_modules(order, only)
     preferred_dims = None
     if len(tensors) < len(index.tensors):
-        # Dimensions are named as if all tensors were opened.
-        whole = stacks(index.tensors.values())
-        preferred_dims = {name: stack.index_dims for stack in whole for name in stack.members}
+        # Name dimensions as if all tensors were opened.
+        all_stacks = stacks(index.tensors.values())
+        preferred_dims = {name: stack.index_dims for stack in all_stacks for name in stack.members}
     chosen = stacks(tensors, preferred_dims)
     return {min(stack.members, key=order.__getitem__): stack for stack in chosen}
 
@@ -296,7 +296,7 @@ def kind_of(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any
 
 
 def warn_of_unknown_modules(names: Collection[str], modules: Collection[str] | None) -> None:
-    """Warn of modules to stack that do not exist, and list those that do."""
+    """Warn of modules to stack that do not exist, and list the existing ones."""
     existing = modules_by_frequency(names, modules) if modules is not None else []
     unknown = [module for module in modules or () if module not in existing]
     if not unknown:

@@ -1,4 +1,4 @@
-"""From an Index to Datasets: the variables of all tensors, with coordinates and encoding."""
+"""Datasets from an Index: the variables of all tensors, with coordinates and encoding."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def make_groups(
     dropped: dict[str, list[str]] = {}
     marks = StackMarks()
     datasets: dict[str, xr.Dataset] = {}
-    # Coordinates of stacks give way to the names of children.
+    # Children have precedence over coordinates of stacks with the same name.
     children = child_nodes(nodes) if any(array.stacked for array in listing.arrays) else {}
     # Parents come first: the names of their axes keep their sizes in children.
     for path in sorted(nodes, key=len):
         above = path.rpartition("/")[0]
-        while above not in names:  # the empty path is always in it
+        while above not in names:  # the root is the empty path, which is always there
             above = above.rpartition("/")[0]
         key, node = path.rstrip("/"), nodes[path]
         # Nodes inherit the indexes of their parents: no other variable may have such a name.
@@ -146,7 +146,7 @@ def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str
             while node:
                 node = node.rpartition("/")[0]
                 if (node, leaf) in below:
-                    break  # and in those above it
+                    break  # the nodes above have it, too
                 below.add((node, leaf))
     return below
 
@@ -163,9 +163,9 @@ class _Coordinates:
         return array.name in self._names and array.role is None and array.stacked is None
 
     def dims(self, node: Mapping[str, Listed], above: AxisNamer | None = None) -> dict[str, int]:
-        """Return the dimensions of one node that have the name of a coordinate, with their sizes.
+        """Return the dimensions of a node that have the name of a coordinate, with their sizes.
 
-        xarray makes an index of a coordinate with this one dimension, and reads it at once.
+        xarray turns a coordinate with this single dimension into an index, and reads it at once.
         """
         sizes: dict[str, int] = {}
         if not self._names:
@@ -246,7 +246,7 @@ def _file_names(
     suggested: tuple[str | None, ...] | None,
     names: AxisNamer,
 ) -> dict[str, str | None]:
-    """Return the names in the file of axes whose shown name comes from neither file nor caller."""
+    """Return the names in the file of axes that have another name, not chosen by the caller."""
     if suggested is None:
         return {}
     inner = dims[len(array.stacked_dims) :]
@@ -403,7 +403,7 @@ class OpenedMembers(Sequence[StackMember]):
 
     def __getitem__(self, position: Any) -> Any:
         if isinstance(position, slice):
-            return tuple([self[at] for at in range(len(self))[position]])
+            return tuple([self[n] for n in range(len(self))[position]])
         tensor, role = self.arrays.tensors[position], self.arrays.role
         array = self.maker.array(f"{tensor.name}{self.suffix}", self.arrays[position])
         encoding = _encoding(tensor, role, self.maker.source, self.suffix)
@@ -455,7 +455,7 @@ def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -
         if readable:
             encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
     if tensor.stored is not None:
-        encoding["stored_as"] = {role: each.name for role, each in tensor.stored.items()}
+        encoding["stored_as"] = {role: source.name for role, source in tensor.stored.items()}
     if role is not None:
         encoding["part"] = role
     if tensor.path is not None:

@@ -1,4 +1,4 @@
-"""Datasets of mappings of names to arrays, such as the state dict of a module, or of one array."""
+"""Datasets from a mapping of names to arrays, such as a state dict, or from a single array."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["as_dataset", "as_dataset_of_one"]
 
 _SCALARS = (str, int, float, bool, type(None))
-# Deeper ones are not state dicts; a mapping may contain itself.
+# A bound, because a mapping may contain itself.
 _DEEPEST = 100
 
 
 def as_dataset(obj: Any) -> Any:
-    """Return a Dataset of a mapping of names to arrays; other objects as they are.
+    """Turn a mapping of names to arrays into a Dataset; return other objects unchanged.
 
-    Keys of nested mappings are joined by dots; scalars and texts become attributes. Arrays of
-    numpy, dask and xarray, and tensors in main memory, are not copied.
+    Dots join the keys of nested mappings; scalars and texts become attributes. Arrays of numpy,
+    dask and xarray, and tensors in main memory, are not copied.
     """
     opened = xr.Dataset | xr.DataTree | xr.DataArray | Index
     return obj if not isinstance(obj, Mapping) or isinstance(obj, opened) else _dataset(obj)
@@ -46,12 +46,12 @@ def as_dataset_of_one(array: xr.DataArray) -> xr.Dataset:
 def _dataset(mapping: Mapping[Any, Any]) -> xr.Dataset:
     arrays: dict[str, Any] = {}
     attrs: dict[str, Any] = {}
-    others: list[str] = []
+    skipped: list[str] = []
     for name, value in _flattened(mapping, ()):
         if isinstance(value, _SCALARS):
             attrs[name] = value
         elif not _is_array(value):
-            others.append(name)
+            skipped.append(name)
         elif name in arrays:
             raise ValueError(f"two arrays are called {shown(name)}; rename one of them")
         else:
@@ -59,8 +59,8 @@ def _dataset(mapping: Mapping[Any, Any]) -> xr.Dataset:
     if mapping and not arrays:
         kinds = ", ".join(sorted({type(value).__name__ for value in mapping.values()}))
         raise TypeError(f"expected a mapping of names to arrays; its values are of type {kinds}")
-    if others:
-        warn(f"{some(others, 'values')} of the mapping left out: neither arrays nor numbers")
+    if skipped:
+        warn(f"{some(skipped, 'values')} of the mapping left out: neither arrays nor numbers")
     names = AxisNamer(None, arrays.keys())
     variables = {name: _variable(name, value, names) for name, value in arrays.items()}
     return xr.Dataset(variables, attrs=attrs)
@@ -89,7 +89,7 @@ def _is_array(value: Any) -> bool:
 def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:
     if isinstance(value, xr.DataArray | xr.Variable):
         return xr.as_variable(value)
-    # Arrays of dask, sparse and others that xarray computes with stay what they are.
+    # Keep arrays that xarray can compute with, such as arrays of dask and sparse.
     if not hasattr(value, "__array_function__"):
         try:
             value = _as_numpy(value)
@@ -101,13 +101,13 @@ def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return the elements of a tensor of another library; those of bfloat16 as `ml_dtypes`."""
-    for method in ("detach", "cpu"):  # of PyTorch
+    """Return the elements of a tensor of another library; bfloat16 becomes `ml_dtypes.bfloat16`."""
+    for method in ("detach", "cpu"):  # methods of PyTorch
         value = getattr(value, method, lambda value=value: value)()
     element_type = str(value.dtype).rpartition(".")[2]
     if not isinstance(value.dtype, np.dtype) and element_type in ELEMENT_TYPES:
         stored = stored_dtype(element_type)
-        if stored.isbuiltin != 1:  # which PyTorch and MLX do not hand to numpy
+        if stored.isbuiltin != 1:  # a type that PyTorch and MLX cannot convert to numpy
             integers = getattr(
                 sys.modules[type(value.dtype).__module__], f"int{stored.itemsize * 8}"
             )

@@ -1,8 +1,9 @@
 """Numbers of parameters in the state of torch.optim, and the parameters that they stand for.
 
-A ``state_dict()`` numbers parameters in the order in which the optimizer got them, group by group:
-``state.3.exp_avg`` belongs to the fourth. It does not name them, so that they follow from the order
-of the tensors in the model, and every shape has to agree. An ambiguous assignment is an error.
+A ``state_dict()`` numbers parameters in the order in which they were passed to the optimizer, group
+by group: ``state.3.exp_avg`` belongs to the fourth. It has no names, so that these follow from the
+order of the tensors in the model, and all shapes have to agree. An ambiguous assignment is an
+error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WHOLE = frozenset(
         *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
     }
 )
-# Roles that follow from names for certain, of tensors other than parameters.
+# Roles of tensors other than parameters, if their names leave no doubt.
 _NOT_TRAINED = frozenset({Role.STATISTIC, Role.COUNTER, Role.AVERAGE, Role.MOMENT, Role.MASTER})
 _REMEDY = "pass parameters=[...], the names in the order in which the optimizer got them"
 
@@ -51,7 +52,7 @@ class NumberedState(NamedTuple):
     groups : list of list of int
         The numbers of the parameters in each group.
     names : list of str or None
-        The names of all parameters, if the optimizer has them.
+        Names of all parameters in order, None if the optimizer has none.
     states : dict of int to dict of str to Variable
         The state of each parameter, by field.
     """
@@ -61,30 +62,30 @@ class NumberedState(NamedTuple):
     names: list[str] | None
     states: dict[int, dict[str, xr.Variable]]
 
-    def called(self, number: int, field: str) -> str:
+    def name_of(self, number: int, field: str) -> str:
         """Return the name of a variable."""
         return f"{self.prefix}state.{number}.{field}"
 
 
 def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> list[NumberedState]:
-    """Find the state of optimizers that number their parameters."""
+    """Return the state of each optimizer that numbers its parameters."""
     attrs = _joined_lists(attrs)
     groups: dict[str, dict[int, list[int]]] = {}
     for key, value in attrs.items():
         match = _GROUP.fullmatch(key)
         if match and isinstance(value, list | tuple) and all(type(n) is int for n in value):
             groups.setdefault(match[1], {})[int(match[2])] = list(value)
-    kept: dict[str, dict[int, dict[str, xr.Variable]]] = {}
+    numbered: dict[str, dict[int, dict[str, xr.Variable]]] = {}
     for name, variable in states.items():
-        found = _STATE.fullmatch(name)
-        if found and found[1] in groups:
-            fields = kept.setdefault(found[1], {}).setdefault(int(found[2]), {})
-            fields[found[3]] = variable
+        match = _STATE.fullmatch(name)
+        if match and match[1] in groups:
+            fields = numbered.setdefault(match[1], {}).setdefault(int(match[2]), {})
+            fields[match[3]] = variable
     result = []
-    for prefix, by_number in kept.items():
-        ordered = sorted(groups[prefix])
-        inside = [groups[prefix][at] for at in ordered]
-        listed = Counter(number for group in inside for number in group)
+    for prefix, by_number in numbered.items():
+        positions = sorted(groups[prefix])
+        members = [groups[prefix][position] for position in positions]
+        listed = Counter(number for group in members for number in group)
         strange = [n for n in by_number if listed[n] != 1]
         if strange:
             raise ValueError(
@@ -92,16 +93,16 @@ def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> l
                 f"state, {listed[strange[0]]} times"
             )
         names: list[str] = []
-        for at in ordered:
-            said = attrs.get(f"{prefix}param_groups.{at}.param_names")
-            names += map(str, said) if isinstance(said, list | tuple) else ()
-        known = names if len(names) == sum(map(len, inside)) else None
-        result.append(NumberedState(prefix, inside, known, by_number))
+        for position in positions:
+            group_names = attrs.get(f"{prefix}param_groups.{position}.param_names")
+            names += map(str, group_names) if isinstance(group_names, list | tuple) else ()
+        all_names = names if len(names) == sum(map(len, members)) else None
+        result.append(NumberedState(prefix, members, all_names, by_number))
     return result
 
 
 def _joined_lists(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return attributes with the lists of groups, whose entries a flat mapping has one by one."""
+    """Return attributes with the entries of the lists in groups joined to lists again."""
     joined: dict[str, Any] = {}
     entries: dict[str, dict[int, Any]] = {}
     for key, value in attrs.items():
@@ -118,7 +119,7 @@ def _joined_lists(attrs: Mapping[Any, Any]) -> dict[str, Any]:
 def owners_of(
     numbers: NumberedState, model: Mapping[str, xr.Variable], parameters: Sequence[str] | None
 ) -> dict[int, str]:
-    """Return the name of the parameter that each number with state is of."""
+    """Return the name of the parameter of each number that has state."""
     order = [number for group in numbers.groups for number in group]
     shapes = {number: _shape(numbers, number) for number in numbers.states}
     if parameters is not None:
@@ -129,7 +130,7 @@ def owners_of(
         owners = dict(zip(order, parameters, strict=True))
     else:
         candidates = _candidates(model)
-        # The weights alone of a part of the model may be in alphabetic order by chance.
+        # Judge the whole model: a few weights may be in alphabetic order by chance.
         is_ordered = _is_ordered(model)
         owners = {}
         for group, inside in _by_group(numbers, shapes, candidates):
@@ -146,7 +147,7 @@ def owners_of(
 
 
 def _shape(numbers: NumberedState, number: int) -> Shape | None:
-    """Return the shape of a parameter that follows from its state, None if it is unknown."""
+    """Return the shape of a parameter, inferred from its state; None if it is unknown."""
     fields = {field: v.shape for field, v in numbers.states[number].items()}
     stated = {field: shape for field, shape in fields.items() if field in _WHOLE}
     if not stated:  # such as Adafactor, which has means of rows and of columns
@@ -158,9 +159,10 @@ def _shape(numbers: NumberedState, number: int) -> Shape | None:
         stated = {field: shape for field, shape in fields.items() if shape and field != "step"}
         stated = stated if len(set(stated.values())) == 1 else {}
     if len(set(stated.values())) > 1:
+        field = numbers.name_of(number, next(iter(stated)))
         raise ValueError(
-            f"{shown(numbers.called(number, next(iter(stated))))} and others of parameter {number} "
-            f"have several shapes: {', '.join(map(str, sorted(set(stated.values()))))}"
+            f"{shown(field)} and others of parameter {number} have several shapes: "
+            f"{', '.join(map(str, sorted(set(stated.values()))))}"
         )
     return next(iter(stated.values()), None)
 
@@ -189,15 +191,15 @@ def _by_group(
         return
     groups = [[number for number in group if number in shapes] for group in groups]
     owner: dict[Shape | None, int] = {}
-    for at, group in enumerate(groups):
+    for position, group in enumerate(groups):
         for number in group:
-            if owner.setdefault(shapes[number], at) != at or shapes[number] is None:
+            if owner.setdefault(shapes[number], position) != position or shapes[number] is None:
                 raise ValueError(
                     f"{_some(numbers, number)} and state of another group of parameters have the "
                     f"shape {shapes[number]}, which is ambiguous: {_REMEDY}"
                 )
-    for at, group in enumerate(groups):
-        yield group, {n: shape for n, shape in candidates.items() if owner.get(shape) == at}
+    for position, group in enumerate(groups):
+        yield group, {n: shape for n, shape in candidates.items() if owner.get(shape) == position}
 
 
 def _aligned(
@@ -219,11 +221,12 @@ def _aligned(
             f"{shapes.get(number)} none is left in their order. Are they of one checkpoint?"
         )
     last = _leftmost(group[::-1], shapes, names[::-1], candidates)[::-1]
-    for number, one, other in zip(group, first, last, strict=True):
-        if number in shapes and one != other:
+    for number, leftmost, rightmost in zip(group, first, last, strict=True):
+        if number in shapes and leftmost != rightmost:
             raise ValueError(
-                f"{_some(numbers, number)} of shape {shapes[number]} may belong to {shown(one)} or "
-                f"to {shown(other)}: {_REMEDY}, or choose with model.ckpt.find what it trains"
+                f"{_some(numbers, number)} of shape {shapes[number]} may belong to "
+                f"{shown(leftmost)} or to {shown(rightmost)}: {_REMEDY}, or choose with "
+                "model.ckpt.find what it trains"
             )
     return dict(zip(group, first, strict=True))
 
@@ -234,15 +237,15 @@ def _leftmost(
     names: Iterable[str],
     candidates: Mapping[str, Shape],
 ) -> list[str]:
-    """Assign each number to the first tensor that it fits, until none is left."""
-    left, found = iter(names), []
+    """Assign each number to the next tensor of its shape; stop at a number without one."""
+    remaining, assigned = iter(names), []
     for number in group:
         shape = shapes.get(number)
-        name = next((each for each in left if shape in {None, candidates[each]}), None)
+        name = next((name for name in remaining if shape in {None, candidates[name]}), None)
         if name is None:
             break
-        found.append(name)
-    return found
+        assigned.append(name)
+    return assigned
 
 
 def _by_shape(
@@ -259,10 +262,10 @@ def _by_shape(
             continue
         fitting = [name for name, shape in candidates.items() if shape == shapes[number]]
         if len(fitting) != 1 or times[shapes[number]] > 1:
-            some = " or ".join(map(shown, fitting[:2])) or "nothing in the model"
+            options = " or ".join(map(shown, fitting[:2])) or "nothing in the model"
             raise ValueError(
                 f"the tensors of the model are in alphabetic order, not in that of the model, so "
-                f"that {_some(numbers, number)} of shape {shapes[number]} may belong to {some}: "
+                f"that {_some(numbers, number)} of shape {shapes[number]} may belong to {options}: "
                 f"{_REMEDY}"
             )
         owners[number] = fitting[0]
@@ -270,7 +273,7 @@ def _by_shape(
 
 
 def _is_ordered(names: Iterable[str]) -> bool:
-    """Return whether the order of names is that of the model, and not mostly alphabetic."""
+    """Return whether names are in the order of the model, rather than mostly alphabetic."""
     children: dict[tuple[str, ...], dict[str, None]] = {}
     for name in names:
         path = tuple(split_name(name)[:64])
@@ -283,7 +286,7 @@ def _is_ordered(names: Iterable[str]) -> bool:
 
 def _some(numbers: NumberedState, number: int) -> str:
     field = next(iter(numbers.states.get(number, ())), "")
-    return shown(numbers.called(number, field)) if field else f"parameter {number}"
+    return shown(numbers.name_of(number, field)) if field else f"parameter {number}"
 
 
 def _require_shape(

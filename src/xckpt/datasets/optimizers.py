@@ -1,4 +1,4 @@
-"""The state of an optimizer, joined to the parameters it belongs to."""
+"""The state of an optimizer, joined to the parameters that it belongs to."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["attach", "training_parts"]
 
 _OF_OPTIMIZERS = frozenset({Role.MOMENT, Role.MASTER, Role.STEP})
 _BY_ID = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
-# What torch.optim, and optimizers like its own, keep for a parameter.
+# Fields of the state of torch.optim and similar optimizers.
 _FIELDS = frozenset(
     {
         *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
         *("square_avg", "grad_avg", "acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax"),
     }
 )
-# Components that wrappers of modules put anywhere into names, and what stands in front of names
-# where the state of a whole training is in one file.
+# Components that wrappers of modules insert anywhere in names.
 _WRAPPERS = frozenset(
     {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_flat_param"}
 )
+# First components of names in a file with the state of a whole training.
 _ABOVE = frozenset(
     {
         *("app", "model", "optimizer", "optim", "state", "optimizer_state", "optim_state"),
@@ -42,7 +42,7 @@ _ABOVE = frozenset(
 
 
 def training_parts(training: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
-    """Split the checkpoint of a training into the model and the state of its optimizer."""
+    """Split the checkpoint of a training run into the model and the state of its optimizer."""
     described = [
         (str(name), str(variable.encoding.get("stored_dtype", variable.dtype)), variable.shape)
         for name, variable in training.variables.items()
@@ -66,26 +66,26 @@ def attach(
     model, optimizer = unstack_modules(model), unstack_modules(optimizer)
     states = {str(n): v for n, v in optimizer.variables.items() if n not in optimizer.coords}
     by_number = numbers_in(states, optimizer.attrs)
-    known = _Parameters(model)
-    numbered = _owners_by_number(by_number, known, parameters)
-    found: list[_State] = []
+    targets = _Parameters(model)
+    numbered = _owners_by_number(by_number, targets, parameters)
+    attached_states: list[_State] = []
     lost: list[str] = []
     for name, state in states.items():
         tensor = str(state.encoding["tensor"]) if "part" in state.encoding else name
-        owners, field = numbered.get(tensor) or known.owners(tensor)
+        owners, field = numbered.get(tensor) or targets.owners(tensor)
         suffix = name.removeprefix(tensor)
-        found += [_State(name, state, *owner, field, suffix) for owner in owners.items()]
+        attached_states += [_State(name, state, *owner, field, suffix) for owner in owners.items()]
         if not owners:
-            found.append(_State(name, state))
+            attached_states.append(_State(name, state))
             lost += [name] if _is_state(tensor) else []
-    if all(state.parameter is None for state in found):
-        raise ValueError(_nothing_shared(known, lost))
+    if all(state.parameter is None for state in attached_states):
+        raise ValueError(_nothing_shared(targets, lost))
     if lost:
         text = f"{len(lost)} variables of the optimizer, {shown(lost[0])} the first, belong to no"
         warn(f"{text} parameter of the model")
-    joined = model.assign(_attached(model, found))
+    joined = model.assign(_attached(model, attached_states))
     if "namespace" in joined.encoding:
-        # Joined to another optimizer, the model has other state of the same names.
+        # The same model may be joined to another optimizer, whose state has the same names.
         joined.encoding = {**joined.encoding, "namespace": next_namespace()}
     return joined
 
@@ -101,7 +101,7 @@ class _State(NamedTuple):
     suffix: str = ""  # of a part
 
     def renamed(self, name: str, suffix: str = "") -> str:
-        """Put the name of the parameter in front of what is kept for it."""
+        """Return the name in the joined Dataset: ``parameter:field``."""
         return name if self.parameter is None else f"{self.parameter}:{self.field}{suffix}"
 
 
@@ -109,7 +109,7 @@ _Owners = dict[str, "xr.Variable"]
 
 
 class _Parameters:
-    """The parameters of a model: by identity and by name, with a variable that has their axes."""
+    """The parameters of a model by identity and by name, with variables that have their axes."""
 
     def __init__(self, model: xr.Dataset) -> None:
         self.by_id: dict[str, _Owners] = {}
@@ -117,14 +117,14 @@ class _Parameters:
         for name, variable in model.variables.items():
             identity = variable.attrs.get("param_id")
             tensor = str(variable.encoding.get("tensor", name))
-            # State has the identity of its parameter too.
+            # Skip joined state, which has the identity of its parameter.
             if "parameter" in variable.attrs or tensor.startswith(f"{identity}."):
                 continue
             parameter = tensor if "part" in variable.encoding else str(name)
             self.by_name.setdefault(parameter, {}).setdefault(parameter, variable)
             if identity is not None:
                 self.by_id.setdefault(str(identity), {}).setdefault(parameter, variable)
-        # Names without what is around them, unless several parameters would share one.
+        # Names without wrappers and first components, if they identify a single parameter.
         self._bare: dict[str, _Owners] = {}
         for parameter, owner in self.by_name.items():
             bare = _without_wrappers(parameter.split("."))
@@ -134,53 +134,56 @@ class _Parameters:
         self._bare = {name: owners for name, owners in self._bare.items() if len(owners) == 1}
 
     def owners(self, name: str) -> tuple[_Owners, str]:
-        """Find the parameters that state belongs to, and what it is of them."""
+        """Return the parameters that state belongs to, and its field; empty if there are none."""
         path = name.split(".")
-        for known, components in ((self.by_name, path), (self._bare, _without_wrappers(path))):
+        for by_name, components in ((self.by_name, path), (self._bare, _without_wrappers(path))):
             for start in range(len(components)):
                 if start and components[start - 1] not in _ABOVE:
                     break
-                rest = components[start:]
-                by_id = _BY_ID.fullmatch(".".join(rest))
+                inner = components[start:]
+                by_id = _BY_ID.fullmatch(".".join(inner))
                 if by_id is not None and by_id[1] in self.by_id:
                     return self.by_id[by_id[1]], by_id[2]
-                for stop in range(len(rest) - 1, 0, -1):
-                    owners = known.get(".".join(rest[:stop]))
+                for stop in range(len(inner) - 1, 0, -1):
+                    owners = by_name.get(".".join(inner[:stop]))
                     if owners:
-                        return owners, ".".join(rest[stop:])
-                owners = known.get(".".join(rest[1:])) if rest[0] in _FIELDS else None
+                        return owners, ".".join(inner[stop:])
+                owners = by_name.get(".".join(inner[1:])) if inner[0] in _FIELDS else None
                 if owners:
-                    return owners, rest[0]
+                    return owners, inner[0]
         return {}, ""
 
 
 def _owners_by_number(
-    every: Sequence[NumberedState], known: _Parameters, parameters: Sequence[str] | None
+    optimizers: Sequence[NumberedState], targets: _Parameters, parameters: Sequence[str] | None
 ) -> dict[str, tuple[_Owners, str]]:
-    """Return the parameters of numbered state by its name, and what it is of them."""
-    if parameters is not None and len(every) != 1:
+    """Return the parameters and the field of each variable of numbered state, by its name."""
+    if parameters is not None and len(optimizers) != 1:
         raise ValueError(
             f"parameters= is for an optimizer that numbers its parameters and has 'param_groups'; "
-            f"there are {len(every)}"
+            f"there are {len(optimizers)}"
         )
-    found: dict[str, tuple[_Owners, str]] = {}
+    result: dict[str, tuple[_Owners, str]] = {}
     states = {
-        each.called(at, field) for each in every for at in each.states for field in each.states[at]
+        optimizer.name_of(number, field)
+        for optimizer in optimizers
+        for number, fields in optimizer.states.items()
+        for field in fields
     }
     model = {
         name: variable
-        for name, owners in known.by_name.items()
+        for name, owners in targets.by_name.items()
         for variable in owners.values()
         if name not in states
     }
-    for numbers in every:
+    for numbers in optimizers:
         names = parameters
         if names is None and numbers.names is not None:
-            names = [next(iter(known.owners(f"{n}.state")[0]), n) for n in numbers.names]
+            names = [next(iter(targets.owners(f"{n}.state")[0]), n) for n in numbers.names]
         for number, owner in owners_of(numbers, model, names).items():
             for field in numbers.states[number]:
-                found[numbers.called(number, field)] = ({owner: model[owner]}, field)
-    return found
+                result[numbers.name_of(number, field)] = ({owner: model[owner]}, field)
+    return result
 
 
 def _without_wrappers(path: Sequence[str]) -> list[str]:
@@ -188,7 +191,7 @@ def _without_wrappers(path: Sequence[str]) -> list[str]:
 
 
 def _is_state(name: str) -> bool:
-    """Return whether a name looks like that of something kept for one parameter."""
+    """Return whether a name looks like a field of the state of a parameter."""
     path = name.split(".")
     while len(path) > 1 and path[0] in _ABOVE | _WRAPPERS:
         del path[0]
@@ -200,10 +203,10 @@ def _nothing_shared(parameters: _Parameters, lost: Sequence[str]) -> str:
     first = next(iter(parameters.by_name), None)
     has = f"; {shown(first)} is in the model" if first is not None else ""
     if not parameters.by_id:
-        what = f", {shown(lost[0])} for one" if lost else ""
+        example = f", {shown(lost[0])} for one" if lost else ""
         return (
             "the model has no parameters with the attribute 'param_id', and none of a name that is "
-            f"in the names of the optimizer{what}{has}"
+            f"in the names of the optimizer{example}{has}"
         )
     if not lost:
         return (
@@ -217,16 +220,16 @@ def _nothing_shared(parameters: _Parameters, lost: Sequence[str]) -> str:
     )
 
 
-def _attached(model: xr.Dataset, found: Sequence[_State]) -> dict[str, xr.Variable]:
-    """Name the state and its axes as the model allows."""
+def _attached(model: xr.Dataset, states: Sequence[_State]) -> dict[str, xr.Variable]:
+    """Return the state as variables of the model, with its names and axes where they fit."""
     named: dict[str, _State] = {}
-    for state in found:
+    for state in states:
         name = state.renamed(state.name, state.suffix)
         while name in named or name in model.variables:
             name = f"{name}:"
         named[name] = state
     variables = {str(name) for name in model.variables}
-    # A coordinate has the name of its axis, which is then no reason to avoid it.
+    # Axes may have the name of a coordinate along them.
     axes = AxisNamer(reserved={*variables, *named} - {str(dim) for dim in model.dims})
     axes.name_axes("", tuple(model.sizes.values()), [str(dim) for dim in model.sizes])
     attached = {}
@@ -239,7 +242,7 @@ def _attached(model: xr.Dataset, found: Sequence[_State]) -> dict[str, xr.Variab
 
 
 def _adapted(state: _State, dims: tuple[str, ...]) -> xr.Variable:
-    """Make the variable one of the model; its data are shared, not touched."""
+    """Return the variable with the dimensions of the model, sharing its data."""
     variable = state.variable.copy(deep=False)
     if state.parameter is not None:
         variable.attrs = {**variable.attrs, "parameter": state.parameter}
@@ -251,7 +254,7 @@ def _adapted(state: _State, dims: tuple[str, ...]) -> xr.Variable:
         encoding["preferred_chunks"] = {
             names[dim]: size
             for dim, size in encoding["preferred_chunks"].items()
-            if dim in names  # not if its user renamed dimensions
+            if dim in names  # false after the user renamed dimensions
         }
     variable.encoding = encoding
     variable.dims = dims

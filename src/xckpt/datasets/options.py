@@ -25,7 +25,7 @@ class OpenOptions:
     Parameters
     ----------
     drop_variables : str or iterable of str, optional
-        Tensors (or parts, ``name:part``) to leave out, by their exact names.
+        Tensors (or parts, ``name:part``) to omit, by their exact names.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Tensors to open: a glob of whole names, several globs, a regular expression to search for,
         or a function from a name to a bool. All by default.
@@ -56,8 +56,8 @@ class OpenOptions:
         Whether to map raw data of local files into memory instead of reading them. Chunks are then
         views of the file: nothing is copied, and unused pages are not read. But if another program
         truncates the file while they are in use, the operating system ends this process
-        (``SIGBUS``), also the kernel of a notebook; without maps that is an exception. Use it for
-        files that nobody writes to.
+        (``SIGBUS``), even the kernel of a notebook; without maps, reading raises an exception. Use
+        it only for files that are not written to.
     storage_options : dict, optional
         Options for the storage of a URL.
     format_options : mapping

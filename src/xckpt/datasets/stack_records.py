@@ -1,10 +1,10 @@
-"""Records of stacks: which tensors a stacked variable is made of, and what they were before.
+"""Records of stacks: the tensors in a stacked variable, and the variables that they were before.
 
 Only this module reads and writes ``encoding["stack"]``. For a stacked variable it is a
 `StackRecord`: the template of the names, the dimensions, the indices along them, and each member as
-a variable of its own. The coordinates that stacking made have `StackMarks`, the records by name of
-the variable, since whatever is computed loses its encoding and keeps its coordinates. The
-coordinates also tell which members a selection still has.
+a separate variable. The coordinates that stacking made have `StackMarks`, the records by name of
+the variable, because a computed variable loses its encoding and keeps its coordinates. The
+coordinates also show the members in a selection.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _NAMING = ("tensor", "part", _KEY)
 
 
 class StackMember(NamedTuple):
-    """A stacked tensor as a variable of its own.
+    """A stacked tensor as a separate variable.
 
     Parameters
     ----------
     attrs : dict
         Attributes in the file.
     encoding : dict
-        How it is stored.
+        Encoding without stacking.
     data : dask.array.Array or None
-        Its lazy array, None if only the stack has it.
+        Lazy array, None if only the stack has the data.
     """
 
     attrs: dict[Any, Any]
@@ -68,27 +68,26 @@ class StackMember(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """How a variable was stacked, and its members before that.
+    """The dimensions and names of a stack, and its members before stacking.
 
     Parameters
     ----------
     template : tuple of (str, int or None)
-        The names of the members; see `xckpt.labels.grids.Stack`.
+        Template of the names of the members; see `xckpt.labels.grids.Stack`.
     dims : tuple of str
-        The dimensions that stacking made.
+        Dimensions that stacking made.
     suffix : str
-        End of the names of members after the template: the part that is shown.
+        End of the names of members after the template, such as ``:scales`` for a part.
     indices : tuple of tuple of int
-        The indices along each dimension when it was stacked.
+        Indices along each dimension at the time of stacking.
     shared_attrs : tuple of str
         Names of the attributes that all members had in common.
     array : str or None
-        Name of the dask array that was made; another array is a selection or a result.
+        Name of the dask array of the whole stack; another array is a selection or a result.
     members : sequence of StackMember
-        The members, the last dimension fastest; empty for something computed.
+        Members, the last dimension fastest; empty for a computed variable.
     present : frozenset of tuple of int, optional
-        The indices of the members, if there are places without one; see
-        `xckpt.labels.grids.Stack`.
+        Indices of the members, if some places have none; see `xckpt.labels.grids.Stack`.
     """
 
     template: tuple[str | int | None, ...]
@@ -101,7 +100,7 @@ class StackRecord:
     present: frozenset[tuple[int, ...]] | None = None
 
     def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
-        """Return the names of the members with these indices, None for places without one."""
+        """Return the names of the members at all places of a grid; None for empty places."""
         names: list[str | None] = [n + self.suffix for n in member_names(self.template, indices)]
         if self.present is None:
             return names
@@ -113,7 +112,7 @@ class StackRecord:
         places = product(*indices)
         return [n if at in self.present else None for n, at in zip(names, places, strict=True)]
 
-    # xarray copies encodings deeply with their Dataset; this never changes.
+    # xarray deep-copies encodings with their Dataset; a record never changes.
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
@@ -124,11 +123,11 @@ class StackMarks(dict[str, StackRecord]):
     __slots__ = ()
 
     def add(self, name: str, record: StackRecord) -> None:
-        """Add a variable, also by the name that it has in a tree when it has been computed."""
+        """Add a record by the name of its variable, and by the name that it has within a tree."""
         self.setdefault(name.replace("/", "."), record)
         self[name] = record
 
-    # xarray copies encodings deeply with their Dataset; these do not change.
+    # xarray deep-copies encodings with their Dataset; records never change.
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
@@ -195,7 +194,7 @@ def remember_stack(
 def _has_indices(
     variable: xr.Variable, record: StackRecord, indexes: Mapping[Any, xr.Variable]
 ) -> bool:
-    """Return whether the coordinates of a computed variable still name its tensors."""
+    """Return whether the coordinates of a computed variable still identify its tensors."""
     return all(
         dim in indexes
         and is_made_by_stacking(indexes[dim])
@@ -204,25 +203,25 @@ def _has_indices(
     )
 
 
-# --- the members that are left -------------------------------------------------------------------
+# --- remaining members ---------------------------------------------------------------------------
 
 
 def remaining_indices(
     record: StackRecord, coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the indices that are left along each dimension; all of them without a coordinate."""
+    """Return the remaining indices along each dimension; all of them without a coordinate."""
     indices = []
     for dim, stacked in zip(record.dims, record.indices, strict=True):
         coord = coords.get(dim)
-        left = stacked if coord is None else np.atleast_1d(coord.values).tolist()
-        indices.append(tuple(int(index) for index in left))
+        remaining = stacked if coord is None else np.atleast_1d(coord.values).tolist()
+        indices.append(tuple(int(index) for index in remaining))
     return tuple(indices)
 
 
 def member_variables(
     name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> dict[str, xr.Variable]:
-    """Return the members that a variable still has, or the variable itself if it is not stacked."""
+    """Return the remaining members of a variable, or the variable itself if it is not stacked."""
     if stack_of(variable) is None:
         return {name: variable}
     members = StackMembers(name, variable, indexes)
@@ -230,21 +229,21 @@ def member_variables(
 
 
 class StackMembers:
-    """The members that a stacked variable still has.
+    """The remaining members of a stacked variable.
 
     Parameters
     ----------
     name : str
         Name of the variable, for messages.
     variable : xarray.Variable
-        With a record of its stack.
+        Stacked variable, with its record.
     indexes : mapping of str to xarray.Variable
-        The index coordinates of its node.
+        Index coordinates of its node.
 
     Raises
     ------
     ValueError
-        If the coordinates do not tell which members are left.
+        If the coordinates do not identify the remaining members.
     """
 
     def __init__(
@@ -253,37 +252,37 @@ class StackMembers:
         record = stack_of(variable)
         if record is None:
             raise ValueError(f"{shown(name)} is not stacked")
-        left = tuple([_checked_indices(name, variable, dim, indexes) for dim in record.dims])
-        names = zip(record.names(left), product(*left), strict=True)
+        indices = tuple([_checked_indices(name, variable, dim, indexes) for dim in record.dims])
+        names = zip(record.names(indices), product(*indices), strict=True)
         #: The indices of each member along the stacked dimensions, by name.
         self.numbers = {name: numbers for name, numbers in names if name is not None}
         present = [set(along) for along in zip(*self.numbers.values(), strict=True)]
-        pairs = zip(left, present or [set()] * len(left), strict=True)
-        #: The indices that members have along each stacked dimension.
-        self.along = tuple([tuple([n for n in along if n in some]) for along, some in pairs])
+        pairs = zip(indices, present or [set()] * len(indices), strict=True)
+        #: The indices of members along each stacked dimension.
+        self.along = tuple([tuple([n for n in along if n in used]) for along, used in pairs])
         self.record = record
         self._variable = variable
-        self._positions = [{number: at for at, number in enumerate(along)} for along in left]
-        self._old_positions = [{number: at for at, number in enumerate(a)} for a in record.indices]
+        self._positions = [{index: n for n, index in enumerate(along)} for along in indices]
+        self._old_positions = [{index: n for n, index in enumerate(a)} for a in record.indices]
         data = data_of(variable)
         is_made = isinstance(data, da.Array) and data.name == record.array
-        # Whether it has the very array that was stacked.
+        # Whether the variable still has the array of the whole stack.
         self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The stacked dimensions, empty names for those that a selection dropped."""
+        """The stacked dimensions; an empty name for a dimension that a selection dropped."""
         return tuple([dim if dim in self._variable.dims else "" for dim in self.record.dims])
 
     def place(self, member: str) -> dict[str, int]:
-        """Return the index of a member along each stacked dimension that is left."""
+        """Return the index of a member along each remaining stacked dimension."""
         numbers = zip(self.record.dims, self.numbers[member], strict=True)
         return {dim: number for dim, number in numbers if dim in self._variable.dims}
 
     def variable(self, member: str) -> xr.Variable:
-        """Return a member as a variable of its own."""
+        """Return a member as a separate variable."""
         numbers, record = self.numbers[member], self.record
-        # A member without a past, as of something computed, has nothing to restore.
+        # Only the members of a stored variable have attributes and encoding to restore.
         before: StackMember | None = None
         if record.members and all(map(dict.__contains__, self._old_positions, numbers)):
             position = 0
@@ -295,35 +294,36 @@ class StackMembers:
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._positions, numbers)
             key: dict[Any, int] = dict(zip(record.dims, places, strict=True))
-            # Not of the array: a selection of a stored variable stays stored this way.
+            # Select from the variable, because a selection from the dask array is not lazy.
             data = self._variable[tuple([key.get(dim, slice(None)) for dim in dims])].data
         dims = tuple([dim for dim in dims if dim not in record.dims])
-        now, shared = self._variable.attrs, record.shared_attrs
-        own = {key: value for key, value in before.attrs.items() if key not in shared or key in now}
+        attrs, shared = dict(self._variable.attrs), record.shared_attrs
+        # An attribute that all members had in common may have been removed from the stack.
+        before_attrs = {k: v for k, v in before.attrs.items() if k not in shared or k in attrs}
         encoding = dict(before.encoding)
         original_shape = self._variable.encoding.get("original_shape")
         if original_shape is not None:
             encoding.setdefault("original_shape", original_shape[len(record.dims) :])
         if isinstance(data, da.Array):
             encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
-        return LazyVariable.of(dims, data, own | dict(now) or None, encoding)
+        return LazyVariable.of(dims, data, before_attrs | attrs or None, encoding)
 
 
 def _checked_indices(
     name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
 ) -> tuple[int, ...]:
-    """Return the indices that are left along a stacked dimension, from its coordinate."""
+    """Return the remaining indices along a stacked dimension, from its coordinate."""
     coord = indexes.get(dim)
     if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
         raise ValueError(
-            f"{shown(name)} was stacked along {dim!r}, and no coordinate {dim!r} tells which of "
-            "its tensors are left: unstack before that dimension or coordinate is renamed or "
-            "dropped"
+            f"{shown(name)} was stacked along {dim!r}, but has no coordinate {dim!r} to identify "
+            "its remaining tensors: unstack before renaming or dropping that dimension or "
+            "coordinate"
         )
     values = np.atleast_1d(coord.values)
     if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
         raise ValueError(
-            f"the coordinate {dim!r} does not tell which tensors of {shown(name)} are left: it "
-            "has something else than whole numbers, or one of them twice"
+            f"the coordinate {dim!r} does not identify the remaining tensors of {shown(name)}: its "
+            "values must be distinct integers"
         )
     return tuple(values.tolist())

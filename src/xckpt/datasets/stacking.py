@@ -1,4 +1,4 @@
-"""Stacking an open object, and the inverse; selecting tensors by the numbers of their modules.
+"""Stacking and unstacking of open objects, and selection of tensors by the numbers of modules.
 
 A stacked variable has a record of its members; see `xckpt.datasets.stack_records`.
 """
@@ -64,7 +64,7 @@ def stack_modules(
 
 
 def unstack_modules(obj: Obj) -> Obj:
-    """Turn every stacked tensor into a variable of its own again."""
+    """Turn every stacked tensor into a separate variable again."""
     flat = flatten(obj)
     if not any(map(stack_of, flat.variables.values())):
         copied: Obj = rebuild(obj, flat)
@@ -97,16 +97,16 @@ def unstack_modules(obj: Obj) -> Obj:
 
 
 class NumberSet(NamedTuple):
-    """Numbers of a module, and the tensors that have exactly these.
+    """Numbers of a module, and the tensors that have exactly these numbers.
 
     Parameters
     ----------
     module : str
-        Its path without other numbers: ``model.layers``.
+        Path of the module without other numbers: ``model.layers``.
     numbers : tuple of int
-        Ascending.
+        Numbers in ascending order.
     dim : str or None
-        The stacked dimension, None without one.
+        Stacked dimension, None without one.
     variables : tuple of str
         Names of the tensors without their numbers: ``model.layers.mlp.w``.
     """
@@ -118,14 +118,14 @@ class NumberSet(NamedTuple):
 
 
 def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
-    """List the sets of numbers of each module, the largest first, and the tensors that have them.
+    """List the sets of numbers of each module with their tensors, the largest set first.
 
     Stacking turns a module with several sets into several dimensions, or, in an outer join, into
-    one with absent members.
+    one dimension with absent members.
     """
     flat = flatten(obj)
     indexes = {path: flat.indexes(path) for path in flat.coords}
-    # By a name without numbers: the numbers along each index, by module, position and dimension.
+    # The numbers by module, position and dimension, for each name without numbers.
     names: dict[str, dict[tuple[str, int, str | None], set[int]]] = {}
     modules_by_template: dict[tuple[str | int | None, ...], tuple[str, list[str]]] = {}
     for name, variable in flat.variables.items():
@@ -137,7 +137,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
         else:
             try:
                 members = StackMembers(str(name), variable, indexes[flat.nodes[name]])
-            except ValueError:  # its coordinates do not name the members
+            except ValueError:  # the coordinates do not identify the members
                 continue
             left = zip(record.dims, map(set, members.along), strict=True)
             pieces = [p for p in record.template if not isinstance(p, str) or is_index(p)]
@@ -204,7 +204,7 @@ def _kind(variable: xr.Variable) -> tuple[Any, ...]:
 
 
 def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[str, list[str]]]:
-    """Put stacks in the places of their first members, and list the attributes that are lost."""
+    """Put stacks in the places of their first members; return the attributes that were dropped."""
     members = {name for stack in stacks for name in stack.members}
     order = {name: position for position, name in enumerate(flat.variables)}
     by_first = {min(stack.members, key=order.__getitem__): stack for stack in stacks}
@@ -235,7 +235,7 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
 def _places(
     obj: Any, flat: Flat, stacks: Sequence[Stack], members: Collection[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return the path of the node of each stack, and its name there."""
+    """Return the path of the node of each stack, and its name in the node."""
     if isinstance(obj, xr.Dataset):
         return {stack.name: ("/", stack.name) for stack in stacks}
     paths = {n: v.encoding.get("path") for n, v in flat.variables.items() if n not in members}
@@ -280,7 +280,7 @@ def _array(variable: xr.Variable) -> Any:
 
 
 def _as_member(variable: xr.Variable) -> StackMember:
-    """Return a variable as a member; values in memory are not kept twice."""
+    """Return a variable as a member, with its array only if that is stored in a file."""
     data = data_of(variable)
     lazy = data if is_stored(data) else None
     return StackMember(dict(variable.attrs), dict(variable.encoding), lazy)
@@ -406,7 +406,7 @@ def _numbers_of(
             places.setdefault(module, []).append(int(index))
         return places
     dims = iter(record.dims)
-    # The template still has the numbers of modules that are not stacked.
+    # The template contains the numbers of modules that are not stacked.
     for module, number in module_indices(record.template):
         place: Any = int(number) if isinstance(number, str) else next(dims)
         if isinstance(place, int) or place in indexes:

@@ -1,4 +1,4 @@
-"""The tensors of an open object: by flat name, one by one, selected, and put back."""
+"""The tensors of an open object: listed by flat name, selected, and put back into an object."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-#: A Dataset or a tree: functions return the kind that they get.
+#: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 
@@ -68,7 +68,7 @@ class Flat(NamedTuple):
     variables : dict of str to Variable
         The data variables, by the flat name of the tensor.
     nodes : dict of str to str
-        The path of their nodes, from the root of the whole tree.
+        Paths of their nodes, from the root of the whole tree.
     coords : dict of str to dict of str to Variable
         The coordinates of each node, by path; ``"/"`` is a Dataset itself.
     """
@@ -148,14 +148,14 @@ class _TensorListing(NamedTuple):
 
 
 class OpenTensors:
-    """The tensors of an open object by name, also those that are stacked or in nodes of a tree.
+    """The tensors of an open object by name, including stacked tensors and nodes of a tree.
 
-    Nothing is listed before it is needed.
+    All lists are made on demand.
 
     Parameters
     ----------
     obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Its variables have the names of tensors.
+        Object whose variables have the names of tensors.
     """
 
     def __init__(self, obj: xr.Dataset | xr.DataTree | xr.DataArray) -> None:
@@ -178,12 +178,12 @@ class OpenTensors:
 
     @property
     def variable_names(self) -> Collection[Any]:
-        """Names of the variables, where stacked tensors are one variable."""
+        """Names of the variables; a stack of tensors is a single variable."""
         return self.variables
 
     @cached_property
     def variables(self) -> dict[Any, xr.Variable]:
-        """The data variables by flat name; computed ones with the record of their stack, too."""
+        """The data variables by flat name, with the records of stacks restored."""
         flat, indexes = self._flat, self._indexes
         return {
             name: remember_stack(name, variable, indexes[flat.nodes[name]])
@@ -196,7 +196,7 @@ class OpenTensors:
         return {name: v for coords in self._flat.coords.values() for name, v in coords.items()}
 
     def stored(self, name: Any) -> LazyArray | None:
-        """Return the array in the file if a variable is that, and was not computed from it."""
+        """Return the array in the file that a variable represents; None for a computed variable."""
         return stored_array(self.variables[name])
 
     def naming(self, name: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class OpenTensors:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Each tensor as summaries need it, in file order if that is known."""
+        """One row of metadata for each tensor, in file order if that is known."""
         with paused_collector():
             rows = self._listing.rows
             if shared := self.shared:
@@ -269,7 +269,7 @@ class OpenTensors:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dimensions of all variables and their sizes, the last one if sizes differ."""
+        """The dimensions of all variables with their sizes; the last size if they differ."""
         return {
             str(dim): size
             for dims, shape in self._listing.shapes.items()
@@ -278,7 +278,7 @@ class OpenTensors:
 
     @property
     def stacks(self) -> list[StackedNames]:
-        """The stacks, with the dimensions that are left of them."""
+        """The stacks, with their remaining dimensions."""
         stacks = self._listing.members.values()
         return [StackedNames(stack.record.template, stack.dims, stack.along) for stack in stacks]
 
@@ -289,7 +289,7 @@ class OpenTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors, also of those whose parts are variables."""
+        """Names of the tensors, including tensors whose parts are variables."""
         names = {row.name for row in self.rows}
         variables = self._flat.variables
         parts = {n: f":{v.encoding['part']}" for n, v in variables.items() if "part" in v.encoding}
@@ -326,11 +326,11 @@ class OpenTensors:
     def only(self) -> str:
         """Name of the only tensor."""
         if len(self.rows) != 1:
-            raise ValueError(f"there are {len(self.rows)} tensors: pass the name of one of them")
+            raise ValueError(f"there are {len(self.rows)} tensors: pass the name of a tensor")
         return self.rows[0].name
 
     def variable(self, name: str) -> xr.Variable:
-        """Return a tensor as a variable of its own."""
+        """Return a tensor as a separate variable; raise `KeyError` for an unknown name."""
         listing = self._listing
         if name in listing.homes:
             return listing.members[listing.homes[name]].variable(name)
@@ -345,7 +345,7 @@ class OpenTensors:
         return xr.DataArray(variable, coords, name=name)
 
     def holds(self, name: str) -> bool:
-        """Return whether the object, which may be changed in place, still has the same tensor."""
+        """Return whether the object still has the same tensor, after changes in place."""
         home = self._listing.homes.get(name, name)
         if home not in self._flat.variables:
             return False
@@ -376,7 +376,7 @@ class OpenTensors:
         dtype_names: dict[Any, str] = {}
         for name, variable in self._flat.variables.items():
             encoding = variable.encoding
-            # Asking the variable takes ten times as long, here and below.
+            # Properties of the variable take ten times as long, here and below.
             shape = listing.shapes[variable.dims] = data_of(variable).shape
             is_stated = "stored_dtype" in encoding
             dtype: Any = encoding["stored_dtype"] if is_stated else variable.dtype
@@ -387,7 +387,7 @@ class OpenTensors:
                 nbytes = _part_of(nbytes, shape, whole)
             if dtype not in dtype_names:
                 dtype_names[dtype] = str(dtype)
-            # The usual case is decided here, for speed.
+            # Decide the usual case here, for speed.
             is_plain = (
                 encoding.get("layout") in {None, "dense"}
                 and encoding.get("stored_compression") is None
@@ -406,7 +406,7 @@ class OpenTensors:
         """Add the members of a stack to the listing, and yield their rows."""
         try:
             members = StackMembers(row.name, variable, self._indexes_of(row.name))
-        except ValueError:  # its coordinates do not name the members
+        except ValueError:  # the coordinates do not identify the members
             yield row
             return
         record = members.record
@@ -440,11 +440,11 @@ class FileTensors(OpenTensors):
     Parameters
     ----------
     source : Source
-        The open file.
+        Open file.
     index : Index
-        Its index.
+        Index of the file.
     options : OpenOptions
-        How the file is read.
+        Options of reading.
     """
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
@@ -494,7 +494,7 @@ class FileTensors(OpenTensors):
 
 
 def no_tensor(name: str, known: Collection[str]) -> str:
-    """Return the message for a name that no tensor has, with a call or similar names."""
+    """Return the message for an unknown name, with similar names or a call to use instead."""
     is_glob = any(mark in str(name) for mark in "*?[")
     if is_glob and select(known, name):
         return f"{name!r} is a glob, not a name: ds.ckpt.find({name!r}) chooses what matches"
@@ -564,7 +564,7 @@ def _dataset(
 
 
 def stored_array(variable: xr.Variable) -> LazyArray | None:
-    """Return the array in the file if a variable is that, perhaps in other chunks."""
+    """Return the array in the file that a variable represents, in any chunks; None for others."""
     # `chunks` and `data` would take as long as the rest, for thousands of small tensors.
     array = data_of(variable)
     if not isinstance(array, da.Array):
@@ -585,7 +585,7 @@ def _positions(names: Iterable[Any]) -> dict[Any, int]:
 
 
 def _part_of(nbytes: int, shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
-    """Return the stored size of as many elements as a shape has."""
+    """Return the stored size of the elements of a shape, in proportion to the whole tensor."""
     return -(-nbytes * prod(shape) // max(1, prod(whole)))
 
 

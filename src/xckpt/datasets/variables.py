@@ -23,12 +23,12 @@ _DATA: Any = xr.Variable.data  # the property
 
 
 class LazyVariable(xr.Variable):
-    """A variable that stays dask-backed when `xarray.open_dataset` hands it on.
+    """A variable that stays dask-backed when `xarray.open_dataset` returns it.
 
-    xarray wraps what an engine returns in copy-on-write and caching adapters
-    (``xarray.backends.api._protect_dataset_variables_inplace``). Around a dask array they protect
-    nothing and hide it: ``ds.chunks`` is empty and ``ds.compute()`` leaves dask arrays behind. So
-    the setter leaves out exactly such wrappers.
+    xarray wraps the variables of an engine in copy-on-write and caching adapters
+    (``xarray.backends.api._protect_dataset_variables_inplace``). Around a dask array, these protect
+    nothing and hide the array: ``ds.chunks`` is empty and ``ds.compute()`` leaves dask arrays
+    behind. Therefore the setter of `data` removes such wrappers.
     """
 
     __slots__ = ()
@@ -41,36 +41,36 @@ class LazyVariable(xr.Variable):
         attrs: dict[Any, Any] | None,
         encoding: dict[Any, Any],
     ) -> Self:
-        """Make a variable of what is known to fit together."""
+        """Return a variable without the checks of the constructor."""
         return make_variable(cls, dims, data, attrs, encoding)
 
     def __getitem__(self, key: Any) -> Self:
-        """Index as xarray does; integers and slices of what is stored are no tasks of their own."""
+        """Index as xarray does, but slice stored arrays lazily instead of adding dask tasks."""
         array: Any = data_of(self)
         basic = _basic_key(key, self.dims) if is_stored(array) else None
         if basic is None:
             return super().__getitem__(key)
         entries = normalize(basic, array.shape)
-        kept = zip(self.dims, entries, strict=True)
-        dims = tuple([dim for dim, entry in kept if isinstance(entry, slice)])
+        pairs = zip(self.dims, entries, strict=True)
+        dims = tuple([dim for dim, entry in pairs if isinstance(entry, slice)])
         return self.of(dims, slice_stored(array, entries), dict(self.attrs), dict(self.encoding))
 
-    # Where an index is a numpy integer, xarray makes a base variable of the result, and whatever
-    # is selected of that would be dask's.
+    # xarray converts the result of an index with numpy integers to a base variable, whose
+    # selections would be dask tasks.
     def to_base_variable(self) -> xr.Variable:
-        """Return a variable that is no coordinate: this one."""
+        """Return the variable as a data variable, keeping its class if it is stored."""
         return self.copy(deep=False) if is_stored(data_of(self)) else super().to_base_variable()
 
     to_variable = to_base_variable
 
-    # xarray copies each variable of a checkpoint, or of results, twice on the way to the user.
-    # Should it stop calling this method, nothing breaks: it takes longer.
+    # A fast path, because xarray copies each variable twice before the user gets it. If xarray
+    # stops calling this method, copying takes longer.
     def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
-        own = data_of(self)
-        if not IS_FAST or deep or data is not None or not isinstance(own, da.Array | np.ndarray):
+        array = data_of(self)
+        if not IS_FAST or deep or data is not None or not isinstance(array, da.Array | np.ndarray):
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)
-        return self.of(self._dims, own, attrs, dict(self._encoding or {}))
+        return self.of(self._dims, array, attrs, dict(self._encoding or {}))
 
     @property
     def values(self) -> Any:
@@ -85,7 +85,7 @@ class LazyVariable(xr.Variable):
 
     @property
     def data(self) -> Any:
-        """The array: dask's until it is loaded."""
+        """The array: a dask array until it is loaded."""
         return super().data
 
     @data.setter
@@ -95,7 +95,7 @@ class LazyVariable(xr.Variable):
 
 
 def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return an index as a tuple, None if it has more than integers and forward slices."""
+    """Return an index as a tuple; None if it has anything but integers and forward slices."""
     if isinstance(key, Mapping):
         if not key.keys() <= set(dims):
             return None

@@ -8,7 +8,7 @@ have rules that read elements again.
 
 from xckpt.interrupts import uninterrupted
 
-# Numba and what it compiles are large.
+# Importing numba takes long, and an interrupt in the middle would break later imports.
 with uninterrupted():
     from xckpt.health.evidence import out_of_line
     from xckpt.health.examining import examine, findings

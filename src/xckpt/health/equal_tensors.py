@@ -116,7 +116,7 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
 
 
 class Tied(Rule):
-    """Two tensors are the same bytes of the file."""
+    """Two tensors share the same bytes of the file."""
 
     name, severity = "tied", "info"
     roles = EVERY

@@ -69,7 +69,7 @@ def findings(
     """List tensors that look wrong or unusual, with explanations.
 
     ``docs/how-to/health-check.md`` has a table of all rules with their thresholds. A finding is a
-    reason to look, and not always a fault.
+    reason to look at a tensor, and not always a fault.
 
     Parameters
     ----------
@@ -179,6 +179,6 @@ def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:
         rule, colon, glob = text.partition(":")
         if rule not in {*RULES, "*"}:
             hint = suggest_names(RULES, rule) or f"; rules are {', '.join(RULES)}"
-            raise ValueError(f"ignore={text!r}: there is no such rule{hint}")
+            raise ValueError(f"ignore={text!r}: unknown rule{hint}")
         ignored.append((rule, glob if colon else None))
     return ignored

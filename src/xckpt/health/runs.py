@@ -92,7 +92,7 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers)
     plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
     if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
-        raise ValueError("there are no steps to compare: open several with xckpt.open_steps")
+        raise ValueError("the object has no steps to compare: open several with xckpt.open_steps")
     selected = set(select_or_raise(filter(None, dict.fromkeys(plain)), tensors))
     return StepChanges(evidence, [row for row, name in enumerate(plain) if name in selected])
 

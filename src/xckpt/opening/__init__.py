@@ -64,7 +64,7 @@ __all__ = [
 _SHOWN_WARNINGS = 3
 # Files whose headers are read in parallel.
 _CONCURRENCY = 16
-# Formats of files on the Hub, since xarray asks one engine after another.
+# Formats of files on the Hub, because xarray asks all engines in turn.
 _on_hub: Pool[str] = Pool(limit=256)
 
 
@@ -77,9 +77,9 @@ def open_index(
     whole: bool = True,
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint, read its index, and warn of what its specification lets pass.
+    """Open a checkpoint, read its index, and issue the warnings of the index.
 
-    With `whole`, quantised weights are listed instead of the tensors that store them.
+    With `whole`, the index lists quantised weights instead of the tensors that store them.
     """
     source, index = open_silently(
         obj, format, storage_options=storage_options, mmap=mmap, whole=whole, **format_options
@@ -166,7 +166,7 @@ def _with_weights(source: Source, index: Index) -> Index:
             if part.inline is None and part.encoding is None:
                 by_source[sources[part.shard]].append(tensor)
                 continue
-            with suppress(CheckpointError):  # without it, the tensors stay as stored
+            with suppress(CheckpointError):  # unreadable tensors stay as stored
                 data = PartReader(sources[part.shard], part).read(0, size, size)
                 contents[tensor.name] = bytes(data)
         for file, batch in by_source.items():
@@ -190,8 +190,8 @@ def open_each(
 ) -> tuple[FileList, list[Opened]]:
     """Open the files of a checkpoint in parallel, and read their indexes.
 
-    Damaged files are left out if an index of shards has the names of their tensors. They become the
-    `problems` of the returned list.
+    Damaged files are omitted if an index of shards has the names of their tensors. Their errors
+    become the `problems` of the returned list.
     """
 
     def opened(file: tuple[str, Any]) -> Opened | CheckpointError:
@@ -297,7 +297,7 @@ def is_format(obj: Any, format: str) -> bool:
         except FormatError:
             return False
         except (OSError, ImportError, CheckpointError, ValueError):
-            return True  # so that the user gets the error of opening it, not one of xarray
+            return True  # so that the user sees the error of opening it, not an error of xarray
     if is_remote(obj):
         return _is_called_like(str(obj).partition("?")[0], format)
     try:
@@ -309,7 +309,7 @@ def is_format(obj: Any, format: str) -> bool:
     except PermissionError:
         raise
     except SeveralFilesError:
-        return True  # so that the user gets the error with the list of files
+        return True  # so that the user sees the error with the list of files
     except (OSError, TypeError, ValueError, StopIteration) as error:
         # The error of opening a missing file suggests a similar name, which xarray does not.
         return isinstance(error, FileNotFoundError) and _is_called_like(str(obj), format)

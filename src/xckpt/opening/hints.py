@@ -1,4 +1,4 @@
-"""Hints at the call that opens what somebody may have meant by a path."""
+"""Hints in errors about a path: the call that opens the intended checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["advising", "step_paths"]
 
-# Names of repositories from before the Hub had organisations, and where they are now.
+# Old names of repositories on the Hub without an organisation, and their current names.
 _MOVED = {
     r"gpt2(-medium|-large|-xl)?|openai-gpt": "openai-community",
     r"bert-(base|large)-.*": "google-bert",
@@ -32,14 +32,14 @@ _MOVED = {
     r"xlnet-.*": "xlnet",
 }
 _HUB = re.compile(r"(?:hf://|https://(?:huggingface\.co|hf\.co)/)(.+)", re.DOTALL)
-# The name that DeepSpeed has for its newest step, and for the files of the model in it.
+# DeepSpeed's name for the newest step, and a glob for the files of the model in a step.
 _LATEST, _MODEL_STATES = "latest", "*model_states.pt"
 _LONGEST_NAME = 255
 
 
 @contextmanager
 def advising(obj: Any) -> Iterator[None]:
-    """Add to an error about a path the call that opens what was meant, if it can be guessed."""
+    """Add a hint to an error about a path: the call that opens the likely intended checkpoint."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -57,7 +57,7 @@ def advising(obj: Any) -> Iterator[None]:
 
 
 def step_paths(folder: Any) -> str | None:
-    """Return a glob for the checkpoints of a run in a local folder, None if there is no run."""
+    """Return a glob for the checkpoints of a run in a local folder; None without a run."""
     if not isinstance(folder, str | os.PathLike) or is_remote(folder):
         return None
     path = Path(local_path(os.fsdecode(folder)))
@@ -105,18 +105,18 @@ def _open_call(path: str | Path) -> str:
 
 
 def _spelled(path: Any) -> str:
-    """Write a path as somebody in the working directory would."""
+    """Return a path as text, relative to the working directory if it is below."""
     text = os.fsdecode(path).rstrip("/") or "/"
     short = os.path.relpath(text) if Path(text).is_absolute() else text
     return text if short.startswith("..") else short
 
 
 def _in_folder(folder: str, error: IsADirectoryError) -> str | None:
-    """Return a hint at what is in a folder that is not one checkpoint."""
+    """Return a hint at the contents of a folder that is not a single checkpoint."""
     steps = step_paths(folder)
     path = Path(local_path(folder))
     latest = path / _LATEST
-    # DeepSpeed writes the name of a folder next to it.
+    # DeepSpeed writes the name of the newest folder into a file next to it.
     if latest.is_file() and latest.stat().st_size <= _LONGEST_NAME:
         newest = path / Path(latest.read_text("utf-8").strip()).name
         if newest.is_dir():
@@ -127,7 +127,7 @@ def _in_folder(folder: str, error: IsADirectoryError) -> str | None:
     if models:
         return f"{_open_call(models[0])} the model that DeepSpeed wrote"
     if isinstance(error, SeveralFilesError):
-        return None  # it lists them
+        return None  # the error lists them
     inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
     with_files = (name for name in inside if _has_checkpoint(path / name))
     name = next(with_files, None)
@@ -135,7 +135,7 @@ def _in_folder(folder: str, error: IsADirectoryError) -> str | None:
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder can be read, and the name of one of its files is of a checkpoint."""
+    """Return whether a folder is readable and has a file with the name of a checkpoint."""
     with suppress(PermissionError):
         files = [entry.name.lower() for entry in folder.iterdir() if entry.is_file()]
         return any(name.endswith(_endings()) for name in files)
@@ -143,13 +143,13 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _endings() -> tuple[str, ...]:
-    """Return how names of checkpoints end."""
+    """Return the endings of names of checkpoints."""
     endings = [ending for name in formats.names() for ending in formats.suffixes(name)]
     return (*endings, INDEX_SUFFIX, *formats.folder_marks())
 
 
 def _instead_of(path: Path) -> str | None:
-    """Return a hint at a file that is there, or at a model on the Hub."""
+    """Return a hint at an existing file with a similar name, or at a model on the Hub."""
     with suppress(OSError):
         names = sorted(entry.name for entry in path.parent.iterdir())
         same_stem = [name for name in names if name.startswith(f"{path.name}.")]
@@ -163,7 +163,7 @@ def _instead_of(path: Path) -> str | None:
 
 
 def _moved(place: str) -> str | None:
-    """Return a hint at a repository of the Hub that is now below an organisation."""
+    """Return a hint at a repository of the Hub that has moved to an organisation."""
     name, _, rest = place.partition("/")
     bare, at, revision = name.partition("@")
     for pattern, organisation in _MOVED.items():
@@ -174,7 +174,7 @@ def _moved(place: str) -> str | None:
 
 
 def _remote_folder(url: str, error: Exception) -> str | None:
-    """Return a hint at the files below a URL that may be that of a folder."""
+    """Return a hint at the files below a URL that may be a folder."""
     name = url.partition("?")[0].rstrip("/").rpartition("/")[2]
     if "." in name or "*" in url or not isinstance(error, FileNotFoundError | IsADirectoryError):
         return None

@@ -19,12 +19,12 @@ __all__ = ["check_filters"]
 
 
 def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
-    """Warn if `tensors=` matches no tensor, neither in this file nor in those opened with it.
+    """Warn if `tensors=` matches no tensor in any file of the call; return options for this file.
 
-    Return the options for this file: a glob of `dims=` that matches tensors of other files is left
-    out, since a glob without a match raises a warning when axes are named.
+    The options omit globs of `dims=` that match only tensors of other files, because a glob without
+    a match raises a warning when axes are named.
     """
-    # A glob may also match the name of a stack, which no tensor has.
+    # A glob may match the name of a stack instead of a tensor.
     globs = [] if options.stack or not options.dims else list(options.dims)
     filters = globs if options.tensors is None else [*globs, options.tensors]
     absent = [pattern for pattern in filters if not has_match(index.tensors, pattern)]
@@ -51,13 +51,13 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
 
 
 def _opened_together(path: Any) -> list[Any]:
-    """Return the paths of the call of `xarray.open_mfdataset` that opens this one, or it alone."""
+    """Return all paths of the `xarray.open_mfdataset` call that opens a path, or only the path."""
     # xarray does not pass the other paths to an engine, and may open each in a thread of a pool.
     for innermost in sys._current_frames().values():  # noqa: SLF001  documented
         for frame, _ in walk_stack(innermost):
             module = str(frame.f_globals.get("__name__"))
             if frame.f_code.co_name == "open_mfdataset" and module.startswith("xarray."):
-                paths = frame.f_locals.get("paths1d")  # without it, every file warns
+                paths = frame.f_locals.get("paths1d")  # private: without it, every file warns
                 if isinstance(paths, list) and path in paths:
                     return paths
     return [path]

@@ -26,48 +26,48 @@ def join_optimizer(
 ) -> Dataset:
     """Attach the state of an optimizer to the parameters of a model.
 
-    State belongs to a parameter by its name, its identity or its number. By name:
-    ``fc.weight.exp_avg`` or ``exp_avg.fc.weight`` belongs to ``fc.weight``; what FSDP, DeepSpeed,
-    `torch.compile` and checkpoints of a whole training put in front or in between
-    (``optimizer.state.``, ``module.``, ``_fsdp_wrapped_module.``) does not matter, on either side.
-    By identity: the attribute `param_id` of a variable in `model` is the first component of names
-    in `optimizer` (``"9283.momentum.moment_1"``). By number: a ``state_dict()`` of `torch.optim`
-    counts parameters (``state.0.exp_avg``) in the order of its ``param_groups``, and those of the
-    model are in the order of its tensors. Every shape has to agree, and no other assignment may be
-    possible.
+    State is matched to parameters by name, identity or number:
+
+    - By name: ``fc.weight.exp_avg`` and ``exp_avg.fc.weight`` belong to ``fc.weight``. Components
+      that FSDP, DeepSpeed, `torch.compile` and training checkpoints add (``optimizer.state.``,
+      ``module.``, ``_fsdp_wrapped_module.``) are ignored on both sides.
+    - By identity: the attribute `param_id` of a variable in `model` is the first component of names
+      in `optimizer` (``"9283.momentum.moment_1"``).
+    - By number: a ``state_dict()`` of `torch.optim` numbers parameters (``state.0.exp_avg``) in the
+      order of its ``param_groups``. The parameters of the model are in the order of its tensors;
+      all shapes have to agree, and no other assignment may be possible.
 
     Parameters
     ----------
     model : xarray.Dataset, mapping or path
-        Checkpoint of a module. Stacked layers are taken apart first.
+        Checkpoint of a module. Stacked layers are unstacked first.
     optimizer : xarray.Dataset, mapping or path, optional
-        State of its optimizer; by default the one that `model` holds as the checkpoint of a whole
-        training.
+        State of the optimizer; by default `model` is a training checkpoint that has both.
     parameters : sequence of str, optional
-        Names of the parameters in the order in which the optimizer was given them, group after
-        group, where it numbers them: ``[name for name, _ in module.named_parameters()]``, for
-        one group. By default, the names that it has itself or the order of the model's tensors.
+        Names of the parameters in the order in which they were passed to the optimizer, group by
+        group, if it numbers them. For a single group, this is
+        ``[name for name, _ in module.named_parameters()]``. By default, the names in the state of
+        the optimizer, or else the order of the model's tensors.
 
     Returns
     -------
     xarray.Dataset
-        The model, and after its variables the state as ``{parameter}:{field}``
-        (``"conv1.weight:momentum.moment_1"``), with the dimensions of the parameter where the
-        shapes agree, and the attribute `parameter`. A parameter that the optimizer does not know
-        has no state; parameters that share an identity all have it. What belongs to no parameter
-        keeps the name it has in `optimizer`. Attributes of the Dataset and coordinates are the
-        model's. Nothing is read.
+        The model, followed by the state as variables ``{parameter}:{field}``
+        (``"conv1.weight:momentum.moment_1"``). These have the dimensions of the parameter if the
+        shapes agree, and the attribute `parameter`. Parameters that share an identity share their
+        state. State without a parameter keeps its name in `optimizer`. Attributes of the Dataset
+        and coordinates come from the model. No data are read.
 
     Raises
     ------
     ValueError
-        If none of the state belongs to a parameter of the model; if numbered state has another
-        shape than its parameter, or may belong to several; if there is no state.
+        If no state belongs to a parameter of the model, numbered state has another shape than its
+        parameter or may belong to several parameters, or there is no state.
 
     Warns
     -----
     CheckpointWarning
-        If there is state of parameters that the model does not have.
+        If the model lacks parameters that have state.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def join_optimizer(
 
 
 def _dataset(obj: Any) -> xr.Dataset:
-    """Return a Dataset as it is, or one of a mapping or a path."""
+    """Return a Dataset for a mapping or path; a Dataset is returned unchanged."""
     if isinstance(obj, str | os.PathLike):
         return xr.open_dataset(obj, engine=format_of(obj))
     dataset = as_dataset(obj)

@@ -1,8 +1,8 @@
-"""References to raw tensors for readers of zarr: a checkpoint opens as a zarr group, uncopied.
+"""References to raw tensors, with which readers of zarr open a checkpoint without a copy.
 
-The form is version 1 of kerchunk's, which fsspec's ``reference`` file system reads: the metadata
-of a zarr group (of version 2, which readers of version 3 know), and for each chunk the file, the
-offset and the length.
+The result is in version 1 of kerchunk's form, which fsspec's ``reference`` file system reads: the
+metadata of a zarr group (version 2, which readers of version 3 accept), and the file, offset and
+length of each chunk.
 
 References: https://fsspec.github.io/kerchunk/spec.html and
 https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["references"]
 
-# Kinds of numpy's types that zarr has: booleans, integers, floats, complex numbers.
+# Kinds of numpy's types that zarr supports: booleans, integers, floats, complex numbers.
 _KINDS = frozenset("biufc")
 # Names in a message.
 _MOST_NAMES = 5
@@ -45,7 +45,7 @@ def references(
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
 ) -> dict[str, Any]:
-    """Describe the raw tensors of a checkpoint so that any reader of zarr opens it without a copy.
+    """Describe the raw tensors of a checkpoint for readers of zarr, which open it without a copy.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def references(
     Warns
     -----
     CheckpointWarning
-        If tensors are left out: types that zarr lacks (bfloat16, float8, 4-bit), compressed, sparse
+        If tensors are omitted: types that zarr lacks (bfloat16, float8, 4-bit), compressed, sparse
         and quantised tensors, and names that zarr does not allow.
 
     Examples
@@ -112,7 +112,7 @@ def references(
             continue
         try:
             file = files[tensor.parts["data"].shard]
-            # A shard that is looked for next to its file has no name before it is found.
+            # The name of a shard next to its file may be unknown until it is opened.
             url = str(getattr(file, "found", file).name)
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
@@ -120,23 +120,23 @@ def references(
         axes = names.name_axes(name, tensor.shape, tensor.dims, (), name)
         refs.update(_array(tensor, axes, url, target))
     for reason, omitted in left_out.items():
-        some = ", ".join(map(shown, omitted[:_MOST_NAMES]))
+        names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))
         more = len(omitted) - _MOST_NAMES
-        text = f"{source.name}: left out, {reason}: {some}"
+        text = f"{source.name}: left out, {reason}: {names_text}"
         text += f" and {more} more" if more > 0 else ""
         warn(text)
     return {"version": 1, "refs": refs}
 
 
 def _obstacle(tensor: Tensor) -> str | None:
-    """Say why a tensor cannot be a zarr array, if so."""
+    """Return the reason why a tensor cannot be a zarr array, or None."""
     if tensor.problem is not None:
         return "as their values cannot be read"
     if tensor.layout != "dense":
-        return f"as {tensor.layout} tensors are no zarr arrays"
+        return f"as {tensor.layout} tensors are not zarr arrays"
     part = tensor.parts["data"]
     dtype = stored_dtype(part.dtype)
-    # Types of ml_dtypes may have kinds of numpy's.
+    # Types of ml_dtypes may have the kind of a numpy type.
     is_known = dtype.kind in _KINDS and dtype.type.__module__ == "numpy"
     if ELEMENT_TYPES[part.dtype].bits < 8 or not is_known:
         return f"as zarr has no type for {part.dtype}"
@@ -149,7 +149,7 @@ def _obstacle(tensor: Tensor) -> str | None:
     components = tensor.name.split("/")
     if any(each in {"", ".", ".."} or each.startswith((".z", "__")) for each in components):
         return "as no zarr array can have their names"
-    # The path handling of fsspec takes a backslash for a slash.
+    # fsspec treats a backslash as a slash.
     if (
         not tensor.name.isprintable()
         or "\\" in tensor.name

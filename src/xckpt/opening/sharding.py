@@ -1,4 +1,4 @@
-"""Several files as one checkpoint: lists, globs, folders, ``*.index.json``; indexes as one."""
+"""Checkpoints of several files: lists, globs, folders and ``*.index.json``, and merged indexes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ __all__ = [
 INDEX_SUFFIX = ".index.json"
 _LARGEST_INDEX = 256 << 20
 _LARGEST_CONFIG = 16 << 20
-# As Hugging Face's libraries name the files of a model.
+# Names of the files of a model in Hugging Face's libraries.
 _SHARD = re.compile(
     r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
 )
 
 
-# As torch.distributed.checkpoint names the files of each rank.
+# Names of the files of ranks in torch.distributed.checkpoint.
 _RANKED = re.compile(r"shard-[0-9]{1,9}-model-[0-9]{1,9}-of-[0-9]{1,9}\.safetensors")
 
 
@@ -191,7 +191,7 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
 def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
     """Return whether files are the shards of one checkpoint; raise if one is missing."""
     if len(names) > 1 and all(map(_RANKED.fullmatch, names)):
-        return True  # a rank need not have all numbers, and missing chunks are noticed later
+        return True  # ranks may lack numbers, and `merge` notices missing chunks
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
     if not len(names) == len(shards) > 1 or len(families) > 1:
@@ -222,7 +222,7 @@ def _is_checkpoint(name: str, file: Path | Source) -> bool:
 
 
 def read_sibling(source: Source, name: str) -> bytes | None:
-    """Read a small file next to another one, None if it is missing; raise if it is large."""
+    """Read a small file next to another one; None if it is missing. Raise if it is large."""
     try:
         sibling = source.sibling(name)
     except (OSError, CheckpointError):  # bytes have no folder
@@ -295,7 +295,7 @@ def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[s
     links[at] = pinned_url(links[at], storage_options)
     options = dict(storage_options or {})
     if at:
-        # As fsspec has it, the options of a link in a chain are under its protocol.
+        # fsspec expects the options of a link in a chain under its protocol.
         protocol = links[at].partition("://")[0]
         options = {**options, **options.pop(protocol, {})}
         options = {key: value for key, value in options.items() if key not in links[:at]}
@@ -305,7 +305,7 @@ def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[s
 
 
 def _indexed(source: Source) -> FileList:
-    """Read an index of shards, as Hugging Face's libraries write it."""
+    """Read an index of shards in the form of Hugging Face's libraries."""
     if source.size > _LARGEST_INDEX:
         reason = f"an index of shards has {source.size} bytes, more than {_LARGEST_INDEX}"
         raise FormatError(reason, path=source.name)
@@ -365,7 +365,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
         warnings += [f"{file.label}: {text}" for text in file.index.warnings]
     for name, label in (listed.weight_map or {}).items():
         if name not in tensors:
-            reason = f"the index of shards says that {shown(label)} has this tensor, and it has not"
+            reason = f"the index of shards lists this tensor in {shown(label)}, which lacks it"
             raise FormatError(reason, path=listed.name, tensor=name, rule="ShardIndex")
     tensors |= {name: _joined(name, parts, listed.name) for name, parts in chunked.items()}
     if left_out:
@@ -410,12 +410,12 @@ def _relabelled(tensor: Tensor, label: str) -> Tensor:
 
 
 def _is_chunk(tensor: Tensor) -> bool:
-    """Return whether a tensor states its place in a larger one."""
+    """Return whether a tensor is a chunk of a larger one."""
     return tensor.layout == "dense" and tensor.parts["data"].origin is not None
 
 
 def _joined(name: str, tensors: Sequence[Tensor], path: str) -> Tensor:
-    """Join chunks in several files to a tensor."""
+    """Join the chunks of a tensor from several files."""
     by_origin = {tensor.parts["data"].origin or (): tensor for tensor in tensors}
     places = [(origin, tensor.shape) for origin, tensor in by_origin.items()]
     hint = "A file may be missing, or of another checkpoint"
@@ -485,7 +485,7 @@ def _merged_attrs(
     merged = dict(listed.attrs)
     differing: dict[str, None] = {}
     for file in opened:
-        # Files of a set have their own number as an attribute.
+        # The files of a set differ in the attribute with their number.
         is_alone = file.index.files is None
         for key, value in labelled_attrs(file).items():
             first = merged.get(key, value)

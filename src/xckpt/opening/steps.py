@@ -1,4 +1,4 @@
-"""The checkpoints of a training run as one Dataset with a dimension for the steps."""
+"""The checkpoints of a training run as a single Dataset with a dimension for the steps."""
 
 from __future__ import annotations
 
@@ -119,16 +119,16 @@ def open_steps(
         return cast("Dataset", _combined(listed, opened, (dim, steps), join, parsed))
 
 
-def _steps(paths: list[str], given: Sequence[int] | None) -> list[int]:
-    """Return the step of each file."""
-    if given is not None:
-        steps = [as_integer(number) for number in given]
+def _steps(paths: list[str], numbers: Sequence[int] | None) -> list[int]:
+    """Return the step of each file, from the argument or from the paths."""
+    if numbers is not None:
+        steps = [as_integer(number) for number in numbers]
         if len(steps) != len(paths):
             raise ValueError(f"step= has {len(steps)} numbers for {len(paths)} files")
     else:
         steps = _numbers_in(paths)
     if len(set(steps)) < len(steps) or any(not 0 <= number < _LARGEST_STEP for number in steps):
-        origin = "step=" if given is not None else "the file names: pass step=[...]"
+        origin = "step=" if numbers is not None else "the file names: pass step=[...]"
         raise ValueError(
             f"steps must be different numbers from 0 on, not {steps[:8]} from {origin}"
         )
@@ -136,14 +136,14 @@ def _steps(paths: list[str], given: Sequence[int] | None) -> list[int]:
 
 
 def _numbers_in(paths: list[str]) -> list[int]:
-    """Return the number in which paths differ, the last one if there are several."""
+    """Return the last number in each path that differs between all paths."""
     split = [re.split(r"([0-9]+)", path) for path in paths]
     if len({len(parts) for parts in split}) == 1:
         for column in range(len(split[0]) - 2, 0, -2):
             values = [int(parts[column]) for parts in split]
             if len(set(values)) == len(values) > 1:
                 return values
-    # One file, or names that are built differently: the last number before the suffix.
+    # A single file, or names of different structure: use the last number before the suffix.
     names = [re.split(r"[/\\]", path.partition("?")[0])[-1] for path in paths]
     matches = [_LAST_NUMBER.search(_SUFFIXES.sub("", name)) for name in names]
     for path, match in zip(paths, matches, strict=True):
@@ -176,34 +176,34 @@ def _combined(
     join: str,
     options: OpenOptions,
 ) -> xr.Dataset:
-    """Make one Dataset; `new` is the dimension and the step of each file."""
+    """Return the Dataset of all steps; `new` is the dimension and the step of each file."""
     dim, steps = new
     drop = options.dropped
-    names = [select(each.index.tensors, options.tensors) for each in opened]
+    names = [select(file.index.tensors, options.tensors) for file in opened]
     chosen = [
-        {name: each.index.tensors[name] for name in some if name not in drop}
-        for each, some in zip(opened, names, strict=True)
+        {name: file.index.tensors[name] for name in file_names if name not in drop}
+        for file, file_names in zip(opened, names, strict=True)
     ]
     if options.tensors is not None and not any(names):
         raise ValueError(no_match(set().union(*(o.index.tensors for o in opened)), options.tensors))
-    kept = _common(chosen, [each.label for each in opened], join, options)
-    attrs = stack_attrs([labelled_attrs(each) for each in opened])
-    # One step alone has no module, since a stack of one is no stack.
+    common = _common(chosen, [file.label for file in opened], join, options)
+    attrs = stack_attrs([labelled_attrs(file) for file in opened])
+    # A single step gets no module, because a single tensor is never stacked.
     prefixes = [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
     renamed = [
-        replace(each, index=_renamed(each.index, tensors, kept, prefix))
-        for each, tensors, prefix in zip(opened, chosen, prefixes, strict=True)
+        replace(file, index=_renamed(file.index, tensors, common, prefix))
+        for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True)
     ]
     source, index = merge(listed._replace(attrs=attrs.shared), renamed)
     options = replace(options, tensors=None, drop_variables=None)
     if len(steps) > 1:
         file_index = replace(
-            opened[0].index, tensors={n: t for n, t in chosen[0].items() if n in kept}
+            opened[0].index, tensors={n: t for n, t in chosen[0].items() if n in common}
         )
         options = _stacking(options, dim, list_arrays(opened[0].source, file_index, options))
     ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
-    ds.variables[dim].encoding["steps"] = True  # so that they are not taken for layers
+    ds.variables[dim].encoding["steps"] = True  # to distinguish steps from layers
     for name, values in attrs.varying.items():
         free = name
         while free in ds.variables:
@@ -244,20 +244,20 @@ def _common(
     return first.keys() - problems.keys()
 
 
-def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix: str) -> Index:
+def _renamed(index: Index, tensors: Mapping[str, Tensor], names: set[str], prefix: str) -> Index:
     """Move tensors into the module of the step: ``step.100.embed``."""
     new = {
         prefix + name: replace(tensor.named(prefix + name), path=None)
         for name, tensor in tensors.items()
-        if name in kept
+        if name in names
     }
     return replace(index, tensors=new, attrs={}, warnings=())
 
 
 def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
-    """Return the options for tensors below steps, all of which are stacked.
+    """Return the options for tensors in the modules of steps, with stacking of steps.
 
-    `listing` has the variables of one file by itself.
+    `listing` has the variables of a single file.
     """
     modules = [options.stack] if isinstance(options.stack, str) else options.stack or ()
     stack: Any = True if modules is True else [dim, *modules]
@@ -274,10 +274,10 @@ def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
 
 def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     """Rename variables to the names of their tensors in each file."""
-    taken = {str(name) for name in ds.dims} | {str(name) for name in ds.coords}
+    used_names = {str(name) for name in ds.dims} | {str(name) for name in ds.coords}
     plain = {name: str(name).removeprefix(f"{dim}.") for name in ds.variables}
-    plain = {old: new for old, new in plain.items() if new != old and new not in taken}
-    # All coordinates of stacks share one mapping of records, by name.
+    plain = {old: new for old, new in plain.items() if new != old and new not in used_names}
+    # All coordinates of stacks share a single mapping of records by name.
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)

@@ -48,12 +48,12 @@ class Plots:
 
     Notes
     -----
-    By default `layers` and `histogram` draw the parameters; a line below the title counts buffers,
-    the state of an optimizer and others that are left out, and names choose these. Tensors of
-    codes, such as int8 weights with their scales next to them, are never drawn with weights: they
-    are left out, or labelled as codes if nothing else is chosen. New figures are transparent, in
-    colours for light and dark notebooks, unless matplotlib has another style than its default.
-    Arguments are checked before any data are read.
+    By default, `layers` and `histogram` draw the parameters. A line below the title counts the
+    omitted tensors, such as buffers and optimizer state; choose these by name. Tensors of codes,
+    such as int8 weights with separate scales, are never drawn with weights: they are omitted, or
+    labelled as codes if nothing else is chosen. New figures are transparent, in colours for light
+    and dark notebooks, unless matplotlib has another style than its default. Arguments are checked
+    before any data are read.
 
     Examples
     --------
@@ -104,9 +104,9 @@ class Plots:
         middle 90 %. Labels name lines at their ends, and tensors at extremes and out of line.
 
         Weights, gains of norms, biases and tensors of other roles are in different panels, and so
-        are modules with many lines: six panels at most, of eight lines each. Beyond that, lines
-        are united whose names differ in one word, and the smallest of the rest. Axes in `ax` are
-        one panel. Modules of several names that repeat the same tensors, such as the stages of a
+        are modules with many lines: at most six panels of eight lines each. Beyond that, lines
+        whose names differ in one word are united, and then the smallest ones. With `ax`, there is a
+        single panel. Modules of several names that repeat the same tensors, such as the stages of a
         ResNet or UNet, follow each other. Tensors without a number are not shown.
 
         Parameters
@@ -116,14 +116,14 @@ class Plots:
         names : str, iterable of str, re.Pattern or callable, optional
             Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         x : str, optional
-            The module whose numbers are on the axis; by default the outermost, usually the layers.
+            Module whose numbers are on the axis; by default the outermost, usually the layers.
         hue : str or callable, optional
             Colours of lines: another numbered module, for one line for each of its numbers, or
             bands if these are more than twelve; or a function of the name without numbers. Lines
             are in one panel then. By default every line of a panel has its own colour.
         stats : xarray.Dataset, optional
-            The result of `xckpt.stats` for this object, or of `xckpt.compare`; by default what
-            ``ds.ckpt.stats()`` found, or else it is computed, or taken from the cache.
+            Result of `xckpt.stats` for this object, or of `xckpt.compare`; by default the last
+            result of ``ds.ckpt.stats()``, else computed or taken from the cache.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
@@ -133,7 +133,7 @@ class Plots:
         -------
         matplotlib.axes.Axes
             The axes of the first panel, logarithmic where the values span more than two powers of
-            ten. ``ax.figure.axes`` has those of all panels.
+            ten. ``ax.figure.axes`` has the axes of all panels.
 
         Raises
         ------
@@ -255,8 +255,8 @@ class Plots:
     ) -> Axes:
         """Draw the singular values of a matrix, and their density next to them.
 
-        The line in the density is the power law that is fitted to the tail of their squares; the
-        dotted line is where the tail begins.
+        The line in the density is a power law, fitted to the tail of their squares; a dotted line
+        marks the start of the tail.
 
         Parameters
         ----------
@@ -280,7 +280,7 @@ class Plots:
         ImportError
             If matplotlib is not installed.
         KeyError
-            If the tensor does not exist, or is no matrix.
+            If the tensor does not exist, or is not a matrix.
         ValueError
             If all its elements are zeros, or some are not finite.
 
@@ -380,7 +380,7 @@ class Plots:
         names : str, iterable of str, re.Pattern or callable, optional
             Which tensors to compare, by their names without the step; by default all.
         relative : bool, default False
-            Whether to divide the norm of a change by that of the weights at the later step.
+            Whether to divide the norm of a change by the norm of the weights at the later step.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
@@ -389,7 +389,7 @@ class Plots:
         Returns
         -------
         matplotlib.axes.Axes
-            The axes, with logarithmic colours; what did not change is grey.
+            The axes, with logarithmic colours; unchanged layers are grey.
 
         Raises
         ------
@@ -421,7 +421,7 @@ class Plots:
         Parameters
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-            What to compare with, as for `xckpt.compare`; or the result of that.
+            Checkpoint to compare with, as for `xckpt.compare`; or the result of that function.
         statistic : str, default "rel_l2"
             A statistic of `xckpt.compare`.
         names : str, iterable of str, re.Pattern or callable, optional
@@ -437,8 +437,8 @@ class Plots:
         -------
         matplotlib.axes.Axes
             The axes, most changed first, logarithmic where the values span more than two powers of
-            ten. The title says how many tensors are the same, or on one side only; where nothing
-            changed, a sentence stands in place of the bars.
+            ten. The title counts the tensors that are equal, or on one side only; if nothing
+            changed, a sentence replaces the bars.
 
         Raises
         ------
@@ -465,19 +465,19 @@ class Plots:
         ax: Axes | None = None,
         **kwargs: Any,
     ) -> Axes:
-        """Draw how large the error of each channel is: a row for each tensor, such as a layer.
+        """Draw the error of each channel, with a row for each tensor, such as a layer.
 
         Parameters
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
-            What to compare with, such as the quantised model; or the result of `xckpt.compare`
-            with `dim`. By default the object is such a result itself.
+            Checkpoint to compare with, such as the quantised model; or the result of
+            `xckpt.compare` with `dim`. By default the object is such a result itself.
         statistic : str, default "sqnr_db"
             A statistic of `xckpt.compare`.
         names : str, iterable of str, re.Pattern or callable, optional
             Which tensors to draw, as for ``ds.ckpt.find``; by default all with several channels.
         dim : str, int, iterable of these, or mapping of these to int, default -1
-            What is not a channel and is reduced, as for `xckpt.compare`.
+            Dimensions to reduce, as for `xckpt.compare`; the others are channels.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
@@ -486,10 +486,10 @@ class Plots:
         Returns
         -------
         matplotlib.axes.Axes
-            The axes, with channels along the columns. Tensors of fewer channels are stretched to
-            the whole width. Many tensors are in blocks of those whose names differ in numbers. Of
-            more channels or tensors than there is room for, the worst of neighbours is shown.
-            Equal channels are grey; channels that were zero on one side only are pink.
+            The axes, with channels along the columns. Tensors with fewer channels are stretched to
+            the full width. Many tensors are grouped in blocks whose names differ only in numbers.
+            If there is no room for all channels or tensors, the worst of several neighbours is
+            shown. Equal channels are grey; channels that are zero on one side only are pink.
 
         Raises
         ------

@@ -31,7 +31,7 @@ _CHARACTER_WIDTH = 0.6
 _INCHES_OF_LABELS = 0.5
 # Smallest distance between ticks, so that their labels do not overlap.
 _INCHES_OF_TICK = 0.6
-# Colours to use after those of matplotlib's style, visible on white and on black.
+# Additional colours after matplotlib's own, visible on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
 _LINE_STYLES = ("-", "--", ":", "-.")
 

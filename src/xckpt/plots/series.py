@@ -94,9 +94,9 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
 def require_any(
     chosen: Collection[str], present: Collection[str], names: TensorFilter | None
 ) -> None:
-    """Refuse names that no tensor has."""
+    """Raise if no tensor is selected."""
     if not chosen and (names is None or not present):
-        raise ValueError("there are no tensors")
+        raise ValueError("the object has no tensors")
     if not chosen:
         raise ValueError(f"no tensor is called {names!r}{suggest_filters(present, names or ())}")
 
@@ -244,7 +244,7 @@ def _title_and_labels_of_names(names: list[str]) -> tuple[str, list[str]]:
     title, labels = short_names(names)
     if not title or title == "*":
         return counted(len(names), "tensor"), labels
-    if all(map(is_index, labels)):  # of a module that the title has a star for
+    if all(map(is_index, labels)):  # indices of a module with a star in the title
         before = parse_name(names[0].partition(labels[0])[0] + "0").modules
         labels = [f"{one_of(before[-1])} {label}" for label in labels] if before else labels
     return title, labels
@@ -256,7 +256,7 @@ def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     if len(names) == 1:
         return names[0]
     patterns = _patterns(names)
-    if len(patterns) > 1:  # as of dense layers and mixtures of experts, which are not as many
+    if len(patterns) > 1:  # for example dense layers and mixtures of experts
         starred = [["*" if p is None else p for p in group.template[depth:]] for group in bundle]
         patterns = _patterns(strip_separator("".join(pieces)) for pieces in starred)
     return " | ".join(patterns)
@@ -272,14 +272,14 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 
 def numbers_of(name: str) -> dict[str, int]:
-    """Return the numbers of the modules that a tensor is in, of equal ones the outermost."""
+    """Return the numbers of a tensor's modules; the outermost number of modules with one name."""
     parts = parse_name(name)
     pairs = zip(reversed(parts.modules), reversed(parts.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
 
 def outermost(names: Iterable[str]) -> str | None:
-    """Return the module that most tensors are numbered in first."""
+    """Return the most frequent outermost numbered module."""
     first = Counter(next(iter(parse_name(name).modules), None) for name in names)
     first.pop(None, None)
     return first.most_common(1)[0][0] if first else None

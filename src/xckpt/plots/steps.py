@@ -57,7 +57,7 @@ def draw_steps(
 
 
 def _group_rows(changes: StepChanges) -> dict[str, dict[str, list[int]]]:
-    """Return the rows of each layer, by group of roles; counters only if there is nothing else."""
+    """Return the rows of each layer, by group of roles; counters only without other tensors."""
     groups: dict[str, dict[str, list[int]]] = {}
     order = list(Role)
     for row in sorted(range(len(changes.names)), key=lambda row: order.index(changes.roles[row])):
