@@ -165,11 +165,9 @@ def report(
     """
     import xarray as xr
 
-    from xckpt.accessor import CheckpointAccessor
-
     is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
     opened: Any = obj if is_open else open(obj, storage_options=storage_options)
-    CheckpointAccessor(opened).report(
+    opened.ckpt.report(
         path,
         other,
         names=names,

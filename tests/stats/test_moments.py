@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stats.reference import dtype_of, sketch_of, stats_of
-from xckpt.scan.trees import LEAF, Tree, runs
+from xckpt.scan.trees import LEAF, MergeTree, runs
 from xckpt.statistics import stats
 from xckpt.statistics.block_loops import fold
 from xckpt.statistics.moments import EMPTY, merge
@@ -44,7 +44,7 @@ def test_cuts_at_any_positions(cuts: list[int]) -> None:
 def test_leaves_in_any_order(order: list[int]) -> None:
     rng = np.random.default_rng(1)
     leaves = [(10.0, *rng.standard_normal(2), *rng.random(3), 0.0) for _ in range(9)]
-    forward, shuffled = Tree(merge, EMPTY), Tree(merge, EMPTY)
+    forward, shuffled = MergeTree(merge, EMPTY), MergeTree(merge, EMPTY)
     for number in range(9):
         forward.add(0, number, leaves[number])
         shuffled.add(0, order[number], leaves[order[number]])
@@ -57,7 +57,7 @@ def test_both_implementations_of_merge_agree_exactly() -> None:
         nodes = rng.standard_normal((8, 7)) * 10.0 ** rng.integers(-9, 9, (8, 7))
         nodes[:, 0] = rng.integers(1, 4, 8) * 100
         nodes[:, 6] = rng.choice([0, 256])
-        tree: Tree[Any] = Tree(merge, EMPTY)
+        tree: MergeTree[Any] = MergeTree(merge, EMPTY)
         for number, node in enumerate(nodes.tolist()):
             tree.add(0, number, tuple(node))
         fold(nodes, 8)

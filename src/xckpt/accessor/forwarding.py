@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from xckpt.accessor import CheckpointAccessor
-
 __all__ = ["Forwarded"]
 
 P = ParamSpec("P")
@@ -50,7 +48,7 @@ class Forwarded(Generic[P, R]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
 
-    def __get__(self, accessor: CheckpointAccessor[Any] | None, owner: type) -> Callable[P, R]:
+    def __get__(self, accessor: object, owner: type) -> Callable[P, R]:
         method: Any = self._method if accessor is None else MethodType(self._method, accessor)
         return method  # type: ignore[no-any-return]
 
@@ -58,7 +56,7 @@ class Forwarded(Generic[P, R]):
     def _method(self) -> Callable[..., R]:
         function, after = self._load(), self._after
 
-        def method(self: CheckpointAccessor[Any], *args: Any, **options: Any) -> R:
+        def method(self: Any, *args: Any, **options: Any) -> R:
             result = function(self._given, *args, **options)
             if after is not None:
                 after(self, result, **options)

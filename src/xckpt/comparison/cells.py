@@ -14,7 +14,7 @@ from xckpt.comparison.pairs import ChunkedPair, PairReader, in_c_order
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names
 from xckpt.scan.readers import ChunkedTensor
-from xckpt.scan.trees import LEAF, Tree
+from xckpt.scan.trees import LEAF, MergeTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +133,7 @@ class Channels(Comparison):
         self.cells = prod(grid.extents)
         extents = [-(-n // block) for n, block in zip(self.shape, self.blocks, strict=True)]
         self.strides = [prod(extents[axis + 1 :]) for axis in range(len(extents))]
-        self.tree: Tree[Any] = Tree(_add_tables, (0, np.zeros((0, _COLUMNS))))
+        self.tree: MergeTree[Any] = MergeTree(_add_tables, (0, np.zeros((0, _COLUMNS))))
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Channels:

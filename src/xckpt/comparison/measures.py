@@ -15,7 +15,7 @@ from xckpt.arrays.compiling import compiled
 from xckpt.elements import ALL_TYPES
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named
-from xckpt.scan.trees import LEAF, Tree, runs
+from xckpt.scan.trees import LEAF, MergeTree, runs
 from xckpt.statistics.counts import prepared
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.vector_kernel import LANES
@@ -292,7 +292,7 @@ class Comparison(Accumulator):
         self.equal = self.finite = self.nan = self.inf = 0
         #: The largest difference.
         self.largest = 0.0
-        self.tree: Tree[Sums] = Tree(_merge_sums, _NO_SUMS)
+        self.tree: MergeTree[Sums] = MergeTree(_merge_sums, _NO_SUMS)
         self.pieces = {}
 
     @classmethod

@@ -41,7 +41,13 @@ class CodeRange(NamedTuple):
     scales: float
 
 
-def plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
+def code_ranges(evidence: Evidence) -> list[CodeRange]:
+    """Return the ranges of the codes of all quantised tensors."""
+    decoded = _decoded_codes(evidence.readers, progress=evidence.progress, cache=evidence.cache)
+    return [*_plain_codes(evidence), *decoded]
+
+
+def _plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
     """Yield the ranges of tensors whose statistics describe the stored codes."""
     names, dtypes = evidence.names, evidence.dtypes
     scales = scales_of_codes(dict(zip(names, dtypes, strict=True)))
@@ -56,7 +62,7 @@ def plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
             yield CodeRange(row, dtypes[row], count, low, high, ends, scale_count)
 
 
-def decoded_codes(
+def _decoded_codes(
     readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
 ) -> list[CodeRange]:
     """Return the ranges of tensors whose statistics describe decoded numbers; skip packed codes."""
@@ -99,7 +105,7 @@ class _Codes(Rule):
     elements_of_a_code = 64
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        for codes in evidence.code_ranges:
+        for codes in evidence.once(code_ranges):
             levels = 1 << ALL_TYPES[codes.dtype].bits
             if codes.elements >= self.elements_of_a_code * levels:
                 for value, sentence in self._violations(codes, levels):

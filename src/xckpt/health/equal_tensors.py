@@ -122,7 +122,7 @@ class Tied(Rule):
     roles = EVERY
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        for row, owner in evidence.equals.tied.items():
+        for row, owner in evidence.once(EqualTensors).tied.items():
             sentence = f"it is {evidence.names[owner]}: both have the same bytes of the file"
             yield self.finding(evidence, row, 2, sentence)
 
@@ -135,7 +135,7 @@ class Duplicated(Rule):
     threshold = 4096  # bytes
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        equals = evidence.equals
+        equals = evidence.once(EqualTensors)
         for row, twin in equals.twins.items():
             nbytes = evidence.readers[row].nbytes
             is_copy = row in equals.copied_layers
@@ -158,7 +158,7 @@ class CopiedLayer(Rule):
     roles = CODED
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        equals = evidence.equals
+        equals = evidence.once(EqualTensors)
         for row, (copy, layer) in equals.copied_layers.items():
             name = evidence.names[equals.twins[row]]
             sentence = f"it is equal to {name}: all of {copy} is a copy of {layer}"

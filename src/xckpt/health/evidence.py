@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -16,17 +16,15 @@ from xckpt.labels.roles import PARAMETERS, Role, norms_of, roles_of
 from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import xarray as xr
 
-    from xckpt.health.code_ranges import CodeRange
-    from xckpt.health.equal_tensors import EqualTensors
-    from xckpt.health.runs import StepChanges
     from xckpt.progress import ProgressOption
     from xckpt.scan.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
+T = TypeVar("T")
 
 #: Roles of weights, whether they are trained, averaged or copied for an optimizer.
 WEIGHTS = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MASTER})
@@ -114,6 +112,7 @@ class Evidence:
         self.readers = readers
         self.progress = progress
         self.cache = cache
+        self._computed: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, result: xr.Dataset, run: str | None = None, **options: Any) -> Self:
@@ -230,33 +229,12 @@ class Evidence:
             for rows in series.values():
                 yield sorted(rows, key=lambda row: self._split[row][2][0])
 
-    # --- tensors that are read again -------------------------------------------------------------
-
-    @cached_property
-    def code_ranges(self) -> list[CodeRange]:
-        """Ranges of the codes of quantised tensors."""
-        from xckpt.health.code_ranges import decoded_codes, plain_codes
-
-        codes = list(plain_codes(self))
-        return codes + decoded_codes(self.readers, progress=self.progress, cache=self.cache)
-
-    @cached_property
-    def equals(self) -> EqualTensors:
-        """Tensors with the same elements."""
-        from xckpt.health.equal_tensors import EqualTensors
-
-        return EqualTensors(self)
-
-    @cached_property
-    def changes(self) -> StepChanges | None:
-        """Changes between the steps of a run; None without readers or with fewer than two steps."""
-        from xckpt.health.runs import StepChanges
-
-        if self.run is None or not self.readers:
-            return None
-        rows = self.parameters or range(len(self.names))
-        changes = StepChanges(self, rows)
-        return changes if len(changes.steps) > 1 and changes.names else None
+    def once(self, compute: Callable[[Evidence], T]) -> T:
+        """Return what a function computes from the evidence; all rules share the result."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        result: T = self._computed[compute]
+        return result
 
 
 def out_of_line(values: Array, least: float, far: float) -> Array:

@@ -18,7 +18,7 @@ from xckpt.formatting import binary_size, counted
 from xckpt.health.code_ranges import NarrowCodes, SaturatedCodes
 from xckpt.health.equal_tensors import CopiedLayer, Duplicated, Tied
 from xckpt.health.evidence import CODED, EVERY, Rule, out_of_line
-from xckpt.health.runs import IdenticalStep, Stopped, UnlikeStep
+from xckpt.health.runs import IdenticalStep, StoppedChanging, UnlikeStep
 from xckpt.labels.roles import Role
 from xckpt.statistics.channel_sketches import OUTLYING
 
@@ -447,6 +447,6 @@ RULES: dict[str, Rule] = {
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),
         *(Tied(), Duplicated(), CopiedLayer()),
-        *(IdenticalStep(), UnlikeStep(), Stopped()),
+        *(IdenticalStep(), UnlikeStep(), StoppedChanging()),
     )
 }

@@ -32,6 +32,14 @@ def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
     return next(dims, None)
 
 
+def step_changes(evidence: Evidence) -> StepChanges | None:
+    """Return the changes of a run; None without readers or with fewer than two steps."""
+    if evidence.run is None or not evidence.readers:
+        return None
+    changes = StepChanges(evidence, evidence.parameters or range(len(evidence.names)))
+    return changes if len(changes.steps) > 1 and changes.names else None
+
+
 class StepChanges:
     """Changes of each tensor of a run between steps: rows are tensors, named without steps.
 
@@ -107,7 +115,7 @@ class _RunRule(Rule):
 
     def _at_step(self, evidence: Evidence, step: int, value: float, sentence: str) -> Finding:
         """Return a finding about a step as a whole."""
-        changes = evidence.changes
+        changes = evidence.once(step_changes)
         row = 0 if changes is None else changes.first_row(step)
         return Finding(row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence)
 
@@ -119,7 +127,7 @@ class IdenticalStep(_RunRule):
     severity = "warning"
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        changes = evidence.changes
+        changes = evidence.once(step_changes)
         if changes is None:
             return
         sentence = f"all {counted(len(changes.names), 'tensor')} are equal to those of step"
@@ -139,7 +147,7 @@ class UnlikeStep(_RunRule):
     fewest_changes = 4
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        changes = evidence.changes
+        changes = evidence.once(step_changes)
         if changes is None:
             return
         steps = np.array(changes.steps, np.float64)
@@ -170,7 +178,7 @@ class UnlikeStep(_RunRule):
             yield self._at_step(evidence, new, float(factor), sentence)
 
 
-class Stopped(_RunRule):
+class StoppedChanging(_RunRule):
     """A tensor no longer changes, although others do."""
 
     name = "stopped"
@@ -178,7 +186,7 @@ class Stopped(_RunRule):
     threshold = 2  # steps in a row
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
-        changes = evidence.changes
+        changes = evidence.once(step_changes)
         if changes is None:
             return
         has_changes = ~changes.same.all(axis=0)  # intervals in which anything changed

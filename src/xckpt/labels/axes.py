@@ -193,7 +193,7 @@ def explicit_name(dim: Any) -> str | None:
     return None if _GENERATED.fullmatch(str(dim)) else str(dim)
 
 
-class _Entry(NamedTuple):
+class _AxisNames(NamedTuple):
     """An entry of ``dims=``."""
 
     glob: str
@@ -201,7 +201,7 @@ class _Entry(NamedTuple):
     names: tuple[str | None, ...]
 
 
-def _parse_entry(glob: Any, names: Any) -> _Entry:
+def _parse_entry(glob: Any, names: Any) -> _AxisNames:
     if not isinstance(glob, str) or isinstance(names, str):
         raise TypeError(
             f"dims maps globs of tensor names to sequences of axis names, not {glob!r}: {names!r}"
@@ -213,4 +213,4 @@ def _parse_entry(glob: Any, names: Any) -> _Entry:
         )
     if len(set(explicit)) != len(explicit):
         raise ValueError(f"dims[{glob!r}] has the same name for two axes: {tuple(names)!r}")
-    return _Entry(glob, re.compile(translate(glob)).match, tuple(names))
+    return _AxisNames(glob, re.compile(translate(glob)).match, tuple(names))

@@ -237,7 +237,7 @@ def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[
 # --- families ------------------------------------------------------------------------------------
 
 
-class _Family(NamedTuple):
+class _Numbered(NamedTuple):
     """Tensors of one kind with the same template, by their indices."""
 
     template: _Template
@@ -247,7 +247,7 @@ class _Family(NamedTuple):
 
 def _families(
     kinds: Mapping[str, Hashable], modules: Collection[str] | None, paths: Mapping[str, _Path]
-) -> Iterator[_Family]:
+) -> Iterator[_Numbered]:
     """Yield all families of two or more tensors."""
     groups: dict[tuple[_Template, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
@@ -264,7 +264,9 @@ def _families(
                     yield family
 
 
-def _split_by_width(template: _Template, members: Sequence[tuple[_Path, str]]) -> Iterator[_Family]:
+def _split_by_width(
+    template: _Template, members: Sequence[tuple[_Path, str]]
+) -> Iterator[_Numbered]:
     """Split tensors into families whose template can spell all indices along each axis.
 
     ``1`` and ``01`` are the same number, and so are never in one family.
@@ -276,7 +278,7 @@ def _split_by_width(template: _Template, members: Sequence[tuple[_Path, str]]) -
     if not any(_padded_width(index) for column in values for index in column):
         axes = [[value[index] for index in col] for value, col in zip(values, columns, strict=True)]
         names = [name for _, name in members]
-        yield _Family(template, modules, dict(zip(zip(*axes, strict=True), names, strict=True)))
+        yield _Numbered(template, modules, dict(zip(zip(*axes, strict=True), names, strict=True)))
         return
     groups: dict[tuple[int, ...], list[tuple[_Path, str]]] = defaultdict(list)
     for spelling, name in members:
@@ -290,7 +292,7 @@ def _split_by_width(template: _Template, members: Sequence[tuple[_Path, str]]) -
         remaining = iter(widths)
         padded = tuple((next(remaining) or None) if piece is None else piece for piece in template)
         positions = {tuple(map(int, spelling)): name for spelling, name in group}
-        yield _Family(padded, modules, positions)
+        yield _Numbered(padded, modules, positions)
 
 
 def _padded_width(index: str) -> int:
@@ -335,11 +337,11 @@ def _full_grids(positions: list[_Position]) -> list[_Axes]:
 
 
 def _outer_grids(
-    families: Iterable[_Family], may_be_absent: Callable[[str], bool]
-) -> tuple[list[_Grid], list[_Family]]:
+    families: Iterable[_Numbered], may_be_absent: Callable[[str], bool]
+) -> tuple[list[_Grid], list[_Numbered]]:
     """Put families on all indices of their modules; return their grids, and the other families."""
-    joined: list[_Family] = []
-    remaining: list[_Family] = []
+    joined: list[_Numbered] = []
+    remaining: list[_Numbered] = []
     for family in families:
         first = next(iter(family.members.values()))
         (joined if may_be_absent(first) else remaining).append(family)
@@ -362,7 +364,7 @@ def _outer_grids(
             return grids, remaining
 
 
-def _indices_by_module(families: Iterable[_Family]) -> dict[_Template, tuple[int, ...]]:
+def _indices_by_module(families: Iterable[_Numbered]) -> dict[_Template, tuple[int, ...]]:
     """Return all indices of each module.
 
     The key is the template up to the index, as ``encoder.layers`` and ``decoder.layers`` are

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
 
 
-class _Params(NamedTuple):
+class _MlxParams(NamedTuple):
     """Parameters of quantisation: how codes are stored, codes per group, and bits per code."""
 
     mode: str
@@ -38,10 +38,10 @@ class _Params(NamedTuple):
 _DEFAULTS = {
     params.mode: params
     for params in (
-        _Params("affine", 64, 4),
-        _Params("mxfp4", 32, 4),
-        _Params("mxfp8", 32, 8),
-        _Params("nvfp4", 16, 4),
+        _MlxParams("affine", 64, 4),
+        _MlxParams("mxfp4", 32, 4),
+        _MlxParams("mxfp8", 32, 8),
+        _MlxParams("nvfp4", 16, 4),
     )
 }
 _BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -101,7 +101,7 @@ def match_mlx(model: Model, name: str, codes: Tensor) -> Weight | None:
     return Weight(name, shape, quantization, parts)
 
 
-def _params_of(model: Model, module: str, codes: Tensor, scales: Tensor) -> _Params:
+def _params_of(model: Model, module: str, codes: Tensor, scales: Tensor) -> _MlxParams:
     """Return the declared parameters of a module, or those that follow from shapes."""
     override = model.config.get(module)
     if override is False:
@@ -117,14 +117,14 @@ def _params_of(model: Model, module: str, codes: Tensor, scales: Tensor) -> _Par
     group = check_group(config.get("group_size") or default.group)
     if group is None:
         raise LayoutError("group size", "the group size -1 is unsupported")
-    params = _Params(mode, group, bits)
+    params = _MlxParams(mode, group, bits)
     if mode != "affine" and params != default:
         reason = f"MLX mode {mode} with {bits} bits in groups of {group} is unsupported"
         raise LayoutError("mode", reason)
     return params
 
 
-def _params_from_shapes(model: Model, module: str, codes: Tensor, scales: Tensor) -> _Params:
+def _params_from_shapes(model: Model, module: str, codes: Tensor, scales: Tensor) -> _MlxParams:
     if f"{module}.biases" in model.tensors or f"{module}.qbiases" in model.tensors:
         return model.once(_affine_params_from_shapes)
     words, groups = codes.shape[-1], scales.shape[-1]
@@ -134,7 +134,7 @@ def _params_from_shapes(model: Model, module: str, codes: Tensor, scales: Tensor
     raise LayoutError("grid", f"no mode has {words} words for {groups} groups")
 
 
-def _affine_params_from_shapes(model: Model) -> _Params:
+def _affine_params_from_shapes(model: Model) -> _MlxParams:
     """Return the parameters that fit all modules.
 
     Shapes alone allow several. The best ones make most widths that vectors of the model have.
@@ -155,7 +155,7 @@ def _affine_params_from_shapes(model: Model) -> _Params:
     highest = max(scores.values(), default=0)
     best = [params for params, score in scores.items() if score == highest]
     if len(best) == 1:
-        return _Params("affine", *best[0])
+        return _MlxParams("affine", *best[0])
     if (64, 4) not in best:
         raise LayoutError(
             "undeclared", "the bits of a code are not declared, and do not follow from shapes"
@@ -163,4 +163,4 @@ def _affine_params_from_shapes(model: Model) -> _Params:
     model.warnings.append(
         "the bits of quantised weights are not declared; 4 bits in groups of 64 are assumed"
     )
-    return _Params("affine", 64, 4)
+    return _MlxParams("affine", 64, 4)

@@ -1,7 +1,7 @@
 """Accumulators: partial results over elements, updated block by block, merged, and cached as bytes.
 
 An `Accumulator` covers runs of the elements of one tensor, or of a pair of tensors. It adds whole
-leaves to a `trees.Tree` at their position, and keeps the elements of incomplete leaves until
+leaves to a `trees.MergeTree` at their position, and keeps the elements of incomplete leaves until
 another accumulator provides the other elements. Therefore results depend only on the elements.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from xckpt.scan.trees import LEAF, Tree
+from xckpt.scan.trees import LEAF, MergeTree
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,7 +30,7 @@ class Accumulator:
     count: int
     #: Number of elements that the leaves are cut from; -1 while it is unknown.
     size: int
-    tree: Tree[Any]
+    tree: MergeTree[Any]
     #: Pieces of incomplete leaves, by number of the leaf: first position and elements.
     pieces: dict[int, list[tuple[int, tuple[Array, ...]]]]
 

@@ -284,7 +284,7 @@ def is_lasting(name: str, version: Any) -> bool:
 _Range = tuple[int, int]
 
 
-class _Record(NamedTuple):
+class _StoredRecord(NamedTuple):
     group: bytes
     start: int
     stop: int
@@ -295,7 +295,7 @@ def _read(path: Path) -> bytes:
     return data if data is not None and data.startswith(_MAGIC) else b""
 
 
-def _records(data: bytes) -> Iterator[_Record]:
+def _records(data: bytes) -> Iterator[_StoredRecord]:
     """Yield the intact records of a file: their groups, and the places of their payloads."""
     offset = len(_MAGIC)
     memory = memoryview(data)
@@ -304,14 +304,14 @@ def _records(data: bytes) -> Iterator[_Record]:
         start = offset + _HEAD.size
         offset = start + length
         if offset <= len(data) and _checksum(group, memory[start:offset]) == checksum:
-            yield _Record(group, start, offset)
+            yield _StoredRecord(group, start, offset)
 
 
-def _end_of(records: Iterable[_Record]) -> int:
+def _end_of(records: Iterable[_StoredRecord]) -> int:
     return max((record.stop for record in records), default=len(_MAGIC))
 
 
-def _places(data: bytes, record: _Record) -> Iterator[tuple[bytes, tuple[_Range, int, int]]]:
+def _places(data: bytes, record: _StoredRecord) -> Iterator[tuple[bytes, tuple[_Range, int, int]]]:
     """Yield the keys of a record, with the frame of each value and its place in the frame."""
     (count,) = _COUNT.unpack_from(data, record.start)
     keys = record.start + _COUNT.size

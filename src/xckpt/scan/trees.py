@@ -18,7 +18,7 @@ LEAF = 1 << 14
 Node = TypeVar("Node")
 
 
-class Tree(Generic[Node]):
+class MergeTree(Generic[Node]):
     """The nodes of a binary tree so far, merged as far as possible; leaves come in any order."""
 
     __slots__ = ("empty", "merged", "nodes")

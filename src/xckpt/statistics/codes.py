@@ -42,7 +42,7 @@ class _Coded(NamedTuple):
     paired: bool = False
 
 
-class _Codes:
+class _CodeArray:
     """Something that is indexed like an array of codes, or of bytes with two codes each."""
 
     dtype = np.dtype(np.uint8)
@@ -106,7 +106,7 @@ def _coded(reader: Reader) -> _Coded | None:
     if isinstance(lazy, CodebookArray) or (
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
     ):
-        return _Coded(_code_reader(reader, _Codes(lazy.shape, lazy.codes)), lazy.code_values)
+        return _Coded(_code_reader(reader, _CodeArray(lazy.shape, lazy.codes)), lazy.code_values)
     if isinstance(lazy, BlockArray):
         block = BLOCK_TYPES[lazy.block_type]
         return None if block.codes is None else _coded_blocks(reader, lazy, block, block.codes)
@@ -122,7 +122,7 @@ def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: Blo
     count = prod(lazy.shape) // block.size
     raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
     stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
-    codes = _Codes(
+    codes = _CodeArray(
         (count, place.stop - place.start),
         lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
     )
@@ -131,7 +131,7 @@ def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: Blo
     return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
 
 
-def _code_reader(reader: Reader, codes: _Codes) -> Reader:
+def _code_reader(reader: Reader, codes: _CodeArray) -> Reader:
     found = ArrayReader(codes, reader.nbytes)
     found.place, found.name = reader.place, reader.name
     if isinstance(reader, ArrayReader):

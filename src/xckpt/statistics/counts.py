@@ -9,7 +9,7 @@ import numpy as np
 
 from xckpt.scan.accumulators import BLOCK_NBYTES, Accumulator
 from xckpt.scan.kinds import kind_named
-from xckpt.scan.trees import LEAF, Tree, runs
+from xckpt.scan.trees import LEAF, MergeTree, runs
 from xckpt.statistics import block_loops
 from xckpt.statistics.block_loops import PAGE
 from xckpt.statistics.moments import EMPTY, Moments, merge
@@ -51,7 +51,7 @@ class Sketch(Accumulator):
         self.total = 0
         #: Zeros that are not stored; `count`, `counts` and `zero` include them, `tree` does not.
         self.implied = 0
-        self.tree: Tree[Moments] = Tree(merge, EMPTY)
+        self.tree: MergeTree[Moments] = MergeTree(merge, EMPTY)
         self.pieces = {}
         self.rows = Rows(row if row >= SHORTEST_ROW else 0)
         self._dense: Array | None = None

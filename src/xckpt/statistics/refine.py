@@ -32,7 +32,7 @@ _BUCKET_BITS = 16
 
 
 @dataclass(slots=True)
-class _Target:
+class _QuantileTarget:
     """The element at a quantile: its code, and its rank in an interval of keys."""
 
     quantile: float
@@ -59,7 +59,7 @@ class _Target:
 class _Buckets(Accumulator):
     """Counts of the elements of a tensor in the intervals of its targets, by bucket."""
 
-    def __init__(self, kind: Kind, targets: list[_Target]) -> None:
+    def __init__(self, kind: Kind, targets: list[_QuantileTarget]) -> None:
         self.kind = kind
         self.targets = targets
         self.count = 0
@@ -68,7 +68,7 @@ class _Buckets(Accumulator):
         self.few: list[tuple[Array, Array]] = []
 
     @classmethod
-    def begin(cls, reader: Reader, argument: list[_Target]) -> _Buckets:
+    def begin(cls, reader: Reader, argument: list[_QuantileTarget]) -> _Buckets:
         """Return empty counts for a tensor."""
         return cls(reader.kind, argument)
 
@@ -111,7 +111,7 @@ class _Buckets(Accumulator):
 
 def refine(
     readers: Sequence[Reader],
-    targets_by_tensor: Sequence[list[_Target]],
+    targets_by_tensor: Sequence[list[_QuantileTarget]],
     progress: Progress,
 ) -> list[dict[float, float]]:
     """Return the exact quantiles of each tensor, by quantile.
@@ -147,7 +147,7 @@ def refine(
         )
 
 
-def targets_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Target]:
+def targets_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_QuantileTarget]:
     """Return the targets for the quantiles that a sketch knows only approximately."""
     kind = sketch.kind
     distribution = spectrum(sketch)
@@ -161,11 +161,11 @@ def targets_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Target]:
         code = int(distribution.codes[position])
         if code < 0:
             zero = int(keys_of(kind, np.zeros(1, kind.dtype))[0])
-            targets.append(_Target(quantile, code, zero, zero, 0))
+            targets.append(_QuantileTarget(quantile, code, zero, zero, 0))
             continue
         low, high = _keys(kind, code)
         before = int(cumulated[position - 1]) if position else 0
-        targets.append(_Target(quantile, code, low, high, element_rank - before))
+        targets.append(_QuantileTarget(quantile, code, low, high, element_rank - before))
     return targets
 
 

@@ -227,7 +227,7 @@ class RoundingNoise:
     """
 
     def __init__(self, kinds: Sequence[Kind | None]) -> None:
-        self.sides = [None if kind is None else _Rounding(kind) for kind in kinds]
+        self.sides = [None if kind is None else _RoundingSums(kind) for kind in kinds]
         self.is_complete = False
 
     def add(self, blocks: Sequence[Array]) -> None:
@@ -250,7 +250,7 @@ class RoundingNoise:
         return float(np.sqrt(rows.max()) + np.sqrt(columns.max()) + spread)
 
 
-class _Rounding:
+class _RoundingSums:
     """Sums over rows and columns of the squared power of two at or below each element."""
 
     def __init__(self, kind: Kind) -> None:

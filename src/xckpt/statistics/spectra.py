@@ -201,13 +201,15 @@ def _select_matrices(
     entries: Sequence[Described], tensors: TensorFilter | None, subtracted: OpenTensors | None
 ) -> dict[str, Matrix]:
     """Return the matrices by the names of their tensors; warn once if some are left out."""
-    sides = {r.name: _Side(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
+    sides = {
+        r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers
+    }
     names = select(sides, tensors)
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
-    other_sides: dict[str, _Side] = {}
+    other_sides: dict[str, _Operand] = {}
     for entry in entries_of(subtracted) if subtracted is not None else ():
-        other_sides |= {r.name: _Side(r, _stored_kind(entry, r)) for r in entry.readers}
+        other_sides |= {r.name: _Operand(r, _stored_kind(entry, r)) for r in entry.readers}
     left_out: Counter[str] = Counter()
     matrices = {}
     for name in names:
@@ -235,7 +237,7 @@ def _select_matrices(
     return matrices
 
 
-class _Side(NamedTuple):
+class _Operand(NamedTuple):
     """A tensor, and the element type that it was rounded to; None if the type is unknown."""
 
     reader: Reader

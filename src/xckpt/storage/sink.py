@@ -109,7 +109,7 @@ class Place(NamedTuple):
         return data
 
 
-class _Descriptor:
+class _TemporaryFile:
     """An open file, which is closed with the last reference to it."""
 
     __slots__ = ("__weakref__", "close", "fileno")
@@ -120,7 +120,7 @@ class _Descriptor:
 
 
 # Open temporary files that do not hold a lock.
-_descriptors: Pool[_Descriptor] = Pool(most_open() // 2, files=True)
+_descriptors: Pool[_TemporaryFile] = Pool(most_open() // 2, files=True)
 
 
 def _discard(path: str, owner: int) -> None:
@@ -181,9 +181,9 @@ class Sink:
         with uninterrupted():
             remove_left_over(self.target)
             path, fileno = create(self.target, replaced, private=private, guard=guard)
-            self._own(path, _Descriptor(fileno), keep=guard is None)
+            self._own(path, _TemporaryFile(fileno), keep=guard is None)
 
-    def _own(self, path: str, descriptor: _Descriptor, *, keep: bool, owner: int = 0) -> None:
+    def _own(self, path: str, descriptor: _TemporaryFile, *, keep: bool, owner: int = 0) -> None:
         """Take ownership of a temporary file, which stays open if `keep`, to hold its lock."""
         self.path = path
         self._descriptor = descriptor if keep else None
@@ -195,15 +195,15 @@ class Sink:
         if not keep:
             _descriptors.get(path, lambda: descriptor)
 
-    def opened(self) -> _Descriptor:
+    def opened(self) -> _TemporaryFile:
         """Return the open file, reopening it if the pool has closed it."""
         if self._descriptor is not None:
             return self._descriptor
         return _descriptors.get(self.path, self._open)
 
-    def _open(self) -> _Descriptor:
+    def _open(self) -> _TemporaryFile:
         with uninterrupted():
-            descriptor = _Descriptor(open_file(self.path, os.O_RDWR | _O_BINARY | _O_NOFOLLOW))
+            descriptor = _TemporaryFile(open_file(self.path, os.O_RDWR | _O_BINARY | _O_NOFOLLOW))
         status = os.fstat(descriptor.fileno)
         if (status.st_ino, status.st_dev) != self._identity:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -569,7 +569,7 @@ def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # no
     """Return a sink for the temporary file of another process's sink."""
     sink = object.__new__(Sink)
     sink.name, sink.target, sink.overwrite = name, target, overwrite
-    descriptor = _Descriptor(open_file(path, os.O_RDWR | _O_BINARY))
+    descriptor = _TemporaryFile(open_file(path, os.O_RDWR | _O_BINARY))
     sink._own(path, descriptor, keep=False, owner=_NOBODY)
     return sink
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.writing.contents import TensorContent, TensorDigest
 
-__all__ = ["Finding", "Report", "verify"]
+__all__ = ["FileFinding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
 # Number of files that are checked for changes at the same time.
@@ -60,7 +60,7 @@ _BLOCK_NBYTES = 8 << 20
 _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
-class Finding(NamedTuple):
+class FileFinding(NamedTuple):
     """A fault of a checkpoint.
 
     Parameters
@@ -102,7 +102,7 @@ class Report:
         Number of tensors that were checked.
     digests : int
         Number of digests, in the file and in the manifest, that were compared with the data.
-    findings : tuple of Finding
+    findings : tuple of FileFinding
         Faults in file order.
     unchecked : int
         Number of tensors whose contents no digest covers, so that damage would not be noticed.
@@ -113,7 +113,7 @@ class Report:
     version: str
     tensors: int
     digests: int
-    findings: tuple[Finding, ...]
+    findings: tuple[FileFinding, ...]
     unchecked: int = 0
 
     @property
@@ -142,7 +142,7 @@ class Report:
         """Return the findings as a table."""
         import pandas as pd
 
-        return pd.DataFrame(list(self.findings), columns=list(Finding._fields))
+        return pd.DataFrame(list(self.findings), columns=list(FileFinding._fields))
 
     def __repr__(self) -> str:
         errors = sum(finding.severity == "error" for finding in self.findings)
@@ -227,7 +227,7 @@ def verify(
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [Finding("warning", None, None, None, text) for text in index.warnings]
+    findings = [FileFinding("warning", None, None, None, text) for text in index.warnings]
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
@@ -259,7 +259,7 @@ def verify(
     return Report(source.name, index.format, index.version, *counts)
 
 
-def _change(file: Source) -> Finding | None:
+def _change(file: Source) -> FileFinding | None:
     """Return a finding if a file changed after it was opened."""
     try:
         file.check()
@@ -270,16 +270,16 @@ def _change(file: Source) -> Finding | None:
     return None
 
 
-def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
+def _finding(error: CheckpointError, tensor: str | None = None) -> FileFinding:
     name = tensor if error.tensor is None else error.tensor
     severity: Any = "warning" if isinstance(error, UnsupportedError) else "error"
-    return Finding(severity, name, error.rule, error.offset, error.reason, error.path)
+    return FileFinding(severity, name, error.rule, error.offset, error.reason, error.path)
 
 
 class _Checked(NamedTuple):
     """The result for one tensor: its fault, the digests compared, and whether they cover it."""
 
-    finding: Finding | None
+    finding: FileFinding | None
     digests: int
     is_covered: bool
 
@@ -294,7 +294,7 @@ class _Compared:
         #: Tensors with the same elements as another type.
         self.recast: dict[str, TensorContent] = {}
         #: Faults of tensors that could not be read.
-        self.failed: dict[str, Finding] = {}
+        self.failed: dict[str, FileFinding] = {}
 
     def take(
         self,
@@ -311,7 +311,7 @@ class _Compared:
                 self.recast[content.name] = content
             self.actual[content.name] = actual
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[FileFinding]:
         """Yield differences; files in which every tensor differs come first."""
         expected = {n: entry for n, entry in self.expected.items() if not _is_of(n, self.failed)}
         differing = {mismatch.tensor: mismatch for mismatch in differences(expected, self.actual)}
@@ -323,20 +323,20 @@ class _Compared:
             if len(names) > 1 and all(name in differing for name in names):
                 reason = f"all of its {len(names)} tensors differ from the manifest"
                 hint = "it may be of another step, or of another checkpoint"
-                yield Finding("error", None, "ManifestFile", None, f"{reason}; {hint}", file)
+                yield FileFinding("error", None, "ManifestFile", None, f"{reason}; {hint}", file)
         for mismatch in differing.values():
             severity, name, rule, message = mismatch
-            yield Finding(severity, name, rule, None, message, self.files.get(name))
+            yield FileFinding(severity, name, rule, None, message, self.files.get(name))
         for name, failure in self.failed.items():
             if failure.severity != "error":
                 message = "it could not be read, so it was not compared with the manifest"
-                yield Finding("error", name, "ManifestUnread", None, message, failure.file)
+                yield FileFinding("error", name, "ManifestUnread", None, message, failure.file)
         for name, content in self.recast.items():
             like = self.expected[name]
             message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
             if content.dtype == like.dtype:
                 message = f"the same elements are {_STORED[content.kind]}, not {_STORED[like.kind]}"
-            yield Finding("warning", name, "ManifestType", None, message, content.file)
+            yield FileFinding("warning", name, "ManifestType", None, message, content.file)
 
 
 def _type(content: TensorContent | TensorDigest) -> tuple[str, str]:

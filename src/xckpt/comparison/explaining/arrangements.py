@@ -137,7 +137,7 @@ class Permuted:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncated:
     """Only the beginning remains, which describes a difference without explaining it."""
 
     before: Shape
@@ -159,7 +159,7 @@ class Cut:
         return f"cutting {_counts([a - b for a, b in zip(self.before, self.after, strict=True)])}"
 
 
-Step = Transposed | RopePermuted | Padded | Permuted | Cut
+Step = Transposed | RopePermuted | Padded | Permuted | Truncated
 
 
 def _counts(sizes: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.explaining.arrangements import Cut, Padded, arranged, part_of
+from xckpt.comparison.explaining.arrangements import Padded, Truncated, arranged, part_of
 from xckpt.comparison.explaining.low_rank import low_ranks
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.search import ALIKE, arrangements, partners
@@ -99,7 +99,7 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
         if best is None:
             continue
         for position, step in enumerate(best.steps):
-            if isinstance(step, Cut):
+            if isinstance(step, Truncated):
                 links.append((n, work.link(a, b, best.steps), best.steps))
             elif isinstance(step, Padded):
                 view = arranged(a.reader.array, best.steps[:position])

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.explaining.arrangements import Cut, Padded, Permuted, RopePermuted, Transposed
+from xckpt.comparison.explaining.arrangements import (
+    Padded,
+    Permuted,
+    RopePermuted,
+    Transposed,
+    Truncated,
+)
 from xckpt.comparison.explaining.names import likeness
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ class StepChain(NamedTuple):
     @property
     def is_cut(self) -> bool:
         """True if numbers are left out, which explains nothing."""
-        return any(isinstance(step, Cut) for step in self.steps)
+        return any(isinstance(step, Truncated) for step in self.steps)
 
 
 def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
@@ -95,7 +101,7 @@ def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
         steps.append(Transposed(axes))
     steps += before
     if shape != b.shape:
-        steps.append(Padded(shape, b.shape) if is_padded else Cut(shape, b.shape))
+        steps.append(Padded(shape, b.shape) if is_padded else Truncated(shape, b.shape))
     return StepChain(total / weights if weights else 0.0, (*steps, *after))
 
 

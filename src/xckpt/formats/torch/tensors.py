@@ -202,7 +202,7 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout | str:
     )
 
 
-class _View(NamedTuple):
+class _TensorView(NamedTuple):
     """The bytes of a tensor in its storage, from the first to the last of its elements."""
 
     region: Region
@@ -316,7 +316,7 @@ class Tensors:
         if nbytes and at + nbytes > storage_nbytes:
             reason = f"it ends at byte {at + nbytes} of a storage of {storage_nbytes} bytes"
             raise FormatError(reason, offset=region.offset, rule="Bounds")
-        view = _View(region, at if nbytes else 0, nbytes, size, layout)
+        view = _TensorView(region, at if nbytes else 0, nbytes, size, layout)
         tensor = self._of_view(view, dtype, ordered=ordered)
         if meta is not None:
             tensor = self._with_bits(tensor, meta)
@@ -335,7 +335,7 @@ class Tensors:
         """Return a tensor that is listed, but cannot be read."""
         return Tensor(self.name, dtype, size, {}, problem=UnsupportedError(reason, rule=rule))
 
-    def _of_view(self, view: _View, dtype: str, *, ordered: bool) -> Tensor:
+    def _of_view(self, view: _TensorView, dtype: str, *, ordered: bool) -> Tensor:
         size, (order, strides, _) = view.size, view.layout
         if order == "C" and dtype in _PLAIN_TYPES:
             part = self._part(view, dtype, strides)
@@ -355,7 +355,7 @@ class Tensors:
         attrs = {} if dtype in _PLAIN_TYPES else {"torch_dtype": dtype}
         return Tensor(self.name, element, size, {"data": part}, "dense", order, attrs)
 
-    def _part(self, view: _View, element: str, strides: tuple[int, ...] | None) -> Part:
+    def _part(self, view: _TensorView, element: str, strides: tuple[int, ...] | None) -> Part:
         region, at, nbytes, size, _ = view
         # A checksum covers the whole storage.
         has_all = region.crc and not at and nbytes == region.nbytes and strides is None
@@ -384,7 +384,7 @@ class Tensors:
             digest_of="decoded",
         )
 
-    def _halves(self, view: _View, dtype: str) -> Tensor:
+    def _halves(self, view: _TensorView, dtype: str) -> Tensor:
         """Return complex numbers of 16-bit floats, which numpy lacks, as two parts."""
         size, (order, strides, _) = view.size, view.layout
         steps = strides or (_fortran(size) if order == "F" else _fortran(size[::-1])[::-1])
