@@ -31,7 +31,7 @@ from xckpt.comparison.measures import Comparison, measures
 from xckpt.comparison.pairs import PairReader, SparsePairReader, pair_of, stored_pair
 from xckpt.errors import CheckpointError
 from xckpt.index import Part, Tensor
-from xckpt.scan.readers import ArrayReader, DenseReader, SparseReader, reader_of
+from xckpt.scan.readers import ArrayReader, SparseReader, TensorReader, reader_of
 from xckpt.scan.trees import LEAF
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def sparse_tensor(layout: Any, values: Array) -> CSRArray | COOArray:
 def test_layouts_and_memory_orders(
     piece: int, sliceable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", piece)
     monkeypatch.setattr("xckpt.comparison.pairs.is_mapped", lambda _: sliceable)
     a = VALUES.copy()
     a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
@@ -403,7 +403,7 @@ def test_equal_stored_bytes_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
     names = ["big", "big F", "zstd", "zstd F", "csr", "coo"]
     ours, same, theirs = layouts(a), layouts(a), layouts(b)
     decoded: list[str] = []
-    for kind in (DenseReader, SparsePairReader):
+    for kind in (TensorReader, SparsePairReader):
         original: Any = kind.blocks
 
         def blocks(self: Any, *args: Any, _original: Any = original) -> Any:
@@ -416,7 +416,7 @@ def test_equal_stored_bytes_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
         rows = compare_pairs(pairs, progress=False, cache=False)
         assert [row[:2] for row in rows] == [[status, a.size]] * len(names)
         assert bool(decoded) == bool(status)
-    assert decoded.count("DenseReader") == 8
+    assert decoded.count("TensorReader") == 8
     assert decoded.count("SparsePairReader") == 2
 
 
@@ -432,7 +432,7 @@ def test_stored_bytes_of_different_meaning_are_decoded() -> None:
 
 
 def test_three_axes_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.scan.readers._PIECE_NBYTES", 400)
+    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", 400)
     monkeypatch.setattr("xckpt.comparison.pairs.is_mapped", lambda _: True)
     values = np.arange(11 * 13 * 17, dtype=np.float32).reshape(11, 13, 17)
     c = reader_of(dense(values, "float32", values.tobytes()))

@@ -13,12 +13,10 @@ from xckpt.arrays.keys import (
     Chunks,
     chunks_along_slowest,
     contiguous_run,
-    cut_along,
     is_all,
     normalize,
     positions,
     result_shape,
-    take,
 )
 from xckpt.elements import BLOCK_TYPES
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Read and decoded at a time: both stay in the second-level cache.
+# Size of pieces that are decoded; a piece and its elements stay in the second-level cache.
 _BLOCK_NBYTES = 1 << 20
 
 
@@ -62,6 +60,10 @@ class BlockArray(OnePartArray):
             start = self.reader.part.offset + first * block.nbytes
             yield self.reader.source, start, (end - first) * block.nbytes
 
+    def _flattened(self) -> BlockArray:
+        """Return all elements as one axis: blocks follow each other whatever the rows are."""
+        return BlockArray(self.name, self.reader, (prod(self.shape),), self.block_type)
+
     def chunks(self, target: int) -> Chunks:
         """Return chunks of whole blocks, each a run of bytes; see `LazyArray.chunks`."""
         size = BLOCK_TYPES[self.block_type].size
@@ -74,26 +76,15 @@ class BlockArray(OnePartArray):
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)
-        run = contiguous_run(self.shape, key)
-        count = prod(run.shape)
-        wasteful = count * self.dtype.itemsize > _BLOCK_NBYTES and count > 2 * prod(shape)
-        if wasteful and sum(length > 1 for length in run.shape) > 1:
-            return self._gathered(key, run.shape)
-        values = self._elements(run.start, run.start + count).reshape(run.shape)
-        taken = take(values, run.key)
-        return taken.copy() if wasteful else taken  # what was not asked for must not stay
+        return self._select_c_order(self.shape, key)
 
-    def _gathered(self, key: tuple[AxisKey, ...], run_shape: tuple[int, ...]) -> Array:
-        """Decode a few positions at a time of the first axis that has several."""
-        axis = next(axis for axis, length in enumerate(run_shape) if length > 1)
-        chosen = positions(key[axis], self.shape[axis])
-        step = 1
-        if 2 * len(chosen) > run_shape[axis]:
-            step = max(1, _BLOCK_NBYTES // (prod(run_shape[axis + 1 :]) * self.dtype.itemsize))
-        out = np.empty(result_shape(self.shape, key), self.dtype)
-        for where, part in cut_along(axis, step, self.shape, key):
-            out[where] = self.select(part)
-        return out
+    def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array | None:
+        long = [axis for axis, n in enumerate(contiguous_run(shape, key).shape) if n > 1]
+        if len(long) == 1:
+            return None
+        chosen = np.asarray(positions(key[long[0]], shape[long[0]]))
+        few = 2 * len(chosen) <= chosen.max() - chosen.min() + 1
+        return self._gathered_by_rows(shape, key, one_by_one=bool(few))
 
     def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
         """Read a selection into an array; see `LazyArray.select_into`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -23,10 +24,10 @@ from xckpt.arrays.keys import (
     result_shape,
     take,
 )
-from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
 from xckpt.arrays.parts import decoded_nbytes, has_byte_each, strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
-from xckpt.errors import FormatError
+from xckpt.errors import FormatError, locating
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.source import empty_array
 
@@ -70,6 +71,61 @@ class OnePartArray(LazyArray):
         """Decoded size of the part, in bytes."""
         return decoded_nbytes(self.reader.part, prod(self.shape))
 
+    def _select_c_order(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array:
+        """Return a selection of the elements, as an array of a shape in C order."""
+        run = contiguous_run(shape, key)
+        size = prod(run.shape)
+        is_wasteful = size * self.dtype.itemsize > _BLOCK_NBYTES
+        is_wasteful = is_wasteful and size > 2 * prod(result_shape(shape, key))
+        gathered = self._gathered(shape, key) if is_wasteful else None
+        if gathered is not None:
+            return gathered
+        flat = self._elements(run.start, run.start + size)
+        selected: Array = take(flat.reshape(run.shape), run.key)
+        # Other elements must not stay in memory; those of a memory map do not.
+        return selected.copy() if is_wasteful and flat.flags.writeable else selected
+
+    def _gathered_by_rows(
+        self, shape: tuple[int, ...], key: tuple[AxisKey, ...], *, one_by_one: bool
+    ) -> Array:
+        """Read a few positions at a time of the first axis that has several."""
+        run = contiguous_run(shape, key)
+        axis = next(axis for axis, length in enumerate(run.shape) if length > 1)
+        count = len(positions(key[axis], shape[axis]))
+        nbytes = prod(run.shape) * self.dtype.itemsize // count
+        step = 1 if one_by_one else max(1, min(_BLOCK_NBYTES // nbytes, count // 2))
+        out = np.empty(result_shape(shape, key), self.dtype)
+        for place, part_key in cut_along(axis, step, shape, key):
+            out[place] = self._select_c_order(shape, part_key)
+        return out
+
+    @abstractmethod
+    def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array | None:
+        """Return a selection with large gaps, read in pieces; None if that is not cheaper."""
+
+    @abstractmethod
+    def _elements(self, start: int, stop: int) -> Array:
+        """Return a range of the elements in stored order."""
+
+    @abstractmethod
+    def _flattened(self) -> OnePartArray:
+        """Return all elements as one axis, in the order and type in which they are stored."""
+
+    def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return the byte ranges of elements in stored order; see `LazyArray.flat_ranges`."""
+        ranges = list(self._flattened().ranges(slice(start, stop)))
+        return iter(ranges) if ranges else super().flat_ranges(start, stop)
+
+    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read elements into the buffer, in stored order; see `LazyArray.flat`."""
+        flat = self._flattened()
+        itemsize = flat.dtype.itemsize
+        memory = buffer[: buffer.nbytes // itemsize * itemsize].view(flat.dtype)
+        for position in range(start, stop, len(memory)):
+            block = memory[: stop - position]
+            flat.read_into(block, slice(position, position + len(block)))
+            yield position, block
+
     def verified(self) -> Self:
         """Return the array with its digest checked before first use, unless that is disabled."""
         array = copy(self)
@@ -102,6 +158,40 @@ class DenseArray(OnePartArray):
         self.order = order
         self.decode = decode
         self.strict = strict
+
+    @property
+    def is_raw(self) -> bool:  # type: ignore[override]  # it depends on the part
+        """See `LazyArray.is_raw`."""
+        part = self.reader.part
+        is_number = self.dtype.kind != "c" and ELEMENT_TYPES[part.dtype].decoded != "bool"
+        return self._is_wide and part.byteorder == "little" and is_number
+
+    @property
+    def is_stream(self) -> bool:  # type: ignore[override]  # it depends on the part
+        """See `LazyArray.is_stream`."""
+        return self.dtype.kind != "c" and self.reader.part.encoding in STREAMS
+
+    @property
+    def flat_dtype(self) -> np.dtype[Any]:
+        """The stored dtype, except of booleans and complex numbers."""
+        return self.dtype if self.dtype.kind == "c" else self._flattened().dtype
+
+    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read elements in the type and order in which they are stored; see `LazyArray.flat`."""
+        if self.dtype.kind == "c":
+            yield from flat_blocks(self, start, stop, PIECE_NBYTES)
+        elif self.is_raw:
+            yield from super().flat(start, stop, buffer)
+        elif self.is_stream:
+            with locating(tensor=self.name):
+                yield from self._flattened().stream(PIECE_NBYTES)
+        else:
+            yield from flat_blocks(self._flattened(), start, stop, PIECE_NBYTES)
+
+    def _flattened(self) -> DenseArray:
+        shape = (prod(self.shape),)
+        is_bool = ELEMENT_TYPES[self.reader.part.dtype].decoded == "bool"
+        return DenseArray(self.name, self.reader, shape, decode=is_bool, strict=self.strict)
 
     def chunks(self, target: int) -> Chunks:
         """Return chunks that are runs of bytes; see `LazyArray.chunks`."""
@@ -170,20 +260,10 @@ class DenseArray(OnePartArray):
         """Whether raw elements are copied into memory of this process, at little other cost."""
         return self._is_wide and self.reader.source.worth_skipping is not None
 
-    def _select_c_order(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Any:
-        run = contiguous_run(shape, key)
-        size = prod(run.shape)
-        wasteful = size * self.dtype.itemsize > _BLOCK_NBYTES
-        wasteful = wasteful and size > 2 * prod(result_shape(shape, key))
-        if wasteful and self._is_copied:
-            return self._gathered(shape, key)
-        flat = self._elements(run.start, run.start + size)
-        taken = take(flat.reshape(run.shape), run.key)
-        # What was not asked for must not stay in memory; a memory map is none.
-        return taken.copy() if wasteful and flat.flags.writeable else taken
-
-    def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array:
+    def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array | None:
         """Read scattered elements, in little more memory than the result takes."""
+        if not self._is_copied:
+            return None
         part, source = self.reader.part, self.reader.source
         self.reader.check(nbytes_of(part.dtype, prod(shape)))
         itemsize = nbytes_of(part.dtype, 1)
@@ -207,20 +287,6 @@ class DenseArray(OnePartArray):
             pieces = self.decoded(memory, 0).reshape(-1, *run.shape)
             out[at : at + step] = take(pieces, (slice(None), *run.key))
         return out.reshape(result_shape(shape, key))
-
-    def _gathered_by_rows(
-        self, shape: tuple[int, ...], key: tuple[AxisKey, ...], *, one_by_one: bool
-    ) -> Array:
-        """Read a few positions at a time of the first axis that has several."""
-        run = contiguous_run(shape, key)
-        axis = next(axis for axis, length in enumerate(run.shape) if length > 1)
-        count = len(positions(key[axis], shape[axis]))
-        nbytes = prod(run.shape) * self.dtype.itemsize // count
-        step = 1 if one_by_one else max(1, min(_BLOCK_NBYTES // nbytes, count // 2))
-        out = np.empty(result_shape(shape, key), self.dtype)
-        for where, part in cut_along(axis, step, shape, key):
-            out[where] = self._select_c_order(shape, part)
-        return out
 
     def _elements(self, start: int, stop: int) -> Array:
         part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
@@ -276,10 +342,10 @@ class DenseArray(OnePartArray):
             data, part.dtype, decode=self.decode, byteorder=part.byteorder, strict=self.strict
         )
 
-    def flat(
+    def stream(
         self, block_nbytes: int = _BLOCK_NBYTES, *, compare: bool = False
     ) -> Iterator[tuple[int, Array]]:
-        """Read all elements in stored order: the position of each block, and the block.
+        """Read all elements in stored order: blocks, each with the position of its first element.
 
         Memory is bounded by the size of a block, whatever the encoding; a block is valid until the
         next. `compare` compares the digest of a raw part as well; see `PartReader.blocks`.
@@ -296,7 +362,7 @@ class DenseArray(OnePartArray):
         if self._bits < 8 and size:
             self._elements(size - 1, size)
         elif element.decoded == "bool":
-            for _ in self.flat():
+            for _ in self.stream():
                 pass
 
     def _unpacked(self, data: memoryview, start: int, stop: int) -> Array:

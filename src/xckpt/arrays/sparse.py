@@ -246,12 +246,6 @@ class SparseArray(LazyArray):
         return FormatError(reason, offset=self.readers[role].part.offset, rule="LayoutData")
 
 
-def dense_values(block: Any) -> Array:
-    """Return the values of a block, which may be sparse, as a numpy array."""
-    values: Array = np.asarray(block.todense() if hasattr(block, "todense") else block)
-    return values
-
-
 def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
     """Return positions in the flat array. `numpy.ravel_multi_index` limits the number of axes."""
     flat = coords[0]

@@ -13,14 +13,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.arrays.sparse import SparseArray, dense_values, flat_positions
+from xckpt.arrays.lazy import dense_values
+from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.errors import locating
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named, require_numbers
-from xckpt.scan.readers import ArrayReader, ChunkedTensor, RawReader, Reader, SparseReader
+from xckpt.scan.readers import DECODING, ArrayReader, ChunkedTensor, Reader, SparseReader
 from xckpt.scan.trees import LEAF
 from xckpt.storage.local import is_mapped
 
@@ -283,11 +282,9 @@ def in_c_order(reader: Reader) -> Reader:
 
 def _order(reader: Reader) -> str:
     """Return the memory order, C or F, in which a reader yields the elements."""
-    lazy = reader.array
-    if isinstance(reader, ArrayReader) or not isinstance(lazy, DenseArray):
-        return "C"
-    has_order = 0 not in lazy.shape and sum(size > 1 for size in lazy.shape) > 1
-    return lazy.order if has_order else "C"
+    shape = reader.array.shape
+    has_order = 0 not in shape and sum(size > 1 for size in shape) > 1
+    return "F" if reader.is_turned and has_order else "C"
 
 
 def _reordered(reader: Reader, order: str) -> Reader:
@@ -325,7 +322,7 @@ def _plain(reader: Reader) -> Reader:
         dense.piece_nbytes = max(dense.piece_nbytes, lazy.nbytes_read)
         dense.whole = dense.piece_nbytes == lazy.nbytes_read
         return dense
-    if isinstance(reader, ArrayReader) and reader.complex:
+    if reader.complex:
         reader = copy(reader)
         reader.complex = False
     return reader
@@ -346,7 +343,7 @@ def stored_pair(pair: Any) -> PairReader | None:
     """Return a reader of the stored bytes of two tensors; None if equal bytes prove nothing."""
     if not isinstance(pair, PairReader) or pair.identity is None:
         return None
-    if isinstance(pair.first, RawReader) or isinstance(pair.second, RawReader):
+    if pair.first.is_raw or pair.second.is_raw:
         return None
     ours, theirs = (_parts(reader.array) for reader in (pair.first, pair.second))
     if (
@@ -429,8 +426,7 @@ class SameBytes(Accumulator):
 
 def _parts(lazy: Any) -> dict[str, PartReader] | None:
     """Return the parts of an array by their roles; None if it is not made of parts."""
-    array_types = DenseArray | BlockArray | CodebookArray | QuantizedArray | SparseArray
-    return dict(lazy.readers) if isinstance(lazy, array_types) else None
+    return dict(lazy.readers) if hasattr(lazy, "readers") else None
 
 
 def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
@@ -445,8 +441,7 @@ def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
         role: replace(part.part, offset=0, digest=None, shard=None, inline=None)
         for role, part in parts.items()
     }
-    names = ("order", "quantization", "block_type", "strict", "decode")
-    decoding = [getattr(lazy, name, None) for name in names]
+    decoding = [getattr(lazy, name, None) for name in (*DECODING, "decode")]
     return type(lazy), lazy.shape, stored, decoding
 
 

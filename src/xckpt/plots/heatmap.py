@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import dask.array as da
 import numpy as np
 
-from xckpt.arrays.sparse import dense_values
+from xckpt.arrays.lazy import dense_values
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import shown
 from xckpt.formatting import counted

@@ -20,16 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.arrays.sparse import SparseArray, dense_values
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import CheckpointError, UnsupportedError, locating
+from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
+from xckpt.arrays.sparse import SparseArray
+from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.index import Part
 from xckpt.scan.kinds import Kind, kind_named, magnitudes, require_numbers
-from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,14 +35,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+#: Attributes of lazy arrays that determine their elements, besides the stored parts.
+DECODING = ("order", "strict", "block_type", "quantization", "origins")
 _FIELDS = attrgetter(*(field.name for field in fields(Part)))
-# Block size of decoded data and of arrays that are not files, in bytes.
-_PIECE_NBYTES = 4 << 20
 _LARGEST_BAND = 64 << 20
 # Largest tensor that is read together with its neighbours.
 _SMALL_NBYTES = 1 << 18
-# Block size of tensors stored in another order of axes, whose rows are in many places.
-_TURNED_NBYTES = 32 << 20
 
 
 class Reader:
@@ -69,8 +63,14 @@ class Reader:
     whole = False
     #: Whether the elements are in the memory of this process.
     local = False
+    #: Whether blocks in C order are whole positions along the first axis.
+    whole_rows = False
     #: Whether elements are magnitudes: the kernels know no complex numbers.
     complex = False
+    #: Whether elements are read as they are in the file.
+    is_raw = False
+    #: Whether rows of the tensor are stored as columns.
+    is_turned = False
     #: Whether `rows` gives stored values only; whether pairs of zeros are left out.
     sparse = False
     omits_zeros = False
@@ -85,12 +85,12 @@ class Reader:
         return None
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
-        """Read some of the elements, perhaps into a buffer of bytes that is used again."""
+        """Read a range of the elements, perhaps into a buffer of bytes that is used again."""
         raise NotImplementedError
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return what is read for some of the elements, as far as is known before."""
-        # Told by who reads the first of them, or again and again.
+        """Return the byte ranges that are read for elements, if they are known before."""
+        # Where they are not known for a part, they are those of the first part.
         if start == 0 and isinstance(self.array, LazyArray):
             yield from self.array.ranges(...)
 
@@ -100,95 +100,62 @@ class Reader:
             return self.nbytes
         return self.nbytes * stop // self.size - self.nbytes * start // self.size
 
+    def _describe(self, lazy: Any) -> None:
+        """Describe a lazy array, with its place and identity if it is made of parts."""
+        self.complex = lazy.dtype.kind == "c"
+        self.size = prod(lazy.shape)
+        self.row = _row(lazy.shape[::-1] if lazy.order == "F" else lazy.shape)
+        self.nbytes = self.size * lazy.dtype.itemsize
+        if hasattr(lazy, "readers"):
+            part = (lazy.readers.get("data") or next(iter(lazy.readers.values()))).part
+            self.place = (lazy.source.name, part.offset)
+            self.nbytes = getattr(lazy, "part_nbytes", lazy.stored_nbytes)
+            decoding = [getattr(lazy, name, None) for name in DECODING]
+            self.identity = (_stored(lazy), lazy.shape, *decoding)
 
-class RawReader(Reader):
-    """Elements that are stored as the kernels want them: read into one buffer, never decoded."""
 
-    def __init__(self, lazy: DenseArray) -> None:
+class TensorReader(Reader):
+    """A tensor of a file: elements in the order in which they are stored."""
+
+    def __init__(self, lazy: LazyArray) -> None:
+        lazy.require_expansion()
         self.array = lazy
-        part = lazy.reader.part
-        self.kind = kind_named(part.dtype)
-        _describe_dense(self, lazy)
+        self.is_raw, self.whole = lazy.is_raw, lazy.is_stream
+        self.is_turned = lazy.order == "F" and lazy.dtype.kind != "c"
+        if isinstance(lazy, DenseArray) and self.is_raw:
+            self.kind = kind_named(lazy.reader.part.dtype)
+        else:
+            self.kind = require_numbers(lazy.flat_dtype)
+        self._describe(lazy)
 
     @property
     def shared_source(self) -> Source | None:
         """See `Reader.shared_source`."""
-        part = self.array.reader.part
-        if part.nbytes == self.nbytes <= _SMALL_NBYTES and part.digest is None:
-            with suppress(OSError, CheckpointError):  # reading it tells
-                near: Source | None = self.array.reader.source.near
-                return near
+        if self.is_raw:
+            part = self.array.reader.part
+            if part.nbytes == self.nbytes <= _SMALL_NBYTES and part.digest is None:
+                with suppress(OSError, CheckpointError):  # reading it raises them
+                    near: Source | None = self.array.reader.source.near
+                    return near
         return None
 
     @property
     def block_dtype(self) -> np.dtype[Any]:
-        """The dtype of blocks: elements, or bit patterns of exact kinds, which are only counted."""
+        """The dtype of raw blocks: elements, or bit patterns of exact kinds, which are counted."""
         return self.kind.unsigned if self.kind.exact else self.kind.dtype
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the bytes of some of the elements."""
-        reader, itemsize = self.array.reader, self.kind.itemsize
-        if stop > start and reader.part.nbytes:
-            yield reader.source, reader.part.offset + start * itemsize, (stop - start) * itemsize
+        """Return the byte ranges of elements; see `LazyArray.flat_ranges`."""
+        ranges: Iterator[Range] = self.array.flat_ranges(start, stop)
+        return ranges
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read a range of the elements."""
-        flat = DenseArray(self.array.name, self.array.reader, (self.size,), decode=False)
-        for position, values in _read_flat(flat, start, stop, buffer):
-            yield position, values.view(self.block_dtype)
-
-
-class DenseReader(Reader):
-    """Dense elements that are compressed, packed, in another byte order, or booleans."""
-
-    def __init__(self, lazy: DenseArray) -> None:
-        lazy.require_expansion()
-        self.array = lazy
-        # All elements in the order they are stored, in their own type.
-        decode = ELEMENT_TYPES[lazy.reader.part.dtype].decoded == "bool"
-        shape = (prod(lazy.shape),)
-        self.flat = DenseArray(lazy.name, lazy.reader, shape, decode=decode, strict=lazy.strict)
-        self.kind = require_numbers(self.flat.dtype)
-        _describe_dense(self, lazy)
-        self.whole = lazy.reader.part.encoding in STREAMS
-
-    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements."""
-        if self.whole:
-            # A stream that can be decoded only from its start is not kept.
-            yield from self._decoded()
-            return
-        step = max(1, _PIECE_NBYTES // self.kind.itemsize)
-        for at in range(start, stop, step):
-            yield at, self.flat[at : min(at + step, stop)]
-
-    def _decoded(self) -> Iterator[tuple[int, Array]]:
-        with locating(tensor=self.flat.name):
-            yield from self.flat.flat(_PIECE_NBYTES)
-
-
-class BlockReader(Reader):
-    """Blocks of quantised elements, decoded into one buffer."""
-
-    kind = kind_named("float32")
-
-    def __init__(self, lazy: BlockArray) -> None:
-        self.array = lazy
-        self.size = prod(lazy.shape)
-        # Blocks follow each other whatever the rows are.
-        self.flat = BlockArray(lazy.name, lazy.reader, (self.size,), lazy.block_type)
-        self.nbytes = lazy.reader.part.nbytes
-        self.row = _row(lazy.shape)
-        self.place = (lazy.source.name, lazy.reader.part.offset)
-        self.identity = (_stored(lazy), lazy.shape, lazy.block_type)
-
-    def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the blocks of some of the elements."""
-        return self.flat.ranges(slice(start, stop))
-
-    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Decode a range of the elements."""
-        return _read_flat(self.flat, start, stop, buffer)
+        """Read a range of the elements; see `LazyArray.flat`."""
+        for position, values in self.array.flat(start, stop, buffer):
+            if self.is_raw:
+                yield position, values.view(self.block_dtype)
+            else:
+                yield position, magnitudes(values) if self.complex else values
 
 
 class ArrayReader(Reader):
@@ -198,44 +165,19 @@ class ArrayReader(Reader):
         if isinstance(array, LazyArray):
             array.require_expansion()
         self.array = array
-        self.shape: tuple[int, ...] = tuple(array.shape)
         dtype = np.dtype(array.dtype)
         self.complex = dtype.kind == "c"
         self.kind = require_numbers(dtype)
-        self.size = prod(self.shape)
+        self.size = prod(array.shape)
         self.nbytes = self.size * dtype.itemsize if nbytes is None else nbytes
-        self.row = _row(self.shape)
-        self.piece_nbytes = _PIECE_NBYTES
-        self.turned = False  # whether it is stored in another order of axes
+        self.row = _row(tuple(array.shape))
+        self.piece_nbytes = PIECE_NBYTES
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements."""
-        if stop <= start:
-            return
-        if not self.shape:
-            yield 0, self._values(())
-            return
-        wanted = max(1, self.piece_nbytes // self.kind.itemsize)
-        axis, inner = 0, prod(self.shape[1:])
-        # A slice along the first axis may be too large: then along the next one.
-        while inner > wanted and axis + 1 < len(self.shape) and not self.turned:
-            axis += 1
-            inner = prod(self.shape[axis + 1 :])
-        rows = max(1, wanted // inner)
-        at = start
-        while at < stop:
-            line, row = divmod(at // inner, self.shape[axis])
-            lead = np.unravel_index(line, self.shape[:axis]) if axis else ()
-            last = min(self.shape[axis], row + rows, row + -(-(stop - at) // inner) + 1)
-            values = self._values((*map(int, lead), slice(row, last)))
-            first = (line * self.shape[axis] + row) * inner
-            values = values[at - first : stop - first]
-            yield at, values
-            at += len(values)
-
-    def _values(self, key: tuple[Any, ...]) -> Array:
-        flat: Array = dense_values(self.array[key]).reshape(-1)
-        return magnitudes(flat) if self.complex else flat
+        """Read a range of the elements."""
+        pieces = flat_blocks(self.array, start, stop, self.piece_nbytes, whole_rows=self.whole_rows)
+        for position, values in pieces:
+            yield position, magnitudes(values) if self.complex else values
 
 
 class SparseReader(Reader):
@@ -245,9 +187,8 @@ class SparseReader(Reader):
 
     def __init__(self, lazy: SparseArray) -> None:
         self.array = lazy
-        self.complex = lazy.dtype.kind == "c"
         self.kind = require_numbers(lazy.dtype)
-        self.size = prod(lazy.shape)
+        self._describe(lazy)
         if self.size > sys.maxsize:
             raise UnsupportedError(
                 f"{self.size} elements are more than can be counted",
@@ -255,11 +196,6 @@ class SparseReader(Reader):
                 tensor=lazy.name,
                 hint="Leave it out",
             )
-        parts = [reader.part for reader in lazy.readers.values()]
-        self.nbytes = sum(part.nbytes for part in parts)
-        self.row = _row(lazy.shape)
-        self.place = (lazy.source.name, min(part.offset for part in parts))
-        self.identity = (_stored(lazy), lazy.shape, lazy.strict)
 
     def rows(self) -> Iterator[tuple[int, Array, int]]:
         """Read all stored values: where they begin, they, and how many rows are zeros."""
@@ -295,61 +231,15 @@ class ChunkedTensor(Reader):
             start = stop
 
 
-def _read_flat(
-    flat: LazyArray, start: int, stop: int, buffer: Array
-) -> Iterator[tuple[int, Array]]:
-    """Read a range of an array of one axis into a buffer of bytes that is used again."""
-    itemsize = flat.dtype.itemsize
-    values = buffer[: buffer.nbytes // itemsize * itemsize].view(flat.dtype)
-    for position in range(start, stop, len(values)):
-        block = values[: stop - position]
-        flat.read_into(block, slice(position, position + len(block)))
-        yield position, block
-
-
 def reader_of(lazy: LazyArray, name: str = "") -> Reader:
-    """Find how the elements of a lazy array are best read."""
-    reader = _reader_of(lazy)
+    """Return a reader of the elements of a lazy array."""
+    reader: Reader
+    if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
+        reader = SparseReader(lazy)
+    else:
+        reader = TensorReader(lazy)
     reader.name = name
     return reader
-
-
-def _reader_of(lazy: LazyArray) -> Reader:
-    if isinstance(lazy, DenseArray) and lazy.dtype.kind != "c":
-        return RawReader(lazy) if _is_raw(lazy) else DenseReader(lazy)
-    if isinstance(lazy, BlockArray):
-        return BlockReader(lazy)
-    if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
-        return SparseReader(lazy)
-    reader = ArrayReader(lazy)
-    if isinstance(lazy, QuantizedArray | CodebookArray):
-        if isinstance(lazy, QuantizedArray) and lazy.is_turned:
-            reader.turned, reader.piece_nbytes = True, _TURNED_NBYTES
-        reader.nbytes = sum(each.part.nbytes for each in lazy.readers.values())
-        reader.place = (lazy.source.name, lazy.readers["data"].part.offset)
-        reader.identity = (_stored(lazy), lazy.shape, lazy.quantization)
-    elif isinstance(lazy, DenseArray):
-        _describe_dense(reader, lazy)
-    return reader
-
-
-def _is_raw(lazy: DenseArray) -> bool:
-    part = lazy.reader.part
-    return (
-        lazy.reader.is_raw
-        and part.byteorder == "little"
-        and ELEMENT_TYPES[part.dtype].bits >= 8
-        and ELEMENT_TYPES[part.dtype].decoded != "bool"
-    )
-
-
-def _describe_dense(reader: Reader, lazy: DenseArray) -> None:
-    part = lazy.reader.part
-    reader.size = prod(lazy.shape)
-    reader.nbytes = nbytes_of(part.dtype, reader.size)
-    reader.row = _row(lazy.shape[::-1] if lazy.order == "F" else lazy.shape)
-    reader.place = (lazy.reader.source.name, part.offset)
-    reader.identity = (_stored(lazy), lazy.shape, lazy.order, lazy.strict)
 
 
 def _stored(lazy: Any) -> tuple[Any, ...]:

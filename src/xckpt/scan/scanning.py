@@ -17,7 +17,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from xckpt.arrays.sparse import dense_values
+from xckpt.arrays.lazy import dense_values
 from xckpt.errors import CheckpointError
 from xckpt.index import paused_collector
 from xckpt.progress import Progress

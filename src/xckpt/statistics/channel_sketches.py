@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.scan.readers import ArrayReader, ChunkedTensor
 from xckpt.statistics import block_loops
 from xckpt.statistics.counts import Sketch
 
@@ -122,8 +121,7 @@ def width_of(reader: Any) -> int:
 
 def is_turned(reader: Any) -> bool:
     """Return whether the rows of a tensor are stored as columns."""
-    is_in_order = isinstance(reader, ArrayReader | ChunkedTensor)
-    return not is_in_order and getattr(reader.array, "order", "C") == "F"
+    return bool(reader.is_turned)
 
 
 def _used_bits(values: Array, patterns: Array, mask: int) -> int:

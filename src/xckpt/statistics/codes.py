@@ -14,9 +14,9 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.scaled import CodebookArray, QuantizedArray
+from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
 from xckpt.elements import ALL_TYPES, BLOCK_TYPES, code_values
-from xckpt.scan.readers import ArrayReader, DenseReader, RawReader
+from xckpt.scan.readers import ArrayReader
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
 
@@ -111,7 +111,7 @@ def _coded(reader: Reader) -> _Coded | None:
         block = BLOCK_TYPES[lazy.block_type]
         return None if block.codes is None else _coded_blocks(reader, lazy, block, block.codes)
     kind = reader.kind
-    if isinstance(reader, RawReader | DenseReader) and kind.exact and kind.bits <= 8:
+    if isinstance(lazy, DenseArray) and kind.exact and kind.bits <= 8:
         if kind.dtype.kind == "b":
             return None
         return _Coded(reader, kind.values[: 1 << kind.bits])
@@ -134,8 +134,8 @@ def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: Blo
 def _code_reader(reader: Reader, codes: _CodeArray) -> Reader:
     found = ArrayReader(codes, reader.nbytes)
     found.place, found.name = reader.place, reader.name
-    if isinstance(reader, ArrayReader):
-        found.turned, found.piece_nbytes = reader.turned, reader.piece_nbytes
+    if isinstance(reader.array, QuantizedArray) and reader.array.is_turned:
+        found.whole_rows, found.piece_nbytes = True, TURNED_NBYTES
     if reader.identity is not None:
         found.identity = (reader.identity[0], "codes", *reader.identity[1:])
     return found

@@ -15,9 +15,8 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.lazy import LazyArray, SlicedArray
+from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.arrays.sparse import dense_values
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import select

@@ -206,7 +206,7 @@ def digest(
 
 def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
     if content.is_plain and dtype == content.dtype:
-        for _, block in _compared(content.array).flat(compare=True):
+        for _, block in _compared(content.array).stream(compare=True):
             yield 0, as_bytes(block)
         return
     if isinstance(content.array, LazyArray):
@@ -279,7 +279,7 @@ def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
 
 
 def _flat_blocks(array: DenseArray) -> Iterator[tuple[Sequence[int], Any]]:
-    for position, block in _compared(array).flat(compare=True):
+    for position, block in _compared(array).stream(compare=True):
         yield (position,), block
 
 

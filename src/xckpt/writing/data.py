@@ -286,7 +286,7 @@ class ArrayData(PartData):
         if stream is None:
             yield from (self.converted(key) for key, _ in self.runs())
             return
-        for position, block in stream.flat(PIECE_NBYTES):
+        for position, block in stream.stream(PIECE_NBYTES):
             origin = (position,)
             yield convert(block, self.dtype, self.cast, tensor=self.tensor, origin=origin)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.sparse import dense_values
+from xckpt.arrays.lazy import dense_values
 from xckpt.comparison.measures import as_floats
 from xckpt.comparison.pairs import TURNED_NBYTES, in_c_order, is_sliceable
 from xckpt.scan.kinds import kind_of

@@ -343,7 +343,7 @@ class _GradedReader(ArrayReader):
 
     def __init__(self, graded: Any, nbytes: int, size: int) -> None:
         self.array, self.shape = graded, graded.shape
-        self.complex, self.turned, self.row = False, False, 0
+        self.complex, self.row = False, 0
         self.kind = kind_named("float32")
         self.size, self.nbytes = size, nbytes
         self.piece_nbytes = 4 << 20
