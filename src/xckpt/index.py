@@ -278,6 +278,9 @@ class Tensor:
         separate the modules.
     stored : mapping of str to Tensor, or None
         Tensors of the file that represent this one, by role.
+    method : str
+        Method of quantisation that the model declares, such as ``"gptq"``; empty without a
+        declaration.
     """
 
     name: str
@@ -293,6 +296,19 @@ class Tensor:
     problem: CheckpointError | None = None
     path: tuple[str, ...] | None = None
     stored: Mapping[str, Tensor] | None = None
+    method: str = ""
+
+    @property
+    def scheme(self) -> str:
+        """Method, bits and group of a quantised tensor: ``"gptq 4-bit, group 64"``; or empty."""
+        quantization = self.quantization
+        if self.layout != "quantized" or quantization is None:
+            return ""
+        if isinstance(quantization, Codebook):
+            return f"{self.method} 4-bit, group {quantization.block}".lstrip()
+        code = quantization.code
+        kind = code if code.startswith("float") else f"{quantization.bits}-bit"
+        return f"{self.method} {kind}, {_group_text(quantization.block, self.shape)}".lstrip()
 
     @property
     def ndim(self) -> int:
@@ -326,6 +342,18 @@ class Tensor:
             new_prefix = name.removesuffix(ending)
             stored[role] = replace(tensor, name=new_prefix + tensor.name.removeprefix(prefix))
         return replace(self, name=name, stored=stored)
+
+
+def _group_text(block: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Describe which elements have one scale."""
+    if block == shape:
+        return "per tensor"
+    grouped = [(extent, size) for extent, size in zip(block, shape, strict=True) if extent > 1]
+    if all(extent == size for extent, size in grouped):
+        return "per channel"
+    if len(grouped) == 1:
+        return f"group {grouped[0][0]}"
+    return f"blocks of {'x'.join([str(extent) for extent, _ in grouped])}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ _MOST_TRIED = 8
 # Names that people try, by the attribute that does the work.
 _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
+    "footprint()": "size memory weigh nbytes count_parameters num_parameters",
     "tree()": "children structure",
     "modules()": "layers blocks experts",
     "find": "filter select search grep match query tensors",
@@ -198,6 +199,55 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.notebook.summary import sizes_table
 
         return sizes_table(OpenTensors(self._obj).rows, by)
+
+    def footprint(self) -> Dataset:
+        """Return the size of the model: as stored, on disk, and in other precisions.
+
+        Sizes follow from names, types and shapes; no tensor is read. If there are tensors of
+        experts, the ``config.json`` next to the file is read, unless the attributes have it.
+
+        Returns
+        -------
+        xarray.Dataset
+            ``attrs["footprint"]`` is the sentence of the summary. Tied tensors count once.
+
+            ======================  ============================================================
+            ``parameters``          trainable elements
+            ``active_parameters``   those that one token uses; absent unless the config states the
+                                    numbers of experts, ``experts`` and ``experts_per_token``
+            ``nbytes``              stored bytes of all tensors
+            ``file_nbytes``         size of all files; absent for objects in memory
+            ``precision_nbytes``    bytes of the parameters along ``precision``: ``float32``,
+                                    ``bfloat16``, ``int8``, ``int4``
+            ``precision_bits``      bits of a parameter: 32, 16, 8.5, 4.5. Integers have one float16
+                                    scale for each 32 of them, as Q8_0 and Q4_0 of GGUF have
+            ``scheme_parameters``   parameters along ``scheme``, which is a stored element type or a
+                                    method of quantisation (``"gptq 4-bit, group 64"``); also
+                                    ``scheme_tensors`` and ``scheme_nbytes``, scales included
+            ``scheme_bits``         stored bits of a parameter
+            ``group_elements``      elements along ``group``: parameters, averages, buffers,
+                                    optimizer state, ...; also ``group_tensors``, ``group_nbytes``
+            ======================  ============================================================
+
+        Warns
+        -----
+        CheckpointWarning
+            If ``config.json`` is not a JSON object.
+
+        Examples
+        --------
+        >>> ds.ckpt.footprint()["precision_nbytes"].sel(precision="bfloat16")  # doctest: +SKIP
+        """
+        from xckpt.datasets.tensors import OpenTensors
+        from xckpt.notebook.footprint import footprint_dataset, footprint_of
+        from xckpt.opening.configs import attrs_with_config
+
+        rows = OpenTensors(self._obj).rows
+        source = str(self._encoding.get("source", ""))
+        config = attrs_with_config((row.name for row in rows), source, self._obj.attrs)
+        file_nbytes = self._encoding.get("file_nbytes")
+        footprint = footprint_of(rows, config)
+        return cast("Dataset", footprint_dataset(footprint, file_nbytes=file_nbytes, source=source))
 
     def tree(self, depth: int = 3) -> ModuleTree:
         """Return the tree of modules with their numbers of tensors and bytes, numbered ones folded.

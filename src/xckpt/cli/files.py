@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Format
     from xckpt.index import Index, Part, Tensor
+    from xckpt.notebook.footprint import Footprint
     from xckpt.writing import Conversion, Manifest
     from xckpt.writing.verifying import Report
 
@@ -56,29 +57,34 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
 
     It lists the largest patterns, with --all all of them, and with --json every tensor.
     """
-    from xckpt.notebook.summary import index_summary
+    from xckpt.notebook.footprint import footprint_of
+    from xckpt.notebook.summary import index_rows, index_summary
     from xckpt.notebook.text import render
+    from xckpt.opening.configs import attrs_with_config
 
     with warnings.catch_warnings():
         # Both kinds of output include the warnings.
         warnings.simplefilter("ignore", CheckpointWarning)
         index = reading.index(file)
+        config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
     if as_json:
-        print_document(_index_document(index))
+        print_document(_index_document(index, footprint_of(index_rows(index), config)))
         return 0
     # A selection of tensors needs no note that they do not fill the file.
     index = replace(index, nbytes=0) if reading.tensors else index
-    print_text(render(index_summary(index), most=None) if everything else repr(index))
+    summary = index_summary(index, config)
+    print_text(render(summary, most=None) if everything else render(summary))
     return 0
 
 
-def _index_document(index: Index) -> dict[str, Any]:
+def _index_document(index: Index, footprint: Footprint) -> dict[str, Any]:
     return {
         "format": index.format,
         "version": index.version,
         "source": index.source,
         "nbytes": index.nbytes,
         "attrs": index.attrs,
+        "footprint": footprint.document(),
         "warnings": list(index.warnings),
         "shards": {
             name: {"size": shard.size, "digest": shard.digest}

@@ -26,7 +26,7 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
-from xckpt.storage.source import sources_of
+from xckpt.storage.source import ShardedSource, sources_of
 from xckpt.upstream.xarray_trees import make_module
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ __all__ = ["add_coords", "described", "make_dataset", "make_groups"]
 # Coordinates of up to this size in bytes are indexes.
 _LARGEST_INDEX = 1 << 26
 # Keys of the encoding that all members of a stack have in common.
-_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
+_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part", "scheme")
 
 
 class _Group(NamedTuple):
@@ -454,6 +454,8 @@ def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -
         encoding["nbytes"] = tensor.nbytes
         if readable:
             encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
+    if role is None and (scheme := tensor.scheme):
+        encoding["scheme"] = scheme
     if tensor.stored is not None:
         encoding["stored_as"] = {role: source.name for role, source in tensor.stored.items()}
     if role is not None:
@@ -482,6 +484,13 @@ def _part_encoding(part: Part) -> dict[str, Any]:
     return encoding
 
 
+def _file_nbytes(source: Source, index: Index) -> int:
+    """Return the size of all files of a checkpoint, in bytes."""
+    shards_nbytes = sum([shard.size for shard in index.shards.values()])
+    # Files that were merged are shards, too.
+    return shards_nbytes if isinstance(source, ShardedSource) else index.nbytes + shards_nbytes
+
+
 def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
     """Add attributes and encoding of the file to a Dataset, and the function that closes it."""
     ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
@@ -490,6 +499,7 @@ def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         "format_version": index.version,
         "source": source.name,
         "namespace": next_namespace(),
+        "file_nbytes": _file_nbytes(source, index),
     }
     if index.arrangement.order:
         ds.encoding["ordered"] = True

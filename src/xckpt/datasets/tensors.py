@@ -380,6 +380,7 @@ class OpenTensors:
             shape = listing.shapes[variable.dims] = data_of(variable).shape
             is_stated = "stored_dtype" in encoding
             dtype: Any = encoding["stored_dtype"] if is_stated else variable.dtype
+            dtype = encoding.get("scheme", dtype)
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
             whole = encoding.get("original_shape", shape)
             is_stacked = stack_of(variable) is not None
@@ -593,9 +594,8 @@ def _storage(encoding: Mapping[Any, Any]) -> str:
     if "part" in encoding:
         return storage_words("dense", [encoding.get("stored_compression")])
     parts = encoding.get("parts", {"data": encoding}).values()
-    return storage_words(
-        encoding.get("layout", "dense"), [p.get("stored_compression") for p in parts]
-    )
+    layout = "dense" if "scheme" in encoding else encoding.get("layout", "dense")
+    return storage_words(layout, [part.get("stored_compression") for part in parts])
 
 
 def _literal(text: str) -> str:

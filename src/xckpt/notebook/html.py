@@ -25,6 +25,7 @@ from xckpt.formatting import (
 )
 from xckpt.notebook.text import (
     BREAK,
+    WIDEST_KIND,
     count_text,
     format_text,
     groups_text,
@@ -55,7 +56,7 @@ _LONGEST_NOTE = 240
 
 _ROOT = "font:13px/1.5 system-ui,sans-serif;max-width:920px"
 _CODE = "font:12px/1.5 Menlo,Consolas,monospace"
-_LINE = "1px solid rgba(128,128,128,.4)"
+_LINE = "1px solid #8886"
 _LEFT = "padding:2px 6px;text-align:left"
 _RIGHT = "padding:2px 6px;text-align:right"
 _NAME = f"{_LEFT};{_CODE}"
@@ -173,7 +174,7 @@ def _bar(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
     for total in shown:
         part = _muted(escape(share(total.nbytes, summary.nbytes)))
         yield f'<span style="display:inline-block;margin-right:20px">{_key(colors[total.kind])}'
-        yield f"{_text(word(total.kind))} {binary_size(total.nbytes)} {part}</span> "
+        yield f"{_text(word(total.kind, WIDEST_KIND))} {binary_size(total.nbytes)} {part}</span> "
     if remaining := len(summary.dtypes) - len(shown):
         yield _muted(f"… {remaining:,} more")
     yield "</div>"

@@ -31,7 +31,7 @@ from xckpt.labels.numbering import (
     strip_separator,
     tokens,
 )
-from xckpt.labels.roles import PARAMETERS, Role, roles_of
+from xckpt.labels.roles import PARAMETERS, roles_of
 from xckpt.notebook.folding import (
     Family,
     Pattern,
@@ -45,6 +45,7 @@ from xckpt.notebook.folding import (
     one_by_one,
     united,
 )
+from xckpt.notebook.footprint import Footprint, GroupTotal, weigh
 from xckpt.tensor_rows import TIED, Row, StackedNames, storage_words, tied
 
 if TYPE_CHECKING:
@@ -74,16 +75,6 @@ class Total:
 
     kind: str
     count: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTotal:
-    """Tensors whose roles have one heading, such as buffers."""
-
-    group: str
-    count: int
-    size: int
     nbytes: int
 
 
@@ -137,8 +128,7 @@ class Summary:
     shards: int  # number of other files that hold parts
     count: int  # of tensors
     nbytes: int  # stored bytes of all tensors, with tied tensors counted once
-    size: int  # trainable elements, implied zeros included, tied ones once
-    groups: tuple[GroupTotal, ...]  # by role, parameters first
+    footprint: Footprint  # totals by role, and sizes in other precisions
     dtypes: tuple[Total, ...]  # by stored element type, largest first
     storage: tuple[Total, ...]  # by way of storing, without plainly dense tensors
     patterns: tuple[Pattern, ...]  # largest first
@@ -149,6 +139,16 @@ class Summary:
     errors: tuple[str, ...]  # tensors that cannot be read
     notes: tuple[str, ...]  # irregularities of the file
     findings: tuple[FoldedFinding, ...] | None  # worst first; None without statistics
+
+    @property
+    def size(self) -> int:
+        """Number of trainable elements, implied zeros included, tied ones once."""
+        return self.footprint.parameters
+
+    @property
+    def groups(self) -> tuple[GroupTotal, ...]:
+        """Totals by role, parameters first."""
+        return self.footprint.groups
 
 
 def new_summary(
@@ -165,12 +165,17 @@ def new_summary(
     findings: Iterable[TensorFinding] | None = None,
     stacked: Iterable[StackedNames] = (),
     obj: str = "",
+    config: Mapping[Any, Any] | None = None,
 ) -> Summary:
-    """Summarise tensors in one pass; `obj` is the name of the open object in examples of code."""
+    """Summarise tensors in one pass.
+
+    `obj` is the name of the open object in examples of code. `config` has the numbers of experts,
+    as for `weigh`; the attributes by default.
+    """
     rows = list(rows)
     families = families_of(rows)
     mark_codes(families)
-    groups = _groups(families, count_parameters(families))
+    footprint = weigh(families, count_parameters(families), attrs if config is None else config)
     modules, chosen = module_sets(families, stacked), selection(families)
     if len(rows) <= _FEW:
         patterns = one_by_one(marked(rows))
@@ -186,8 +191,7 @@ def new_summary(
         shards=shards,
         count=sum([pattern.count for pattern in patterns]),
         nbytes=sum([pattern.nbytes for pattern in patterns]),
-        size=sum([total.size for total in groups if total.group == Role.WEIGHT.group]),
-        groups=groups,
+        footprint=footprint,
         dtypes=_totals((pattern.dtype, pattern) for pattern in patterns),
         storage=_totals((p.storage, p) for p in patterns if p.storage not in {"", TIED}),
         patterns=tuple(patterns),
@@ -217,17 +221,6 @@ def _folded(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
             yield FoldedFinding(severity, rule, value, pattern, explanation)
 
 
-def _groups(families: Sequence[Family], roles: Sequence[Role]) -> tuple[GroupTotal, ...]:
-    """Return the totals of families by the headings of their roles, in the order of `Role`."""
-    totals: dict[str, list[int]] = {role.group: [0, 0, 0] for role in Role}
-    for family, role in zip(families, roles, strict=True):
-        total = totals[role.group]
-        total[0] += family.count
-        total[1] += family.parameters if role in PARAMETERS else family.size
-        total[2] += family.nbytes
-    return tuple([GroupTotal(group, *total) for group, total in totals.items() if total[0]])
-
-
 def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
@@ -237,8 +230,8 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
     return tuple([Total(kind, count[kind], size) for kind, size in nbytes.most_common()])
 
 
-def index_summary(index: Any) -> Summary:
-    """Summarise an `xckpt.Index`."""
+def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summary:
+    """Summarise an `xckpt.Index`; `config` as for `new_summary`."""
     # Only the reason, since the whole message has the path.
     problems = [
         f"{shown(tensor.name)}: {tensor.problem.reason}"
@@ -246,7 +239,8 @@ def index_summary(index: Any) -> Summary:
         if tensor.problem is not None
     ]
     summary = new_summary(
-        tied(_rows(index.tensors.values()), index.shared),
+        index_rows(index),
+        config=config,
         title=index.source,
         format=index.format,
         version=index.version,
@@ -261,6 +255,11 @@ def index_summary(index: Any) -> Summary:
     return replace(summary, notes=(*summary.notes, *_unexplained(index, summary.nbytes)))
 
 
+def index_rows(index: Any) -> Iterable[Row]:
+    """Return the rows of an `xckpt.Index`."""
+    return tied(_rows(index.tensors.values()), index.shared)
+
+
 def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
     """Return the row of each tensor, in one loop over its parts: there can be 100,000 of them."""
     for tensor in tensors:
@@ -270,8 +269,9 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
             nbytes += part.nbytes
             plain = plain and part.encoding is None
         encodings = () if plain else [part.encoding for part in tensor.parts.values()]
-        storage = "" if plain else storage_words(tensor.layout, encodings)
-        yield Row(tensor.name, tensor.dtype, tensor.shape, nbytes, storage)
+        scheme = "" if plain else tensor.scheme
+        storage = "" if plain else storage_words("dense" if scheme else tensor.layout, encodings)
+        yield Row(tensor.name, scheme or tensor.dtype, tensor.shape, nbytes, storage)
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:

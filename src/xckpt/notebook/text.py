@@ -36,12 +36,15 @@ _ALIGNMENT, _ALIGNMENT_OF_GROUPS = "<<<<>>", "<>>>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 #: Places where a name may break: after slashes and dots, except the dots of "0..63".
 BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])|(?<=/)(?=.)")
-_WIDEST_KIND = 28
+#: Columns of an element type or a scheme of quantisation.
+WIDEST_KIND = 38
 _WIDEST_VERSION = 16
 _MOST_FINDINGS = 8
 _LEAST_EXPLANATION = 24
 _COUNTED = ("error", "warning")
 _MOST_MODULES = 8
+# The size of a smaller model in other precisions is of no interest.
+_FEWEST_WEIGHED = 10**6
 
 
 def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
@@ -50,7 +53,7 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
     for total in summary.dtypes:
         part = share(total.nbytes, summary.nbytes)
         size = f" {binary_size(total.nbytes)} ({part})" if part else ""
-        dtypes.append(f"{word(total.kind)}{size}")
+        dtypes.append(f"{word(total.kind, WIDEST_KIND)}{size}")
     storage = [
         f"{word(total.kind)} {binary_size(total.nbytes)} ({counted(total.count, 'tensor')})"
         for total in summary.storage
@@ -185,7 +188,7 @@ def groups_text(summary: Summary) -> list[tuple[str, ...]]:
     return [
         (
             total.group,
-            counted(total.count, "tensor"),
+            counted(total.tensors, "tensor"),
             f"{short_count(total.size)} {'element' if total.size == 1 else 'elements'}",
             binary_size(total.nbytes),
             share(total.nbytes, summary.nbytes),
@@ -204,7 +207,7 @@ def count_text(pattern: Pattern) -> str:
 
 def kind_text(pattern: Pattern) -> str:
     """Return the element type and the way of storing."""
-    return word(f"{pattern.dtype} {pattern.storage}".rstrip(), _WIDEST_KIND)
+    return word(f"{pattern.dtype} {pattern.storage}".rstrip(), WIDEST_KIND)
 
 
 def rest_text(patterns: Sequence[Pattern]) -> str:
@@ -236,6 +239,8 @@ def remarks(summary: Summary, width: int = _WIDTH) -> Iterator[tuple[str, str]]:
             count = sum([finding.pattern.count for finding in remaining])
             yield "", f"… {count:,} more findings"
     yield from [("note", note) for note in summary.notes[:_MOST_NOTES]]
+    if summary.size >= _FEWEST_WEIGHED:
+        yield "", str(summary.footprint)
 
 
 def findings_text(findings: Sequence[FoldedFinding]) -> str:

@@ -117,7 +117,7 @@ def assemble_weights(
     for name, tensor in index.tensors.items():
         if name in weights:
             weight = weights[name]
-            tensors[weight.name] = _tensor_of(weight, tensor.attrs)
+            tensors[weight.name] = _tensor_of(weight, tensor.attrs, declaration.method or "")
         elif name not in used:
             tensors[name] = tensor
     attrs = dict(index.attrs)
@@ -128,7 +128,7 @@ def assemble_weights(
     return replace(index, tensors=tensors, attrs=attrs, warnings=tuple(warnings))
 
 
-def _tensor_of(weight: Weight, attrs: Mapping[str, Any]) -> Tensor:
+def _tensor_of(weight: Weight, attrs: Mapping[str, Any], method: str) -> Tensor:
     return Tensor(
         name=weight.name,
         dtype="float32",
@@ -139,6 +139,7 @@ def _tensor_of(weight: Weight, attrs: Mapping[str, Any]) -> Tensor:
         quantization=weight.quantization,
         strict=weight.strict,
         stored={role: stored for role, (stored, _) in weight.parts.items()},
+        method=method,
     )
 
 

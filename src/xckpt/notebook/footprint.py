@@ -1,0 +1,236 @@
+"""The footprint of a model: its parameters, what they take as stored, and in other precisions.
+
+A `Footprint` follows from families of tensors, their roles and the config of the model; no tensor
+is read. The summary shows it as a sentence, and ``ds.ckpt.footprint()`` as a Dataset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.formatting import binary_size, short_count
+from xckpt.labels.roles import PARAMETERS, Role
+from xckpt.notebook.folding import count_parameters, families_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import xarray as xr
+
+    from xckpt.notebook.folding import Family
+    from xckpt.tensor_rows import Row
+
+__all__ = ["PRECISIONS", "Footprint", "GroupTotal", "footprint_dataset", "footprint_of", "weigh"]
+
+#: Bytes of 32 parameters in each precision. ``int8`` and ``int4`` are Q8_0 and Q4_0 of GGUF: 32
+#: codes with one scale in float16, so 8.5 and 4.5 bits for each parameter.
+PRECISIONS = {"float32": 128, "bfloat16": 64, "int8": 34, "int4": 18}
+_BLOCK = 32
+# Keys of `config.json` with the number of experts that each token uses, and that a layer has.
+_CHOSEN_KEYS = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k"),
+    *("moe_topk", "num_selected_experts", "top_k_experts", "moe_k"),
+)
+_TOTAL_KEYS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    *("num_routed_experts",),
+)
+_MOST_EXPERTS = 1 << 20
+_SEPARATORS = "./"
+
+
+class GroupTotal(NamedTuple):
+    """Tensors of one heading, such as buffers, or parameters that are stored in one way."""
+
+    group: str
+    tensors: int
+    size: int
+    nbytes: int
+
+
+class Experts(NamedTuple):
+    """The experts of a mixture: how many each token uses, and how many a layer has."""
+
+    chosen: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of a model.
+
+    Parameters
+    ----------
+    parameters : int
+        Trainable elements; tied tensors count once.
+    groups : tuple of GroupTotal
+        All tensors by role, parameters first.
+    schemes : tuple of GroupTotal
+        Parameters by stored element type or quantisation scheme, largest first.
+    experts : Experts or None
+        Numbers of experts, if the config states them and tensors of experts exist.
+    active : int
+        Parameters that one token uses; all without `experts`.
+    """
+
+    parameters: int
+    groups: tuple[GroupTotal, ...]
+    schemes: tuple[GroupTotal, ...]
+    experts: Experts | None
+    active: int
+
+    def nbytes_in(self, precision: str) -> int:
+        """Return the size of the parameters in a precision, in bytes."""
+        return -(-self.parameters * PRECISIONS[precision] // _BLOCK)
+
+    def document(self) -> dict[str, Any]:
+        """Return the sizes as JSON has them."""
+        document: dict[str, Any] = {
+            "parameters": self.parameters,
+            "precisions": {name: self.nbytes_in(name) for name in PRECISIONS},
+            "schemes": {name: _sizes(total) for name, *total in self.schemes},
+            "groups": {name: _sizes(total) for name, *total in self.groups},
+        }
+        if self.experts is not None:
+            document["active_parameters"] = self.active
+            document["experts"] = self.experts._asdict()
+        return document
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {binary_size(self.nbytes_in(name))}" for name in PRECISIONS]
+        text = f"parameters as {', '.join(sizes)}"
+        if self.experts is not None:
+            chosen, total = self.experts
+            text += f"; {short_count(self.active)} active, {chosen} of {total} experts"
+        return text
+
+
+def _sizes(total: Sequence[Any]) -> dict[str, int]:
+    return dict(zip(("tensors", "elements", "nbytes"), total, strict=True))
+
+
+def weigh(
+    families: Sequence[Family], roles: Sequence[Role], config: Mapping[Any, Any]
+) -> Footprint:
+    """Return the footprint of families whose parameters are counted.
+
+    `config` has the attributes of the file, or the content of ``config.json`` under ``"config"``.
+    """
+    groups: dict[str, list[int]] = {role.group: [0, 0, 0] for role in Role}
+    schemes: dict[str, list[int]] = {}
+    experts = _experts_in(config)
+    in_experts = parameters = 0
+    for family, role in zip(families, roles, strict=True):
+        is_parameter = role in PARAMETERS
+        totals = [groups[role.group]]
+        if is_parameter and family.parameters:
+            totals.append(schemes.setdefault(family.dtype, [0, 0, 0]))
+        for total in totals:
+            total[0] += family.count
+            total[1] += family.parameters if is_parameter else family.size
+            total[2] += family.nbytes
+        parameters += family.parameters
+        if experts is not None and is_parameter and _has_experts(family, experts.total):
+            in_experts += family.parameters
+    active = parameters
+    if experts is not None and in_experts:
+        active -= in_experts - in_experts * experts.chosen // experts.total
+    largest_first = sorted(schemes.items(), key=lambda scheme: -scheme[1][2])
+    return Footprint(
+        parameters,
+        tuple([GroupTotal(group, *total) for group, total in groups.items() if total[0]]),
+        tuple([GroupTotal(scheme, *total) for scheme, total in largest_first]),
+        experts if in_experts else None,
+        active,
+    )
+
+
+def footprint_of(rows: Iterable[Row], config: Mapping[Any, Any]) -> Footprint:
+    """Return the footprint of tensors."""
+    families = families_of(rows)
+    return weigh(families, count_parameters(families), config)
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+
+def _experts_in(config: Mapping[Any, Any]) -> Experts | None:
+    """Return the numbers of experts that a config or the metadata of GGUF state, or None."""
+    architecture = config.get("general.architecture")
+    keys = [(f"{architecture}.expert_used_count",), (f"{architecture}.expert_count",)]
+    experts = _experts_of(config, keys)
+    content = config.get("config")
+    # Models of several modalities and DBRX have the numbers one level deeper.
+    for section in (content, *content.values()) if isinstance(content, dict) else ():
+        if experts is None and isinstance(section, dict):
+            experts = _experts_of(section, (_CHOSEN_KEYS, _TOTAL_KEYS))
+    return experts
+
+
+def _experts_of(section: Mapping[Any, Any], keys: Sequence[Sequence[str]]) -> Experts | None:
+    chosen, total = (
+        next((section[name] for name in names if name in section), None) for names in keys
+    )
+    # From a file: True and 2.0 are not counts.
+    if type(chosen) is int and type(total) is int and 0 < chosen <= total <= _MOST_EXPERTS:
+        return Experts(chosen, total)
+    return None
+
+
+def _has_experts(family: Family, total: int) -> bool:
+    """Return whether tensors belong to routed experts: numbered, or along their first axis."""
+    numbers = iter(family.indices)
+    is_fused = bool(family.shape) and family.shape[0] >= total and family.shape[0] % total == 0
+    before = ""
+    for part in family.template:
+        if part is None:
+            indices = next(numbers)
+            if before == "experts":
+                return all(len(index) < 8 and int(index) < total for index in indices)
+            before = ""
+            continue
+        word = part.strip(_SEPARATORS)
+        if is_fused and (before == "experts" or word.endswith("_exps")):
+            return True
+        before = word
+    return False
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: str) -> xr.Dataset:
+    """Return a footprint as a Dataset."""
+    import xarray as xr
+
+    variables: dict[str, Any] = {
+        "parameters": footprint.parameters,
+        "nbytes": sum([group.nbytes for group in footprint.groups]),
+    }
+    if file_nbytes is not None:
+        variables["file_nbytes"] = file_nbytes
+    if footprint.experts is not None:
+        variables["active_parameters"] = footprint.active
+        variables["experts"], variables["experts_per_token"] = footprint.experts[::-1]
+    sizes = [footprint.nbytes_in(precision) for precision in PRECISIONS]
+    bits = [8 * nbytes / _BLOCK for nbytes in PRECISIONS.values()]
+    variables |= {"precision_nbytes": ("precision", sizes), "precision_bits": ("precision", bits)}
+    for dim, totals in (("group", footprint.groups), ("scheme", footprint.schemes)):
+        size = "elements" if dim == "group" else "parameters"
+        variables |= {
+            f"{dim}_tensors": (dim, [total.tensors for total in totals]),
+            f"{dim}_{size}": (dim, [total.size for total in totals]),
+            f"{dim}_nbytes": (dim, [total.nbytes for total in totals]),
+        }
+    variables["scheme_bits"] = (
+        "scheme",
+        [8 * total.nbytes / total.size for total in footprint.schemes],
+    )
+    coords = {
+        "precision": list(PRECISIONS),
+        "group": [total.group for total in footprint.groups],
+        "scheme": [total.group for total in footprint.schemes],
+    }
+    attrs = {"footprint": str(footprint), **({"source": source} if source else {})}
+    return xr.Dataset(variables, coords, attrs)
