@@ -62,7 +62,7 @@ def test_rows_are_the_tensors(obj: Any, path: Path) -> None:
     assert {row.name.partition(":")[0] for row in rows} == set(tensors)
     for row in full:
         tensor = tensors[row.name]
-        header = (tensor.dtype, tensor.shape, tensor.nbytes)
+        header = (tensor.scheme or tensor.dtype, tensor.shape, tensor.nbytes)
         assert (row.dtype, row.shape, row.nbytes) == header or len(full) < len(rows)
 
 

@@ -47,6 +47,7 @@ ATTRIBUTES = {
     "explore": "ds.ckpt.explore()",
     "find": "ds.ckpt.find('h.*')",
     "findings": "ds.ckpt.findings()",
+    "footprint": "ds.ckpt.footprint()",
     "format": "ds.ckpt.format",
     "histogram": "ds.ckpt.histogram(10)",
     "isel": "ds.ckpt.isel(h=0)",

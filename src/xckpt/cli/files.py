@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Format
     from xckpt.index import Index, Part, Tensor
-    from xckpt.notebook.footprint import Footprint
     from xckpt.writing import Conversion, Manifest
     from xckpt.writing.verifying import Report
 
@@ -57,8 +56,7 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
 
     It lists the largest patterns, with --all all of them, and with --json every tensor.
     """
-    from xckpt.notebook.footprint import footprint_of
-    from xckpt.notebook.summary import index_rows, index_summary
+    from xckpt.notebook.summary import index_summary
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
 
@@ -68,7 +66,7 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
         index = reading.index(file)
         config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
     if as_json:
-        print_document(_index_document(index, footprint_of(index_rows(index), config)))
+        print_document(_index_document(index, config))
         return 0
     # A selection of tensors needs no note that they do not fill the file.
     index = replace(index, nbytes=0) if reading.tensors else index
@@ -77,7 +75,11 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
     return 0
 
 
-def _index_document(index: Index, footprint: Footprint) -> dict[str, Any]:
+def _index_document(index: Index, config: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    from xckpt.notebook.footprint import footprint_of
+    from xckpt.notebook.summary import index_rows
+
+    footprint = footprint_of(index_rows(index), index.attrs if config is None else config)
     return {
         "format": index.format,
         "version": index.version,
