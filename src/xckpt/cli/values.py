@@ -146,7 +146,14 @@ def stats(
         findings_frame = findings(result, ignore=ignore)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:
-        print_document(_stats_document(index, frame, findings_frame))
+        print_document(
+            {
+                "source": index.source,
+                "format": index.format,
+                "tensors": json_rows(frame),
+                "findings": findings_frame.to_dict("records"),
+            }
+        )
     elif only_findings and findings_frame.empty:
         complain("no findings")
     elif only_findings:
@@ -206,15 +213,6 @@ def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
             texts.append([figure(value) for value in values])
         head.append(Column(column, right=column not in _TEXTS))
     print_table(head, list(zip(*texts, strict=True)))
-
-
-def _stats_document(index: Index, frame: pd.DataFrame, findings: pd.DataFrame) -> dict[str, Any]:
-    return {
-        "source": index.source,
-        "format": index.format,
-        "tensors": json_rows(frame),
-        "findings": findings.to_dict("records"),
-    }
 
 
 # --- spectrum ------------------------------------------------------------------------------------

@@ -196,16 +196,12 @@ def _rule_of(candidate: Candidate) -> str:
     """Return the name of the rule that pairs two tensors with the same numbers."""
     causes = [step.cause for step in candidate.arrangement.steps]
     if candidate.arrangement.score < _SAME:
-        is_rows = candidate.a.shape == candidate.b.shape or _is_turned(candidate)
+        is_rows = candidate.b.shape in {candidate.a.shape, candidate.a.shape[::-1]}
         return "rows" if is_rows else "elements"
     return "rows" if "rope_permuted" in causes else "transposed" if causes else "values"
 
 
 _SAME = 1 - 1e-9
-
-
-def _is_turned(candidate: Candidate) -> bool:
-    return candidate.a.shape == candidate.b.shape[::-1]
 
 
 def _same_elements(

@@ -56,9 +56,7 @@ __all__ = [
     "is_format",
     "open_each",
     "open_index",
-    "open_silently",
     "read_index",
-    "warn_of",
 ]
 
 _SHOWN_WARNINGS = 3
@@ -75,29 +73,13 @@ def open_index(
     storage_options: dict[str, Any] | None = None,
     mmap: bool = False,
     whole: bool = True,
+    silent: bool = False,
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint, read its index, and issue the warnings of the index.
+    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
 
     With `whole`, the index lists quantised weights instead of the tensors that store them.
     """
-    source, index = open_silently(
-        obj, format, storage_options=storage_options, mmap=mmap, whole=whole, **format_options
-    )
-    warn_of(index)
-    return source, index
-
-
-def open_silently(
-    obj: Any,
-    format: str | None = None,
-    *,
-    storage_options: dict[str, Any] | None = None,
-    mmap: bool = False,
-    whole: bool = True,
-    **format_options: Any,
-) -> tuple[Source, Index]:
-    """Open a checkpoint and read its index, as `open_index`, without its warnings."""
     with advising(obj):
         listed = list_files(obj, storage_options, format)
     if listed is None:
@@ -114,6 +96,13 @@ def open_silently(
     if whole and may_be_quantized(index):
         with paused_collector():
             index = _with_weights(source, index)
+    if not silent:
+        for text in index.warnings[:_SHOWN_WARNINGS]:
+            warn(f"{index.source}: {text}")
+        more = len(index.warnings) - _SHOWN_WARNINGS
+        if more > 0:
+            text = f"{index.source}: {more} more warnings, listed in read_index(...).warnings"
+            warn(text)
     return source, index
 
 
@@ -325,13 +314,3 @@ def _is_called_like(path: str, format: str) -> bool:
     return name.endswith(formats.suffixes(format)) and name.endswith(
         formats.get(format).own_suffixes
     )
-
-
-def warn_of(index: Index) -> None:
-    """Issue the warnings of an index."""
-    for text in index.warnings[:_SHOWN_WARNINGS]:
-        warn(f"{index.source}: {text}")
-    more = len(index.warnings) - _SHOWN_WARNINGS
-    if more > 0:
-        text = f"{index.source}: {more} more warnings, listed in read_index(...).warnings"
-        warn(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, warn
 from xckpt.labels.filters import has_match, no_match
-from xckpt.opening import open_silently
+from xckpt.opening import open_index
 
 if TYPE_CHECKING:
     from xckpt.datasets.options import OpenOptions
@@ -66,8 +66,8 @@ def _opened_together(path: Any) -> list[Any]:
 def _tensor_names(path: Any, options: OpenOptions) -> list[str]:
     """Return the names in another file of the call; opening that file raises its errors."""
     try:
-        _, index = open_silently(
-            path, storage_options=options.storage_options, whole=options.decode
+        _, index = open_index(
+            path, storage_options=options.storage_options, whole=options.decode, silent=True
         )
     except (OSError, ValueError, CheckpointError):
         return []

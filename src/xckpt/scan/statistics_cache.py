@@ -194,9 +194,11 @@ class Records:
             return _session.get((self._path, self._group), {}).get(key)
         frame, start, stop = self._places[key]
         if frame not in self._frames:
+            import zstandard
+
             if sum(map(len, self._frames.values())) > _LARGEST_RECORD:
                 self._frames.clear()
-            self._frames[frame] = _decompressed(self._data[slice(*frame)])
+            self._frames[frame] = zstandard.ZstdDecompressor().decompress(self._data[slice(*frame)])
         return self._frames[frame][start:stop]
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -332,12 +334,6 @@ def _packed(group: bytes, values: dict[bytes, bytes]) -> bytes:
     frame = zstandard.ZstdCompressor(level=1).compress(b"".join(values.values()))
     payload = b"".join([_COUNT.pack(len(values)), *values, lengths, frame])
     return _HEAD.pack(group, len(payload), _checksum(group, payload)) + payload
-
-
-def _decompressed(frame: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdDecompressor().decompress(frame)
 
 
 def _append(path: Path, record: bytes, end: int) -> int:

@@ -377,11 +377,6 @@ def _describe(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed
     return _Decomposed(described, values, noise)
 
 
-def _pack_values(values: Array, noise: float | None) -> bytes:
-    """Return all singular values as bytes, followed by the noise of a difference."""
-    return np.append(values, [] if noise is None else noise).astype("<f8").tobytes()
-
-
 def _unpack_values(matrix: Matrix, data: bytes) -> _Decomposed:
     values = np.frombuffer(data, "<f8").astype(np.float64)
     if isinstance(matrix.array, _Difference):
@@ -411,7 +406,10 @@ def _decompose_all(
                 results[matrix.name] = decomposed
                 file = records[matrix.name]
                 if file is not None and decomposed.values is not None and decomposed.values[0] >= 0:
-                    file.put(key_of(matrix), _pack_values(decomposed.values, decomposed.noise))
+                    # The noise of a difference follows its values.
+                    noise = decomposed.noise
+                    numbers = np.append(decomposed.values, [] if noise is None else noise)
+                    file.put(key_of(matrix), numbers.astype("<f8").tobytes())
                 bar.advance(matrix.nbytes)
 
             find = partial(_decompose, is_quick=is_quick)
