@@ -108,7 +108,6 @@ def test_results_are_identical_for_any_chunks_and_order(
             np.testing.assert_array_equal(result[name], result["a"], err_msg=f"{name} {dim}")
     xckpt.save(as_dataset(a), tmp_path / "a.zt")
     xckpt.save(as_dataset(b), tmp_path / "b.safetensors")
-    monkeypatch.setattr("xckpt.scan.scanning._TASK_NBYTES", 1 << 12)
     with dask.config.set(num_workers=4):
         stored = compare(tmp_path / "a.zt", tmp_path / "b.safetensors", dim=0)
     np.testing.assert_array_equal(stored["w"], compare(first, second, dim=0)["a"])
