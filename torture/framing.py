@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import google_crc32c
+import zstandard
+
+from tests.formats.orbax_files import MANIFEST, NODE, frame
 from tests.formats.ztensor_files import V2_MAGIC, v2_container
 from torture.grammars import BINARY, CBOR, JSON, MSGPACK, PICKLE, Grammar
 
@@ -69,6 +73,30 @@ def _sized(grammar: Grammar, data: bytes, at: int, width: int = 4) -> Frame:
 
 def _rest(data: bytes, start: int) -> Frame:
     return Frame(BINARY, data[start:], lambda new: data[:start] + new)
+
+
+def _ocdbt(data: bytes) -> Iterator[Frame]:
+    """Return the body of a manifest or node; a reference to the node has its size."""
+    body = data[14:-4]
+    is_compressed = data[13] == 1
+
+    def put(new: bytes) -> bytes:
+        if not is_compressed:
+            return frame(data[:4], new)
+        stored = zstandard.compress(new)
+        missing = len(body) - len(stored) - 8
+        if missing >= 0:
+            stored += b"\x50\x2a\x4d\x18" + missing.to_bytes(4, "little") + bytes(missing)
+        whole = frame(data[:4], stored)[:-4]
+        whole = whole[:13] + b"\1" + whole[14:]
+        crc: int = google_crc32c.value(whole)
+        return whole + crc.to_bytes(4, "little")
+
+    if is_compressed:
+        content = zstandard.ZstdDecompressor().decompressobj().decompress(body)
+        yield Frame(BINARY, content, put)
+    else:
+        yield Frame(BINARY, body, put)
 
 
 def _burnpack(data: bytes) -> Iterator[Frame]:
@@ -158,6 +186,7 @@ _BY_MAGIC: dict[bytes, Callable[[bytes], Iterator[Frame]]] = {
     b"PCLM": _mlcp,
     b"GPTRSCHK": _gptrs,
     b"GPTRSTEN": _gptrs,
+    **dict.fromkeys((MANIFEST, NODE), _ocdbt),
     b"\x89HDF": lambda data: iter([_rest(data, 8)]),
     b"GGUF": lambda data: iter([_rest(data, 8)]),
     b"RAHS": lambda data: iter([_rest(data, 4)]),

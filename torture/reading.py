@@ -298,6 +298,7 @@ def placed(files: Files, folder: Path) -> Iterator[Any]:
         yield next(iter(files.values()))
         return
     for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     try:
         yield str(folder / next(iter(files)))

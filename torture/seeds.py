@@ -11,6 +11,7 @@ from hypothesis import seed as hypothesis_seed
 
 from tests.contracts.every import declared
 from tests.formats.random_files import FILES
+from xckpt import formats
 from xckpt.errors import CheckpointWarning
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ def _golden(path: Path) -> Iterator[Files]:
     if len(data) > _LARGEST:
         return
     names = [path.name]
-    if path.name == ".metadata" or path.name.endswith(".json"):
+    if path.name in formats.folder_marks() and path.name != ".metadata":
+        inner = sorted(p for p in path.parent.rglob("*") if p.is_file() and p != path)
+        names += [p.relative_to(path.parent).as_posix() for p in inner]
+    elif path.name == ".metadata" or path.name.endswith(".json"):
         stem = path.name.partition(".")[0]
         others = sorted(p.name for p in path.parent.iterdir() if p.is_file() and p != path)
         names += [n for n in others if n.startswith(stem) and not n.endswith(_NOTES)]

@@ -33,6 +33,7 @@ __all__ = [
     "KerasBackend",
     "MlcpBackend",
     "NpzBackend",
+    "OrbaxBackend",
     "PrimitivBackend",
     "SafetensorsBackend",
     "TorchBackend",
@@ -264,6 +265,10 @@ class MlcpBackend(CheckpointBackend):
 
 class NpzBackend(CheckpointBackend):
     format = "npz"
+
+
+class OrbaxBackend(CheckpointBackend):
+    format = "orbax"
 
 
 class PrimitivBackend(CheckpointBackend):

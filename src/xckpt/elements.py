@@ -134,6 +134,12 @@ _ROWS = (
         "float8_e5m2fnuz", 8, "float", "float32", FloatFormat(5, 2, 2.0**-17, 57344.0, zeros=1)
     ),
     ElementType(
+        "float8_e3m4", 8, "float", "float32", FloatFormat(3, 4, 2.0**-6, 15.5, is_ieee=True)
+    ),
+    ElementType(
+        "float8_e4m3b11fnuz", 8, "float", "float32", FloatFormat(4, 3, 2.0**-13, 30.0, zeros=1)
+    ),
+    ElementType(
         "float8_e8m0fnu", 8, "float", "float32", FloatFormat(8, 0, 2.0**-127, 2.0**127, zeros=0)
     ),
     ElementType("float4_e2m1fn", 4, "float", "float32", FloatFormat(2, 1, 0.5, 6.0)),
@@ -147,13 +153,7 @@ _ROWS_IN_MEMORY = (
     ElementType("int1", 1, "integer", "int8"),
     ElementType("uint1", 1, "integer", "uint8"),
     ElementType(
-        "float8_e3m4", 8, "float", "float32", FloatFormat(3, 4, 2.0**-6, 15.5, is_ieee=True)
-    ),
-    ElementType(
         "float8_e4m3", 8, "float", "float32", FloatFormat(4, 3, 2.0**-9, 240.0, is_ieee=True)
-    ),
-    ElementType(
-        "float8_e4m3b11fnuz", 8, "float", "float32", FloatFormat(4, 3, 2.0**-13, 30.0, zeros=1)
     ),
     ElementType("float6_e2m3fn", 6, "float", "float32", FloatFormat(2, 3, 2.0**-3, 7.5)),
     ElementType("float6_e3m2fn", 6, "float", "float32", FloatFormat(3, 2, 2.0**-4, 28.0)),

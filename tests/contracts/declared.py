@@ -98,6 +98,8 @@ class Declared:
     names_problems: bool = True
     #: Whether no flipped bit outside of the data changes what the data are.
     guards_data: bool = False
+    #: Whether tensors are in other files than the one that is opened.
+    is_folder: bool = False
     #: Whether engines of other packages take its files as well; xarray asks those first.
     is_shared: bool = False
     #: Lengths, by label, at which a file that is cut short is a complete one.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda declared: declared.name)
+SINGLE = [declared for declared in DECLARED if not declared.is_folder]
+every_format = pytest.mark.parametrize("declared", SINGLE, ids=lambda declared: declared.name)
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ _REGISTRY = {
     "Keras": (".keras", ".weights.h5", ".weights.json", ".h5", ".hdf5"),
     "Mlcp": (".checkpoint", ".metadata.json"),
     "Npz": (".npz", ".npy"),
+    "Orbax": (".ocdbt", "/checkpoint"),
     "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),
     "Safetensors": (".safetensors",),
     "Torch": (".pt", ".pth", ".ckpt", ".bin"),

@@ -7,7 +7,8 @@ expected number of bytes, and no more are decoded. All errors are `FormatError` 
 ``deflate`` is a stream of RFC 1951 without a header, as in zip files.
 
 ``fletcher32``, ``zlib``, ``lzf`` and ``shuffle4`` (or another size of elements), joined by ``+``
-in the order of decoding, are the filters of chunks in HDF5. The checksum follows the data.
+in the order of decoding, are the filters of chunks in HDF5; ``gzip`` and ``zlib`` also compress
+chunks of zarr. The checksum follows the data.
 
 ``zstd`` is a Zstandard stream: any number of frames, some of them skippable, with or without a
 content size. A frame (RFC 8878, section 3.1.1) is a header, which may state the size of its
@@ -303,7 +304,9 @@ class FilteredDecoder(StreamDecoder):
             if name == "fletcher32":
                 data = _without_fletcher32(data)
             elif name == "zlib":
-                data = _inflated(data, self._nbytes)
+                data = _inflated(data, self._nbytes, zlib.MAX_WBITS)
+            elif name == "gzip":
+                data = _inflated(data, self._nbytes, 16 + zlib.MAX_WBITS)
             elif name == "lzf":
                 data = _without_lzf(data, self._nbytes)
             else:
@@ -349,8 +352,8 @@ def _without_fletcher32(data: bytes) -> bytes:
     return content
 
 
-def _inflated(data: bytes, nbytes: int) -> bytes:
-    stream = zlib.decompressobj()
+def _inflated(data: bytes, nbytes: int, bits: int) -> bytes:
+    stream = zlib.decompressobj(bits)
     try:
         decoded = stream.decompress(data, nbytes + 1)
     except zlib.error as error:
@@ -404,6 +407,7 @@ def _filtered(*filters: str) -> type[FilteredDecoder]:
 STREAMS: dict[str | None, type[StreamDecoder]] = {
     "deflate": DeflateDecoder,
     "zstd": ZstdDecoder,
+    "gzip": _filtered("gzip"),
     **{
         decoder.name: decoder
         for check in ((), ("fletcher32",))

@@ -1,0 +1,348 @@
+"""Orbax checkpoints of JAX: folders with a database (OCDBT), or with a folder for each array.
+
+The files of a checkpoint::
+
+    manifest.ocdbt, d/...           the database: arrays of zarr (`xckpt.formats.orbax.ocdbt`)
+    NAME/.zarray, NAME/0.1          without a database, files of zarr (`xckpt.formats.orbax.zarr`)
+    _METADATA                       JSON: the tree of arrays, texts and empty containers
+    _strings.json, _sharding        JSON: texts by name; how devices have shared arrays
+    array_metadatas/process_0       JSON: kinds of random keys
+    checkpoint                      msgpack of old versions: the tree, with values or placeholders
+    _CHECKPOINT_METADATA            JSON: the items in folders below, metrics, times
+
+The name of an array joins the keys of its path with ``.``, so that paths are in `Tensor.path`. The
+class names in these files are texts; nothing is imported or executed.
+
+Specification: checkpoint/orbax/checkpoint of github.com/google/orbax, 0.12.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from xckpt import formats
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    MissingShardError,
+    UnsupportedError,
+    shown,
+)
+from xckpt.formats import Format, Readable, kit
+from xckpt.formats.orbax import ocdbt, zarr
+from xckpt.index import Index, Shard, Tensor, is_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.formats.orbax.ocdbt import Value
+
+_MANIFEST, _TREE, _OLD_TREE, _STEP = (
+    "manifest.ocdbt",
+    "_METADATA",
+    "checkpoint",
+    "_CHECKPOINT_METADATA",
+)
+_LARGEST_JSON, _MOST_FILES = 256 << 20, 100_000
+_EMPTY = {"None", "Dict", "List", "Tuple", "NamedTuple"}
+_PLACEHOLDER = "PLACEHOLDER://"
+_STATED = ("metrics", "custom_metadata", "init_timestamp_nsecs", "commit_timestamp_nsecs")
+
+Path = tuple[str, ...]
+
+
+class Orbax(Format):
+    """Orbax checkpoints: folders with OCDBT, or zarr for each array."""
+
+    name = "orbax"
+    description = "Orbax checkpoints of JAX"
+    shared_suffixes = ("/checkpoint",)
+    folder_marks = (_MANIFEST, _TREE, _OLD_TREE, _STEP)
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Return whether a file is a manifest of OCDBT, or one that marks a checkpoint."""
+        if head.startswith(ocdbt.MAGIC):
+            return True
+        if head.startswith((b'{"tree_metadata"', b'{"item_handlers"')):
+            return True
+        return (
+            kit.file_name(name) == _OLD_TREE and head[:1] in _MAPS and _PLACEHOLDER.encode() in head
+        )
+
+    def read(self, source: Readable) -> Index:
+        """Read the tree and the documents of arrays, in the order of the tree."""
+        head = bytes(source.read(0, min(64, source.size)))
+        if head.lstrip().startswith(b"{") and b'"tree_metadata"' not in head:
+            return _Folder(source, "").step(self.name)
+        if not head.startswith((ocdbt.MAGIC, b"{", *_MAPS)):
+            reason = f"the file begins {head[:8]!r}, and marks no checkpoint of Orbax"
+            raise FormatError(reason, offset=0, rule="Magic")
+        return _Folder(source, "").read(self.name, head)
+
+
+_MAPS = {bytes([code]) for code in (*range(0x80, 0x90), 0xDE, 0xDF)}
+
+
+class _Folder:
+    """A folder of an item, at `prefix` in the folder of `source`."""
+
+    def __init__(self, source: Readable, prefix: str) -> None:
+        self._source, self._prefix = source, prefix
+        self._files: dict[str, Readable | None] = {}
+        self._notes = kit.Notes()
+
+    def step(self, format: str) -> Index:
+        """Read the only item of a step."""
+        data = bytes(self._source.read(0, min(self._source.size, _LARGEST_JSON)))
+        fields = kit.decode_json(data, _STEP, deepest=64, offset=0, repeated=lambda _: None)
+        handlers = fields.get("item_handlers") if type(fields) is dict else None
+        names = [*handlers] if type(handlers) is dict else []
+        items = [name for name in names if self._item(name) is not None]
+        if len(items) != 1:
+            listed = ", ".join(map(shown, items or names)) or "no items"
+            reason = f"the checkpoint has {listed}; open the folder of one item"
+            raise FormatError(reason, offset=0, rule="Items")
+        item, mark = items[0], self._item(items[0])
+        folder = _Folder(self._source, f"{item}/")
+        head = bytes(mark.read(0, min(64, mark.size))) if mark is not None else b""
+        index = folder.read(format, head, mark)
+        attrs = {key: fields[key] for key in _STATED if fields.get(key) and is_json(fields[key])}
+        return replace(index, attrs={**attrs, **index.attrs})
+
+    def _item(self, name: str) -> Readable | None:
+        files = (self._optional(f"{name}/{mark}") for mark in (_MANIFEST, _TREE))
+        return next((file for file in files if file is not None), None)
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def _optional(self, name: str) -> Readable | None:
+        """Open a file by its path in the folder of the source; None if it is missing."""
+        if name not in self._files:
+            if len(self._files) > _MOST_FILES:
+                reason = f"the checkpoint has more than {_MOST_FILES} files"
+                raise UnsupportedError(reason, offset=0, rule="Limit", hint="Save it with OCDBT")
+            try:
+                self._files[name] = self._source.sibling(name)
+            except (FileNotFoundError, NotADirectoryError):
+                self._files[name] = None
+            except UnsupportedError:  # bytes have no folder
+                self._files[name] = None
+            except FormatError as error:
+                raise error.located(offset=0) from None
+        return self._files[name]
+
+    def _open(self, name: str) -> Readable:
+        file = self._optional(name)
+        if file is None:
+            raise ocdbt.missing(name, self._source)
+        return file
+
+    def _json(self, name: str) -> Any:
+        """Return a JSON object next to the database; an empty one if it is missing or malformed."""
+        file = self._optional(self._prefix + name)
+        if file is None or file.size > _LARGEST_JSON:
+            return {}
+        try:
+            data = bytes(file.read(0, file.size))
+            value = kit.decode_json(data, name, deepest=64, repeated=lambda _: None)
+        except FormatError as error:
+            self._notes.add(f"it is left out: {error.reason}", name)
+            return {}
+        return value if type(value) is dict else {}
+
+    # --- contents ---------------------------------------------------------------------------------
+
+    def read(self, format: str, head: bytes, source: Readable | None = None) -> Index:
+        """Read an item; `source` is one of its marks, by default the source of the folder."""
+        source = source or self._source
+        is_database = head.startswith(ocdbt.MAGIC)
+        manifest = source if is_database else self._optional(self._prefix + _MANIFEST)
+        values: dict[bytes, Value] = {}
+        if manifest is not None:
+            values = ocdbt.read(manifest, self._prefix, self._open)
+        metadata = self._metadata(source if b'"tree_metadata"' in head else None)
+        paths, attrs, raw = self._tree(metadata, source, head)
+        documents = _documents(values)
+        if manifest is None:
+            documents, values = self._folders(paths)
+        is_complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
+        store = zarr.Store(values, self._open, is_complete=is_complete)
+        tensors = self._tensors(paths, documents, store) | raw
+        tensors = self._described(tensors)
+        used = {part.shard for tensor in tensors.values() for part in tensor.parts.values()}
+        shards = {
+            name: Shard(file.size, None, (name,))
+            for name, file in self._files.items()
+            if file is not None and name in used
+        }
+        size = self._source.size + sum(shard.size for shard in shards.values())
+        texts = self._notes.warnings()
+        return Index(format, "", tensors, attrs, self._source.name, size, shards, texts)
+
+    def _metadata(self, source: Readable | None) -> Mapping[str, Any]:
+        file = source or self._optional(self._prefix + _TREE)
+        if file is None:
+            return {}
+        if file.size > _LARGEST_JSON:
+            raise UnsupportedError(f"{_TREE} has {file.size} bytes", offset=0, rule="Limit")
+        data = bytes(file.read(0, file.size))
+        value = kit.decode_json(data, _TREE, deepest=64, offset=0, repeated=lambda _: None)
+        tree = value.get("tree_metadata") if type(value) is dict else None
+        if type(tree) is not dict:
+            raise FormatError(f"{_TREE} has no map 'tree_metadata'", offset=0, rule="Metadata")
+        return dict(value)
+
+    def _tree(
+        self, metadata: Mapping[str, Any], source: Readable, head: bytes
+    ) -> tuple[dict[str, Path], dict[str, Any], dict[str, Tensor]]:
+        """Return the paths of arrays by name, attributes, and tensors that are in another file."""
+        attrs: dict[str, Any] = {}
+        custom = metadata.get("custom_metadata")
+        if custom and is_json(custom):
+            attrs["custom_metadata"] = custom
+        if not metadata:
+            old_paths, values, raw = self._old_tree(source if head[:1] in _MAPS else None)
+            return old_paths, attrs | values, raw
+        texts = self._json("_strings.json")
+        paths: dict[str, Path] = {}
+        for entry in metadata["tree_metadata"].values():
+            keys = entry.get("key_metadata") if type(entry) is dict else None
+            value = entry.get("value_metadata") if type(entry) is dict else None
+            if type(keys) is not list or type(value) is not dict:
+                raise FormatError(f"an entry of {_TREE} is malformed", offset=0, rule="Metadata")
+            path = tuple([str(key.get("key")) if type(key) is dict else "" for key in keys])
+            name, kind = ".".join(path), value.get("value_type")
+            if kind == "string":
+                if type(texts.get(name)) is str:
+                    attrs[name] = texts[name]
+            elif not (kind in _EMPTY or value.get("skip_deserialize")):
+                if name in paths:
+                    self._notes.add("two paths have this name, and one array", shown(name))
+                paths.setdefault(name, path)
+        return paths, attrs, {}
+
+    def _old_tree(
+        self, source: Readable | None
+    ) -> tuple[dict[str, Path], dict[str, Any], dict[str, Tensor]]:
+        """Return the same from the msgpack file of old versions, as the format flax reads it."""
+        file = source or self._optional(self._prefix + _OLD_TREE)
+        if file is None:
+            return {}, {}, {}
+        index = formats.get("flax").read(file)
+        paths: dict[str, Path] = {}
+        attrs: dict[str, Any] = {}
+        for key, value in index.attrs.items():
+            if type(value) is str and value.startswith(_PLACEHOLDER):
+                paths[value.removeprefix(_PLACEHOLDER)] = tuple(key.split("/"))
+            elif value is not None:
+                attrs[key.replace("/", ".")] = value
+        label = self._prefix + _OLD_TREE
+        tensors = {}
+        for tensor in index.tensors.values():
+            path = tensor.path or (tensor.name,)
+            parts = dict(tensor.parts)
+            if file is not self._source:
+                self._files[label] = file
+                parts = {role: replace(part, shard=label) for role, part in parts.items()}
+            tensors[".".join(path)] = replace(tensor, name=".".join(path), parts=parts)
+        return paths, attrs, tensors
+
+    def _folders(self, paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[bytes, Value]]:
+        """Return the documents and chunks of arrays that are folders."""
+        documents: dict[str, Any] = {}
+        values: dict[bytes, Value] = {}
+        for name in paths:
+            for document in zarr.DOCUMENTS:
+                path = f"{self._prefix}{name}/{document}"
+                file = self._optional(path)
+                if file is None:
+                    continue
+                documents[name] = (document, ocdbt.Value(file.size, None, path, 0))
+                for key in self._chunk_keys(file, document):
+                    path = f"{self._prefix}{name}/{key}"
+                    chunk = self._optional(path)
+                    if chunk is not None:
+                        full = f"{name}/{key}".encode()
+                        values[full] = ocdbt.Value(chunk.size, None, path, 0)
+                break
+        return documents, dict(sorted(values.items()))
+
+    def _chunk_keys(self, file: Readable, document: str) -> list[str]:
+        if file.size > 1 << 20:
+            return []
+        try:
+            array = zarr.parse(bytes(file.read(0, file.size)), document)
+        except CheckpointError:  # a problem of the array
+            return []
+        return zarr.keys_of(array, _MOST_FILES - len(self._files))
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def _tensors(
+        self, paths: Mapping[str, Path], documents: Mapping[str, Any], store: zarr.Store
+    ) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        parsed: dict[tuple[str, bytes], zarr.Array] = {}
+        for name in dict.fromkeys([*paths, *documents]):
+            path, shown_name = paths.get(name), name or "tensor"
+            try:
+                if name not in documents:
+                    reason = "the tree of the checkpoint names the array, but it is not stored"
+                    raise MissingShardError(reason, path=self._source.name, rule="Missing")
+                document, value = documents[name]
+                data = store.read(value, 0, min(value.nbytes, 1 << 20))
+                # Arrays of equal shapes have equal documents.
+                if (document, data) not in parsed:
+                    parsed[document, data] = zarr.parse(data, document)
+                tensor = zarr.tensor(name, parsed[document, data], store)
+            except CheckpointError as error:
+                error.offset = 0 if error.offset is None else error.offset
+                tensor = Tensor(name, "unknown", (), {}, problem=error.located(tensor=shown_name))
+            path = path if path is not None and any(path) else None
+            tensors[shown_name] = replace(tensor, name=shown_name, path=path)
+        return tensors
+
+    def _described(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with what other files state about their devices and random keys."""
+        attrs: dict[str, dict[str, Any]] = {}
+        for encoded, text in self._json("_sharding").items():
+            sharding = kit.json_object(text) if type(text) is str else {}
+            try:
+                name = base64.urlsafe_b64decode(encoded).decode()
+            except (ValueError, binascii.Error):
+                continue
+            stated = {key: sharding.get(key) for key in ("partition_spec", "axis_names")}
+            attrs[name] = {key: value for key, value in stated.items() if value and is_json(value)}
+        listed = self._json("array_metadatas/process_0").get("array_metadatas")
+        for entry in listed if type(listed) is list else ():
+            fields = entry.get("array_metadata") if type(entry) is dict else None
+            fields = fields if type(fields) is dict else {}
+            extra = fields.get("ext_metadata")
+            kind = extra.get("random_key_impl") if type(extra) is dict else None
+            if type(kind) is str and type(fields.get("param_name")) is str:
+                attrs.setdefault(fields["param_name"], {})["random_key_impl"] = kind
+        for name in attrs.keys() & tensors.keys():
+            tensor = tensors[name]
+            tensors[name] = replace(tensor, attrs={**attrs[name], **tensor.attrs})
+        return tensors
+
+
+def _documents(values: Mapping[bytes, Value]) -> dict[str, tuple[str, Value]]:
+    """Return the documents of arrays in a database, by the name of the array."""
+    documents: dict[str, tuple[str, Value]] = {}
+    for key, value in values.items():
+        for document in zarr.DOCUMENTS:
+            if key.endswith(document.encode()) and key[-len(document) - 1 : -len(document)] in {
+                b"",
+                b"/",
+            }:
+                try:
+                    name = key[: max(0, len(key) - len(document) - 1)].decode()
+                except UnicodeDecodeError as error:
+                    reason = f"the name of an array is not UTF-8: {error}"
+                    raise FormatError(reason, offset=0, rule="Utf8") from error
+                documents.setdefault(name, (document, value))
+    return documents

@@ -1,0 +1,197 @@
+"""Checkpoints of Orbax: folders, remote folders, chunks and their attributes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import numpy as np
+import pytest
+import xarray as xr
+import zstandard
+
+import xckpt
+from tests.conftest import GOLDEN, golden_files
+from tests.contracts.orbax import mark
+from tests.formats import orbax_files
+from tests.formats.orbax_files import leaf, manifest, write, zarray
+from tests.storage.web_server import WebServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+W = np.arange(24, dtype="f4").reshape(4, 6)
+ARRAYS = {"params.dense.kernel": W, "params.dense.bias": W[0], "step": np.array(7)}
+
+
+def written(folder: Path, entries: list[tuple[bytes, Any]], data: bytes = b"") -> Path:
+    """Write a database of any entries."""
+    node = leaf(sorted(entries))
+    (folder / "d").mkdir()
+    (folder / orbax_files.DATA).write_bytes(data)
+    (folder / orbax_files.ROOT).write_bytes(node)
+    (folder / "manifest.ocdbt").write_bytes(manifest((0, len(node))))
+    return folder
+
+
+@pytest.mark.parametrize("path", golden_files("orbax/*/expected.json"), ids=lambda p: p.parent.name)
+def test_golden_paths_types_and_byte_ranges(path: Path) -> None:
+    document = json.loads(path.read_text("utf-8"))
+    folder = mark(path.parent / "ckpt" / document["open"]).parent
+    index = xckpt.read_index(folder)
+    assert sorted(index) == sorted(t["name"] or "tensor" for t in document["tensors"])
+    for expected in document["tensors"]:
+        tensor = index[expected["name"] or "tensor"]
+        if tensor.problem is not None:
+            continue
+        assert (tensor.dtype, list(tensor.shape)) == (expected["dtype"], expected["shape"])
+        assert [*(tensor.path or tensor.name.split("."))] == expected["path"]
+        assert tensor.attrs.get("random_key_impl") == expected.get("random_key_impl")
+        files = [(str(part.shard).rpartition(": ")[2], part) for part in tensor.parts.values()]
+        ranges = {(file, part.offset) for file, part in files}
+        for chunk in expected["storage"].get("chunks", ()):
+            if "file" in chunk and not chunk.get("inner"):
+                assert (chunk["file"], chunk["offset"]) in ranges
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_folder_is_opened_by_any_of_its_names(tmp_path: Path, compress: bool) -> None:
+    path = write(tmp_path / "ckpt", ARRAYS, compress=compress)
+    for name in (path, path.parent, path.with_name("_METADATA")):
+        ds = xckpt.open(name)
+        assert list(ds) == list(ARRAYS)
+        for key, values in ARRAYS.items():
+            np.testing.assert_array_equal(ds[key].values, values)
+    tree = xr.open_datatree(path, engine="orbax")
+    assert "kernel" in tree["params/dense"]
+    converted = tmp_path / "m.safetensors"
+    xckpt.convert(path.parent, converted)
+    np.testing.assert_array_equal(xckpt.open(converted)["params.dense.kernel"], W)
+
+
+def test_a_row_over_http_reads_its_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
+    values = np.arange(1 << 16, dtype="f4").reshape(256, 256)
+    folder = write(tmp_path / "ckpt", {"w": values, "b": W[0]}).parent
+    files = {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+    with WebServer(**files) as web:
+        ds = xckpt.open(f"{web.url}/manifest.ocdbt")
+        before = len(web.gets)
+        row = ds["w"][100].values
+        [range_] = web.gets[before:]
+        start, stop = map(int, str(range_).removeprefix("bytes=").split("-"))
+        assert stop + 1 - start == row.nbytes
+    np.testing.assert_array_equal(row, values[100])
+
+
+def test_the_folder_of_a_manager_names_its_steps(tmp_path: Path) -> None:
+    for step in (3, 10):
+        item = tmp_path / str(step)
+        item.mkdir()
+        write(item / "default", ARRAYS)
+        text = json.dumps({"item_handlers": {"default": "x.y"}, "metrics": {"loss": 0.5}})
+        (item / "_CHECKPOINT_METADATA").write_text(text)
+    with pytest.raises(IsADirectoryError, match="'3', '10'"):
+        xckpt.open(tmp_path)
+    ds = xckpt.open(tmp_path / "10")
+    np.testing.assert_array_equal(ds["params.dense.kernel"], W)
+    assert ds.attrs["metrics"] == {"loss": 0.5}
+    assert ds["step"].values == 7
+
+
+def test_a_step_with_several_items_names_them(tmp_path: Path) -> None:
+    for item in ("params", "state"):
+        write(tmp_path / item, ARRAYS)
+    text = json.dumps({"item_handlers": {"params": "x", "state": "y", "meta": "z"}})
+    (tmp_path / "_CHECKPOINT_METADATA").write_text(text)
+    with pytest.raises(xckpt.FormatError, match="'params', 'state'; open the folder of one"):
+        xckpt.open(tmp_path)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("separator", [".", "/"])
+def test_chunks_at_the_edge_are_cut(tmp_path: Path, order: Any, separator: str) -> None:
+    padded = np.zeros((4, 8), "f4")
+    padded[:, :6] = W
+    fields = {"order": order, "dimension_separator": separator}
+    entries: list[tuple[bytes, Any]] = [(b"a/b/.zarray", zarray(W, (3, 4), **fields))]
+    for row, column in ((0, 0), (0, 1), (1, 0)):  # the last one is the fill value
+        block = np.zeros((3, 4), "f4")
+        part = padded[3 * row : 3 * row + 3, 4 * column : 4 * column + 4]
+        block[: len(part)] = part
+        entries.append((f"a/b/{row}{separator}{column}".encode(), block.tobytes(order)))
+    ds = xckpt.open(written(tmp_path, entries))
+    expected = W.copy()
+    expected[3, 4:] = 0
+    np.testing.assert_array_equal(ds["a/b"].values, expected)
+    assert ds["a/b"][2, 5].values == expected[2, 5]
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_inner_chunks_of_shards(tmp_path: Path, at_start: bool) -> None:
+    blocks = [zstandard.compress(W[:, 2 * n : 2 * n + 2].tobytes()) for n in range(3)]
+    nbytes = 16 * 3 + 4
+    at = nbytes if at_start else 0
+    index = b""
+    for n, block in enumerate(blocks):
+        missing = n == 1
+        index += struct.pack("<QQ", *((orbax_files.NOWHERE,) * 2 if missing else (at, len(block))))
+        at += 0 if missing else len(block)
+    index += struct.pack("<I", google_crc32c.value(index))
+    data = blocks[0] + blocks[2]
+    inner = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}]
+    sharding = {
+        "chunk_shape": [4, 2],
+        "codecs": inner,
+        "index_codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        "index_location": "start" if at_start else "end",
+    }
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [4, 6],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "fill_value": 2.5,
+        "dimension_names": ["in", None],
+    }
+    shard = index + data if at_start else data + index
+    entries: list[tuple[bytes, Any]] = [(b"w/zarr.json", json.dumps(document).encode())]
+    entries.append((b"w/c/0/0", (0, len(shard))))
+    ds = xckpt.open(written(tmp_path, entries, shard))
+    expected = W.copy()
+    expected[:, 2:4] = 2.5
+    np.testing.assert_array_equal(ds["w"].values, expected)
+    assert ds["w"].dims[0] == "in"
+
+
+def test_a_missing_file_is_a_problem_of_its_arrays(tmp_path: Path) -> None:
+    folder = write(tmp_path / "ckpt", {"w": np.zeros(100, "f4"), "b": W[0]}).parent
+    (folder / orbax_files.DATA).unlink()
+    ds = xckpt.open(folder)
+    np.testing.assert_array_equal(ds["b"], W[0])
+    with pytest.raises(xckpt.MissingShardError, match="Copy the whole folder"):
+        ds["w"].values  # noqa: B018
+
+
+def test_huge_shapes_are_listed_without_memory(tmp_path: Path) -> None:
+    huge = zarray(W, (1, 1), shape=[1 << 40, 1 << 10], fill_value=0)
+    ds = xckpt.open(written(tmp_path, [(b"w/.zarray", huge)]))
+    assert ds["w"][5, 5].values == 0
+    with pytest.raises(xckpt.TooLargeError):
+        ds["w"].values  # noqa: B018
+
+
+def test_values_of_strings_and_custom_metadata_are_attributes() -> None:
+    path = GOLDEN / "orbax" / "pytree_mixed" / "ckpt"
+    if not path.exists():
+        pytest.skip("golden files are not there")
+    assert xckpt.open(path).attrs["layers.2.name"] == "second"
