@@ -39,7 +39,7 @@ def test_a_format_declares_its_files(name: str) -> None:
     file_format = formats.get(name)
     assert (file_format.name, type(file_format).__name__) == (name, formats.class_name(name))
     assert file_format is formats.get(name)
-    assert all(suffix.startswith(".") and suffix.islower() for suffix in file_format.suffixes)
+    assert all(s.startswith((".", "/")) and s.islower() for s in file_format.suffixes)
     assert {*file_format.shared_suffixes} <= {*file_format.suffixes}
     assert set(file_format.types.values()) <= set(ELEMENT_TYPES)
     assert all(

@@ -77,7 +77,8 @@ class Orbax(Format):
         head = bytes(source.read(0, min(64, source.size)))
         if head.lstrip().startswith(b"{") and b'"tree_metadata"' not in head:
             return _Folder(source, "").step(self.name)
-        if not head.startswith((ocdbt.MAGIC, b"{", *_MAPS)):
+        is_old = head[:1] in _MAPS and kit.file_name(source.name) == _OLD_TREE
+        if not (is_old or head.startswith((ocdbt.MAGIC, b"{"))):
             reason = f"the file begins {head[:8]!r}, and marks no checkpoint of Orbax"
             raise FormatError(reason, offset=0, rule="Magic")
         return _Folder(source, "").read(self.name, head)
