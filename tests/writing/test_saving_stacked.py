@@ -188,7 +188,7 @@ def test_unmodified_tensors_are_copied_as_stored(
     stacked = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", stack=True)
     if select is not None:
         stacked = SELECTIONS[select](stacked)
-    monkeypatch.setattr(dense, "_float_table", _never)
+    monkeypatch.setattr(dense, "_value_table", _never)
     payloads, *_ = gather(stacked, Changes())
     assert all(isinstance(payload.data["data"], LazyArray) for payload in payloads)
     save(stacked, tmp_path / "again.zt", version="2")

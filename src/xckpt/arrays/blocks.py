@@ -64,6 +64,21 @@ class BlockArray(OnePartArray):
         """Return all elements as one axis: blocks follow each other whatever the rows are."""
         return BlockArray(self.name, self.reader, (prod(self.shape),), self.block_type)
 
+    def stored(self, block_nbytes: int) -> Iterator[memoryview]:
+        """Read the blocks of the part in little-endian order; see `OnePartArray.stored`."""
+        start = 0
+        for data in super().stored(block_nbytes):
+            yield self._little_endian(data, start)
+            start += len(data)
+
+    def stored_range(self, start: int, stop: int) -> memoryview:
+        """Read bytes of blocks in little-endian order; see `OnePartArray.stored_range`."""
+        return self._little_endian(super().stored_range(start, stop), start)
+
+    def _little_endian(self, data: memoryview, start: int) -> memoryview:
+        is_big = self.reader.part.byteorder == "big"
+        return byteswapped(data, self.block_type, start) if is_big else data
+
     def chunks(self, target: int) -> Chunks:
         """Return chunks of whole blocks, each a run of bytes; see `LazyArray.chunks`."""
         size = BLOCK_TYPES[self.block_type].size
@@ -127,14 +142,14 @@ class BlockArray(OnePartArray):
 
 
 def byteswapped(data: memoryview, block_type: str, start: int) -> memoryview:
-    """Return blocks in the other byte order; `start` is where the bytes begin in those of a part.
+    """Return bytes of blocks in the other byte order; they begin at the byte `start` of a part.
 
-    That is an even number, as the places of float16 and the size of the blocks that have any are.
+    `start` is even, like the places of float16 and the sizes of blocks that have any.
     """
     block = BLOCK_TYPES[block_type]
     codes = np.frombuffer(data, np.uint8).copy()
-    for at in block.halves or ():
-        first = (at - start) % block.nbytes
+    for place in block.halves or ():
+        first = (place - start) % block.nbytes
         upper = codes[first :: block.nbytes].copy()
         codes[first :: block.nbytes] = codes[first + 1 :: block.nbytes]
         codes[first + 1 :: block.nbytes] = upper

@@ -126,6 +126,19 @@ class OnePartArray(LazyArray):
             flat.read_into(block, slice(position, position + len(block)))
             yield position, block
 
+    def stored(self, block_nbytes: int) -> Iterator[memoryview]:
+        """Read the decoded part block by block, and compare its digest; see `PartReader.blocks`."""
+        return self.reader.blocks(self.part_nbytes, block_nbytes, compare=True)
+
+    def stored_range(self, start: int, stop: int) -> memoryview:
+        """Read a range of bytes of the decoded part."""
+        reader = self.reader
+        if not reader.is_raw:
+            return reader.read(start, stop, self.part_nbytes)
+        # A view of mapped bytes would be checked for changes only before they are read.
+        reader.check(self.part_nbytes)
+        return reader.source.read(reader.part.offset + start, stop - start)
+
     def verified(self) -> Self:
         """Return the array with its digest checked before first use, unless that is disabled."""
         array = copy(self)
@@ -348,10 +361,12 @@ class DenseArray(OnePartArray):
         """Read all elements in stored order: blocks, each with the position of its first element.
 
         Memory is bounded by the size of a block, whatever the encoding; a block is valid until the
-        next. `compare` compares the digest of a raw part as well; see `PartReader.blocks`.
+        next. `compare` compares the digest, of a raw part as well, while the blocks pass instead of
+        before; see `PartReader.blocks`.
         """
+        reader = replace(self.reader, verify=None) if compare else self.reader
         position = 0
-        for data in self.reader.blocks(self.part_nbytes, block_nbytes, compare=compare):
+        for data in reader.blocks(self.part_nbytes, block_nbytes, compare=compare):
             block = self.decoded(data, position)
             yield position, block
             position += len(block)

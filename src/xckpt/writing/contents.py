@@ -20,8 +20,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -38,8 +37,7 @@ from xckpt.storage import reading_ahead
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import cpu_count, require_memory
 from xckpt.writing.casting import convert, densified, is_sparse, stored_elements
-from xckpt.writing.data import ArrayData, as_bytes, stored_in_place
-from xckpt.writing.gathering import Computed, Stored
+from xckpt.writing.data import ArrayData, Stored, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage.prefetch import Range
+    from xckpt.writing.gathering import Computed
 
 __all__ = [
     "KINDS",
@@ -141,8 +140,8 @@ def stored_contents(
 ) -> Iterator[TensorContent]:
     """List what is hashed of a tensor of a file: most have one array, some have one per part."""
     if tensor.stored is not None:
-        for replacement, its_readers in stored_in_place(tensor, readers):
-            yield from stored_contents(replacement, its_readers, verify=verify)
+        for stored in Stored(tensor, readers).replacements():
+            yield from stored_contents(stored.tensor, stored.readers, verify=verify)
         return
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
@@ -206,7 +205,7 @@ def digest(
 
 def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
     if content.is_plain and dtype == content.dtype:
-        for _, block in _compared(content.array).stream(compare=True):
+        for _, block in content.array.stream(compare=True):
             yield 0, as_bytes(block)
         return
     if isinstance(content.array, LazyArray):
@@ -214,13 +213,6 @@ def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryv
     for origin, block in _blocks(content):
         values = densified(block)
         yield 0, as_bytes(convert(values, dtype, "exact", tensor=content.name, origin=origin))
-
-
-def _compared(array: DenseArray) -> DenseArray:
-    """Return an array whose digest is compared while its blocks pass, not before."""
-    array = copy(array)
-    array.reader = replace(array.reader, verify=None)
-    return array
 
 
 def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
@@ -256,7 +248,7 @@ def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
     nbytes = nbytes_of(content.dtype, size)
     if isinstance(array, DenseArray):
         if not _is_turned(array):
-            yield from _flat_blocks(array)
+            yield from (((start,), block) for start, block in array.stream(compare=True))
             return
         if nbytes <= _TURNED_NBYTES or array.reader.part.encoding in STREAMS:
             require_memory(nbytes, "It has to be turned as a whole")
@@ -276,11 +268,6 @@ def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
         raise UnsupportedError(f"{size} elements are more than can be read one by one")
     for key, _ in ArrayData(array, content.dtype, "exact", content.name).runs():
         yield [run.start for run in key], array[key]
-
-
-def _flat_blocks(array: DenseArray) -> Iterator[tuple[Sequence[int], Any]]:
-    for position, block in _compared(array).stream(compare=True):
-        yield (position,), block
 
 
 def _is_turned(array: DenseArray) -> bool:

@@ -20,7 +20,7 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
-from xckpt.arrays.blocks import BlockArray, byteswapped
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import ChunkedArray, DenseArray, OnePartArray, dense_array
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
 from xckpt.arrays.parts import decoded_shape, has_byte_each
@@ -55,6 +55,7 @@ __all__ = [
     "PartData",
     "Payload",
     "SpooledData",
+    "Stored",
     "StoredData",
     "as_bytes",
     "dense_values",
@@ -63,8 +64,6 @@ __all__ = [
     "part_data",
     "store",
     "store_tasks",
-    "stored_in_place",
-    "stored_payload",
 ]
 
 # Size of pieces that are read, converted and written: large enough for disks, small enough for
@@ -107,58 +106,61 @@ class Gathered(NamedTuple):
     attr_types: Mapping[str, str]
 
 
-def stored_payload(
-    tensor: Tensor,
-    readers: Mapping[str, PartReader],
-    values: Callable[[], Any] | None = None,
-) -> Payload:
-    """Return a tensor of a file, to be written with its stored bytes.
+class Stored(NamedTuple):
+    """An unchanged tensor of a file; `values` returns a dense array if it is stored otherwise."""
 
-    `values` makes a dense array of a tensor that is not dense.
-    """
-    if tensor.problem is not None:
-        raise tensor.problem.located(tensor=tensor.name)
-    layout: Layout = tensor.layout
-    data: dict[str, Any]
-    if layout == "chunked":
-        # No format that is written has chunks of its own.
-        layout = "dense"
-        offset = min([part.offset for part in tensor.parts.values()])
-        parts = {"data": WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)}
-        data = {"data": lazy_dask_array(ChunkedArray(tensor, readers, decode=False))}
-    elif "sparse" in layout and (sorted_parts := canonical_parts(tensor, readers)) is not None:
-        parts, data = sorted_parts
-    else:
-        data, parts = {}, {}
-        for role, part in tensor.parts.items():
-            array, shape = _part_array(tensor, role, readers[role])
-            data[role] = array
-            parts[role] = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
-    replacements = stored_in_place(tensor, readers)
-    return Payload(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        parts,
-        layout,
-        tensor.order,
-        tensor.attrs,
-        tensor.dims,
+    tensor: Tensor
+    readers: Mapping[str, PartReader]
+    values: Callable[[], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in the new file."""
+        return self.tensor.name
+
+    def replacements(self) -> Iterator[Stored]:
+        """Yield the tensors that the file has in place of a quantised one."""
+        for role, stored in (self.tensor.stored or {}).items():
+            reader = replace(self.readers[role], part=stored.parts["data"])
+            yield Stored(stored, {"data": reader})
+
+    def payload(self) -> Payload:
+        """Return the tensor to be written with its stored bytes."""
+        tensor, readers = self.tensor, self.readers
+        if tensor.problem is not None:
+            raise tensor.problem.located(tensor=tensor.name)
+        layout: Layout = tensor.layout
+        data: dict[str, Any] = {}
+        parts: dict[str, WantedPart] = {}
+        if layout == "chunked":
+            # No format that is written has chunks of its own.
+            layout = "dense"
+            offset = min([part.offset for part in tensor.parts.values()])
+            parts["data"] = WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)
+            data["data"] = lazy_dask_array(ChunkedArray(tensor, readers, decode=False))
+        elif "sparse" in layout and (in_order := canonical_parts(tensor, readers)) is not None:
+            parts, data = in_order
+        else:
+            for role, p in tensor.parts.items():
+                data[role], shape = _part_array(tensor, role, readers[role])
+                parts[role] = WantedPart.of(p.dtype, shape, p.encoding, p.digest, p.offset)
         # No format has codebooks: the stored tensors are written, or the values.
-        tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
-        tensor.path,
-        data,
-        values,
-        tuple([stored_payload(*replacement) for replacement in replacements]),
-    )
-
-
-def stored_in_place(
-    tensor: Tensor, readers: Mapping[str, PartReader]
-) -> Iterator[tuple[Tensor, dict[str, PartReader]]]:
-    """Return the tensors that a file has in place of a quantised one, with their readers."""
-    for role, stored in (tensor.stored or {}).items():
-        yield stored, {"data": replace(readers[role], part=stored.parts["data"])}
+        scheme = tensor.quantization
+        return Payload(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            parts,
+            layout,
+            tensor.order,
+            tensor.attrs,
+            tensor.dims,
+            scheme if isinstance(scheme, Quantization) else None,
+            tensor.path,
+            data,
+            self.values,
+            tuple([stored.payload() for stored in self.replacements()]),
+        )
 
 
 def dense_values(
@@ -221,9 +223,7 @@ def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str)
             return ArrayData(checked, part.dtype, cast, tensor, order if is_turned else array.order)
     is_same = part.compression == stored.encoding and stored.skip is None
     is_verbatim = stored.encoding is not None and is_same and part.level is None
-    block_type = array.block_type if isinstance(array, BlockArray) else None
-    swapped = block_type if stored.byteorder == "big" else None
-    return StoredData(array.reader, array.part_nbytes, is_verbatim=is_verbatim, swapped=swapped)
+    return StoredData(array, is_verbatim=is_verbatim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,21 +366,20 @@ class SpooledData(PartData):
 
 @dataclass(frozen=True, slots=True)
 class StoredData(PartData):
-    """The bytes of an unchanged part of a file, decoded, or as they are stored (`is_verbatim`).
+    """The bytes of an unchanged part of a file, decoded, or as they are stored (`is_verbatim`)."""
 
-    `decoded_nbytes` is the decoded size. `swapped` is the type of quantised blocks in the other
-    byte order.
-    """
-
-    reader: PartReader
-    decoded_nbytes: int
+    array: OnePartArray
     is_verbatim: bool = False
-    swapped: str | None = None
+
+    @property
+    def reader(self) -> PartReader:
+        """The reader of the part."""
+        return self.array.reader
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
-        """How many bytes are written."""
-        return self.reader.part.nbytes if self.is_verbatim else self.decoded_nbytes
+        """Number of bytes to write."""
+        return self.reader.part.nbytes if self.is_verbatim else self.array.part_nbytes
 
     @property
     def is_checked(self) -> bool:
@@ -390,7 +389,8 @@ class StoredData(PartData):
     @property
     def is_range(self) -> bool:
         """Whether the bytes are a range of the file."""
-        return self.reader.is_raw and self.swapped is None and self.nbytes > 0
+        is_little = self.reader.part.byteorder == "little"
+        return self.reader.is_raw and is_little and self.nbytes > 0
 
     def ranges(self) -> Iterator[Range]:
         """Return the stored byte range; see `PartData.ranges`."""
@@ -398,13 +398,9 @@ class StoredData(PartData):
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
-        if self.is_verbatim:
-            yield from self.reader.compared_blocks()
-            return
-        start = 0
-        for block in self.reader.blocks(self.decoded_nbytes, PIECE_NBYTES, compare=True):
-            yield self._ordered(block, start)
-            start += len(block)
+        return (
+            self.reader.compared_blocks() if self.is_verbatim else self.array.stored(PIECE_NBYTES)
+        )
 
     def pieces(self) -> Iterable[Piece] | None:
         """Return ranges, except of a stream that can only be decoded from its start."""
@@ -412,18 +408,8 @@ class StoredData(PartData):
             return None
         starts = range(0, self.nbytes, PIECE_NBYTES)
         stops = (min(start + PIECE_NBYTES, self.nbytes) for start in starts)
-        return ((at, partial(self._read, at, stop)) for at, stop in zip(starts, stops, strict=True))
-
-    def _read(self, start: int, stop: int) -> memoryview:
-        if not self.reader.is_raw:
-            return self._ordered(self.reader.read(start, stop, self.nbytes), start)
-        # A view of mapped bytes would be checked for changes only before they are read.
-        self.reader.check(self.nbytes)
-        data = self.reader.source.read(self.reader.part.offset + start, stop - start)
-        return self._ordered(data, start)
-
-    def _ordered(self, block: memoryview, start: int) -> memoryview:
-        return block if self.swapped is None else byteswapped(block, self.swapped, start)
+        read = self.array.stored_range
+        return ((at, partial(read, at, stop)) for at, stop in zip(starts, stops, strict=True))
 
     def hash_decoded(self, hasher: Hasher | None) -> None:
         """Decode all bytes if a digest covers them: a new one, or the one that the file states."""
@@ -431,7 +417,7 @@ class StoredData(PartData):
         is_due = self.is_checked and reader.part.digest_of == "decoded"
         if not is_due:
             reader = replace(reader, verify=False)
-        decoded = reader.blocks(self.decoded_nbytes, PIECE_NBYTES, compare=True)
+        decoded = reader.blocks(self.array.part_nbytes, PIECE_NBYTES, compare=True)
         for block in decoded if is_due or hasher is not None else ():
             if hasher is not None:
                 hasher.update(block)

@@ -30,19 +30,17 @@ from xckpt.labels import AxisNamer, explicit_name
 from xckpt.storage.source import files_of
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
-from xckpt.writing.data import Gathered, Payload, stored_payload
+from xckpt.writing.data import Gathered, Payload, Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.parts import PartReader
     from xckpt.storage import Source
     from xckpt.writing.fitting import Changes
 
 __all__ = [
     "Computed",
-    "Stored",
     "array_of",
     "gather",
     "listed",
@@ -53,23 +51,6 @@ __all__ = [
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
 
 
-class Stored(NamedTuple):
-    """An unchanged tensor of a file; `values` returns a dense array if it is stored otherwise."""
-
-    tensor: Tensor
-    readers: Mapping[str, PartReader]
-    values: Callable[[], Any] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name in the new file."""
-        return self.tensor.name
-
-    def payload(self) -> Payload:
-        """Return the tensor to be written with its stored bytes."""
-        return stored_payload(*self)
-
-
 class Computed(NamedTuple):
     """A computed tensor, with the type and layout for storing it.
 
@@ -77,44 +58,44 @@ class Computed(NamedTuple):
     ----------
     name : str
         Name in the new file.
+    variable : xarray.Variable
+        Variable with the attributes, and with the encoding if xckpt opened it.
     array : array
         Values, possibly lazy or sparse.
     dtype : str
         Element type in the new file.
     is_sparse : bool
         Store the tensor sparse.
-    encoding : mapping
-        Encoding of the variable, if xckpt set it.
-    about : dict
-        Attributes, names of axes and path of the tensor, as keywords of `Payload`.
+    dims : tuple of (str or None), or None
+        Names of axes.
     """
 
     name: str
+    variable: xr.Variable
     array: Any
     dtype: str
     is_sparse: bool
-    encoding: Mapping[Any, Any]
-    about: dict[str, Any]
+    dims: tuple[str | None, ...] | None
 
     def payload(self) -> Payload:
         """Return the tensor with the parts and data to write."""
-        name, array, stored, is_stored_sparse, encoding, metadata = self
-        if is_stored_sparse:
-            is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
-            layout: Any = "sparse_coo" if is_coo else "sparse_csr"
-            parts, arrays = sparse_parts(array, layout, stored, name)
-            values = partial(densified, array)
-            return Payload(
-                name, stored, array.shape, parts, layout, **metadata, data=arrays, values=values
-            )
-        compression, digest = encoding.get("stored_compression"), encoding.get("digest")
-        offset = encoding.get("offset", 0)
-        part = WantedPart.of(stored, array.shape, compression, digest, offset)
-        order: Any = encoding.get("stored_order", "C")
+        array, encoding = self.array, _encoding(self.variable)
+        layout: Any = "dense"
+        values = None
         data = {"data": array}
-        return Payload(
-            name, stored, array.shape, {"data": part}, order=order, **metadata, data=data
-        )
+        if self.is_sparse:
+            is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
+            layout = "sparse_coo" if is_coo else "sparse_csr"
+            parts, data = sparse_parts(array, layout, self.dtype, self.name)
+            values = partial(densified, array)
+        else:
+            compression, digest = encoding.get("stored_compression"), encoding.get("digest")
+            offset = encoding.get("offset", 0)
+            parts = {"data": WantedPart.of(self.dtype, array.shape, compression, digest, offset)}
+        order: Any = "C" if self.is_sparse else encoding.get("stored_order", "C")
+        attrs, path = self.variable.attrs, self.variable.encoding.get("path")
+        common = self.name, self.dtype, array.shape, parts, layout, order, attrs, self.dims
+        return Payload(*common, path=path, data=data, values=values)
 
 
 def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
@@ -271,28 +252,24 @@ def _tensor(
     lazy: Any = untouched(variable)
     if isinstance(lazy, UnreadableArray):
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
-    metadata: dict[str, Any] = {
-        "attrs": variable.attrs,
-        "dims": _dims(name, variable, same_format=same_format),
-        "path": variable.encoding.get("path"),
-    }
+    attrs, path = variable.attrs, variable.encoding.get("path")
+    dims = _dims(name, variable, same_format=same_format)
     origin = None if lazy is None else lazy.origin
     if origin is not None and origin.role is None:
-        tensor = replace(origin.tensor.named(name), **metadata)
+        tensor = replace(origin.tensor.named(name), attrs=attrs, dims=dims, path=path)
         if origin.tensor.stored is not None and tensor.stored is None:
             changes.add("quantised tensors that are called otherwise are written dense", name)
-            return _computed(name, variable, metadata)
+            return _computed(name, variable, dims)
         is_dense = tensor.layout in {"dense", "chunked"}
         values = None if is_dense else lambda: densified(variable.data)
         return Stored(tensor, lazy.readers, values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
-        parts = {"data": part}
-        tensor = Tensor(name, part.dtype, lazy.shape, parts, strict=lazy.strict, **metadata)
-        return Stored(tensor, lazy.readers)
+        tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict)
+        return Stored(replace(tensor, attrs=attrs, dims=dims, path=path), lazy.readers)
     if _layout(variable.encoding) in {"quantized", "blocks"}:
         changes.add("quantised tensors whose values were computed are written dense", name)
-    return _computed(name, variable, metadata)
+    return _computed(name, variable, dims)
 
 
 def _dims(name: str, variable: xr.Variable, *, same_format: bool) -> tuple[str | None, ...] | None:
@@ -323,7 +300,7 @@ def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple
 # --- computed variables ---------------------------------------------------------------------------
 
 
-def _computed(name: str, variable: xr.Variable, metadata: dict[str, Any]) -> Computed:
+def _computed(name: str, variable: xr.Variable, dims: tuple[str | None, ...] | None) -> Computed:
     """Return the tensor of a computed variable; raise if its values are not numbers."""
     array = array_of(variable)
     dtype = element_type(array.dtype)
@@ -337,7 +314,7 @@ def _computed(name: str, variable: xr.Variable, metadata: dict[str, Any]) -> Com
             rule="Dtype",
             hint=hint,
         )
-    encoding = variable.encoding if "layout" in variable.encoding else {}
+    encoding = _encoding(variable)
     layout, before = _layout(encoding), encoding.get("stored_dtype")
     is_stored_sparse = bool(array.ndim) and (is_sparse(array) or layout in _SPARSE)
     # Decoded values are stored with their old type again.
@@ -345,7 +322,12 @@ def _computed(name: str, variable: xr.Variable, metadata: dict[str, Any]) -> Com
         stored = element_type(before) or dtype
         # numpy has no 32-bit booleans: they are bool in memory, and their stored type is uint32.
         dtype = "bool32" if (dtype, stored) == ("bool", "uint32") else stored
-    return Computed(name, array, dtype, is_stored_sparse, encoding, metadata)
+    return Computed(name, variable, array, dtype, is_stored_sparse, dims)
+
+
+def _encoding(variable: xr.Variable) -> Mapping[Any, Any]:
+    """Return the encoding of a variable, if xckpt set it."""
+    return variable.encoding if "layout" in variable.encoding else {}
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import IntegrityError, locating
@@ -199,7 +200,8 @@ class WriteJob:
             parts += [_without_tensor(offset, _literal(data)) for offset, data in each.literals]
             if grown is not None and name is None:
                 whole = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
-                parts.append(_without_tensor(0, StoredData(whole, grown.size)))
+                array = DenseArray("", whole, (grown.size,), decode=False)
+                parts.append(_without_tensor(0, StoredData(array)))
             # Parts without an offset keep their order, after the others.
             parts.sort(key=lambda planned: inf if planned.offset is None else planned.offset)
             self._files.append(_FileToWrite(name, each, parts))
