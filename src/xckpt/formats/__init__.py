@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 # The registry: the class of each format and the suffixes of its files. The lower-case name of the
-# class is the name of its module, of the format and of its engine. Suffixes are in lower case; one that
-# begins with a slash is a whole name.
+# class is the name of its module, of the format and of its engine. Suffixes are in lower case; one
+# that begins with a slash is a whole name.
 _REGISTRY = {
     "Burnpack": (".bpk",),
     "Flax": (".msgpack",),
