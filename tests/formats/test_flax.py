@@ -99,6 +99,7 @@ def test_narrow_elements_are_converted_by_value(suffix: str, tmp_path: Path) -> 
         ds = xckpt.open(file)
         assert {name: ds[name].values.tolist() for name in values} == values
         assert ds["int4"].dtype == np.int8
+    assert xckpt.verify(path).ok
     statistics = xckpt.stats(path)
     assert statistics["int4"].sel(statistic="min") == -8
     assert not [status for status in _statuses(path, converted) if status != 0]

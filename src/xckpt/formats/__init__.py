@@ -5,7 +5,9 @@ A format is one object that reads and writes. It is pure: it turns bytes into an
 types, the errors, and `xckpt.formats.kit`, which has helpers for all formats.
 
 To add a format, subclass `Format` in a module of its name, and add the class and the suffixes of
-its files to the registry below. Read `xckpt.formats.safetensors` first; it is a good example.
+its files to the registry below. Read `xckpt.formats.safetensors` first; it is a good example. Other
+packages add formats by the entry-point group ``xckpt.formats``, with the same contract: see
+docs/adding-a-format.md.
 """
 
 from __future__ import annotations
@@ -14,30 +16,33 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
-from xckpt.errors import FormatError, UnsupportedError
+from xckpt.errors import FormatError, UnsupportedError, shown, warn
 from xckpt.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from importlib.metadata import EntryPoint
 
     from xckpt.formats.plan import Draft, Plan, WantedTensor
     from xckpt.index import Index
 
 __all__ = [
+    "CONTRACT",
     "HEAD_BYTES",
     "Can",
     "Format",
     "FormatOptions",
     "Readable",
     "advise",
-    "class_name",
     "detect",
     "folder_marks",
     "get",
+    "loaded",
     "names",
     "recognized",
     "suffixes",
@@ -62,6 +67,10 @@ _REGISTRY = {
     "ZTensor": (".zt",),
 }
 _CLASSES = {title.lower(): title for title in _REGISTRY}
+
+#: Version of the contract between xckpt and formats of other packages; see `Format.contract`.
+CONTRACT = 1
+_GROUP = "xckpt.formats"
 
 HEAD_BYTES = 1024
 _ZIP_HEADER, _ZIP_CONTENT = 30, 16
@@ -136,8 +145,14 @@ class Format:
     ----------
     name : str
         Name of the format, also of its xarray engine.
+    contract : int
+        Version of this contract that a format of another package is written for: `CONTRACT` at the
+        time of writing. Formats of other versions are not loaded.
     description : str
         Description of its files, in a few words.
+    suffixes : tuple of str
+        Suffixes of its files in lower case, the usual one first; those of the formats in this
+        package are in the registry.
     shared_suffixes : tuple of str
         Suffixes that other programs use too; they do not identify a remote file.
     folder_marks : tuple of str
@@ -151,7 +166,9 @@ class Format:
     """
 
     name: ClassVar[str]
+    contract: ClassVar[int] = 0
     description: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
     shared_suffixes: ClassVar[tuple[str, ...]] = ()
     folder_marks: ClassVar[tuple[str, ...]] = ()
     types: ClassVar[Mapping[Any, str]] = {}
@@ -159,14 +176,10 @@ class Format:
     can: ClassVar[Can] = Can()
 
     def __init_subclass__(cls) -> None:
+        cls.suffixes = cls.suffixes or _REGISTRY.get(cls.__name__, ())
         cls.spellings = {dtype: spelled for spelled, dtype in reversed([*cls.types.items()])}
         if "can" in cls.__dict__ and not cls.can.types:
             cls.can = replace(cls.can, types=tuple(dict.fromkeys(cls.types.values())))
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of its files, from the registry, for messages and for writing."""
-        return suffixes(self.name)
 
     @property
     def open_options(self) -> Mapping[str, Parameter]:
@@ -349,56 +362,126 @@ def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all formats."""
-    return tuple(_CLASSES)
+    """Return the names of all formats, those of other packages last."""
+    return (*_CLASSES, *_plugins())
 
 
-def class_name(name: str) -> str:
-    """Return the name of a format's class without importing it."""
-    try:
-        return _CLASSES[name]
-    except KeyError:
+def _require_known(name: str) -> None:
+    if name not in names():
         by_suffix = [format_name for format_name in names() if f".{name}" in suffixes(format_name)]
         similar = by_suffix or get_close_matches(str(name), names(), n=1)
         hint = f"did you mean {similar[0]!r}? Known" if similar else "known"
-        raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}") from None
+        raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}")
 
 
 def suffixes(name: str) -> tuple[str, ...]:
-    """Return the suffixes of a format's files without importing it."""
-    return _REGISTRY[class_name(name)]
+    """Return the suffixes of a format's files; formats of this package are not imported."""
+    if name in _CLASSES:
+        return _REGISTRY[_CLASSES[name]]
+    _require_known(name)
+    return next((format.suffixes for format in _loaded_plugins() if format.name == name), ())
 
 
 @cache
 def get(name: str) -> Format:
     """Return a format by its name."""
-    title = class_name(name)
+    _require_known(name)
     with uninterrupted():
-        format: Format = getattr(import_module(f"{__name__}.{name}"), title)()
-    return format
+        if name in _CLASSES:
+            module = import_module(f"{__name__}.{name}")
+            format: Format = getattr(module, _CLASSES[name])()
+            return format
+        return _load(_plugins()[name])
 
 
 def folder_marks() -> tuple[str, ...]:
     """Return the names of files that mark a folder as a checkpoint."""
-    return tuple([mark for name in names() for mark in get(name).folder_marks])
+    return tuple([mark for format in loaded() for mark in format.folder_marks])
 
 
 def writable(name: str) -> Format:
     """Return a format that can be written, by its name."""
     format = get(name)
     if not format.can.types:
-        writable_names = ", ".join(name for name in names() if get(name).can.types)
+        writable_names = ", ".join(format.name for format in loaded() if format.can.types)
         raise ValueError(f"format {name!r} is read-only; writable formats are: {writable_names}")
     return format
+
+
+# --- formats of other packages --------------------------------------------------------------------
+
+
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    """Return the formats that other packages register, without importing them."""
+    plugins: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=_GROUP):
+        if entry.name in _CLASSES:
+            warn(f"the format {shown(entry.name)} of {entry.value} is left out: xckpt has it")
+        else:
+            plugins.setdefault(entry.name, entry)
+    return plugins
+
+
+def _load(entry: EntryPoint) -> Format:
+    """Import a format of another package; raise ImportError if it breaks the contract."""
+    try:
+        format = entry.load()()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ImportError(f"the format {shown(entry.name)} cannot be loaded: {reason}") from error
+    if not isinstance(format, Format):
+        reason = "it is not a Format"
+    elif format.contract != CONTRACT:
+        reason = f"it is written for contract {format.contract}, and xckpt has {CONTRACT}"
+    elif format.name != entry.name:
+        reason = f"its name is {shown(format.name)}"
+    else:
+        return format
+    raise ImportError(f"the format {shown(entry.name)} of {entry.value} is not loaded: {reason}")
+
+
+@cache
+def _loaded_plugins() -> tuple[Format, ...]:
+    """Import the formats of other packages; those that cannot be loaded are warned about."""
+    formats = []
+    for name in _plugins():
+        try:
+            formats.append(get(name))
+        except ImportError as error:
+            warn(f"{error}; it is left out")
+    return tuple(formats)
+
+
+def loaded() -> Iterator[Format]:
+    """Yield all formats; those of other packages last, without those that cannot be loaded."""
+    yield from map(get, _CLASSES)
+    yield from _loaded_plugins()
 
 
 def recognized(source: Readable) -> Format | None:
     """Return the format of a file by its content, or None if the format is unknown."""
     head, file_name = _head(source), source.name.partition("?")[0].lower()
     # Formats with this suffix come first, so that the others are usually not imported.
-    candidates = sorted(names(), key=lambda name: not file_name.endswith(suffixes(name)))
-    formats = map(get, candidates)
-    return next((f for f in formats if f.detect(head, source.size, source.name)), None)
+    likely = [name for name in _CLASSES if file_name.endswith(suffixes(name))]
+    others = [name for name in _CLASSES if name not in likely]
+    for format in map(get, likely):
+        if format.detect(head, source.size, source.name):
+            return format
+    for plugin in _loaded_plugins():
+        if _detects(plugin, head, source):
+            return plugin
+    return next((f for f in map(get, others) if f.detect(head, source.size, source.name)), None)
+
+
+def _detects(plugin: Format, head: bytes, source: Readable) -> bool:
+    """Return whether a format of another package recognises a file; its errors are warnings."""
+    try:
+        return plugin.detect(head, source.size, source.name)
+    except Exception as error:  # noqa: BLE001  of a package that is not this one
+        reason = f"{type(error).__name__}: {error}"
+        warn(f"the format {shown(plugin.name)} cannot look at {shown(source.name)}: {reason}")
+        return False
 
 
 def detect(source: Readable) -> Format:

@@ -249,7 +249,8 @@ class _Tree(kit.Cursor):
             elif code == _COMPLEX and nbytes == 19:
                 head, real, imag = self._head(), self._head()[1], self._head()[1]
                 if head != (_ARRAY, 2) or {type(real), type(imag)} != {float}:
-                    raise FormatError("a complex number must be two floats", rule="Complex")
+                    reason = "a complex number must be two floats"
+                    raise FormatError(reason, offset=start, rule="Complex")
                 self._leaves.append((path, str(complex(real, imag))))
             else:
                 self.notes.add(f"an extension of code {code}, left out", _place(path))

@@ -584,7 +584,7 @@ def _format_of(path: str) -> str:
             formats.writable(format.name)  # raises an error that lists the writable formats
     hint, choices = "", ", ".join(map(repr, matches))
     if not matches:
-        writable = [format for format in map(formats.get, formats.names()) if format.can.types]
+        writable = [format for format in formats.loaded() if format.can.types]
         suffixes = [suffix for format in writable for suffix in format.suffixes]
         ending = os.path.splitext(name)[1]  # noqa: PTH122
         for similar in get_close_matches(ending, suffixes, n=1, cutoff=0.88):

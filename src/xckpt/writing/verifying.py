@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
+from xckpt.arrays.parts import PartReader, decoded_nbytes, decoded_shape, part_readers
 from xckpt.arrays.sparse import SparseArray
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -386,7 +386,7 @@ def _check(
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
-                nbytes = nbytes_of(part.dtype, prod(shape))
+                nbytes = decoded_nbytes(part, prod(shape))
                 is_compared = reader.is_checked if is_hashed else _check_part(reader, nbytes)
                 digests += is_compared
                 # Values in the header are covered by the checks of the structure.

@@ -1,0 +1,31 @@
+"""Test suites for formats, also of other packages; they need pytest and hypothesis.
+
+Describe the files of a format by a subclass of `Samples`, and subclass the suites::
+
+    class TestGoodFiles(xckpt.testing.GoodFiles):
+        tested = [MySamples(name="my-format")]
+
+Formats that write need only ``Samples(name=...)`` for `Damage` and `Opening`. The page
+docs/adding-a-format.md has a complete example.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite("xckpt.testing.samples", "xckpt.testing.suites")
+
+from xckpt.testing.samples import Bad, Expected, Samples, Want  # noqa: E402  after the line above
+from xckpt.testing.sources import CountingSource  # noqa: E402
+from xckpt.testing.suites import BadFiles, Damage, GoodFiles, Opening, Suite  # noqa: E402
+
+__all__ = [
+    "Bad",
+    "BadFiles",
+    "CountingSource",
+    "Damage",
+    "Expected",
+    "GoodFiles",
+    "Opening",
+    "Samples",
+    "Suite",
+    "Want",
+]
