@@ -145,37 +145,59 @@ def report(
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
 ) -> None:
-    """Write a report on a checkpoint, or on the differences between two.
+    """Write a report on a checkpoint, or on its differences from another one.
+
+    A report on one checkpoint has the summary, the findings, and trends of statistics along
+    the layers. A report on two has the differences, their reasons and sizes, and the tensors
+    that changed most.
 
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        The checkpoint.
+        Checkpoint to describe.
     path : str or os.PathLike
-        The new file, which ends in ``.html`` or ``.md``.
-    other : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
-        Another checkpoint, to compare with the first.
-    names, explain, overwrite, progress, cache, storage_options : optional
-        See `xckpt.accessor.CheckpointAccessor.report`.
+        New file: HTML if it ends in ``.html``, Markdown if it ends in ``.md``. It needs no
+        other files, and is small for any number of tensors.
+    other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
+        Checkpoint to compare with.
+    names : "auto", mapping, callable, or pair of a regular expression and its replacement
+        From the name of a tensor to the name in `other`; see `compare`.
+    explain : bool, default True
+        Whether to search for the reasons of differences, which takes longer; see `compare`.
+    overwrite : bool, default False
+        Whether to replace an existing file.
+    progress, cache : optional
+        As for `stats`.
+    storage_options : dict, optional
+        Options for the storage of `obj`, `other` and `path`, if they are URLs.
+
+    Raises
+    ------
+    FileExistsError
+        If the file exists and `overwrite` is false.
+    ValueError
+        If `path` has another suffix.
+
+    Notes
+    -----
+    Pictures need matplotlib (``pip install 'xckpt[plot]'``); tables have the same numbers.
 
     Examples
     --------
     >>> xckpt.report("m.zt", "m.html")  # doctest: +SKIP
-    >>> xckpt.report("m.zt", "tuned.md", "tuned.safetensors")  # doctest: +SKIP
+    >>> ds.ckpt.report("tuned.md", "tuned.safetensors")  # doctest: +SKIP
     """
     import xarray as xr
 
     is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
     opened: Any = obj if is_open else open(obj, storage_options=storage_options)
-    opened.ckpt.report(
+    opened.ckpt._report(  # noqa: SLF001
         path,
         other,
-        names=names,
-        explain=explain,
         overwrite=overwrite,
-        progress=progress,
-        cache=cache,
         storage_options=storage_options,
+        examining={"progress": progress, "cache": cache},
+        comparing={"names": names, "explain": explain},
     )
 
 

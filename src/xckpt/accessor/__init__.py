@@ -527,6 +527,7 @@ class CheckpointAccessor(Generic[Obj]):
     table = Forwarded(lambda: xckpt.table)
     save = Forwarded(lambda: xckpt.save)
     manifest = Forwarded(lambda: xckpt.manifest, without="engine storage_options")
+    report = Forwarded(lambda: xckpt.report)
 
     def findings(
         self,
@@ -710,73 +711,32 @@ class CheckpointAccessor(Generic[Obj]):
         is_current = is_current and all(map(is_, now, self._described))
         return Plots(self._obj, self._stats if is_current else None)
 
-    def report(
+    def _report(
         self,
         path: str | os.PathLike[str],
-        other: Describable | None = None,
+        other: Describable | None,
         *,
-        names: Renaming | Literal["auto"] | None = None,
-        explain: bool = True,
-        overwrite: bool = False,
-        progress: ProgressOption = None,
-        cache: bool = True,
-        storage_options: dict[str, Any] | None = None,
+        overwrite: bool,
+        storage_options: dict[str, Any] | None,
+        examining: dict[str, Any],
+        comparing: dict[str, Any],
     ) -> None:
-        """Write a report on the checkpoint, or on its differences from another one.
-
-        A report on one checkpoint has the summary, the findings, and trends of statistics along
-        the layers. A report on two has the differences, their reasons and sizes, and the tensors
-        that changed most.
-
-        Parameters
-        ----------
-        path : str or os.PathLike
-            New file: HTML if it ends in ``.html``, Markdown if it ends in ``.md``. It needs no
-            other files, and is small for any number of tensors.
-        other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
-            Checkpoint to compare with.
-        names : "auto", mapping, callable, or pair of a regular expression and its replacement
-            From the name of a tensor here to the name in `other`; see `compare`.
-        explain : bool, default True
-            Whether to search for the reasons of differences, which takes longer; see `compare`.
-        overwrite : bool, default False
-            Whether to replace an existing file.
-        progress, cache : optional
-            As for `stats`.
-        storage_options : dict, optional
-            Options for the storage of `other` and `path`, if they are URLs.
-
-        Raises
-        ------
-        FileExistsError
-            If the file exists and `overwrite` is false.
-        ValueError
-            If `path` has another suffix.
-
-        Notes
-        -----
-        Pictures need matplotlib (``pip install 'xckpt[plot]'``); tables have the same numbers.
-
-        Examples
-        --------
-        >>> ds.ckpt.report("m.html")  # doctest: +SKIP
-        >>> ds.ckpt.report("tuned.md", "tuned.safetensors")  # doctest: +SKIP
-        """
+        """Write a report for `xckpt.report`."""
         from os import fsdecode
 
         from xckpt.accessor.reporting import describe, document_for, finish, relate
         from xckpt.storage import new_file
 
         document = document_for(path)
-        options: dict[str, Any] = {"progress": progress, "cache": cache}
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # opened first, so that a path that cannot be written fails at once
             if other is None:
-                stats, _ = self._examine(**options)
+                stats, _ = self._examine(**examining)
                 describe(document, self._summary(), stats, self.plot.layers)
             else:
-                options |= {"names": names, "explain": explain, "storage_options": storage_options}
-                comparison = self.compare(other, **options)
+                comparison = self.compare(
+                    other, storage_options=storage_options, **examining, **comparing
+                )
                 summaries = self._summary(), _summary_of(other, storage_options)
                 relate(document, summaries, comparison, self.plot.layers)
             sink.write(finish(document), 0)
