@@ -228,7 +228,7 @@ def test_a_folder_with_files_and_folders_suggests_no_folder() -> None:
 def test_a_folder_with_folders_of_other_files() -> None:
     Path("home/bin").mkdir(parents=True)
     Path("home/bin/tool").touch()
-    with pytest.raises(IsADirectoryError, match=r"it has no files: '.*home'$"):
+    with pytest.raises(IsADirectoryError, match=r"no files, and the folders 'bin': '.*home'$"):
         xckpt.open("home")
 
 

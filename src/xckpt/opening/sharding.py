@@ -184,7 +184,7 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     folders = [] if is_remote(folder) else [p.name for p in Path(folder).iterdir() if p.is_dir()]
     if folders and not checkpoints:
         folders = sorted(folders, key=natural_key)
-        reason += f", and the folders {some(folders, '')}: open one of these"
+        reason += f", and the folders {some(folders, '')}"
     if checkpoints:
         count = len(checkpoints)
         reason = f"{count} checkpoints are in this folder, open one or a list: {listing}"

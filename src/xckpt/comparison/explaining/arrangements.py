@@ -212,7 +212,7 @@ def stacked(array: Any) -> Any:
 
 def unstacked(array: Any) -> Any:
     """Return a view of an array without its first axis, which has length 1."""
-    return _Layers(array)
+    return _UnstackedView(array)
 
 
 # --- views ----------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class _Layer(View):
         return _Layer(arrays[0])
 
 
-class _Layers(View):
+class _UnstackedView(View):
     def __init__(self, array: Any) -> None:
         self.arrays, self.shape, self.dtype = (array,), tuple(array.shape[1:]), array.dtype
 
@@ -356,7 +356,7 @@ class _Layers(View):
         return arrays[0][0]
 
     def of(self, arrays: Sequence[Any]) -> View:
-        return _Layers(arrays[0])
+        return _UnstackedView(arrays[0])
 
 
 class _JoinedView(View):

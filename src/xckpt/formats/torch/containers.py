@@ -58,7 +58,7 @@ _COUNT = Struct("<q")
 _STEP = 1 << 20
 
 
-class Contents(NamedTuple):
+class FileContents(NamedTuple):
     """The contents of a container: the unpickled value and a function that locates storages.
 
     The pickle begins at `base` and has `nbytes` bytes.
@@ -75,7 +75,7 @@ class Contents(NamedTuple):
 # --- zip archives ---------------------------------------------------------------------------------
 
 
-def read_zip(source: Readable, notes: kit.Notes) -> Contents:
+def read_zip(source: Readable, notes: kit.Notes) -> FileContents:
     """Read an archive."""
     members = {member.name: (member, at) for member, at in archive.Archive(source).places()}
     root = next(iter(members), "").partition("/")[0]
@@ -108,7 +108,7 @@ def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     if not version or int(version) not in _VERSIONS:
         notes.add(f"torch reads versions 1 to 10, not {version or 'none'}", "version")
     place = partial(_member, members, root)
-    return Contents(version, value, place, pickle.nbytes, base, byteorder)
+    return FileContents(version, value, place, pickle.nbytes, base, byteorder)
 
 
 def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
@@ -163,7 +163,7 @@ def is_legacy(head: bytes) -> bool:
     return head.startswith(LEGACY_BEGINS) and _MAGIC_BYTES in head[2 : 11 + len(_MAGIC_BYTES)]
 
 
-def read_legacy(source: Readable, notes: kit.Notes) -> Contents:
+def read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
     """Read a chain of pickles and the positions of the storages after it."""
     machines = _Chain(source)
     magic, _ = machines.next()
@@ -193,7 +193,7 @@ def read_legacy(source: Readable, notes: kit.Notes) -> Contents:
             raise FormatError(f"no storage has the key {shown(key)}", rule="Storage")
         return regions[key]
 
-    return Contents(str(version), value, place, nbytes, base)
+    return FileContents(str(version), value, place, nbytes, base)
 
 
 def _storages(
