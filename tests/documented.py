@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,26 @@ def write_files(folder: Path) -> None:
         for expert in range(4)
     }
     xckpt.save({**experts, "lm_head.weight": rng.normal(size=(16, 4))}, folder / "moe.zt")
+    _write_adapter(folder, clean)
     _write_formats(folder)
+
+
+def _write_adapter(folder: Path, base: xr.Dataset) -> None:
+    """Write a LoRA adapter of the sample as PEFT does, and the model that it is merged into."""
+    rng, rank = np.random.default_rng(0), 4
+    factors: dict[str, Any] = {}
+    merged: dict[Any, Any] = {}
+    for name, weight in base.ckpt.find("*.[qv]_proj.weight").variables.items():
+        out, inner = weight.shape
+        module = f"base_model.model.{str(name).removesuffix('.weight')}"
+        a, b = (rng.normal(scale=0.1, size=s).astype("f4") for s in ((rank, inner), (out, rank)))
+        factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        merged[name] = (weight.dims, weight.values + 2 * (b @ a))
+    (folder / "adapter").mkdir()
+    xckpt.save(factors, folder / "adapter/adapter_model.safetensors")
+    config = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
+    (folder / "adapter/adapter_config.json").write_text(config)
+    base.assign(merged).ckpt.save(folder / "merged.safetensors", cast="allow")
 
 
 def _write_formats(folder: Path) -> None:

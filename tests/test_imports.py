@@ -42,6 +42,7 @@ FUNCTIONS = {
     "verify": "xckpt.verify('m.npz')",
 }
 ATTRIBUTES = {
+    "adapters": "ds.ckpt.adapters()",
     "by_base_id": "ds.ckpt.param_key('embed')",
     "compare": "ds.ckpt.compare('m.npz')",
     "explore": "ds.ckpt.explore()",
@@ -67,6 +68,7 @@ ATTRIBUTES = {
     "table": "ds.ckpt.stats().ckpt.table()",
     "tree": "ds.ckpt.tree()",
     "unstack": "ds.ckpt.stack().ckpt.unstack()",
+    "updates": "ds.ckpt.updates()",
 }
 OTHERS = {
     "a tensor": "xckpt.open('m.npz')['embed']",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.comparison.cells import Reduced
+    from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
@@ -44,6 +45,7 @@ _MOST_TRIED = 8
 # Names that people try, by the attribute that does the work.
 _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
+    "adapters()": "lora loras peft",
     "footprint()": "size memory weigh nbytes count_parameters num_parameters",
     "tree()": "children structure",
     "modules()": "layers blocks experts",
@@ -248,6 +250,80 @@ class CheckpointAccessor(Generic[Obj]):
         file_nbytes = self._encoding.get("file_nbytes")
         footprint = footprint_of(rows, config)
         return cast("Dataset", footprint_dataset(footprint, file_nbytes=file_nbytes, source=source))
+
+    def adapters(self) -> pd.DataFrame:
+        """List the adapters of a LoRA or DoRA file: base tensors, ranks, scales.
+
+        Only ``adapter_config.json`` next to the file is read, and scalars called ``alpha``. Factors
+        of PEFT, diffusers, kohya, MLX and llama.cpp are known by their names.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row for each tensor of the base model that the adapter changes, by its name there:
+            ``kind`` (``lora``, ``dora``, ``bias``; ``saved`` for a whole tensor; ``unsupported``),
+            ``rank``, ``alpha``, ``scale`` (the factor of ``B @ A``), ``shape``, and ``note``: why
+            there is no scale. Empty if the file has no adapters.
+
+        Raises
+        ------
+        ValueError
+            If a module has several adapters.
+
+        Examples
+        --------
+        >>> ds = xckpt.open("adapter/adapter_model.safetensors")  # doctest: +SKIP
+        >>> ds.ckpt.adapters().groupby("rank").size()  # doctest: +SKIP
+        """
+        from xckpt.datasets.adapters import adapter_table
+
+        return adapter_table(self._adapters()[1])
+
+    def updates(self, scale: float | None = None) -> Dataset:
+        """Return the update ``scale * B @ A`` of each tensor that an adapter changes.
+
+        The products are lazy. `xckpt.spectrum` of them needs the factors only. DoRA also sets the
+        norms of the sum; its update is the product alone.
+
+        Parameters
+        ----------
+        scale : float, optional
+            Scale of adapters that state none; without it, they are left out with a warning.
+
+        Returns
+        -------
+        xarray.Dataset
+            A variable for each product, named like the tensor of the base model, with the
+            attributes ``kind``, ``rank`` and ``scale``.
+
+        Raises
+        ------
+        ValueError
+            If a module has several adapters.
+
+        Warns
+        -----
+        CheckpointWarning
+            If an adapter is left out.
+
+        Examples
+        --------
+        >>> ds = xckpt.open("adapter/adapter_model.safetensors")  # doctest: +SKIP
+        >>> ds.ckpt.updates().ckpt.spectrum().ckpt.table()  # doctest: +SKIP
+        """
+        from xckpt.datasets.adapters import update_dataset
+
+        tensors, adapters = self._adapters()
+        return cast("Dataset", update_dataset(adapters, tensors, scale))
+
+    def _adapters(self) -> tuple[OpenTensors, list[Adapter]]:
+        from xckpt.datasets.adapters import find_adapters
+        from xckpt.datasets.tensors import OpenTensors
+        from xckpt.opening.configs import read_config
+
+        tensors = OpenTensors(self._obj)
+        config = read_config(tensors.source, tensors.attrs, "adapter_config")
+        return tensors, find_adapters(tensors, config)
 
     def tree(self, depth: int = 3) -> ModuleTree:
         """Return the tree of modules with their numbers of tensors and bytes, numbered ones folded.
@@ -590,6 +666,7 @@ class CheckpointAccessor(Generic[Obj]):
         dim: Reduced | None = None,
         codes: bool = False,
         explain: bool = False,
+        adapter: Describable | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -612,6 +689,8 @@ class CheckpointAccessor(Generic[Obj]):
             Whether to count codes of quantised tensors in `other`: ``saturated``, ``unused``.
         explain : bool
             Whether to search for the reasons of differences; see `xckpt.compare`.
+        adapter : path, mapping, Index or xarray.Dataset, optional
+            Adapter that `other` should have merged into it; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -636,6 +715,7 @@ class CheckpointAccessor(Generic[Obj]):
             dim=dim,
             codes=codes,
             explain=explain,
+            adapter=adapter,
             progress=progress,
             compute=compute,
             cache=cache,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from xckpt.comparison.cells import ChannelGrid, Reduced
+    from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
@@ -53,6 +54,7 @@ def compare(
     dim: Reduced | None = None,
     codes: bool = False,
     explain: bool = False,
+    adapter: Describable | None = None,
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
@@ -90,6 +92,12 @@ def compare(
         more passes over the tensors that differ. The result has ``attrs["explanation"]``, a
         sentence about all tensors, exceptions first. Each variable has the attributes below, as
         lists if it is stacked; they are columns of a table.
+    adapter : path, mapping, Index or xarray.Dataset, optional
+        LoRA or DoRA adapter: verify that `b` is `a` with the adapter merged into it. Implies
+        `explain`. A tensor that the adapter changes is explained, with the cause ``merged``, if
+        every element of `b` is within the rounding of ``a + scale * B @ A``. The scale is read from
+        ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, nothing is
+        verified.
     progress : bool or callable, optional
         As for `stats`; counts the bytes of both checkpoints.
     compute : bool
@@ -145,8 +153,8 @@ def compare(
                               causes, verified on every element; ``changed``: it differs;
                               ``unmatched``: only one side has it
         ``cause``             one of ``equal, renamed, transposed, rope_permuted, fused, split,
-                              padded, rounded, quantised, offset, scaled``, which explain (the
-                              last two where the architecture is known for it), ``misplaced,
+                              padded, merged, rounded, quantised, offset, scaled``, which explain
+                              (the last two where the architecture is known for it), ``misplaced,
                               rows_permuted, cut, pruned, low_rank, changed``, which do not, and
                               ``only_a, only_b``; or several joined by ``+``
         ``explanation``       a sentence with numbers
@@ -197,11 +205,10 @@ def compare(
     >>> result = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> result.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
+    explain = explain or adapter is not None
     if (codes or explain) and (dim is not None or not compute):
-        keyword = "codes" if codes else "explain"
-        raise ValueError(
-            f"{keyword}=True needs whole tensors at once: leave out dim and compute=False"
-        )
+        keyword = "codes=True" if codes else "explain=True" if adapter is None else "adapter"
+        raise ValueError(f"{keyword} needs whole tensors at once: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         sides = entries_of(ours), entries_of(theirs)
@@ -222,8 +229,14 @@ def compare(
     attrs = _attrs_of(entries, rows, has_names=names is not None)
     summary = {}
     if explain:
+        merges = None
+        if adapter is not None:
+            from xckpt.comparison.merges import open_merges
+
+            ours_names = {row.name for matches in rows for row in matches if row.ours is not None}
+            merges = open_merges(adapter, ours_names, storage_options)
         summary = _add_explanations(
-            entries, rows, values, attrs, sides=(ours, theirs), progress=progress
+            entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges
         )
     statistics: tuple[str, ...] = MEASURES
     if codes:
@@ -271,6 +284,7 @@ def _add_explanations(
     *,
     sides: Sequence[OpenTensors],
     progress: ProgressOption,
+    merges: Merges | None,
 ) -> dict[str, str]:
     """Add explanations to the attributes of variables; return the sentence about all of them."""
     from xckpt.comparison.explaining import Architecture, Case, explain, explained_attrs, sentence
@@ -290,7 +304,7 @@ def _add_explanations(
 
     names = (name for case in cases for name in (case.match.name, case.other_name))
     architecture = Architecture([side.attrs for side in sides], names)
-    explanations = explain(cases, architecture, measure, progress)
+    explanations = explain(cases, architecture, measure, progress, merges)
     remaining = iter(explanations)
     for entry, matches, attr in zip(entries, rows, attrs, strict=True):
         entry_explanations = _fill_places(entry, [next(remaining) for _ in matches])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, warn
 from xckpt.opening.sharding import read_sibling
 from xckpt.quantization.config import parse_json
-from xckpt.storage import open_source
+from xckpt.storage import Source, list_folder, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -40,24 +40,33 @@ def read_config(
     dict or None
         None if the file is missing or cannot be read.
 
-    Raises
-    ------
-    ValueError
+    Warns
+    -----
+    CheckpointWarning
         If the config is not a JSON object.
     """
     content = attrs.get(name)
     if isinstance(content, dict):
         return content
-    if isinstance(content, str):  # some formats store all attributes as text
-        return parse_json(content.encode("utf-8", "surrogatepass"))
-    if not source:
-        return None
+    data: bytes | None = None
     try:
-        with closing(open_source(source, storage_options=storage_options)) as file:
-            data = read_sibling(file, f"{name}.json")
+        if isinstance(content, str):  # some formats store all attributes as text
+            data = content.encode("utf-8", "surrogatepass")
+        elif source:
+            folder = list_folder(source, storage_options)
+            path = source if folder is None else folder[1].get(f"{name}.json")
+            if path is None:
+                return None
+            if not isinstance(path, Source):
+                path = open_source(path, storage_options=storage_options)
+            with closing(path) as file:
+                data = read_sibling(file, f"{name}.json")
+        return None if data is None else parse_json(data)
     except (OSError, CheckpointError):
+        return None  # such as the name of an object in memory
+    except ValueError as error:
+        warn(f"{source}: {name}.json is ignored: {error}")
         return None
-    return None if data is None else parse_json(data)
 
 
 def attrs_with_config(
@@ -69,9 +78,5 @@ def attrs_with_config(
     """Return the attributes of a checkpoint, with its ``config.json`` if tensors are of experts."""
     if "config" in attrs or not any("experts" in name for name in names):
         return attrs
-    try:
-        config = read_config(source, attrs, "config", storage_options)
-    except ValueError as error:
-        warn(f"{source}: config.json is ignored: {error}")
-        config = None
+    config = read_config(source, attrs, "config", storage_options)
     return attrs if config is None else {**attrs, "config": config}

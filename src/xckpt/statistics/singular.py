@@ -79,6 +79,24 @@ def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
         gram = _gram(blocks, scale, basis)
 
 
+def values_of_product(left: Array, right: Array, scale: float) -> Array:
+    """Return the singular values of ``scale * left @ right``, largest first, without forming it.
+
+    Values below the floor are NaN, also those beyond the rank of the factors.
+    """
+    values = np.full(min(len(left), right.shape[1]), np.nan)
+    if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        return values
+    # The factors of QR with orthonormal columns do not change singular values.
+    inner = np.linalg.qr(left)[1] @ np.linalg.qr(right.T)[1].T
+    product_values = np.linalg.svd(scale * inner, compute_uv=False)[: len(values)]
+    is_above = product_values > FLOOR * product_values[0]
+    if not is_above.any():  # all are zero
+        return np.zeros_like(values)
+    values[: np.count_nonzero(is_above)] = product_values[is_above]
+    return values
+
+
 def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | None = None) -> Array:
     """Return the sum of the outer products of the rows; only the lower triangle is valid."""
     total: Array | None = None

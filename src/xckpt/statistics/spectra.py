@@ -17,6 +17,7 @@ import xarray as xr
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
+from xckpt.datasets.adapters import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import select
@@ -33,6 +34,7 @@ from xckpt.statistics.singular import (
     describe_largest,
     describe_values,
     singular_values,
+    values_of_product,
 )
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
@@ -154,7 +156,8 @@ def spectrum(
     eigenvalues computed by LAPACK. ``alpha`` is the maximum likelihood estimate, for the start of
     the tail that minimises the Kolmogorov-Smirnov distance (Clauset, Shalizi and Newman, SIAM
     Review 51, 661, 2009), as in WeightWatcher. ``effective_rank`` is defined by Roy and Vetterli
-    (EUSIPCO 2007).
+    (EUSIPCO 2007). The updates of an adapter (``ds.ckpt.updates()``) are not formed: the singular
+    values follow from QR decompositions of their factors.
 
     Examples
     --------
@@ -203,6 +206,7 @@ def _select_matrices(
     sides = {
         r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers
     }
+    factors = {entry.readers[0].name: factors_in(entry.variable) for entry in entries}
     names = select(sides, tensors)
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
@@ -213,10 +217,11 @@ def _select_matrices(
     matrices = {}
     for name in names:
         reader = sides[name].reader
-        if tensors is None and prod(reader.array.shape) > LARGEST:
+        if tensors is None and not factors.get(name) and prod(reader.array.shape) > LARGEST:
             left_out[f"have more than {LARGEST:,} elements (name them to have them done)"] += 1
         elif subtracted is None:
-            matrices[name] = Matrix(name, reader.array, reader.kind, reader.identity)
+            array = factors.get(name) or reader.array
+            matrices[name] = Matrix(name, array, reader.kind, reader.identity)
         elif name not in other_sides:
             left_out["are not in the other checkpoint"] += 1
         elif other_sides[name].reader.array.shape != reader.array.shape:
@@ -362,6 +367,9 @@ class _Decomposed:
 def _decompose(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
     """Decompose one matrix."""
     with locating(tensor=matrix.name):
+        if isinstance(matrix.array, Factors):
+            parts = matrix.array
+            return _describe(matrix, values_of_product(*parts.arrays(), parts.scale), None)
         if is_quick:
             return _Decomposed(describe_largest(matrix.blocks(), min(matrix.shape)))
         if not isinstance(matrix.array, _Difference):

@@ -34,7 +34,7 @@ Outcome = Literal["explained", "changed", "unmatched"]
 ADMITTED = frozenset(
     {
         *("equal", "renamed", "fused", "split", "transposed", "rope_permuted", "padded"),
-        *("quantised", "rounded"),
+        *("merged", "quantised", "rounded"),
     }
 )
 _ADMITTED_IF_KNOWN = frozenset({"offset", "scaled"})
@@ -43,8 +43,8 @@ _ONE_SIDE = frozenset({"only_a", "only_b"})
 #: All causes; several are joined by "+", in this order.
 CAUSES = (
     *("renamed", "misplaced", "fused", "split", "transposed", "rope_permuted", "rows_permuted"),
-    *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "quantised", "rounded"),
-    *("equal", "changed", "only_a", "only_b"),
+    *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
+    *("rounded", "equal", "changed", "only_a", "only_b"),
 )
 _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
 # Causes that keep every number.

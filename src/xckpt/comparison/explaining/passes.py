@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.architectures import Architecture
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.explaining.work import Compare, Explanations
+    from xckpt.comparison.merges import Merges
     from xckpt.progress import ProgressOption
 
 
@@ -33,10 +34,14 @@ def explain(
     architecture: Architecture,
     compare: Compare,
     progress: ProgressOption,
+    merges: Merges | None = None,
 ) -> list[Explanation | None]:
     """Return an explanation for each case; None if it was not compared."""
     with Progress(progress, "explanation") as bar:
         work = Work(cases, architecture, compare, bar)
+        if merges is not None:
+            # Before all others: a tensor that is equal on both sides is not merged.
+            work.explanations |= merges.explain(cases, bar)
         for find in PASSES:
             for n, explanation in find(work).items():
                 work.explanations.setdefault(n, explanation)

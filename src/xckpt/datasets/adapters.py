@@ -1,0 +1,492 @@
+"""Adapters of low rank: LoRA and DoRA of PEFT, diffusers, kohya, MLX and llama.cpp.
+
+An adapter changes tensors of a base model. For most of them it holds two factors, ``B @ A``, which
+are multiplied by a scale and added; `find_adapters` pairs the factors and takes the scale from the
+config, the attributes or a tensor ``alpha``. A scale that is not stated is never assumed.
+
+========================================  ========================================================
+names of factors                          written by
+========================================  ========================================================
+``*.lora_A.weight``, ``*.lora_B.weight``  PEFT, diffusers; also with the name of the adapter
+``*.lora_embedding_A``                    PEFT, embeddings: the base has the transpose
+``*.lora_down.weight``, ``*.alpha``       kohya; the module has underscores instead of dots
+``*.lora.down.weight``                    diffusers before 0.22
+``*.lora_a``, ``*.lora_b``                MLX, transposed; llama.cpp after ``.weight``
+========================================  ========================================================
+
+References: peft 0.21.2, `tuners/lora`; kohya-ss/sd-scripts, `networks/lora.py`; mlx-lm,
+`tuner/lora.py`; llama.cpp, `convert_lora_to_gguf.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+
+from xckpt.arrays.keys import target_nbytes
+from xckpt.datasets.mappings import as_dataset
+from xckpt.errors import shown, some, warn
+from xckpt.quantization.config import is_match
+from xckpt.upstream.xarray_variables import data_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    import pandas as pd
+    import xarray as xr
+
+    from xckpt.datasets.tensors import OpenTensors
+
+__all__ = [
+    "Adapter",
+    "Factors",
+    "adapter_table",
+    "factors_in",
+    "factors_of",
+    "find_adapters",
+    "match_bases",
+    "update_dataset",
+]
+
+# Ends of the names of tensors, by the purpose of the tensor. A transposed factor ends in "T".
+_ENDINGS = {
+    ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_B.bias": "bias",
+    ".lora_embedding_A": "embedding A", ".lora_embedding_B": "embedding B",
+    ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude",
+    ".lora_down.weight": "A", ".lora_up.weight": "B", ".dora_scale": "magnitude",
+    ".lora.down.weight": "A", ".lora.up.weight": "B",
+    "_lora.down.weight": "A", "_lora.up.weight": "B",
+    ".weight.lora_a": "A", ".weight.lora_b": "B",
+    ".lora_a": "A.T", ".lora_b": "B.T", ".m": "magnitude", ".alpha": "alpha",
+}  # fmt: skip
+# Methods whose update is another function of their tensors.
+_UNSUPPORTED_ENDINGS = (
+    ".lora_mid.weight", ".lora_E", ".hada_w1_a", ".hada_w2_a", ".lokr_w1", ".lokr_w2",
+    ".lokr_w1_a", ".lokr_w2_a", ".diff", ".diff_b", ".oft_blocks", ".boft_R", ".lora_l",
+)  # fmt: skip
+_UNSUPPORTED_OPTIONS = ("use_qalora", "use_bdlora", "target_parameters", "layer_replication")
+# The name of an adapter stands between the factor and its ending.
+_ADAPTER_NAME = re.compile(
+    r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[^.]+"
+)
+_PREFIXES = ("base_model.model.", "base_model.")
+_LONGEST_NAME = 4096
+_LARGEST = float(np.finfo(np.float32).max)
+_FLAT_PREFIX = re.compile(r"lora_(unet|te[0-9]*|transformer|prior_unet|prior_te)_")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A change of one tensor of a base model.
+
+    Parameters
+    ----------
+    base : str
+        Name of the tensor in the base model, as far as the adapter states it.
+    kind : {"lora", "dora", "bias", "saved", "unsupported"}
+        Product of factors; the same with new norms of the outputs; number added to a bias; whole
+        tensor instead of the one of the base model; anything else.
+    tensors : mapping of str to str
+        Names of the tensors of the adapter: ``left``, ``right``, ``magnitude`` or ``value``.
+    shape : tuple of int
+        Shape of the change.
+    rank : int or None
+        Rank of the product.
+    alpha, scale : float or None
+        Stated alpha, and factor of the product; None if they are not stated.
+    note : str
+        Why there is no scale, or why the adapter is unsupported.
+    is_transposed : bool
+        Whether the product is of the transposed factors.
+    out_axis : int
+        Axis of the outputs, whose norms DoRA sets.
+    """
+
+    base: str
+    kind: str
+    tensors: Mapping[str, str]
+    shape: tuple[int, ...]
+    rank: int | None = None
+    alpha: float | None = None
+    scale: float | None = None
+    note: str = ""
+    is_transposed: bool = False
+    out_axis: int = 0
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the adapter has factors."""
+        return self.kind in {"lora", "dora"}
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of a product, for functions that need not form it.
+
+    Parameters
+    ----------
+    left, right : dask array
+        Matrices of `rank` columns and rows.
+    scale : float
+        Factor of the product.
+    shape : tuple of int
+        Shape of the product; the axes after the first one may be several.
+    product : str
+        Name of the dask array of the product, by which others recognise that it is unchanged.
+    """
+
+    left: da.Array
+    right: da.Array
+    scale: float
+    shape: tuple[int, ...]
+    product: str = ""
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
+
+    def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Read both factors, as float64."""
+        left, right = da.compute(self.left, self.right)
+        return left.astype(np.float64), right.astype(np.float64)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Module:
+    """The tensors of an adapter for one module, by purpose."""
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    is_unsupported: bool = False
+
+
+def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> list[Adapter]:
+    """Return the adapters among the tensors of a file, in the order of their first tensors.
+
+    `config` is the content of ``adapter_config.json``. Only scalars named ``alpha`` are read. The
+    list is empty if no module has two factors.
+    """
+    shapes = {row.name: row.shape for row in tensors.rows}
+    modules, remaining_names = _modules_of(shapes)
+    if not any(_factor_names(module) for module in modules.values()):
+        return []
+    scales = _Scales(tensors, config)
+    adapters = [_adapter(name, module, shapes, scales) for name, module in modules.items()]
+    bases = {adapter.base for adapter in adapters}
+    adapters += [
+        Adapter(_biased(name), "bias", {"value": module.tensors["bias"]},
+                shapes[module.tensors["bias"]], scale=adapter.scale, note=adapter.note)
+        for (name, module), adapter in zip(modules.items(), list(adapters), strict=True)
+        if "bias" in module.tensors
+    ]  # fmt: skip
+    for name in remaining_names:
+        base = _base_of(name)
+        if base not in bases:  # PEFT saves trained embeddings next to their factors
+            adapters.append(Adapter(base, "saved", {"value": name}, shapes[name]))
+    repeated = [base for base, count in Counter(a.base for a in adapters).items() if count > 1]
+    if repeated:
+        raise ValueError(f"the file has several adapters of {some(repeated, 'tensors')}")
+    return adapters
+
+
+def _modules_of(names: Collection[str]) -> tuple[dict[str, _Module], list[str]]:
+    """Return the modules with tensors of adapters, and the names of all other tensors."""
+    modules: dict[str, _Module] = {}
+    remaining_names = []
+    for name in names:
+        plain = _ADAPTER_NAME.sub(r".\1", name) if len(name) <= _LONGEST_NAME else name
+        unsupported = next((end for end in _UNSUPPORTED_ENDINGS if plain.endswith(end)), None)
+        ending = next((ending for ending in _ENDINGS if plain.endswith(ending)), None)
+        if unsupported is not None:
+            modules.setdefault(plain.removesuffix(unsupported), _Module()).is_unsupported = True
+        elif ending is None:
+            remaining_names.append(name)
+        else:
+            purpose = _ENDINGS[ending]
+            stem = plain.removesuffix(ending) + (".weight" if ending.startswith(".weight") else "")
+            module = modules.setdefault(stem, _Module())
+            if purpose in module.tensors:
+                both = some([module.tensors[purpose], name], "tensors")
+                raise ValueError(f"the file has several adapters of one module: {both}")
+            module.tensors[purpose] = name
+    # Names such as "alpha" belong to an adapter only if the module has factors.
+    for stem in [stem for stem, module in modules.items() if not _is_of_adapter(module)]:
+        remaining_names += modules.pop(stem).tensors.values()
+    return modules, remaining_names
+
+
+def _is_of_adapter(module: _Module) -> bool:
+    return module.is_unsupported or bool(set(module.tensors) - {"alpha", "magnitude"})
+
+
+def _factor_names(module: _Module) -> tuple[str, str, str] | None:
+    """Return the form of the factors, and the names of both; None if they are not complete."""
+    for form, first, second in (
+        ("", "A", "B"), ("embedding", "embedding A", "embedding B"), ("mlx", "A.T", "B.T"),
+    ):  # fmt: skip
+        if first in module.tensors and second in module.tensors:
+            return form, module.tensors[first], module.tensors[second]
+    return None
+
+
+def _base_of(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+
+
+def _biased(module: str) -> str:
+    return f"{_base_of(module + '.').rstrip('.')}.bias"
+
+
+def _adapter(
+    name: str, module: _Module, shapes: Mapping[str, tuple[int, ...]], scales: _Scales
+) -> Adapter:
+    """Return the adapter of a module."""
+    base = _base_of(f"{name}.").rstrip(".")
+    if not base.endswith(".weight") and not _FLAT_PREFIX.match(base):
+        base = f"{base}.weight"
+    names = _factor_names(module)
+
+    def unsupported(reason: str) -> Adapter:
+        return Adapter(base, "unsupported", dict(module.tensors), (), note=reason)
+
+    if module.is_unsupported:
+        return unsupported("it is not LoRA or DoRA")
+    if names is None:
+        return unsupported("one of its factors is missing")
+    if scales.problem:
+        return unsupported(scales.problem)
+    form, *(a, b) = names
+    first, second = shapes[a], shapes[b]
+    if form == "mlx":
+        first, second = first[::-1], second[::-1]
+    fits = len(first) >= 2 and len(second) >= 2 and first[0] == second[1] and first[0] > 0
+    if not fits or math.prod(second[2:]) != 1 or (form and len(first) != 2):
+        return unsupported(f"its factors have the shapes {list(shapes[a])} and {list(shapes[b])}")
+    rank = first[0]
+    alpha, scale, note = scales.find(_base_of(f"{name}.").rstrip("."), module, rank)
+    is_transposed = form == "embedding" or (scales.is_transposed and len(first) == 2)
+    left, right, shape = b, a, (second[0], *first[1:])
+    if is_transposed:
+        left, right, shape = a, b, (first[1], second[0])
+    tensors = {"left": left, "right": right}
+    if "magnitude" in module.tensors:
+        tensors["magnitude"] = module.tensors["magnitude"]
+    return Adapter(
+        base,
+        "dora" if "magnitude" in tensors else "lora",
+        tensors,
+        shape,
+        rank,
+        alpha,
+        scale,
+        note,
+        is_transposed=is_transposed or form == "mlx",
+        out_axis=int(is_transposed),
+    )
+
+
+# --- scales --------------------------------------------------------------------------------------
+
+
+class _Scales:
+    """The scales that a config, the attributes and the tensors ``alpha`` state.
+
+    Parameters
+    ----------
+    tensors : OpenTensors
+        The adapter.
+    config : mapping or None
+        Content of ``adapter_config.json``.
+    """
+
+    def __init__(self, tensors: OpenTensors, config: Mapping[str, Any] | None) -> None:
+        self.tensors = tensors
+        self.config = config
+        self.metadata = _json(tensors.attrs.get("lora_adapter_metadata"))
+        options = config or {}
+        used = [name for name in _UNSUPPORTED_OPTIONS if options.get(name)]
+        self.problem = f"the option {used[0]} is unsupported" if used else ""
+        self.is_transposed = options.get("fan_in_fan_out") is True
+
+    def find(self, name: str, module: _Module, rank: int) -> tuple[float | None, float | None, str]:
+        """Return alpha, the scale, and why there is no scale."""
+        if "alpha" in module.tensors:
+            values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
+            alpha = _number(float(values.reshape(-1)[0]) if values.size == 1 else None)
+            return self._divided(alpha, rank, {})
+        alpha = _number(self.tensors.attrs.get("adapter.lora.alpha"))
+        if alpha is not None:
+            return self._divided(alpha, rank, {})
+        config = self.config
+        if config is None and self.metadata:
+            part = name.partition(".")[0] + "."
+            config = {k[len(part) :]: v for k, v in self.metadata.items() if k.startswith(part)}
+            name = name.removeprefix(part)
+        if not config:
+            return None, None, "adapter_config.json is missing, and no tensor states alpha"
+        parameters = config.get("lora_parameters")
+        if isinstance(parameters, dict) and _number(parameters.get("scale")) is not None:
+            return None, _number(parameters["scale"]), ""
+        alphas = config.get("alpha_pattern")
+        for pattern, value in alphas.items() if isinstance(alphas, dict) else ():
+            fits = _is_pattern_of(str(pattern), name)
+            if fits is None:
+                return None, None, f"the pattern {shown(str(pattern))} of alpha is too complex"
+            if fits:
+                return self._divided(_number(value), rank, config)
+        return self._divided(_number(config.get("lora_alpha")), rank, config)
+
+    @staticmethod
+    def _divided(
+        alpha: float | None, rank: int, config: Mapping[str, Any]
+    ) -> tuple[float | None, float | None, str]:
+        if alpha is None:
+            return None, None, "alpha is not a number"
+        return alpha, alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank), ""
+
+
+def _is_pattern_of(pattern: str, name: str) -> bool | None:
+    """Return whether PEFT applies a pattern to a module; None if matching could take long."""
+    if pattern.startswith("^"):
+        return is_match(f"{pattern}$", name)
+    words = name.split(".")
+    ends = [".".join(words[first:]) for first in range(len(words))]
+    matches = [is_match(f"{pattern}$", end) for end in ends]
+    return None if None in matches else any(matches)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -_LARGEST <= value <= _LARGEST:  # nor NaN
+        return None
+    return float(value)
+
+
+def _json(text: Any) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+# --- base models ---------------------------------------------------------------------------------
+
+
+def match_bases(
+    adapters: Sequence[Adapter], names: Collection[str]
+) -> tuple[dict[str, Adapter], list[str]]:
+    """Return adapters by the names of their tensors in a base model, and the bases it lacks.
+
+    Names match if they are equal, if one is the end of exactly one other, or, for kohya, if they
+    are equal with underscores instead of dots.
+    """
+    base_names = set(names)
+    by_end: dict[str, list[str]] = {}
+    by_flat: dict[str, list[str]] = {}
+    for name in names:
+        for end in _ends(name):
+            by_end.setdefault(end, []).append(name)
+        by_flat.setdefault(name.removesuffix(".weight").replace(".", "_"), []).append(name)
+    matches: dict[str, Adapter] = {}
+    missing = []
+    for adapter in adapters:
+        base = adapter.base
+        candidates = [base] if base in base_names else by_end.get(base, [])
+        if not candidates and _FLAT_PREFIX.match(base):
+            candidates = by_flat.get(_FLAT_PREFIX.sub("", base, count=1), [])
+        if not candidates:
+            candidates = next(([end] for end in _ends(base) if end in base_names), [])
+        if len(candidates) == 1 and candidates[0] not in matches:
+            matches[candidates[0]] = adapter
+        else:
+            missing.append(base)
+    return matches, missing
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the ends of a name after each dot, the longest first; they have two words or more."""
+    words = name.split(".")
+    for first in range(1, min(len(words) - 1, 8)):
+        yield ".".join(words[first:])
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def adapter_table(adapters: Sequence[Adapter]) -> pd.DataFrame:
+    """Return a table with one row for each adapter."""
+    import pandas as pd
+
+    columns = ("kind", "rank", "alpha", "scale", "shape", "note")
+    rows = [[getattr(adapter, column) for column in columns] for adapter in adapters]
+    index = pd.Index([adapter.base for adapter in adapters], name="base", dtype=object)
+    frame = pd.DataFrame(rows, index, list(columns))
+    frame["rank"] = frame["rank"].astype("Int64")
+    return frame.astype({"alpha": float, "scale": float})
+
+
+def factors_of(adapter: Adapter, tensors: OpenTensors, scale: float) -> Factors:
+    """Return the factors of an adapter, unread."""
+    left, right = (_matrix(tensors, adapter.tensors[side]) for side in ("left", "right"))
+    if adapter.is_transposed:
+        left, right = left.T, right.T
+    # A convolution is a matrix with one row for each output.
+    left, right = left.reshape(len(left), -1), right.reshape(len(right), -1)
+    rows = max(1, target_nbytes() // (max(1, right.shape[1]) * left.dtype.itemsize))
+    return Factors(left.rechunk((rows, -1)), right.rechunk(-1), scale, adapter.shape)
+
+
+def _matrix(tensors: OpenTensors, name: str) -> da.Array:
+    array: da.Array = da.asarray(tensors.variable(name).data)
+    return array if array.dtype in {np.dtype("f4"), np.dtype("f8")} else array.astype(np.float32)
+
+
+def factors_in(variable: xr.Variable) -> Factors | None:
+    """Return the factors of a variable of `update_dataset` that is unchanged, or None."""
+    factors = variable.encoding.get("factors")
+    is_unchanged = isinstance(factors, Factors) and (
+        getattr(data_of(variable), "name", None) == factors.product
+    )
+    return factors if is_unchanged else None
+
+
+def update_dataset(
+    adapters: Sequence[Adapter], tensors: OpenTensors, scale: float | None
+) -> xr.Dataset:
+    """Return the products of all adapters as lazy variables, by the names of their bases."""
+    arrays: dict[str, da.Array] = {}
+    factors: dict[str, Factors] = {}
+    left_out: dict[str, list[str]] = {}
+    for adapter in adapters:
+        factor = adapter.scale if adapter.scale is not None else scale
+        if not adapter.is_product:
+            if adapter.kind == "unsupported":
+                left_out.setdefault(adapter.note, []).append(adapter.base)
+        elif factor is None:
+            reason = f"{adapter.note}; pass updates(scale=...)"
+            left_out.setdefault(reason, []).append(adapter.base)
+        else:
+            parts = factors_of(adapter, tensors, factor)
+            product = da.matmul(parts.left, parts.right) * parts.left.dtype.type(factor)
+            arrays[adapter.base] = product.reshape(adapter.shape)
+            factors[adapter.base] = parts
+    for reason, bases in left_out.items():
+        warn(f"no update of {some(bases, 'tensors')}: {reason}")
+    dataset: xr.Dataset = as_dataset(arrays)
+    by_base = {adapter.base: adapter for adapter in adapters}
+    for base, parts in factors.items():
+        variable, adapter = dataset.variables[base], by_base[base]
+        variable.attrs |= {"kind": adapter.kind, "rank": adapter.rank, "scale": parts.scale}
+        variable.encoding["factors"] = Factors(
+            parts.left, parts.right, parts.scale, parts.shape, arrays[base].name
+        )
+    return dataset
