@@ -1,4 +1,4 @@
-"""Bytes to elements: dense arrays in C or Fortran order, raw or compressed, whole or in blocks."""
+"""Dense arrays in C or Fortran order, raw or compressed, in one part of a file or in blocks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
 from xckpt.arrays.parts import decoded_nbytes, has_byte_each, strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError, locating
+from xckpt.index import Part
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.source import empty_array
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Size of blocks of which only some elements are used; they stay in the second-level cache.
+# Size of blocks that are read for a few of their elements; they stay in the second-level cache.
 _BLOCK_NBYTES = 1 << 20
 
 
@@ -219,14 +220,14 @@ class DenseArray(OnePartArray):
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
 
     def ranges(self, key: Any) -> Iterator[Range]:
-        """Return the run of bytes that a selection is; see `LazyArray.ranges`."""
+        """Return the byte range of a selection if it is contiguous; see `LazyArray.ranges`."""
         if not self._is_wide:
             yield from super().ranges(key)
             return
-        chosen = normalize(key, self.shape)
-        turned = self.order == "F"
-        shape, chosen = (self.shape[::-1], chosen[::-1]) if turned else (self.shape, chosen)
-        run = contiguous_run(shape, chosen)
+        shape, full_key = self.shape, normalize(key, self.shape)
+        if self.order == "F":
+            shape, full_key = shape[::-1], full_key[::-1]
+        run = contiguous_run(shape, full_key)
         if is_all(run):
             part = self.reader.part
             first, nbytes = (nbytes_of(part.dtype, n) for n in (run.start, prod(run.shape)))
@@ -243,21 +244,23 @@ class DenseArray(OnePartArray):
                 if self.reader.part.shape is not None:
                     self.reader.check(0)
                 else:
-                    self.reader.read(0, 0, 0)  # its stream says how much it is
+                    self.reader.read(0, 0, 0)  # raises if the stream has elements
             return self.empty(result_shape(self.shape, key))
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
-            chosen = self.reader.select(key)
-            return self.decoded(chosen.reshape(-1).view(np.uint8).data, 0).reshape(chosen.shape)
+            selected = self.reader.select(key)
+            data = selected.reshape(-1).view(np.uint8).data
+            return self.decoded(data, 0).reshape(selected.shape)
         if self.order == "F":
-            # A Fortran-ordered array is the transpose of a C-ordered one of the reversed shape.
+            # An array in Fortran order is the transpose of an array in C order.
             return self._select_c_order(self.shape[::-1], key[::-1]).T
         return self._select_c_order(self.shape, key)
 
     def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
         """Read a selection into an array; see `LazyArray.select_into`."""
-        turned = self.order == "F"
-        memory = out.T if turned else out
-        run = contiguous_run(*((self.shape[::-1], key[::-1]) if turned else (self.shape, key)))
+        memory, shape, c_key = out, self.shape, key
+        if self.order == "F":
+            memory, shape, c_key = out.T, shape[::-1], key[::-1]
+        run = contiguous_run(shape, c_key)
         if self._is_wide and out.size and is_all(run) and memory.flags.c_contiguous:
             self._read_run(run.start, memory.reshape(-1))
         else:
@@ -274,7 +277,7 @@ class DenseArray(OnePartArray):
         return self._is_wide and self.reader.source.worth_skipping is not None
 
     def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array | None:
-        """Read scattered elements, in little more memory than the result takes."""
+        """Read scattered elements, in little more memory than the result needs."""
         if not self._is_copied:
             return None
         part, source = self.reader.part, self.reader.source
@@ -293,12 +296,12 @@ class DenseArray(OnePartArray):
         out = np.empty((count, *result_shape(run.shape, run.key)), self.dtype)
         step = _BLOCK_NBYTES // nbytes
         buffer = np.empty(min(step, count) * nbytes, np.uint8)
-        for at in range(0, count, step):
-            offsets = part.offset + starts[at : at + step] * itemsize
+        for number in range(0, count, step):
+            offsets = part.offset + starts[number : number + step] * itemsize
             memory = buffer[: len(offsets) * nbytes].data
             source.read_pieces(offsets.tolist(), nbytes, memory)
             pieces = self.decoded(memory, 0).reshape(-1, *run.shape)
-            out[at : at + step] = take(pieces, (slice(None), *run.key))
+            out[number : number + step] = take(pieces, (slice(None), *run.key))
         return out.reshape(result_shape(shape, key))
 
     def _elements(self, start: int, stop: int) -> Array:
@@ -316,18 +319,18 @@ class DenseArray(OnePartArray):
         return self._unpacked(data, start, stop) if bits < 8 else self.decoded(data, start)
 
     def _read_run(self, start: int, flat: Array) -> None:
-        """Read elements from `start` on into a flat array."""
+        """Fill a flat array with elements from position `start`."""
         part, source = self.reader.part, self.reader.source
         self.reader.check(self.part_nbytes)
         offset = part.offset + nbytes_of(part.dtype, start)
         if self._is_native:
             source.read_into(offset, flat.view(np.uint8).data)
             return
-        at = 0
+        count = 0
         for block in source.blocks(offset, nbytes_of(part.dtype, flat.size), _BLOCK_NBYTES):
-            values = self.decoded(block, start + at)
-            flat[at : at + len(values)] = values
-            at += len(values)
+            values = self.decoded(block, start + count)
+            flat[count : count + len(values)] = values
+            count += len(values)
 
     @property
     def _is_native(self) -> bool:
@@ -346,7 +349,7 @@ class DenseArray(OnePartArray):
         return 8 if has_byte_each(part) else ELEMENT_TYPES[part.dtype].bits
 
     def decoded(self, data: memoryview, start: int) -> Array:
-        """Return the elements in whole bytes of the part, from the element `start` on."""
+        """Return the elements in bytes of the part; `start` is the position of the first one."""
         part, bits = self.reader.part, self._bits
         if bits < 8:
             stop = start + len(data) * 8 // bits
@@ -389,8 +392,15 @@ class DenseArray(OnePartArray):
         padding = codes[first + stop - start :]
         if self.strict and stop == prod(self.shape) and padding.any():
             raise FormatError("padding bits after the last element are not zero", rule="LayoutData")
-        chosen = codes[first : first + stop - start]
-        return elements(chosen.data, dtype, decode=self.decode)
+        return elements(codes[first : first + stop - start].data, dtype, decode=self.decode)
+
+
+def stored_bytes(reader: PartReader, name: str) -> DenseArray:
+    """Return the bytes of a part as they are stored, without comparing its digest."""
+    part = reader.part
+    nbytes = part.nbytes if part.inline is None else len(part.inline)
+    raw = Part("uint8", (nbytes,), part.offset, nbytes, inline=part.inline)
+    return DenseArray(name, replace(reader, part=raw, verify=False), (nbytes,), decode=False)
 
 
 def dense_array(tensor: Tensor, reader: PartReader, *, decode: bool) -> DenseArray:
@@ -408,7 +418,7 @@ def dense_array(tensor: Tensor, reader: PartReader, *, decode: bool) -> DenseArr
 def elements(
     data: memoryview, dtype: str, *, decode: bool, byteorder: str = "little", strict: bool = False
 ) -> Array:
-    """Return the elements that bytes hold, as a flat array."""
+    """Return the elements in bytes as a flat array."""
     if dtype == "bool":
         return _booleans(np.frombuffer(data, np.uint8), strict=strict)
     stored, bits = stored_dtype(dtype), ELEMENT_TYPES[dtype].bits
@@ -416,18 +426,17 @@ def elements(
         # Bits beyond those of the type have no meaning.
         array = (np.frombuffer(data, np.uint8) & np.uint8((1 << bits) - 1)).view(stored)
     elif byteorder == "big":
-        # The cast to native order copies, as it must.
         array = np.frombuffer(data, stored.newbyteorder(">")).astype(stored)
     else:
         array = np.frombuffer(data, stored)
     if not decode or ELEMENT_TYPES[dtype].decoded == dtype:
-        # Unaligned arrays are legal in numpy but slow everywhere and refused by compiled kernels.
+        # numpy is slow with unaligned arrays, and compiled loops do not accept them.
         return array if array.flags.aligned else array.copy()
     if ELEMENT_TYPES[dtype].decoded == "bool":
         return _booleans(array, strict=strict)
     if dtype == "bfloat16":
-        # bfloat16 is the upper half of a float32: a shift keeps every bit, NaN payloads too, and
-        # is several times faster than ml_dtypes' element-wise cast.
+        # bfloat16 is the upper half of a float32: a shift keeps the payloads of NaN, and is several
+        # times faster than the cast of ml_dtypes.
         shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
         return shifted.view(np.float32)
     return np.take(_value_table(dtype), array.view(f"u{array.itemsize}"))
@@ -435,10 +444,9 @@ def elements(
 
 def _booleans(codes: Array, *, strict: bool) -> Array:
     if strict and codes.size and codes.max() > 1:
-        where = int(np.argmax(codes > 1))
-        raise FormatError(
-            f"element {where} is {codes[where]}, but a boolean is 0 or 1", rule="LayoutData"
-        )
+        position = int(np.argmax(codes > 1))
+        reason = f"element {position} is {codes[position]}, but a boolean is 0 or 1"
+        raise FormatError(reason, rule="LayoutData")
     return np.not_equal(codes, 0)
 
 
@@ -467,7 +475,7 @@ def unpack_codes(data: memoryview | Array, bits: int) -> Array:
 
 
 class _Share(NamedTuple):
-    """The share of a block in a selection: its place in the result, and its key in the block."""
+    """The selected elements of a block: their place in the result, and their key in the block."""
 
     role: str
     outer: tuple[Any, ...]
@@ -540,31 +548,30 @@ class ChunkedArray(LazyArray):
                         break
                     inner.append(entry - low)
                     continue
-                where, chosen = _within(entry, length, low, low + extent)
-                if not len(where):
+                places, block_entry = _within(entry, length, low, low + extent)
+                if not len(places):
                     break
-                outer.append(where)
-                inner.append(chosen)
+                outer.append(places)
+                inner.append(block_entry)
             else:
-                if all(isinstance(each, range) for each in outer):
-                    outer = [slice(each.start, each.stop) for each in outer]
+                if all(isinstance(places, range) for places in outer):
+                    outer = [slice(places.start, places.stop) for places in outer]
                 yield _Share(role, tuple(outer), tuple(inner))
 
 
 def _within(entry: AxisKey, length: int, low: int, high: int) -> tuple[Any, AxisKey]:
-    """Return which places of a result are in a range of an axis, and what of that range they are.
+    """Return the places in the result of positions from `low` to `high`, and their key from `low`.
 
-    Places are a range where the positions are a slice with a positive step.
+    For slices with a positive step the places are a range, else an array.
     """
-    chosen = positions(entry, length)
-    if isinstance(chosen, range) and chosen.step > 0:
-        first, stop = (max(0, -((chosen.start - at) // chosen.step)) for at in (low, high))
-        stop = min(stop, len(chosen))
+    steps = positions(entry, length)
+    if isinstance(steps, range) and steps.step > 0:
+        first, stop = (max(0, -((steps.start - bound) // steps.step)) for bound in (low, high))
+        stop = min(stop, len(steps))
         if first >= stop:
             return range(0), slice(0, 0, 1)
-        begin = chosen[first] - low
-        last = chosen[stop - 1] - low
-        return range(first, stop), slice(begin, last + 1, chosen.step)
-    found = np.asarray(chosen)
-    where = np.flatnonzero((found >= low) & (found < high))
-    return where, found[where] - low
+        begin, last = steps[first] - low, steps[stop - 1] - low
+        return range(first, stop), slice(begin, last + 1, steps.step)
+    selected = np.asarray(steps)
+    places = np.flatnonzero((selected >= low) & (selected < high))
+    return places, selected[places] - low

@@ -1,8 +1,8 @@
-"""Lazy arrays as dask arrays: one task per chunk, and tasks that are made when they are needed.
+"""Lazy arrays as dask arrays: one task per chunk, made on demand.
 
-dask's own schedulers do one task after the other, and tell before the first which ones there are,
-and in which order: remote files are read ahead of them. A worker of a cluster is told of one task
-at a time; it reads ahead within a chunk.
+dask's local schedulers know all tasks and their order before the first one runs, so remote files
+are read ahead of the tasks. A worker of a cluster gets one task at a time, and reads ahead within a
+chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate, pairwise, product, starmap
+from itertools import accumulate, chain, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,15 +49,14 @@ if TYPE_CHECKING:
     from xckpt.arrays.keys import AxisKey, Chunks
     from xckpt.storage.prefetch import Range
 
-# Up to here dask takes longer than the read.
+# Largest array, in bytes, for which dask takes longer than the read.
 _SMALL = 1 << 20
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
     """Make a dask array over a lazy array."""
     array: Any = make_array(TensorGraph(lazy, name, chunks), name, chunks, meta, lazy.shape)
-    # On the instance, because it is for what is stored only: what is done to the array makes
-    # another one.
+    # Set on the instance, because arrays that are derived from it must not have them.
     is_dense = isinstance(meta, np.ndarray)
     if not IS_FAST:
         if is_dense and _nbytes(lazy) >= UNCHECKED_NBYTES:
@@ -73,46 +72,46 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
 
 
 def lazy_of(array: Any) -> LazyArray | None:
-    """Return the lazy array that `tensor_array` made an array of, if nothing was done to it."""
+    """Return the lazy array of an unchanged array of `tensor_array`; None for other arrays."""
     graph = array.dask if isinstance(array, da.Array) else None
     return graph.lazy if isinstance(graph, TensorGraph) and graph.name == array.name else None
 
 
 def is_stored(array: Any) -> bool:
-    """Return whether something is an array that `tensor_array` made, to which nothing was done."""
+    """Return whether an object is an unchanged array of `tensor_array`."""
     return lazy_of(array) is not None
 
 
 def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
-    """Select of a stored array, so that the result is one too."""
+    """Return a selection of a stored array as a stored array."""
     graph = array.dask
     lazy = graph.lazy.sliced(key)
     if lazy is graph.lazy:
         return array
-    told = repr((graph.name, key)).encode("utf-8", "surrogatepass")
-    name = f"{lazy.name}-{blake2b(told, digest_size=16).hexdigest()}"
+    identity = repr((graph.name, key)).encode("utf-8", "surrogatepass")
+    name = f"{lazy.name}-{blake2b(identity, digest_size=16).hexdigest()}"
     chunks = cut_chunks(array.chunks, key)
     return tensor_array(lazy, name, chunks, lazy.empty((0,) * lazy.ndim))
 
 
 def read_small(array: da.Array) -> Any:
-    """Return the values of a small stored array without a graph; None where dask is to compute it.
+    """Return the values of a small stored array; None if dask has to compute it.
 
-    A graph of one task takes dask a millisecond, which is 20 times as long as reading a row.
+    dask takes a millisecond for a graph of one task, 20 times as long as reading a row.
     """
     lazy = array.dask.lazy
     is_dense = isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
-    is_one = is_dense and all(len(sizes) == 1 for sizes in array.chunks)
-    is_asked = dask.config.get("scheduler", None) is not None or active_client() is not None
-    if not is_one or is_asked or _nbytes(lazy) > _SMALL:
+    has_one_chunk = is_dense and all(len(sizes) == 1 for sizes in array.chunks)
+    has_scheduler = dask.config.get("scheduler", None) is not None or active_client() is not None
+    if not has_one_chunk or has_scheduler or _nbytes(lazy) > _SMALL:
         return None
     finish, extra = array.__dask_postcompute__()
     return np.asarray(finish([lazy[...]], *extra))
 
 
 def active_client() -> Any:
-    """Return the client of the cluster that computes what is asked for; None if there is none."""
-    # Another thread may be loading the package: then nobody has made a client yet.
+    """Return the client of the cluster that dask computes on, or None."""
+    # While another thread imports the package, there is no client yet.
     default_client = getattr(sys.modules.get("distributed"), "default_client", None)
     with suppress(ValueError):
         return None if default_client is None else default_client()
@@ -120,7 +119,7 @@ def active_client() -> Any:
 
 
 class TensorGraph(LateGraph):
-    """The graph of an array, which fills itself in when it is first looked at."""
+    """The graph of an array; its layer is made at first access."""
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         self._tensor = (lazy, name, chunks)
@@ -155,10 +154,10 @@ class TensorGraph(LateGraph):
 class TensorLayer(LightLayer):
     """The tasks of an array: getters of chunks.
 
-    Each holds the part of the lazy array that its chunk is in, and refers to nothing: a stack of
-    15,000 tensors is megabytes, and a task that goes to a worker is to be small. The form lets dask
-    fuse a later slice into the read (``dask.array.optimization._optimize_slices``), so that a row
-    of a tensor reads a row.
+    A task contains only the part of the lazy array that its chunk is in, because a stack of 15,000
+    tensors is megabytes, and tasks for workers should be small. In this form dask fuses a later
+    slice into the read (``dask.array.optimization._optimize_slices``), so that a row of a tensor
+    reads a row.
     """
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
@@ -166,7 +165,7 @@ class TensorLayer(LightLayer):
         self.lazy = lazy
         self.name = name
         self.chunks = chunks
-        # Where all chunks are read to, if all of them are wanted; other processes have none.
+        # Memory for all chunks if the whole array is computed; None in other processes.
         self.result: _Result | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,8 +180,8 @@ class TensorLayer(LightLayer):
         except (IndexError, TypeError):
             raise KeyError(key) from None
         if self.lazy.source.is_remote:
-            # For each computation: of two that overlap, dask loses what was registered
-            # (`dask.callbacks.local_callbacks`).
+            # For each computation, because dask unregisters callbacks when the first of two
+            # computations at the same time ends (`dask.callbacks.local_callbacks`).
             _reading_ahead.register()
         if self.result is not None:
             return call_task(key, _read_into, self.lazy, self.result, key, index)
@@ -195,7 +194,7 @@ class TensorLayer(LightLayer):
         return prod(len(sizes) for sizes in self.chunks)
 
     def is_materialized(self) -> bool:
-        """Tell that tasks are made when asked for."""
+        """Return False: tasks are made on demand."""
         return False
 
     def get_output_keys(self) -> AbstractSet[Any]:
@@ -206,29 +205,29 @@ class TensorLayer(LightLayer):
     def cull(
         self, keys: set[Any], all_hlg_keys: Collection[Any]
     ) -> tuple[Layer, Mapping[Any, set[Any]]]:
-        """Make only the tasks of some chunks."""
-        # dask asks each layer for the keys of all layers.
-        some = keys if len(keys) < len(self) else self.get_output_keys()
-        tasks = {key: self[key] for key in some if key in keys and key in self}
+        """Make only the tasks of selected chunks."""
+        # `keys` has the keys of all layers.
+        candidates = keys if len(keys) < len(self) else self.get_output_keys()
+        tasks = {key: self[key] for key in candidates if key in keys and key in self}
         return MaterializedLayer(tasks), {key: set() for key in tasks}
 
 
 class _OptimizeStored:
-    """How a graph of stored arrays is prepared: one task for an array of one chunk.
+    """Optimization of a graph of stored arrays: one task for an array of one chunk.
 
-    dask does the same in time that grows with the square of how many arrays are computed together,
-    as it asks the layer of each for the keys of all. Whatever else is in a graph is left to dask.
+    dask's own takes time quadratic in the number of arrays that are computed together, because it
+    passes the keys of all layers to each layer. Graphs with other layers are left to dask.
     """
 
     def __call__(self, graph: HighLevelGraph, keys: Any, **options: Any) -> Any:
-        wanted = set(flatten([keys]))
+        requested = set(flatten([keys]))
         tasks: dict[Any, Any] = {}
         reads: dict[Any, TensorLayer] = {}
         is_ours = dask.config.get("optimization.fuse.active") is not False
         for layer in graph.layers.values():
             if isinstance(layer, TensorLayer):
                 reads |= dict.fromkeys(layer.get_output_keys(), layer)
-            elif isinstance(layer, MaterializedLayer) and layer.mapping.keys() <= wanted:
+            elif isinstance(layer, MaterializedLayer) and layer.mapping.keys() <= requested:
                 tasks |= layer.mapping
             else:
                 is_ours = False
@@ -239,13 +238,13 @@ class _OptimizeStored:
         for key, task in tasks.items():
             if len(task.dependencies) == 1:
                 (read,) = task.dependencies
-                if used[read] == 1 and read not in wanted:
+                if used[read] == 1 and read not in requested:
                     tasks[key] = task.substitute({read: reads.pop(read)[read]})
-        needed = {key: layer for key, layer in reads.items() if key in used or key in wanted}
+        needed = {key: layer for key, layer in reads.items() if key in used or key in requested}
         return tasks | {key: layer[key] for key, layer in needed.items()}
 
-    # dask optimizes together what is optimized alike: what is read for several results, stored and
-    # computed ones, is read once.
+    # dask optimizes arrays together if their functions are equal. Stored and computed arrays of one
+    # computation then share their reads.
     def __eq__(self, other: object) -> bool:
         return other is self or other is da.Array.__dask_optimize__
 
@@ -263,15 +262,15 @@ _optimize_stored = _OptimizeStored()
 def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
     """Return the slice of each chunk along each axis."""
     bounds = [pairwise(accumulate(sizes, initial=0)) for sizes in chunks]
-    return tuple([tuple(starmap(slice, each)) for each in bounds])
+    return tuple([tuple(starmap(slice, along)) for along in bounds])
 
 
 class _Result:
-    """Memory for a whole array, which its chunks are read into, each at its place.
+    """Memory of a whole array, into which its chunks are read.
 
     Joining chunks afterwards would take twice the memory. A graph may be computed again, even at
-    the same time: then a chunk that is there already begins new memory, and `_gathered` joins what
-    is not in one piece.
+    the same time: a chunk that has been read before then begins new memory, and `_gathered` joins
+    chunks of different memories.
     """
 
     def __init__(self, lazy: LazyArray) -> None:
@@ -284,12 +283,12 @@ class _Result:
         return type(None), ()  # another process has none
 
     def place(self, key: Any, index: tuple[slice, ...]) -> Any:
-        """Return the memory of a chunk, to be filled by who asks."""
+        """Return the memory of a chunk; the caller fills it."""
         with self._lock:
             whole = None if self._whole is None else self._whole()
             if whole is None or key in self._filled:
                 whole = self._lazy.allocate()
-                self._whole = weakref.ref(whole)  # the chunks keep it
+                self._whole = weakref.ref(whole)  # its chunks keep it alive
                 self._filled.clear()
             self._filled.add(key)
         return whole[index]
@@ -305,9 +304,9 @@ def _read_into(lazy: LazyArray, result: _Result | None, key: Any, index: tuple[s
 
 
 def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
-    """Refuse to compute, before any chunk is, what would not fit in memory when it is put together.
+    """Raise before the first chunk is computed if the whole array would not fit in memory.
 
-    On a cluster chunks may stay where they are: there it is found out when they come together.
+    On a cluster chunks may stay on the workers, so that joining them raises.
     """
     if active_client() is None:
         with locating(path=lazy.source.name, tensor=lazy.name):
@@ -318,7 +317,7 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
 
 
 def _plain_postcompute(lazy: LazyArray, array: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Do the same where dask joins the chunks."""
+    """Check the same as `_checked_postcompute`, and let dask join the chunks."""
     _checked_postcompute(lazy, ())
     return da.Array.__dask_postcompute__(array())  # type: ignore[no-any-return]
 
@@ -335,16 +334,16 @@ def _postcompute(chunks: Chunks) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
 def _gathered(results: Any, chunks: Chunks) -> Any:
     """Join computed chunks into memory of its own."""
     blocks = list(flatten(results, container=(list, tuple)))
-    whole = tuple(map(sum, chunks))
-    # Where they are this one array, it was made for this result alone; a memory map is read-only.
-    one = blocks[0] if len(blocks) == 1 else getattr(blocks[0], "base", None)
+    shape = tuple(map(sum, chunks))
+    # An array that all chunks are views of belongs to this result; a memory map is read-only.
+    memory = blocks[0] if len(blocks) == 1 else getattr(blocks[0], "base", None)
     if (
-        isinstance(one, np.ndarray)
-        and one.shape == whole
-        and one.flags.writeable
-        and all(block is one or block.base is one for block in blocks)
+        isinstance(memory, np.ndarray)
+        and memory.shape == shape
+        and memory.flags.writeable
+        and all(block is memory or block.base is memory for block in blocks)
     ):
-        return one
+        return memory
     return _finalized(results)
 
 
@@ -355,20 +354,20 @@ def _finalized(results: Any) -> Any:
 
 
 class _ReadingAhead(Callback):
-    """Reads ahead for as long as a graph is computed."""
+    """Reads ahead while a graph is computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._under_way: dict[int, ExitStack] = {}
 
     def _start_state(self, graph: Mapping[Any, Any], state: Mapping[str, Any]) -> None:
-        ready: list[Any] = state["ready"]  # the last one is done first
-        reads = {key: found for key in reversed(ready) if (found := list(_ranges(graph[key])))}
-        # Results are kept to the end in whatever order they come; dask has them in none.
+        ready: list[Any] = state["ready"]  # dask runs the last one first
+        reads = {key: ranges for key in reversed(ready) if (ranges := list(_ranges(graph[key])))}
+        # Results stay in memory until the end, so they are read in the order of the file.
         dependents, dependencies = state["dependents"], state["dependencies"]
 
         def is_result(key: Any) -> bool:
-            # Or another name for one.
+            # An alias of a result counts too.
             return all(dependencies[n] == {key} and not dependents[n] for n in dependents[key])
 
         ends = [key for key in reads if is_result(key)]
@@ -377,13 +376,13 @@ class _ReadingAhead(Callback):
         order = [next(in_file) if key in are_ends else key for key in reversed(ready)]
         reorder(state, order)
         stack = ExitStack()
-        stack.enter_context(reading_ahead(each for key in order for each in reads.get(key, ())))
+        stack.enter_context(reading_ahead(chain.from_iterable(reads.get(key, ()) for key in order)))
         self._under_way[id(state)] = stack
 
     def _finish(self, _: Mapping[Any, Any], state: Mapping[str, Any], is_failed: bool) -> None:  # noqa: FBT001  dask's
         stack = self._under_way.pop(id(state), None)
         if stack is not None:
-            # Tasks that go on after an error or Ctrl-C are to end.
+            # Tasks that are still running after an error or Ctrl-C have to end.
             error = CancelledError() if is_failed else None
             with suppress(CancelledError):
                 stack.__exit__(type(error) if error else None, error, None)
@@ -393,7 +392,7 @@ _reading_ahead = _ReadingAhead()
 
 
 def _ranges(task: Any) -> Iterator[Range]:
-    """Return the bytes of files that a task reads."""
+    """Return the byte ranges of files that a task reads."""
     for arguments in arguments_within(task):
         lazy = next((value for value in arguments if isinstance(value, LazyArray)), None)
         # The last tuple is the index.

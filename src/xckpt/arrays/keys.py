@@ -27,10 +27,10 @@ class ElementRun(NamedTuple):
 def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
     """Spell out a key: one entry within bounds for each axis."""
     entries = list(key) if isinstance(key, tuple) else [key]
-    where = [i for i, entry in enumerate(entries) if entry is Ellipsis]
-    if where:
+    dots = next((i for i, entry in enumerate(entries) if entry is Ellipsis), None)
+    if dots is not None:
         fill = len(shape) - len(entries) + 1
-        entries[where[0] : where[0] + 1] = [slice(None)] * fill
+        entries[dots : dots + 1] = [slice(None)] * fill
     entries += [slice(None)] * (len(shape) - len(entries))
     if len(entries) != len(shape):
         raise IndexError(f"{len(entries)} indices for an array of {len(shape)} dimensions")
@@ -43,7 +43,7 @@ def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
 
 
 def _slice_of(steps: range) -> slice:
-    # A negative stop would count from the end; None means "to the start".
+    # A negative stop would count from the end; None means to the start.
     stop = None if steps.stop < 0 else steps.stop
     return slice(steps.start, stop, steps.step) if steps else slice(0, 0, 1)
 
@@ -125,7 +125,7 @@ def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...
 
 
 def is_all(run: ElementRun) -> bool:
-    """Return whether a run is taken as a whole, in order."""
+    """Return whether a selection is its whole run, in order."""
     key = tuple([slice(0, 1, 1) if isinstance(entry, int) else entry for entry in run.key])
     return all(isinstance(entry, slice) for entry in key) and key == whole(run.shape)
 
@@ -148,15 +148,15 @@ def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
 def cut_along(
     axis: int, size: int, shape: Sequence[int], key: tuple[AxisKey, ...]
 ) -> Iterator[tuple[tuple[slice, ...], tuple[AxisKey, ...]]]:
-    """Cut an index along an axis: where in the result each part is, and its index."""
+    """Cut a key along an axis; yield the place of each part in the result, and its key."""
     before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
-    for number, some in enumerate(groups(key[axis], shape[axis], size)):
-        where = slice(number * size, (number + 1) * size)
-        yield (*before, where), (*key[:axis], some, *key[axis + 1 :])
+    for number, entry in enumerate(groups(key[axis], shape[axis], size)):
+        place = slice(number * size, (number + 1) * size)
+        yield (*before, place), (*key[:axis], entry, *key[axis + 1 :])
 
 
 def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int:
-    """Return along how many axes it is best to read each selected position by itself."""
+    """Return the number of leading axes whose selected positions are best read one by one."""
     best, lowest, count = 0, float("inf"), 1
     for axis, (length, entry) in enumerate(zip(shape, key, strict=True)):
         cost = count * (prod(contiguous_run(shape[axis:], key[axis:]).shape) + skip)
@@ -167,7 +167,7 @@ def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int
 
 
 def take(block: Any, key: Sequence[AxisKey]) -> Any:
-    """Apply an index to a block, orthogonally: each array acts on its own axis."""
+    """Return a selection of a block; arrays in the key select along their own axis."""
     arrays = [axis for axis, entry in enumerate(key) if isinstance(entry, np.ndarray)]
     for axis in arrays:
         block = block[(slice(None),) * axis + (key[axis],)]
@@ -175,9 +175,9 @@ def take(block: Any, key: Sequence[AxisKey]) -> Any:
 
 
 def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:
-    """Return the index that selects at once what two select one after the other."""
-    rest = iter(second)
-    return tuple([e if isinstance(e, int) else _within(e, next(rest)) for e in first])
+    """Return the key that selects the same as a key of the result of another key."""
+    entries = iter(second)
+    return tuple([e if isinstance(e, int) else _within(e, next(entries)) for e in first])
 
 
 def _within(outer: Any, inner: AxisKey) -> AxisKey:
@@ -190,34 +190,34 @@ def _within(outer: Any, inner: AxisKey) -> AxisKey:
 
 
 def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:
-    """Return the chunks of a selection as dask does: those of the whole without the rest."""
-    kept = zip(chunks, key, strict=True)
-    return tuple([_cut(sizes, entry) for sizes, entry in kept if isinstance(entry, slice)])
+    """Return the chunks of a selection, as dask cuts the chunks of the whole array."""
+    along = zip(chunks, key, strict=True)
+    return tuple([_cut(sizes, entry) for sizes, entry in along if isinstance(entry, slice)])
 
 
 def _cut(sizes: tuple[int, ...], entry: slice) -> tuple[int, ...]:
     start, stop, step = entry.start, entry.stop, entry.step
     if (start, stop, step) == (0, sum(sizes), 1):
         return sizes
-    left = []
+    lengths = []
     for begin, end in pairwise(accumulate(sizes, initial=0)):
         first = max(start, begin + (start - begin) % step)
-        # Like dask's (``dask.array.slicing._slice_1d``), a chunk in which the next step would be
-        # is there without an element if the end comes first: variables that are cut alike must
-        # have chunks alike, or their Dataset has none.
+        # Like dask (``dask.array.slicing._slice_1d``), keep an empty chunk if the next step is in
+        # it, but behind the end. Variables with the same slice must have the same chunks, or
+        # their Dataset has no chunks.
         if begin < stop and first < end:
-            left.append(len(range(first, min(stop, end), step)))
-    return tuple(left) or (0,)
+            lengths.append(len(range(first, min(stop, end), step)))
+    return tuple(lengths) or (0,)
 
 
-# Sparse tensors claim any shape in a few bytes; a chunk of a real file is no smaller for this.
+# Limits the chunks of sparse tensors, which claim any shape in a few bytes.
 _MOST_CHUNKS = 1 << 17
 
 Chunks = tuple[tuple[int, ...], ...]
 
 
 def target_nbytes() -> int:
-    """Return the wanted size of a chunk in bytes: dask's ``array.chunk-size``."""
+    """Return the size of a chunk in bytes, dask's ``array.chunk-size``."""
     import dask
     from dask.utils import parse_bytes
 
@@ -228,22 +228,22 @@ def target_nbytes() -> int:
 def chunks_along_slowest(
     shape: tuple[int, ...], itemsize: int, target: int, order: str = "C"
 ) -> Chunks:
-    """Cut a shape into chunks of about `target` bytes, each contiguous in memory order."""
+    """Cut a shape into chunks of about `target` bytes that are contiguous in memory order."""
     if order == "F":
         return chunks_along_slowest(shape[::-1], itemsize, target)[::-1]
     chunks: list[tuple[int, ...]] = []
-    rest = itemsize
+    nbytes = itemsize  # of an array of this and the faster axes
     for length in shape:
-        rest *= length
-    target = max(target, rest // _MOST_CHUNKS)
-    if rest <= target:
+        nbytes *= length
+    target = max(target, nbytes // _MOST_CHUNKS)
+    if nbytes <= target:
         return tuple((length,) for length in shape)
     for length in shape:
-        rest //= length
-        step = min(length, max(1, target // rest)) if rest else length
-        whole, left = divmod(length, step)
-        chunks.append((step,) * whole + ((left,) if left else ()))
+        nbytes //= length
+        step = min(length, max(1, target // nbytes)) if nbytes else length
+        count, remainder = divmod(length, step)
+        chunks.append((step,) * count + ((remainder,) if remainder else ()))
         # Once a chunk holds several positions of an axis, the faster axes must stay whole.
         if step > 1:
-            target = rest
+            target = nbytes
     return tuple(chunks)

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.dense import DenseArray, stored_bytes
 from xckpt.arrays.lazy import dense_values
 from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.errors import locating
@@ -352,10 +352,9 @@ def stored_pair(pair: Any) -> PairReader | None:
         or _meaning(pair.first, ours) != _meaning(pair.second, theirs)
     ):
         return None
-    readers = [StoredReader(list(parts.values())) for parts in (ours, theirs)]
-    if readers[0].size != readers[1].size:
-        return None
-    return PairReader(*readers)
+    our_bytes = StoredReader(list(ours.values()), pair.first.array.name)
+    their_bytes = StoredReader(list(theirs.values()), pair.second.array.name)
+    return PairReader(our_bytes, their_bytes) if our_bytes.size == their_bytes.size else None
 
 
 class StoredReader(Reader):
@@ -363,35 +362,31 @@ class StoredReader(Reader):
 
     kind = kind_named("uint8")
 
-    def __init__(self, parts: Sequence[PartReader]) -> None:
-        self.parts = parts
-        self.size = self.nbytes = sum(_nbytes(part) for part in parts)
+    def __init__(self, parts: Sequence[PartReader], name: str) -> None:
+        self.arrays = [stored_bytes(part, name) for part in parts]
+        self.size = self.nbytes = sum(array.shape[0] for array in self.arrays)
         self.place = (parts[0].source.name, parts[0].part.offset)
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Yield the byte ranges in files from `start` to `stop`."""
-        first = 0
-        for part in self.parts:
-            low, high = max(first, start) - first, min(first + _nbytes(part), stop) - first
-            for source, offset, _ in part.ranges() if low < high else ():
-                yield source, offset + low, high - low
-            first += _nbytes(part)
+        for array, _, low, high in self._shares(start, stop):
+            yield from array.flat_ranges(low, high)
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Yield blocks of bytes, each with its first position."""
+        for array, first, low, high in self._shares(start, stop):
+            for position, values in array.flat(low, high, buffer):
+                yield first + position, values
+
+    def _shares(self, start: int, stop: int) -> Iterator[tuple[DenseArray, int, int, int]]:
+        """Yield the parts with bytes in a range: where a part begins, and the range in it."""
         first = 0
-        for part in self.parts:
-            end = min(first + _nbytes(part), stop)
-            step = len(buffer)
-            for position in range(max(first, start), end, step):
-                memory = buffer[: min(step, end - position)]
-                inline = part.part.inline
-                if inline is None:
-                    part.source.read_into(part.part.offset + position - first, memory.data)
-                else:
-                    memory[:] = np.frombuffer(inline, np.uint8)[position - first :][: len(memory)]
-                yield position, memory
-            first += _nbytes(part)
+        for array in self.arrays:
+            (nbytes,) = array.shape
+            low, high = max(start - first, 0), min(stop - first, nbytes)
+            if low < high:
+                yield array, first, low, high
+            first += nbytes
 
 
 class SameBytes(Accumulator):
@@ -443,11 +438,6 @@ def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
     }
     decoding = [getattr(lazy, name, None) for name in (*DECODING, "decode")]
     return type(lazy), lazy.shape, stored, decoding
-
-
-def _nbytes(part: PartReader) -> int:
-    inline = part.part.inline
-    return part.part.nbytes if inline is None else len(inline)
 
 
 # --- matches -------------------------------------------------------------------------------------

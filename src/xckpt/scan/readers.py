@@ -247,8 +247,8 @@ def _stored(lazy: Any) -> tuple[Any, ...]:
     return tuple(
         [
             # The fields: to write the part itself takes several times as long.
-            (role, each.source.name, each.source.identity, _FIELDS(each.part), each.verify)
-            for role, each in lazy.readers.items()
+            (role, part.source.name, part.source.identity, _FIELDS(part.part), part.verify)
+            for role, part in lazy.readers.items()
         ]
     )
 
@@ -258,7 +258,7 @@ def _row(shape: tuple[int, ...]) -> int:
 
 
 def _in_runs(array: Any) -> tuple[Any, bool]:
-    """Chunk an array so that chunks are runs, where that is cheap; say whether they are."""
+    """Rechunk an array so that chunks are runs if that is cheap; return whether they are."""
     axis = next((k for k, sizes in enumerate(array.chunks) if max(sizes) > 1), array.ndim)
     split = [k for k in range(axis + 1, array.ndim) if len(array.chunks[k]) > 1]
     if not split:

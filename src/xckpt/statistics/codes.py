@@ -43,7 +43,7 @@ class _Coded(NamedTuple):
 
 
 class _CodeArray:
-    """Something that is indexed like an array of codes, or of bytes with two codes each."""
+    """An array of codes, or of bytes with two codes each, that is read by indexing it."""
 
     dtype = np.dtype(np.uint8)
 
@@ -54,11 +54,12 @@ class _CodeArray:
         self.read = read
 
     def __getitem__(self, key: Any) -> Array:
-        given = key if isinstance(key, tuple) else (key,)
-        whole = [slice(None)] * (len(self.shape) - len(given))
+        entries = key if isinstance(key, tuple) else (key,)
+        missing = [slice(None)] * (len(self.shape) - len(entries))
         starts, stops = [], []
-        for each, size in zip((*given, *whole), self.shape, strict=True):
-            start, stop = each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
+        for entry, size in zip((*entries, *missing), self.shape, strict=True):
+            is_slice = isinstance(entry, slice)
+            start, stop = entry.indices(size)[:2] if is_slice else (entry, entry + 1)
             starts.append(start)
             stops.append(stop)
         return self.read(tuple(starts), tuple(stops))
@@ -66,39 +67,38 @@ class _CodeArray:
 
 def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) -> Array:
     """Return a row of `OF_CODES` for each tensor, NaN for those that have no codes."""
-    found = np.full((len(readers), len(OF_CODES)), nan)
-    coded = {n: each for n, reader in enumerate(readers) if (each := _coded(reader)) is not None}
-    several = list(coded.values())
+    shares = np.full((len(readers), len(OF_CODES)), nan)
+    coded = {n: codes for n, reader in enumerate(readers) if (codes := _coded(reader)) is not None}
+    tensors = list(coded.values())
 
     def finish(number: int, sketch: Sketch) -> tuple[float, float]:
         codes, counts = sketch.counted()
-        if several[number].paired:
+        if tensors[number].paired:
             codes, counts = np.concatenate([codes & 15, codes >> 4]), np.tile(counts, 2)
-        return _use(codes, counts, several[number].values)
+        return _use(codes, counts, tensors[number].values)
 
-    rows = gather(
-        [each.reader for each in several], Sketch, finish, progress, cache=cache, stretched=True
-    )
+    code_readers = [codes.reader for codes in tensors]
+    rows = gather(code_readers, Sketch, finish, progress, cache=cache, stretched=True)
     for number, row in zip(coded, rows, strict=True):
-        found[number] = row
-    return found
+        shares[number] = row
+    return shares
 
 
 def _use(codes: Array, counts: Array, values: Array) -> tuple[float, float]:
     total = int(counts.sum())
     finite = np.isfinite(values)
     # 0 and -0 are one value.
-    known, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
-    is_used = np.bincount(of_code[codes], counts * finite[codes], len(known))
+    distinct, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
+    uses = np.bincount(of_code[codes], counts * finite[codes], len(distinct))
     has_zero = bool((values[finite] == 0).any())
     if not has_zero:
-        known, is_used = known[known != 0], is_used[known != 0]
+        distinct, uses = distinct[distinct != 0], uses[distinct != 0]
     # Symmetric codes leave the lowest out: -128 where the largest is 127.
-    lowest = int(len(known) > 2 and not is_used[0] and known[1] == -known[-1])
+    lowest = int(len(distinct) > 2 and not uses[0] and distinct[1] == -distinct[-1])
     if not total:
         return nan, nan
-    ends = is_used[lowest] + (is_used[-1] if len(known) > 1 else 0)
-    return float(ends / total), float(np.count_nonzero(is_used == 0) / len(known))
+    ends = uses[lowest] + (uses[-1] if len(distinct) > 1 else 0)
+    return float(ends / total), float(np.count_nonzero(uses == 0) / len(distinct))
 
 
 def _coded(reader: Reader) -> _Coded | None:
@@ -132,10 +132,10 @@ def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: Blo
 
 
 def _code_reader(reader: Reader, codes: _CodeArray) -> Reader:
-    found = ArrayReader(codes, reader.nbytes)
-    found.place, found.name = reader.place, reader.name
+    code_reader = ArrayReader(codes, reader.nbytes)
+    code_reader.place, code_reader.name = reader.place, reader.name
     if isinstance(reader.array, QuantizedArray) and reader.array.is_turned:
-        found.whole_rows, found.piece_nbytes = True, TURNED_NBYTES
+        code_reader.whole_rows, code_reader.piece_nbytes = True, TURNED_NBYTES
     if reader.identity is not None:
-        found.identity = (reader.identity[0], "codes", *reader.identity[1:])
-    return found
+        code_reader.identity = (reader.identity[0], "codes", *reader.identity[1:])
+    return code_reader

@@ -1,18 +1,18 @@
-"""The contents of tensors as bytes that do not depend on their file, and digests of these.
+"""The contents of tensors as bytes that do not depend on their file, and digests of these bytes.
 
-The digest of a tensor is the SHA-256, in hexadecimal digits, of its elements as a numpy array of
-its element type has them: in C order, little-endian, booleans as 0 and 1, elements of fewer than
-eight bits in a byte each. Its `kind` is the selection of elements:
+The digest of a tensor is the SHA-256, in hexadecimal digits, of its elements as numpy stores them:
+in C order, little-endian, booleans as 0 and 1, elements of fewer than eight bits in one byte. Its
+`kind` is the selection of elements:
 
 ===========  ===================================================================================
-`elements`   of a dense tensor: all, as the element type that is stored
-`decoded`    of a quantised tensor: the float32 that its codes stand for
-`nonzero`    of a sparse tensor: those whose bits are not all zero, in C order. The digest is that
-             of two others: of their coordinates, a row of int64 for each, and of the values
+`elements`   all elements of a dense tensor, in their stored element type
+`decoded`    the values of a quantised tensor as float32
+`nonzero`    the elements of a sparse tensor whose bits are not all zero, in C order. The digest
+             covers two others: of the coordinates, as rows of int64, and of the values
 ===========  ===================================================================================
 
-So it is the same for compressed and plain, sharded and whole, C- and Fortran-ordered, big- and
-little-endian files, and whatever chunks a Dataset has.
+The digest therefore does not depend on compression, shards, memory order, byte order, and the
+chunks of a Dataset.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ KINDS = ("elements", "decoded", "nonzero")
 _BLOCK_NBYTES = 1 << 20
 # Largest tensor in Fortran order that is read at once; larger ones are read by rows.
 _TURNED_NBYTES = 64 << 20
-# Larger dense tensors are only claimed, by a few bytes.
+# Largest dense tensor; a few bytes can claim any size.
 _LARGEST_NBYTES = 1 << 42
 # Number and size of small tensors that are hashed by one task.
 _MANY, _SMALL_NBYTES = 64, 1 << 16
-# At least: some wait for a disk or a server.
+# Least number of threads, because they wait for disks and servers.
 _THREADS = 4
 
 
@@ -95,7 +95,7 @@ class TensorDigest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorContent:
-    """An array that is hashed: lazy, numpy's, dask's or sparse."""
+    """An array to hash: lazy, numpy's, dask's or sparse."""
 
     name: str
     dtype: str
@@ -106,7 +106,7 @@ class TensorContent:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes that are hashed are those of the part, decompressed."""
+        """Whether the hashed bytes are the decompressed bytes of the part."""
         array = self.array
         if not isinstance(array, DenseArray) or self.kind != "elements":
             return False
@@ -125,7 +125,7 @@ class TensorContent:
 
 
 def contents_of(tensor: Stored | Computed) -> Iterator[TensorContent]:
-    """List what is hashed of a tensor of an xarray object."""
+    """Yield the arrays to hash of a tensor of an xarray object."""
     if isinstance(tensor, Stored):
         yield from stored_contents(tensor.tensor, tensor.readers)
         return
@@ -138,7 +138,7 @@ def contents_of(tensor: Stored | Computed) -> Iterator[TensorContent]:
 def stored_contents(
     tensor: Tensor, readers: Mapping[str, PartReader], *, verify: bool | None = True
 ) -> Iterator[TensorContent]:
-    """List what is hashed of a tensor of a file: most have one array, some have one per part."""
+    """Yield the arrays to hash of a tensor of a file: one, or one for each part."""
     if tensor.stored is not None:
         for stored in Stored(tensor, readers).replacements():
             yield from stored_contents(stored.tensor, stored.readers, verify=verify)
@@ -169,38 +169,38 @@ def digest(
     advance: Callable[[int], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
 ) -> TensorDigest:
-    """Hash a tensor, as the type and kind of `like` if its shape and elements allow it.
+    """Hash a tensor, with the element type and kind of `like` if it has the same shape.
 
-    The digest is empty if they do not. `advance` is called with numbers of bytes; `check` may raise
-    to stop.
+    The digest is empty if the elements do not fit that type. `advance` is called with numbers of
+    bytes; `check` may raise to stop.
     """
     array = content.array
     shape = tuple(map(int, array.shape))
-    found = TensorDigest(content.dtype, shape, content.kind, "")
+    result = TensorDigest(content.dtype, shape, content.kind, "")
     if like is not None and like.shape == shape and (shape or like.kind != "nonzero"):
-        found = found._replace(dtype=like.dtype, kind=like.kind)
-    wanted = nbytes_of(found.dtype, prod(shape))
-    done = told = 0
+        result = result._replace(dtype=like.dtype, kind=like.kind)
+    total = nbytes_of(result.dtype, prod(shape))
+    done = reported = 0
     hashers = [sha256(), sha256()]
-    pieces = _nonzero if found.kind == "nonzero" else _elements
+    pieces = _nonzero if result.kind == "nonzero" else _elements
     try:
         with locating(path=content.file or None, tensor=content.name):
-            for number, block in pieces(content, found.dtype):
+            for number, block in pieces(content, result.dtype):
                 check()
                 hashers[number].update(block)
                 done += len(block)
-                now = content.nbytes * min(done, wanted) // wanted if wanted else 0
-                advance(now - told)
-                told = now
+                stored_nbytes = content.nbytes * min(done, total) // total if total else 0
+                advance(stored_nbytes - reported)
+                reported = stored_nbytes
     except UnsupportedError:
-        if found.dtype == content.dtype:
+        if result.dtype == content.dtype:
             raise
         return TensorDigest(content.dtype, shape, content.kind, "")
-    advance(content.nbytes - told)
+    advance(content.nbytes - reported)
     of_values = hashers[0].hexdigest()
-    if found.kind == "nonzero":
+    if result.kind == "nonzero":
         of_values = sha256(hashers[1].digest() + hashers[0].digest()).hexdigest()
-    return found._replace(sha256=of_values)
+    return result._replace(sha256=of_values)
 
 
 def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
@@ -220,18 +220,17 @@ def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryvi
     shape = content.array.shape
     for coords, stored in _stored_elements(content) if 0 not in shape else ():
         bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), stored.itemsize)
-        kept = bits.any(axis=-1)
-        where = np.stack([axis[kept] for axis in coords], axis=-1).astype("<i8", copy=False)
-        yield 1, as_bytes(where)
-        yield 0, as_bytes(convert(stored[kept], dtype, "exact", tensor=content.name))
+        is_nonzero = bits.any(axis=-1)
+        rows = np.stack([axis[is_nonzero] for axis in coords], axis=-1).astype("<i8", copy=False)
+        yield 1, as_bytes(rows)
+        yield 0, as_bytes(convert(stored[is_nonzero], dtype, "exact", tensor=content.name))
 
 
 def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], Any]]:
     """Return coordinates and elements in C order; some elements may be zero."""
     array = content.array
     if isinstance(array, SparseArray):
-        for each in array.blocks():
-            yield each.coords, each.values
+        yield from ((block.coords, block.values) for block in array.blocks())
         return
     for origin, block in _blocks(content):
         coords, values = stored_elements(block, content.name)
@@ -286,7 +285,7 @@ def side_by_side(
 ) -> Iterator[Iterator[Any]]:
     """Call a function for many tensors on threads, reading ahead; results come in order.
 
-    `work` takes an item and a function that raises once nobody waits for the result.
+    `work` takes an item, and a function that raises if the result is no longer needed.
     """
     stop = threading.Event()
 
@@ -294,8 +293,8 @@ def side_by_side(
         if stop.is_set():
             raise CancelledError
 
-    def do(some: list[Any]) -> list[Any]:
-        return [work(each, check) for each in some]
+    def do(batch: list[Any]) -> list[Any]:
+        return [work(item, check) for item in batch]
 
     with reading_ahead(ranges), ThreadPoolExecutor(max(_THREADS, cpu_count())) as threads:
         try:

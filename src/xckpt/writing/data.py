@@ -1,9 +1,9 @@
 """New tensors, and the sources of the bytes of their parts.
 
-A `PartData` yields its bytes in order, and mostly in any order. Dask arrays are computed into their
-places, each chunk once. Chunks come in any order and may be cut along any axis; their tasks open
-the file by its path, so that any scheduler and any machine that sees the file can run them. The
-digests of a file are compared while its bytes pass.
+A `PartData` returns its bytes in order, and in most cases also as pieces in any order. Dask arrays
+are computed into their places, each chunk once. Chunks may be cut along any axis and come in any
+order. Their tasks open the file by its path, so that any scheduler runs them, on any machine that
+has access to the file. Digests of the old file are compared while its bytes are copied.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from xckpt.storage.sink import Place
     from xckpt.writing.casting import Cast
 
-    # Where a range of the raw bytes begins, and what reads it, from any thread.
+    # The start of a range of the raw bytes, and a function that reads it, on any thread.
     Piece = tuple[int, Callable[[], memoryview]]
 
 __all__ = [
@@ -69,7 +69,7 @@ __all__ = [
 # Size of pieces that are read, converted and written: large enough for disks, small enough for
 # caches and for several threads to have a few each.
 PIECE_NBYTES = 8 << 20
-# Shorter runs are not worth a system call each: they are written through a memory map.
+# Runs shorter than this, in bytes, are written through a memory map instead of by system calls.
 _SHORTEST_RUN = 1 << 12
 # Largest part that is transposed in pieces; larger ones are transposed by chunks.
 _TURNED_NBYTES = 64 << 20
@@ -189,7 +189,7 @@ def _part_array(
 
 
 class PartData(ABC):
-    """The bytes of one part, raw, little-endian, in the order in which the file has them."""
+    """The bytes of one part of a new file: raw, little-endian, in the order of the file."""
 
     nbytes: int
 
@@ -198,7 +198,7 @@ class PartData(ABC):
         """Return all bytes in order, a few megabytes at a time."""
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Return ranges that can be read in any order; None where there is only one order."""
+        """Return ranges that can be read in any order; None if the order is fixed."""
         return None
 
     def ranges(self) -> Iterator[Range]:
@@ -207,13 +207,13 @@ class PartData(ABC):
 
 
 def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str) -> PartData:
-    """Return the bytes of a part, which an array has, in the form in which they are written."""
+    """Return the bytes of an array in the form of a part of a new file."""
     if not isinstance(array, OnePartArray):
         return ArrayData(array, part.dtype, cast, tensor, order)
     stored = array.reader.part
     if isinstance(array, DenseArray):
         is_turned = order != array.order and sum(n > 1 for n in array.shape) > 1
-        # A file may have booleans other than 0 and 1, which the new one must not.
+        # Booleans other than 0 and 1 are not copied.
         is_recoded = part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool"
         if is_turned or is_recoded or has_byte_each(stored):
             checked = array.verified()
@@ -228,9 +228,9 @@ def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str)
 
 @dataclass(frozen=True, slots=True)
 class ArrayData(PartData):
-    """An array that is written as an element type in a memory order: numpy's, lazy, or dask's.
+    """An array of numpy, of dask or of a file, with the element type and order to write.
 
-    It may be a block that begins at `origin` of the `tensor`, for messages.
+    For messages, it is a block of the `tensor` that begins at `origin`.
     """
 
     array: Any
@@ -247,7 +247,7 @@ class ArrayData(PartData):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the array
-        """How many bytes are written."""
+        """Number of bytes to write."""
         return nbytes_of(self.dtype, prod(self.array.shape))
 
     def ranges(self) -> Iterator[Range]:
@@ -260,23 +260,23 @@ class ArrayData(PartData):
         if ELEMENT_TYPES[self.dtype].bits >= 8:
             yield from map(as_bytes, self._converted_blocks())
             return
-        rest = np.empty(0, np.uint8)
+        pending = np.empty(0, np.uint8)
         for block in self._converted_blocks():
-            codes = np.concatenate([rest, block.reshape(-1).view(np.uint8)])
-            whole = len(codes) // 2 * 2
-            rest = codes[whole:]
-            yield _joined(codes[:whole])
-        if len(rest):
-            yield _joined(rest)
+            codes = np.concatenate([pending, block.reshape(-1).view(np.uint8)])
+            count = len(codes) // 2 * 2
+            pending = codes[count:]
+            yield _joined(codes[:count])
+        if len(pending):
+            yield _joined(pending)
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Return ranges, except of elements that share bytes or are decoded from the start."""
+        """Return ranges, unless elements share bytes or are decoded from the first one on."""
         shares_bytes = ELEMENT_TYPES[self.dtype].bits < 8
         return None if shares_bytes or self._stream is not None else self._pieces()
 
     @property
     def _stream(self) -> DenseArray | None:
-        """The array if its part has to be decoded from the start."""
+        """The array if its part can only be decoded from its start; else None."""
         array = self.array
         is_stream = isinstance(array, DenseArray) and array.reader.part.encoding in STREAMS
         return array if is_stream else None
@@ -300,7 +300,7 @@ class ArrayData(PartData):
         return as_bytes(self.converted(key))
 
     def runs(self) -> Iterator[tuple[tuple[slice, ...], int]]:
-        """Cut the array into runs of the file, in order; their axes have the file's order."""
+        """Yield keys of runs of the file, in order, and their sizes; axes are in file order."""
         if isinstance(self.array, LazyArray):
             self.array.require_expansion()
         shape = self.array.shape[::-1] if self.order == "F" else self.array.shape
@@ -315,7 +315,7 @@ class ArrayData(PartData):
             yield key, prod([run.stop - run.start for run in key])
 
     def converted(self, key: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """Convert a run; its axes have the order of the file."""
+        """Return a converted run; its axes are in the order of the file."""
         key = key[::-1] if self.order == "F" else key
         origin = self.origin or [0] * len(key)
         first = [at + run.start for at, run in zip(origin, key, strict=True)]
@@ -324,7 +324,7 @@ class ArrayData(PartData):
 
 
 def _joined(codes: np.ndarray[Any, Any]) -> memoryview:
-    """Put two 4-bit codes into each byte, the first in its low half; the last byte may have one."""
+    """Pack two 4-bit codes into each byte, the first one into the low half."""
     if len(codes) % 2:
         codes = np.append(codes, np.uint8(0))
     return (codes[::2] & 0xF | codes[1::2] << 4).astype(np.uint8).data
@@ -337,7 +337,7 @@ def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class SpooledData(PartData):
-    """An array that was computed into a temporary file, with each element in bytes of its own."""
+    """An array in a temporary file, whose elements do not share bytes."""
 
     offset: int
     count: int
@@ -346,7 +346,7 @@ class SpooledData(PartData):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the count
-        """How many bytes are written."""
+        """Number of bytes to write."""
         return nbytes_of(self.dtype, self.count)
 
     def blocks(self) -> Iterator[memoryview]:
@@ -461,7 +461,7 @@ class _ArrayTarget(NamedTuple):
 
 
 def store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
-    """Make a dask array whose chunks write those of another to a file that is there."""
+    """Return a dask array whose chunks write the chunks of another array to an existing file."""
     array = data.array
     return array.map_blocks(
         _store_block,
@@ -475,23 +475,23 @@ def store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
 
 
 def store_tasks(data: ArrayData, place: Any, offset: int) -> list[Any]:
-    """Make tasks, one for each chunk, that write to a file that another task makes."""
-    # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
+    """Return a task per chunk that writes it to a file; another task makes the file."""
+    # `map_blocks` would run the task that makes the file a second time.
     import dask
 
     region = _ArrayTarget.of(data, offset)
     write = dask.delayed(_store_block, pure=False, traverse=False)
     blocks = data.array.to_delayed(optimize_graph=False)
     return [
-        write(blocks[where], place=place, region=region, block_id=where)
-        for where in np.ndindex(blocks.shape)
+        write(blocks[position], place=place, region=region, block_id=position)
+        for position in np.ndindex(blocks.shape)
     ]
 
 
 def _store_block(
     block: Any, *, place: Place, region: _ArrayTarget, block_id: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
-    """Convert a chunk and write it where it goes; return how many bytes that were."""
+    """Convert a chunk and write it to its place; return the number of bytes."""
     block = np.asarray(block)
     origin = [along[i] for along, i in zip(region.starts, block_id, strict=True)]
     data = ArrayData(block, region.dtype, region.cast, region.tensor, region.order, origin)
@@ -499,10 +499,10 @@ def _store_block(
     with place.named():
         fileno = open_file(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
         try:
-            # In small runs, so that conversions need little memory besides the chunk.
+            # Small runs, so that conversions need little memory besides the chunk.
             for key, _ in data.runs():
-                where = tuple(at + run.start for at, run in zip(first, key, strict=True))
-                _write_run(place.path, fileno, region, data.converted(key), where)
+                start = tuple(at + run.start for at, run in zip(first, key, strict=True))
+                _write_run(place.path, fileno, region, data.converted(key), start)
         finally:
             os.close(fileno)
     nbytes = nbytes_of(region.dtype, block.size)
@@ -515,24 +515,24 @@ def _write_run(
     fileno: int,
     region: _ArrayTarget,
     block: np.ndarray[Any, Any],
-    where: tuple[int, ...],
+    start: tuple[int, ...],
 ) -> None:
-    """Write a block whose axes have the order of the file."""
+    """Write a block that begins at `start`; its axes are in the order of the file."""
     shape = region.shape[::-1] if region.order == "F" else region.shape
     split, run = _longest_run(shape, block.shape)
     if split and run * block.itemsize < _SHORTEST_RUN and prod(block.shape[:split]) > 1:
         target = np.memmap(path, block.dtype, "r+", region.offset, shape)
-        target[tuple(slice(w, w + n) for w, n in zip(where, block.shape, strict=True))] = block
+        target[tuple(slice(a, a + n) for a, n in zip(start, block.shape, strict=True))] = block
         return
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     for position in np.ndindex(block.shape[:split]):
         inside = (*position, *(0 for _ in shape[split:]))
-        first = sum((w + i) * s for w, i, s in zip(where, inside, strides, strict=True))
+        first = sum((a + i) * s for a, i, s in zip(start, inside, strides, strict=True))
         write_at(fileno, as_bytes(block[position]), region.offset + first * block.itemsize)
 
 
 def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first axis from which on a block is contiguous in the array, and so many elements.
+    """Return the first of the axes along which a block is contiguous, and the length of a run.
 
     Examples
     --------
