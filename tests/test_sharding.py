@@ -171,7 +171,7 @@ def test_the_index_of_shards_decides_which_tensors_exist(tmp_path: Path) -> None
     with pytest.warns(CheckpointWarning, match="left out: 'head'"):
         ds = xr.open_dataset(path, engine="safetensors")
     assert "head" not in ds
-    with pytest.raises(FormatError, match=r"'other'.*has not"):
+    with pytest.raises(FormatError, match=r"'other'.*lacks it"):
         xr.open_dataset(
             sharded(tmp_path, other="model-00001-of-00002.safetensors"), engine="safetensors"
         )
