@@ -38,7 +38,7 @@ on a busy machine times vary by half, ratios by less. "bound" is what the projec
 
 
 def main() -> int:
-    """Run what the command line names, or everything, and write it down in its place."""
+    """Run the named benchmarks, or all, and write their sections of the page."""
     for name in sys.argv[1:] or NAMES:
         module = import_module(f"benchmarks.{name}")
         title = (module.__doc__ or name).strip()
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def write_down(name: str, section: str) -> None:
-    """Put a section into the page, in the place of the one that was measured before."""
+    """Replace a section of the page."""
     versions = ", ".join(f"{package} {version(package)}" for package in COMPARED)
     ran = f"Python {platform.python_version()} on {platform.machine()}, {versions}.\n"
     write_section(PAGE, f"{HEAD}\n{ran}", NAMES, name, section)

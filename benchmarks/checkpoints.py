@@ -22,7 +22,7 @@ Shapes = dict[str, list[int]]
 
 
 def mixture_of_experts(layers: int = 61, experts: int = 256) -> Iterator[tuple[str, list[int]]]:
-    """Name the tensors of a model like DeepSeek-V3, with their shapes.
+    """Return the names and shapes of tensors of a model like DeepSeek-V3.
 
     The first three layers are dense, the others mixtures of experts; weights are 8-bit floats
     with a scale for each block of 128 x 128.
@@ -57,7 +57,7 @@ def mixture_of_experts(layers: int = 61, experts: int = 256) -> Iterator[tuple[s
 
 
 def gpt(layers: int = 48, width: int = 1600) -> Iterator[tuple[str, list[int]]]:
-    """Name the tensors of a model like GPT-2: all its layers are alike."""
+    """Return the names and shapes of tensors of a model like GPT-2, whose layers are equal."""
     yield "wte.weight", [50257, width]
     yield "wpe.weight", [1024, width]
     for layer in range(layers):
@@ -76,7 +76,10 @@ def gpt(layers: int = 48, width: int = 1600) -> Iterator[tuple[str, list[int]]]:
 
 
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3)) -> Iterator[tuple[str, list[int]]]:
-    """Name the tensors of a model like ResNet-50: the first block of each stage is another."""
+    """Return the names and shapes of tensors of a model like ResNet-50.
+
+    The first block of each stage differs from the others.
+    """
     yield "conv1.weight", [64, 3, 7, 7]
     yield from _batch_norm("bn1", 64)
     channels = 64
@@ -158,7 +161,7 @@ def _write_burnpack(path: Path, tensors: Shapes) -> None:
 
 
 def _write_gptrs(path: Path, tensors: Shapes) -> None:
-    """Write a gpt.rs checkpoint of version 2, with the ids that its names have."""
+    """Write a gpt.rs checkpoint of version 2, with the ids of its names."""
     config = json.dumps({"kind": "benchmark", "config": {}}).encode()
     records = sum(45 + len(name.encode()) + 8 * len(shape) for name, shape in tensors.items())
     offset = 16 + len(config) + 8 + records
@@ -174,7 +177,7 @@ def _write_gptrs(path: Path, tensors: Shapes) -> None:
 
 
 def _write_mlcp(path: Path, tensors: Shapes) -> None:
-    """Write an MLCP file of one shard, whose data are behind the records."""
+    """Write an MLCP file of one shard, with the data after the records."""
     offset, described, records = 0, [], []
     for name, shape in tensors.items():
         nbytes, encoded = _nbytes(shape), name.encode()

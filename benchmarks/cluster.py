@@ -43,12 +43,12 @@ def graph_nbytes(path: Path) -> tuple[float, int]:
 
 
 def own_sums() -> list[Any]:
-    """Give sums of as many arrays that are made in memory."""
+    """Return the sums of equally many arrays in memory."""
     return [da.full(SHAPE, n, np.float32, chunks=-1).sum() for n in range(TENSORS)]
 
 
 def cluster(path: Path, workers: int) -> tuple[float, float, float]:
-    """Give the seconds of the sums, of dask's own and of statistics on a cluster.
+    """Return the seconds of the sums, of dask's own sums and of statistics on a cluster.
 
     The first time workers import what they need.
     """
@@ -71,7 +71,7 @@ def cluster(path: Path, workers: int) -> tuple[float, float, float]:
 
 
 def statistics(path: Path) -> None:
-    """Find all statistics of all tensors."""
+    """Compute all statistics of all tensors."""
     xckpt.stats(path, cache=False, progress=False)
 
 
@@ -87,18 +87,20 @@ def run() -> list[Result]:
         results = [
             Result("reading task, in the graph", mean, "bytes", "", BOUND_OF_TASK),
             Result("reading task, alone", largest, "bytes", "", BOUND_OF_TASK),
-            _each("threads, in all", threads, f"dask's own arrays {floor / TENSORS * 1e6:,.0f} µs"),
-            _each("`stats` on threads", stats),
+            _per_tensor(
+                "threads, in all", threads, f"dask's own arrays {floor / TENSORS * 1e6:,.0f} µs"
+            ),
+            _per_tensor("`stats` on threads", stats),
         ]
         for workers in WORKERS:
             ours, theirs, stats = cluster(path, workers)
-            own = f"dask's own arrays {theirs / TENSORS * 1e6:,.0f} µs"
-            results.append(_each(f"{workers} workers, in all", ours, own))
-            results.append(_each(f"`stats` on {workers} workers", stats))
+            context = f"dask's own arrays {theirs / TENSORS * 1e6:,.0f} µs"
+            results.append(_per_tensor(f"{workers} workers, in all", ours, context))
+            results.append(_per_tensor(f"`stats` on {workers} workers", stats))
     return results
 
 
-def _each(what: str, seconds: float, against: str = "") -> Result:
+def _per_tensor(what: str, seconds: float, against: str = "") -> Result:
     return Result(what, seconds / TENSORS * 1e6, "µs per tensor", against)
 
 

@@ -32,7 +32,7 @@ def _write(path: Path, tensors: dict[str, list[int]], dtype: str) -> None:
 
 
 def _fill(path: Path, dtype: Any, *, changed: bool = False) -> None:
-    """Replace the holes by what weights look like: the same in every file but for rounding."""
+    """Fill the holes with random weights, equal in every file except for rounding."""
     for name, tensor in read_index(path).tensors.items():
         rng = np.random.default_rng(int(name[1:]))
         part = tensor.parts["data"]
@@ -48,10 +48,10 @@ def _tensors(nbytes: int, itemsize: int) -> dict[str, list[int]]:
     return {f"w{i}": [nbytes // TENSORS // itemsize // ROW, ROW] for i in range(TENSORS)}
 
 
-def _file(folder: Path, name: str, nbytes: int, dtype: Any, **how: bool) -> Path:
+def _file(folder: Path, name: str, nbytes: int, dtype: Any, **options: bool) -> Path:
     path = folder / name
     _write(path, _tensors(nbytes, np.dtype(dtype).itemsize), np.dtype(dtype).name)
-    _fill(path, dtype, **how)
+    _fill(path, dtype, **options)
     return path
 
 
@@ -61,7 +61,7 @@ def _mapped(path: Path) -> np.ndarray[Any, Any]:
 
 
 def element_types(folder: Path) -> list[Result]:
-    """Measure 2 GiB of float32 against as many numbers in bfloat16, of another format."""
+    """Measure 2 GiB of float32 against as many elements in bfloat16, in another format."""
     ours = _file(folder, "a.burnpack", 2 * GIB, np.float32)
     scan = best_of(lambda: stats(ours, progress=False, cache=False))
     theirs = _file(folder, "b.zt", GIB, ml_dtypes.bfloat16, changed=True)
@@ -78,15 +78,15 @@ def element_types(folder: Path) -> list[Result]:
         Result(kinds, speeds[1], "GB/s", f"of both; changed most: {first}"),
         Result("the same, stats' speed / its speed", speeds[0] / speeds[1], "x", context, 1 / 0.4),
     ]
-    other = _file(folder, "c.safetensors", 2 * GIB, np.float32, changed=True)
-    seconds = best_of(lambda: compare(ours, other, progress=False, cache=False))
+    changed = _file(folder, "c.safetensors", 2 * GIB, np.float32, changed=True)
+    seconds = best_of(lambda: compare(ours, changed, progress=False, cache=False))
     speed = 4 * GIB / seconds / 1e9
-    what = "2 GiB of float32 with 2 GiB of float32 (safetensors), a quarter of it changed"
+    title = "2 GiB of float32 with 2 GiB of float32 (safetensors), a quarter of it changed"
     results += [
-        Result(what, speed, "GB/s", "of both"),
+        Result(title, speed, "GB/s", "of both"),
         Result("the same, stats' speed / its speed", speeds[0] / speed, "x", context, 1 / 0.4),
     ]
-    for path in (ours, other):
+    for path in (ours, changed):
         path.unlink()
     return results
 
@@ -107,7 +107,7 @@ def identical(folder: Path) -> list[Result]:
 
 
 def many_tensors(folder: Path) -> list[Result]:
-    """Measure 2,000 small tensors, opened before."""
+    """Measure 2,000 small tensors of open files."""
     paths = [folder / "many.zt", folder / "many.safetensors"]
     for path in paths:
         _write(path, {f"w{i}": [64, 64] for i in range(2000)}, "float32")
@@ -123,11 +123,11 @@ def many_tensors(folder: Path) -> list[Result]:
 
 
 def first_use(folder: Path) -> list[Result]:
-    """Measure how long the first comparison takes, with nothing compiled before."""
+    """Measure the first comparison, which compiles the kernels."""
     paths = [folder / "first.zt", folder / "first.safetensors"]
     for path in paths:
         _write(path, {"w": [64, 64]}, "float32")
-    found = in_fresh_process(f"""
+    measured = in_fresh_process(f"""
 import os, time
 os.environ["NUMBA_CACHE_DIR"] = {str(folder / "compiled")!r}
 import xarray, dask.array, xckpt.statistics, xckpt.datasets.variables
@@ -135,7 +135,7 @@ start = time.perf_counter()
 xckpt.compare(*{[str(path) for path in paths]!r}, cache=False)
 print(json.dumps({{"seconds": time.perf_counter() - start}}))
 """)
-    return [Result("first use", found["seconds"] * 1000, "ms", "compiled, then kept", 3000)]
+    return [Result("first use", measured["seconds"] * 1000, "ms", "compiled, then kept", 3000)]
 
 
 def memory(folder: Path) -> list[Result]:
@@ -144,7 +144,7 @@ def memory(folder: Path) -> list[Result]:
     shapes = {f"w{i}": [GIB // ROW, ROW] for i in range(4)}
     _write(paths[0], shapes, "float32")
     _write(paths[1], shapes, "bfloat16")
-    found = in_fresh_process(f"""
+    measured = in_fresh_process(f"""
 import threading
 import xarray, dask.array, tqdm.auto, xckpt.statistics.block_loops, xckpt.datasets.variables
 before, highest, done = peak()["anonymous"], 0, threading.Event()
@@ -159,8 +159,10 @@ done.set()
 watcher.join()
 print(json.dumps({{"peak": highest - before}}))
 """)
-    what = "16 GiB of float32 with 8 GiB of bfloat16, sparse files: anonymous memory"
-    return [Result(what, found["peak"] / (1 << 20), "MiB", "above the imports, at its peak", 500)]
+    title = "16 GiB of float32 with 8 GiB of bfloat16, sparse files: anonymous memory"
+    return [
+        Result(title, measured["peak"] / (1 << 20), "MiB", "above the imports, at its peak", 500)
+    ]
 
 
 def run() -> list[Result]:

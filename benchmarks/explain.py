@@ -1,4 +1,4 @@
-"""Why two checkpoints differ, with every cause: beside plain comparisons, and memory."""
+"""Explained comparisons with every cause: time beside plain comparisons, and memory."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ _OUTCOMES = dict.fromkeys(
 def _interleaved(rows: Array) -> Array:
     """Permute rows as for rotary embeddings."""
     heads = rows.reshape(-1, 2, HEAD // 2, rows.shape[1])
-    found: Array = heads.swapaxes(1, 2).reshape(rows.shape)
-    return found
+    permuted: Array = heads.swapaxes(1, 2).reshape(rows.shape)
+    return permuted
 
 
 def _quantised(values: Array) -> Array:
     blocks = values.reshape(-1, 32)
     low = blocks.min(axis=1, keepdims=True)
     step = (blocks.max(axis=1, keepdims=True) - low) / 15
-    found: Array = np.rint((blocks - low) / step) * step + low
-    return found.astype(F32).reshape(values.shape)
+    rounded: Array = np.rint((blocks - low) / step) * step + low
+    return rounded.astype(F32).reshape(values.shape)
 
 
 def _in_place(new: Any, n: int) -> Iterator[tuple[str, Array, Array]]:
-    """Make tensors of `n` rows and columns, and of them others of the same shape."""
+    """Return tensors of `n` rows and columns, and tensors of the same shape derived from them."""
     rng = np.random.default_rng(0)
     yield "rounded", (x := new(n, n)), x.astype(ml_dtypes.bfloat16).astype(F32)
     yield "rounded.float16", (x := new(n, n)), x.astype(np.float16).astype(F32)
@@ -68,7 +68,7 @@ def _in_place(new: Any, n: int) -> Iterator[tuple[str, Array, Array]]:
 
 
 def _every_cause(n: int) -> Iterator[tuple[Made, Made]]:
-    """Make tensors of both sides for each cause."""
+    """Return the tensors of both sides for each cause."""
     rng = np.random.default_rng(0)
 
     def new(rows: int, columns: int = n) -> Array:
@@ -91,29 +91,31 @@ def _write(folder: Path, n: int) -> tuple[Path, Path, Path]:
     """Write both sides, and the bytes of the second one under the names of the first."""
     # The same with few numbers has the names and, in small, the shapes.
     shapes = [
-        {name: values.shape for made in side for name, values in made.items()}
+        {name: values.shape for tensors in side for name, values in tensors.items()}
         for side in zip(*_every_cause(HEAD), strict=True)
     ]
     paths = folder / "a.safetensors", folder / "b.safetensors", folder / "same-names.safetensors"
-    for path, some in zip(paths, (*shapes, shapes[0]), strict=True):
-        wanted = {name: [size * n // HEAD for size in shape] for name, shape in some.items()}
-        WRITERS["safetensors"](path, wanted)
+    for path, file_shapes in zip(paths, (*shapes, shapes[0]), strict=True):
+        scaled_shapes = {
+            name: [size * n // HEAD for size in shape] for name, shape in file_shapes.items()
+        }
+        WRITERS["safetensors"](path, scaled_shapes)
     indexes = [read_index(path) for path in paths[:2]]
     files = [path.open("r+b") for path in paths]
     for sides in _every_cause(n):
-        for made, index, file in zip(sides, indexes, files[:2], strict=True):
-            for name, values in made.items():
+        for tensors, index, file in zip(sides, indexes, files[:2], strict=True):
+            for name, values in tensors.items():
                 file.seek(index.tensors[name].parts["data"].offset)
                 file.write(np.ascontiguousarray(values).data)
-    begin, other = (min(t.parts["data"].offset for t in i.tensors.values()) for i in indexes)
-    files[1].seek(other)
+    begin, second_begin = (min(t.parts["data"].offset for t in i.tensors.values()) for i in indexes)
+    files[1].seek(second_begin)
     files[2].seek(begin)
-    left = paths[0].stat().st_size - begin
-    while left:
-        data = files[1].read(min(left, 1 << 24))
+    remaining = paths[0].stat().st_size - begin
+    while remaining:
+        data = files[1].read(min(remaining, 1 << 24))
         if not data:
-            files[1].seek(other)
-        left -= files[2].write(data)
+            files[1].seek(second_begin)
+        remaining -= files[2].write(data)
     for file in files:
         file.close()
     return paths
@@ -123,24 +125,26 @@ def cost(folder: Path) -> list[Result]:
     """Measure 2 GiB on either side with every cause."""
     ours, theirs, same_names = _write(folder, WIDTH)
     plain = best_of(lambda: compare(ours, theirs, progress=False, cache=False), 3)
-    whole = best_of(lambda: compare(ours, same_names, progress=False, cache=False), 3)
-    found = compare(ours, theirs, explain=True, progress=False, cache=False)
-    for name, variable in found.data_vars.items():
+    full_read = best_of(lambda: compare(ours, same_names, progress=False, cache=False), 3)
+    comparison = compare(ours, theirs, explain=True, progress=False, cache=False)
+    for name, variable in comparison.data_vars.items():
         cause = str(name).partition(".")[0]
-        told, outcome = variable.attrs["cause"], variable.attrs["outcome"]
-        is_wanted = outcome == _OUTCOMES.get(cause, "explained") and cause in told.split("+")
-        if not is_wanted:
-            raise AssertionError(f"{name} is {told}, {outcome}")
+        causes, outcome = variable.attrs["cause"], variable.attrs["outcome"]
+        is_expected = outcome == _OUTCOMES.get(cause, "explained") and cause in causes.split("+")
+        if not is_expected:
+            raise AssertionError(f"{name} is {causes}, {outcome}")
     seconds = best_of(lambda: compare(ours, theirs, explain=True, progress=False, cache=False), 3)
     for path in (ours, theirs, same_names):
         path.unlink()
-    what = "2 GiB of float32 with 2 GiB of it in which there is every cause, explained"
+    title = "2 GiB of float32 with 2 GiB of it in which there is every cause, explained"
     read = "a comparison that reads all bytes of both, {:.2f} s"
     half = "a plain comparison of the same files, which reads {:.0%} of them, {:.2f} s"
-    told = frame(found)
-    share = told["count"][told["status"].isin(["same", "changed"])].sum() / told["count"].sum()
+    causes = frame(comparison)
+    share = (
+        causes["count"][causes["status"].isin(["same", "changed"])].sum() / causes["count"].sum()
+    )
     return [
-        Result(what, seconds / whole, "x", read.format(whole), 2.5),
+        Result(title, seconds / full_read, "x", read.format(full_read), 2.5),
         Result("the same", seconds / plain, "x", half.format(share, plain)),
     ]
 
@@ -153,21 +157,21 @@ def memory(folder: Path, gib: int = 16) -> list[Result]:
     def new(rows: int, columns: int) -> Array:
         return rng.standard_normal((rows, columns), F32) * F32(0.02)
 
-    made: list[tuple[str, Array, Array]] = []
-    while len(made) < gib:
-        made += [
-            (f"{len(made) + k}.{n}", x, y) for k, (n, x, y) in enumerate(_in_place(new, CORNER))
+    pairs: list[tuple[str, Array, Array]] = []
+    while len(pairs) < gib:
+        pairs += [
+            (f"{len(pairs) + k}.{n}", x, y) for k, (n, x, y) in enumerate(_in_place(new, CORNER))
         ]
     for side, path in enumerate(paths):
-        WRITERS["safetensors"](path, {each[0]: [SPARSE, SPARSE] for each in made[:gib]})
+        WRITERS["safetensors"](path, {pair[0]: [SPARSE, SPARSE] for pair in pairs[:gib]})
         index = read_index(path)
         with path.open("r+b") as file:
-            for name, *sides in made[:gib]:
+            for name, *sides in pairs[:gib]:
                 start = index.tensors[name].parts["data"].offset
                 for row, values in enumerate(sides[side]):
                     file.seek(start + row * SPARSE * 4)
                     file.write(values.tobytes())
-    found = in_fresh_process(f"""
+    measured = in_fresh_process(f"""
 import time
 import xarray, dask.array, tqdm.auto, xckpt.comparison.explaining, xckpt.storage, numba
 most = watch()
@@ -177,14 +181,14 @@ causes = {{str(n): v.attrs["cause"] for n, v in found.data_vars.items()}}
 took = time.perf_counter() - start[0], time.process_time() - start[1]
 print(json.dumps({{"peak": most(), "causes": causes, "took": took}}))
 """)
-    for name, told in found["causes"].items():
-        if name.split(".")[1] not in told.split("+"):
-            raise AssertionError(f"{name} is {told}")
+    for name, causes in measured["causes"].items():
+        if name.split(".")[1] not in causes.split("+"):
+            raise AssertionError(f"{name} is {causes}")
     for path in paths:
         path.unlink()
-    what = f"{gib} GiB of float32 with {gib} GiB of it, sparse files: anonymous memory"
+    title = f"{gib} GiB of float32 with {gib} GiB of it, sparse files: anonymous memory"
     took = "above the imports, at its peak; {:.0f} s, of which {:.0f} s of processor time"
-    return [Result(what, found["peak"] / (1 << 20), "MiB", took.format(*found["took"]), 500)]
+    return [Result(title, measured["peak"] / (1 << 20), "MiB", took.format(*measured["took"]), 500)]
 
 
 def run() -> list[Result]:

@@ -60,7 +60,7 @@ TYPE = """async ([text, tree]) => {
 
 
 def shown(page: Page) -> float:
-    """Run the next cell, and give the milliseconds until its explorer is painted."""
+    """Run the next cell; return the milliseconds until its explorer is painted."""
     page.locator(".jp-Notebook").press("Escape")
     milliseconds: float = page.evaluate(SHOW)
     page.wait_for_timeout(500)
@@ -68,7 +68,7 @@ def shown(page: Page) -> float:
 
 
 def typed(page: Page, text: str, names: list[str], *, tree: bool) -> float:
-    """Type a text, and give the milliseconds of the slowest key stroke."""
+    """Type a text; return the milliseconds of the slowest key stroke."""
     milliseconds, status = page.evaluate(TYPE, [text, tree])
     word = text.strip("*")
     count = sum(word in name for name in names)

@@ -32,7 +32,7 @@ LEFT_OUT = {"q8_1", "q8_k", "q1_0", "q2_0"}
 
 
 def cpu_time(function: Callable[[], Any], repeats: int) -> float:
-    """Return the least time that this thread was at work in a call, in seconds."""
+    """Return the shortest processor time of this thread in several calls, in seconds."""
     times = []
     for _ in range(repeats):
         start = time.thread_time()
@@ -42,19 +42,19 @@ def cpu_time(function: Callable[[], Any], repeats: int) -> float:
 
 
 def blocks_of(name: str, rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Make rows of blocks with random codes, whose scales are small numbers."""
+    """Return rows of blocks with random codes and small scales."""
     block = BLOCK_TYPES[name]
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (rows, ROW // block.size, block.nbytes), np.uint8)
     # A byte that may be the upper one of a float16 has no large exponent.
-    for at in (1, 3, 53, 65, 81, 83, 109, 209):
-        if at < block.nbytes:
-            blocks[..., at] &= 0x2F
+    for offset in (1, 3, 53, 65, 81, 83, 109, 209):
+        if offset < block.nbytes:
+            blocks[..., offset] &= 0x2F
     return blocks.reshape(rows, -1)
 
 
 def write(path: Path, name: str, rows: int, times: int = 1) -> None:
-    """Write a tensor of blocks, of which all rows are repeated a few times."""
+    """Write a tensor of blocks that repeats its rows a few times."""
     kind = gguf.GGMLQuantizationType[name.upper()]
     writer = gguf.GGUFWriter(path, "llama")
     blocks = blocks_of(name, rows)
@@ -72,7 +72,7 @@ def write(path: Path, name: str, rows: int, times: int = 1) -> None:
 
 
 def decoding(folder: Path) -> list[Result]:
-    """Decode each type from a file in the page cache, into memory that is used again.
+    """Decode each type from a file in the page cache, into reused memory.
 
     The package allocates its arrays; processor times are compared.
     """
@@ -99,7 +99,7 @@ def decoding(folder: Path) -> list[Result]:
 
 
 def scanning(folder: Path) -> list[Result]:
-    """Describe 1 GiB of blocks, and 1 GiB of the float32 that they stand for."""
+    """Compute statistics of 1 GiB of blocks, and of 1 GiB of the decoded float32."""
     block = BLOCK_TYPES["q4_k"]
     row_nbytes = ROW // block.size * block.nbytes
     rows = (1 << 24) // row_nbytes
@@ -111,10 +111,10 @@ def scanning(folder: Path) -> list[Result]:
     with plain.open("r+b") as file:
         file.seek(64)
         file.write(values.tobytes())
-    one = best_of(lambda: stats(blocks, progress=False, cache=False), 2)
-    other = best_of(lambda: stats(plain, progress=False, cache=False), 2)
+    blocks_time = best_of(lambda: stats(blocks, progress=False, cache=False), 2)
+    plain_time = best_of(lambda: stats(plain, progress=False, cache=False), 2)
     count = rows * times * ROW
-    ours, floor = one / count, other / values.size
+    ours, floor = blocks_time / count, plain_time / values.size
     against = f"as many float32, {4 / floor / 1e9:.1f} GB/s"
     blocks.unlink()
     plain.unlink()

@@ -112,7 +112,7 @@ def table(results: list[Result]) -> str:
 
 
 def write_section(page: Path, head: str, names: Sequence[str], name: str, section: str) -> None:
-    """Put a section, headed by its name, into a page, in the place of the one from before."""
+    """Write a section under its name into a page, in place of the earlier one."""
     before = page.read_text(encoding="utf-8").split("\n## ")[1:] if page.exists() else []
     sections = {text.partition("\n")[0].lower(): f"## {text.strip()}\n" for text in before}
     sections[name] = section

@@ -45,7 +45,7 @@ def mixture(folder: Path) -> list[Result]:
 
 
 def engines(folder: Path) -> list[Result]:
-    """Open as many tensors with each of our engines."""
+    """Open equally many tensors with each engine of xckpt."""
     count = TENSORS_OF_ENGINES
     tensors = {f"model.layers.{i // 10}.mlp.{i % 10}.weight": [64, 64] for i in range(count)}
     results = []
@@ -65,7 +65,7 @@ def engines(folder: Path) -> list[Result]:
 
 
 def _save(engine: str, path: Path, tensors: dict[str, list[int]]) -> None:
-    """Write zeros with our own writer."""
+    """Write zeros with xckpt."""
     arrays = {
         name: ([f"d{n}_{at}" for at, n in enumerate(shape)], np.zeros(shape, np.float32))
         for name, shape in tensors.items()

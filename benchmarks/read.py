@@ -61,7 +61,7 @@ print(json.dumps({{"peak": after["resident"] - before}}))
 
 
 def _cold(path: Path, function: Callable[[], Any]) -> tuple[float, int]:
-    """Return the time of a call, and the bytes that it read from the disk, of a file that is cold.
+    """Return the time of a call on a cold file, and the bytes that it read from the disk.
 
     Only reads of this process count.
     """

@@ -66,7 +66,7 @@ def request_all(url: str, size: int) -> None:
 
 
 def scans(url: str, path: Path) -> dict[str, Callable[[], Any]]:
-    """Return what reads all of a checkpoint."""
+    """Return the functions that read a whole checkpoint, by name."""
     copy = path.with_suffix(".safetensors")
     quiet: dict[str, Any] = {"cache": False, "progress": False}
     return {
@@ -79,7 +79,7 @@ def scans(url: str, path: Path) -> dict[str, Callable[[], Any]]:
 
 
 def scans_over_s3(server: Server) -> dict[str, Callable[[], Any]]:
-    """Return what reads all of the checkpoint as an object."""
+    """Return the functions that read a whole object, by name."""
     url = f"s3://{BUCKET}/m.zt"
     endpoint = {"endpoint_url": server.url, "region_name": "us-east-1"}
     options = {"key": "key", "secret": "secret", "client_kwargs": endpoint}
@@ -101,8 +101,8 @@ class Fastest(NamedTuple):
 
 
 def fastest_of_each(calls: Mapping[str, Callable[[], Any]], server: Server) -> dict[str, Fastest]:
-    """Make calls in turn, so that all of them have the same load beside them."""
-    found: dict[str, Fastest] = {}
+    """Make calls in turn, so that all of them run under the same load."""
+    fastest: dict[str, Fastest] = {}
     for _ in range(ROUNDS):
         for name, call in calls.items():
             gc.collect()
@@ -110,9 +110,9 @@ def fastest_of_each(calls: Mapping[str, Callable[[], Any]], server: Server) -> d
             start, processor = time.perf_counter(), time.process_time()
             call()
             took = time.perf_counter() - start
-            one = Fastest(took, time.process_time() - processor, server.counts())
-            found[name] = min(found.get(name, one), one)
-    return found
+            current = Fastest(took, time.process_time() - processor, server.counts())
+            fastest[name] = min(fastest.get(name, current), current)
+    return fastest
 
 
 def on_line(server: Server, path: Path, latency: float) -> list[Result]:
@@ -122,15 +122,15 @@ def on_line(server: Server, path: Path, latency: float) -> list[Result]:
     bare = partial(request_all, url, size)
     calls: dict[str, Callable[[], Any]] = {"bare": bare, **scans(url, path)}
     calls |= scans_over_s3(server) if latency else {}
-    found = fastest_of_each(calls, server)
-    floor = found.pop("bare")
+    fastest = fastest_of_each(calls, server)
+    floor = fastest.pop("bare")
     results = []
-    for name, one in found.items():
+    for name, result in fastest.items():
         context = f"bare requests, {size / floor.took / 1e6:.0f} MB/s; processor time "
-        context += f"{one.processor:.2f} s, of the bare ones {floor.processor:.2f}; "
-        context += f"{one.counts.at_once} at once, {one.counts.nbytes / size:.2f} x its bytes"
+        context += f"{result.processor:.2f} s, of the bare ones {floor.processor:.2f}; "
+        context += f"{result.counts.at_once} at once, {result.counts.nbytes / size:.2f} x its bytes"
         bound = BOUND_OF_STATS if name.startswith("stats") else BOUND
-        ratio = one.took / floor.took
+        ratio = result.took / floor.took
         results.append(Result(f"{line}: {name}", ratio, "x", context, bound if latency else None))
     ds = xr.open_dataset(url, engine="ztensor")
     server.counts()

@@ -40,23 +40,23 @@ SAMPLE = 2000
 
 
 class AbsentSource(Source):
-    """A file that is described and not there."""
+    """A source without data, for a checkpoint that is only described."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.identity = (size, ("ETag", f'"{hash(name):032x}"'))
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """There is nothing to read."""
+        """Raise an error, because there are no data."""
         raise FileNotFoundError(self.name)
 
     def sibling(self, name: str) -> Source:
-        """There is nothing beside it."""
+        """Raise an error, because there are no other files."""
         raise FileNotFoundError(name)
 
 
 def model() -> tuple[Source, Index]:
-    """Describe the checkpoint: a mixture of experts, its tensors scaled to the size wanted."""
+    """Describe the checkpoint: a mixture of experts, its tensors scaled to a total size."""
     shapes = [(n, tuple(s)) for n, s in islice(mixture_of_experts(), TENSORS)]
     scale = NBYTES / (2 * sum(prod(shape) for _, shape in shapes))
     names = [f"model-{n:05d}-of-{SHARDS:05d}.zt" for n in range(SHARDS)]
@@ -76,12 +76,12 @@ def model() -> tuple[Source, Index]:
 
 
 def arrays(ds: xr.Dataset) -> list[Any]:
-    """Give the dask arrays of a Dataset; walking its variables is not quadratic."""
+    """Return the dask arrays of a Dataset. A walk over ``ds.data_vars`` would be quadratic."""
     return [v.data for v in ds.variables.values() if isinstance(v.data, da.Array)]
 
 
 def graph(ds: xr.Dataset) -> tuple[int, int, float]:
-    """Count tasks, the bytes of a task as a worker gets it, and the seconds to make them."""
+    """Return the number of tasks, the bytes of a task on the wire, and the seconds to make all."""
     layers = [array.dask.layers[array.name] for array in arrays(ds)]
     start = perf_counter()
     tasks = 0
@@ -97,7 +97,7 @@ def graph(ds: xr.Dataset) -> tuple[int, int, float]:
 
 
 def projected(workers: int, nbytes: int, tasks: int) -> float:
-    """Give the seconds that reading everything takes at least."""
+    """Return the lower bound of the seconds to read everything."""
     transfer = nbytes / min(workers * BANDWIDTH, STORE_BANDWIDTH)
     return max(transfer, tasks * OVERHEAD)
 

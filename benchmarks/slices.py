@@ -57,7 +57,7 @@ class RangeHandler(SimpleHTTPRequestHandler):
 
 
 def pages_touched(path: Path) -> int:
-    """Count the bytes of a row that a read of a mapped file brings into memory."""
+    """Return the bytes that reading a row of a mapped file brings into memory."""
     code = f"""
 import xarray as xr
 def mapped():
@@ -82,7 +82,7 @@ print(json.dumps({{"mapped": mapped() - before, "copied": row.flags.owndata}}))
 
 
 def bytes_read(path: Path) -> int:
-    """Count the bytes that reading a row asks the system for."""
+    """Return the bytes that reading a row requests from the system."""
     code = f"""
 import xarray as xr
 def read():
@@ -117,8 +117,8 @@ def run() -> list[Result]:
         safetensors.numpy.save_file({"w": np.zeros(SHAPE, np.float32)}, peer)
         ds = xr.open_dataset(path, engine="ztensor")
         lazy = ds.variables["w"].data.dask.lazy
-        own = da.zeros(SHAPE, np.float32, chunks=(8192, -1))
-        in_memory = xr.DataArray(own, dims=ds["w"].dims)
+        zeros = da.zeros(SHAPE, np.float32, chunks=(8192, -1))
+        in_memory = xr.DataArray(zeros, dims=ds["w"].dims)
         with safetensors.safe_open(peer, "numpy") as file:
             ways = {
                 "ds['w'][1000].values": lambda: ds["w"][1000].values,

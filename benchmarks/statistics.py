@@ -95,7 +95,7 @@ def many_tensors(folder: Path) -> list[Result]:
 
 
 def small_tensors(folder: Path) -> list[Result]:
-    """Measure what a small tensor costs of processor time, which a busy machine leaves alone."""
+    """Measure the processor time for a small tensor, which other load affects least."""
     results, count = [], 4000
     for dtype, stored in (("float32", np.float32), ("bfloat16", ml_dtypes.bfloat16)):
         path = folder / f"small.{dtype}.zt"
@@ -103,18 +103,18 @@ def small_tensors(folder: Path) -> list[Result]:
         _fill(path, count * 4096 * np.dtype(stored).itemsize, stored)
         ds = xr.open_dataset(path, engine="ztensor")
         scanned = _processor_time(partial(stats, ds, progress=False, cache=False))
-        kept = _processor_time(partial(stats, ds, progress=False))
-        what = f"a tensor of 4,096 {dtype}"
+        cached = _processor_time(partial(stats, ds, progress=False))
+        title = f"a tensor of 4,096 {dtype}"
         time = "of processor time"
         results += [
-            Result(what, scanned / count * 1e6, "µs", time, 100),
-            Result(f"{what}, from the cache", kept / count * 1e6, "µs", time, 20),
+            Result(title, scanned / count * 1e6, "µs", time, 100),
+            Result(f"{title}, from the cache", cached / count * 1e6, "µs", time, 20),
         ]
     return results
 
 
 def _processor_time(function: Callable[[], Any]) -> float:
-    """Return the least of several calls, in seconds."""
+    """Return the shortest processor time of several calls, in seconds."""
     times = []
     for _ in range(6):
         start = process_time()
@@ -129,7 +129,7 @@ def first_use(folder: Path) -> list[Result]:
     for dtype in ("float32", "bfloat16"):
         path = folder / f"first.{dtype}.zt"
         write_ztensor(path, {"w": [64, 64]}, dtype)
-        found = in_fresh_process(f"""
+        measured = in_fresh_process(f"""
 import os, time
 os.environ["NUMBA_CACHE_DIR"] = {str(folder / dtype)!r}
 import xarray, dask.array, xckpt.statistics, xckpt.datasets.variables
@@ -138,7 +138,7 @@ xckpt.stats({str(path)!r}, cache=False)
 print(json.dumps({{"seconds": time.process_time() - start}}))
 """)
         compiled = Result(
-            f"first use of {dtype}", found["seconds"] * 1000, "ms", "of processor time", 2000
+            f"first use of {dtype}", measured["seconds"] * 1000, "ms", "of processor time", 2000
         )
         results.append(compiled)
     return results
@@ -148,7 +148,7 @@ def memory(folder: Path) -> list[Result]:
     """Measure the peak of anonymous memory for a file of 64 GiB that is a hole."""
     path = folder / "huge.zt"
     write_ztensor(path, {f"w{i}": [GIB // ROW, ROW] for i in range(16)}, "float32")
-    found = in_fresh_process(f"""
+    measured = in_fresh_process(f"""
 import threading, time
 import xarray, dask.array, tqdm.auto, xckpt.datasets.variables, xckpt.statistics.block_loops
 before, highest, told, done = peak()["anonymous"], 0, [], threading.Event()
@@ -166,16 +166,16 @@ watcher.join()
 gap = max(b - a for a, b in zip(told, told[1:]))
 print(json.dumps({{"peak": highest - before, "seconds": seconds, "gap": gap}}))
 """)
-    speed = 64 * GIB / found["seconds"] / 1e9
+    speed = 64 * GIB / measured["seconds"] / 1e9
     return [
         Result(
             "64 GiB of float32, a sparse file: anonymous memory above the imports",
-            found["peak"] / (1 << 20),
+            measured["peak"] / (1 << 20),
             "MiB",
             f"at its peak, at {speed:.1f} GB/s",
             500,
         ),
-        Result("longest time without progress", found["gap"] * 1000, "ms", "of that", 1000),
+        Result("longest time without progress", measured["gap"] * 1000, "ms", "of that", 1000),
     ]
 
 

@@ -81,7 +81,7 @@ def copying(folder: Path) -> Result:
 
 def memory(folder: Path, what: str, code: str, bound: float | None = BOUND_OF_MEMORY) -> Result:
     """Measure by how much the anonymous memory of a process that writes grows at most."""
-    found = in_fresh_process(f"""
+    measured = in_fresh_process(f"""
 import xarray as xr, dask.array
 from xckpt.writing import convert, save
 source, target = {str(folder / "large.zt")!r}, {str(folder / "large.out")!r}
@@ -90,7 +90,7 @@ watched = watch()
 print(json.dumps({{"most": watched()}}))
 """)
     (folder / "large.out").unlink()
-    return Result(what, found["most"] / (1 << 20), "MiB", "anonymous, above the imports", bound)
+    return Result(what, measured["most"] / (1 << 20), "MiB", "anonymous, above the imports", bound)
 
 
 def write_large(path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Try what the package promises: ``python -m torture [PART[:ONLY]...] [--minutes M] [--seed N]``.
+"""Try the promises of the package: ``python -m torture [PART[:ONLY]...] [--minutes M] [--seed N]``.
 
-``python -m torture again PART PATH`` tries again what a failure left.
+``python -m torture again PART PATH`` repeats a recorded failure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 TOTALS = Path(__file__).parent / "totals.json"
 KEPT = ROOT / "torture-failures"
 
-#: The parts, and what share of the time each has.
+#: Parts with their shares of the time.
 PARTS = {
     "reading": 6.0,
     "remote": 1.0,
@@ -44,9 +44,9 @@ PARTS = {
     "explaining": 1.0,
 }
 
-#: Bytes of address space that a part may have: threads reserve much that they do not use.
+#: Address space of a part in bytes; threads reserve much more than they use.
 MEMORY = 8 << 30
-# A part is asked to end in time; it is ended when it takes that much longer, and so many seconds.
+# A part is killed after its time multiplied by the first number, plus the second in seconds.
 _PATIENCE, _GRACE = 1.5, 120.0
 
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "safetensors", "ztensor", "gguf", "fsspec")
@@ -83,7 +83,7 @@ In writing, these were:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line names, or everything, and write it down; 1 if a promise broke."""
+    """Run the named parts, or all, and write the page; return 1 if a promise was broken."""
     parser = argparse.ArgumentParser(
         "python -m torture", description=(__doc__ or "").split("\n")[0]
     )
@@ -91,29 +91,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="for all parts (10)")
     parser.add_argument("--seed", type=int, help="of everything random (a new one)")
     parser.add_argument("--no-page", action="store_true", help="write no page and no totals")
-    given = parser.parse_args(arguments)
-    if given.parts[:1] == ["again"]:
-        name, *paths = given.parts[1:]
+    options = parser.parse_args(arguments)
+    if options.parts[:1] == ["again"]:
+        name, *paths = options.parts[1:]
         return max([again(name, Path(path)) for path in paths], default=2)
-    names = given.parts or [*PARTS]
+    names = options.parts or [*PARTS]
     shares = [PARTS.get(name.partition(":")[0]) for name in names]
     unknown = [name for name, share in zip(names, shares, strict=True) if share is None]
-    if unknown or given.minutes <= 0:
+    if unknown or options.minutes <= 0:
         parser.error(f"no part {unknown[0]!r}: {', '.join(PARTS)}" if unknown else "no time")
-    seed = random.randrange(1 << 32) if given.seed is None else given.seed  # noqa: S311
+    seed = random.randrange(1 << 32) if options.seed is None else options.seed  # noqa: S311
     print(f"seed {seed}", flush=True)
-    failures, seconds = 0, 60 * given.minutes / sum(share or 0 for share in shares)
+    failures, seconds = 0, 60 * options.minutes / sum(share or 0 for share in shares)
     for (name, _, only), share in zip([n.partition(":") for n in names], shares, strict=True):
         title, tallies = part(f"torture.{name}", seed, seconds * (share or 0), only=only)
         print(f"\n{title}\n\n{table(tallies)}", flush=True)
         failures += sum(tally.failures for tally in tallies)
-        if not (given.no_page or only):
+        if not (options.no_page or only):
             totals = added(name, tallies)
             lines = table(tallies, totals)
-            whole = sum(cases for cases, _, _ in totals.values())
+            total_cases = sum(cases for cases, _, _ in totals.values())
             hours = sum(took for *_, took in totals.values()) / 3600
-            ran = f"Seed {seed}, {_machine()}. In total {whole:,} cases in {hours:.1f} hours."
-            section = f"## {name.capitalize()}\n\n{title}\n\n{lines}\n\n{ran}\n"
+            origin_ = (
+                f"Seed {seed}, {_machine()}. In total {total_cases:,} cases in {hours:.1f} hours."
+            )
+            section = f"## {name.capitalize()}\n\n{title}\n\n{lines}\n\n{origin_}\n"
             write_section(PAGE, HEAD, [*PARTS], name, section)
     print(f"\n{failures} failures, seed {seed}")
     return 1 if failures else 0
@@ -124,14 +126,14 @@ def part(
     kept: Path = KEPT,
     only: str = "",
 ) -> tuple[str, list[Tally]]:  # fmt: skip
-    """Run a part in a process of its own, within limits; return its title and its tallies."""
+    """Run a part in a separate process, within limits; return its title and tallies."""
     title = (import_module(module).__doc__ or module).strip()
     reader, writer = os.pipe()
-    own = [module, str(seed), str(seconds), str(memory), str(kept), str(writer), only]
+    arguments = [module, str(seed), str(seconds), str(memory), str(kept), str(writer), only]
     start = time.monotonic()
-    with os.fdopen(reader, encoding="utf-8") as told:
+    with os.fdopen(reader, encoding="utf-8") as output:
         process = subprocess.Popen(  # noqa: S603  our own
-            [sys.executable, "-m", "torture.trial", *own],
+            [sys.executable, "-m", "torture.trial", *arguments],
             cwd=ROOT,
             pass_fds=[writer],
             start_new_session=True,
@@ -139,21 +141,21 @@ def part(
         os.close(writer)
         try:
             code = process.wait(_PATIENCE * seconds + grace)
-            how = "" if code == 0 else f"the part ended with {code}"
+            problem = "" if code == 0 else f"the part ended with {code}"
         except subprocess.TimeoutExpired:
-            how = "the part did not end in time"
-        finally:  # what it started ends with it
+            problem = "the part did not end in time"
+        finally:  # end its child processes, too
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        tallies = [Tally(*json.loads(line)) for line in told if line.endswith("\n")]
-    if how:
-        tallies.append(Tally("the part itself", 1, 1, time.monotonic() - start, how))
+        tallies = [Tally(*json.loads(line)) for line in output if line.endswith("\n")]
+    if problem:
+        tallies.append(Tally("the part itself", 1, 1, time.monotonic() - start, problem))
     return title, tallies
 
 
 def again(name: str, path: Path) -> int:
-    """Try again what a failure left: 1, and what is wrong, if it still is."""
+    """Repeat a recorded failure; print the error and return 1 if it still fails."""
     try:
         import_module(f"torture.{name}").again(path)
     except Exception:  # noqa: BLE001  any is what is looked for
@@ -164,36 +166,36 @@ def again(name: str, path: Path) -> int:
 
 
 def added(name: str, tallies: Sequence[Tally]) -> dict[str, list[int]]:
-    """Add a run to the totals, and return those: cases, failures and seconds by what was tried."""
-    known = json.loads(TOTALS.read_text("utf-8")) if TOTALS.exists() else {}
-    totals: dict[str, list[int]] = known.setdefault(name, {})
-    for what, cases, failures, seconds, _ in tallies:
-        before = totals.get(what, [0, 0, 0])
-        now = [before[0] + cases, before[1] + failures, round(before[2] + seconds)]
-        totals[what] = now
-    TOTALS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", "utf-8")
+    """Add a run to the totals; return cases, failures and seconds in total by row."""
+    totals_by_part = json.loads(TOTALS.read_text("utf-8")) if TOTALS.exists() else {}
+    totals: dict[str, list[int]] = totals_by_part.setdefault(name, {})
+    for row, cases, failures, seconds, _ in tallies:
+        previous = totals.get(row, [0, 0, 0])
+        current = [previous[0] + cases, previous[1] + failures, round(previous[2] + seconds)]
+        totals[row] = current
+    TOTALS.write_text(json.dumps(totals_by_part, indent=1, sort_keys=True) + "\n", "utf-8")
     return totals
 
 
 def table(tallies: Sequence[Tally], totals: dict[str, list[int]] | None = None) -> str:
-    """Lay tallies out as a Markdown table, with those of all runs."""
-    more = ["in total |", "---:|"] if totals is not None else ["", ""]
+    """Return the tallies as a Markdown table, with the totals of all runs if given."""
+    extra = ["in total |", "---:|"] if totals is not None else ["", ""]
     lines = [
-        f"| tried | cases | failures | per second | {more[0]} |",
-        f"|---|---:|---:|---:|{more[1]}---|",
+        f"| tried | cases | failures | per second | {extra[0]} |",
+        f"|---|---:|---:|---:|{extra[1]}---|",
     ]
-    for what, cases, failures, seconds, said in tallies:
+    for row, cases, failures, seconds, summary in tallies:
         rate = f"{cases / seconds:,.0f}" if seconds > 0 and cases >= seconds else ""
-        total = f" {totals[what][0]:,} |" if totals is not None else ""
-        lines.append(f"| {what} | {cases:,} | {failures:,} | {rate} |{total} {said} |")
+        total = f" {totals[row][0]:,} |" if totals is not None else ""
+        lines.append(f"| {row} | {cases:,} | {failures:,} | {rate} |{total} {summary} |")
     return "\n".join(lines)
 
 
 def _machine() -> str:
     versions = ", ".join(f"{package} {version(package)}" for package in COMPARED)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    where = f"Python {platform.python_version()} on {platform.machine()} with {cores} cores"
-    return f"{where}, {versions}"
+    interpreter = f"Python {platform.python_version()} on {platform.machine()} with {cores} cores"
+    return f"{interpreter}, {versions}"
 
 
 if __name__ == "__main__":

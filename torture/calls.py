@@ -1,4 +1,4 @@
-"""The calls by which Python looks at files and changes them, each made by whoever watches."""
+"""Interception of the calls by which Python reads and changes files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CHANGING", "LOOKING", "Call", "watched"]
 
-#: Those that change a file, a folder, or what of them is on the disk.
+#: Calls that change a file, a folder, or their state on the disk.
 CHANGING = (
     *("open", "close", "pwrite", "ftruncate", "posix_fallocate", "copy_file_range", "fsync"),
     *("fchmod", "fchown", "link", "rename", "replace", "unlink"),
 )
-#: Those that only look.
+#: Calls that only read.
 LOOKING = ("stat", "lstat", "fstat", "lseek", "preadv", "scandir", "flock")
 
 
@@ -29,11 +29,11 @@ class Call(NamedTuple):
     Parameters
     ----------
     name : str
-        What is called.
+        Name of the function.
     args : tuple
-        What it is called with.
+        Positional arguments.
     make : callable
-        Make it, and return what it returns.
+        Function that makes the call and returns its result.
     """
 
     name: str
@@ -43,46 +43,50 @@ class Call(NamedTuple):
 
 @contextmanager
 def watched(folder: Path, observer: Callable[[Call], Any]) -> Iterator[None]:
-    """Let ``observer(call)`` make all calls that concern a folder, one at a time.
+    """Pass all calls that concern a folder to ``observer(call)``, one at a time.
 
-    Nothing is brought to the disk meanwhile, so that it takes no time: `fsync` does nothing. What
-    Python does not do itself is not seen: writes to memory maps, and reads of file objects.
+    `fsync` does nothing meanwhile, to save time. Writes to memory maps and reads of file objects
+    are not intercepted.
     """
     root = os.fspath(folder)
     turns = threading.RLock()
-    ours: set[int] = set()  # descriptors of files in the folder
+    descriptors: set[int] = set()  # descriptors of files in the folder
 
     def concerned(args: tuple[Any, ...]) -> bool:
         return any(
-            arg in ours if isinstance(arg, int) else str(arg).startswith(root)
+            arg in descriptors if isinstance(arg, int) else str(arg).startswith(root)
             for arg in args[:2]
             if isinstance(arg, int | str | os.PathLike)
         )
 
-    def seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def observed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
             if not concerned(args):
                 return real(*args, **options)
 
             def make() -> Any:
-                done: Any = None if name == "fsync" else real(*args, **options)
+                result: Any = None if name == "fsync" else real(*args, **options)
                 if name == "open":
-                    ours.add(done)
-                return done
+                    descriptors.add(result)
+                return result
 
             with turns:
                 if name == "close":
-                    ours.discard(args[0])  # another thread may get the number right after
+                    descriptors.discard(args[0])  # another thread may get the number right after
                 return observer(Call(name, args, make))
 
         return called
 
-    places = [(fcntl if name == "flock" else os, name) for name in (*CHANGING, *LOOKING)]
-    kept = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
+    candidates = [(fcntl if name == "flock" else os, name) for name in (*CHANGING, *LOOKING)]
+    originals = [
+        (module, name, getattr(module, name))
+        for module, name in candidates
+        if hasattr(module, name)
+    ]
     try:
-        for place, name, real in kept:
-            setattr(place, name, seen(name, real))
+        for module, name, real in originals:
+            setattr(module, name, observed(name, real))
         yield
     finally:
-        for place, name, real in kept:
-            setattr(place, name, real)
+        for module, name, real in originals:
+            setattr(module, name, real)

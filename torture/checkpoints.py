@@ -1,4 +1,4 @@
-"""What is written while things go wrong: an old checkpoint, a new one, and how to tell them."""
+"""Cases of writing for fault injection: an old checkpoint, a new one, and their comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Broken", "Case", "cases", "files", "lay_out", "left_over", "threads"
 Files = dict[str, bytes]
 Values = dict[str, np.ndarray[Any, Any]]
 
-#: The folder of the case, in that of the trial; next to it is what is converted.
+#: Name of the folder of a case in the folder of the trial. Sources of conversions are next to it.
 _FOLDER = "m"
 _ALIAS = re.compile(r"\.xckpt-[0-9a-f]{16}(\.|$)")
 
@@ -38,7 +38,7 @@ class Broken(Exception):  # noqa: N818  a promise is
 
 
 def dataset(value: float, *, lazy: bool = True) -> xr.Dataset:
-    """Make tensors that are all of one value, for each way in which bytes get into a file."""
+    """Return tensors of one value, with a tensor for each way in which bytes are written."""
     arrays: dict[str, Any] = {
         "a.w": np.full((32, 64), value, "f4"),
         "b.w": da.full((48, 40), value, chunks=(20, 40), dtype="f4"),
@@ -57,33 +57,33 @@ def dataset(value: float, *, lazy: bool = True) -> xr.Dataset:
 
 
 def files(folder: Path) -> Files:
-    """Read everything that is in a folder, if there is one."""
+    """Return the contents of all files of a folder; empty if it does not exist."""
     paths = folder.iterdir() if folder.exists() else ()
     return {path.name: path.read_bytes() for path in paths}
 
 
 @contextmanager
 def threads() -> Iterator[None]:
-    """Compute with threads of this process, which a fork does not have from its parent."""
+    """Compute with a new pool of threads; a forked process has none from its parent."""
     with ThreadPoolExecutor(4) as pool, dask.config.set(scheduler="threads", pool=pool):
         yield
 
 
 def lay_out(folder: Path, content: Mapping[str, bytes]) -> None:
-    """Make a folder hold these files and nothing else."""
+    """Replace the contents of a folder by these files."""
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         if path.name not in content:
             path.unlink()
     for name, data in content.items():
         path = folder / name
-        # Anew, so that nobody takes it for the file that it was.
+        # A new inode, so that caches do not take it for the old file.
         path.unlink(missing_ok=True)
         path.write_bytes(data)
 
 
 def left_over(folder: Path) -> list[str]:
-    """List what writers are to remove, or the next one if they cannot."""
+    """List the temporary files that a writer, or the next one, has to remove."""
     return sorted(
         path.name
         for path in folder.iterdir()
@@ -93,9 +93,9 @@ def left_over(folder: Path) -> list[str]:
 
 @dataclass(eq=False)
 class Case:
-    """One way to write a checkpoint in the place of an old one, or of nothing.
+    """A way to write a checkpoint, over an old one or into an empty folder.
 
-    ``write(folder, overwrite=)`` writes it, ``before(folder)`` makes what was there.
+    ``write(folder, overwrite=)`` writes the new files, ``before(folder)`` the old ones.
     """
 
     name: str
@@ -110,11 +110,11 @@ class Case:
 
     @property
     def overwrites(self) -> bool:
-        """Whether there was something."""
+        """Whether there are old files."""
         return self.before is not None
 
     def prepare(self, root: Path) -> None:
-        """Write it undisturbed, to know what it is."""
+        """Write the old and the new files undisturbed, and remember them."""
         folder = root / _FOLDER
         lay_out(folder, {})
         if self.before is not None:
@@ -131,50 +131,52 @@ class Case:
         return root / _FOLDER
 
     def run(self, folder: Path) -> None:
-        """Write it; warnings are not about anything that matters here."""
+        """Write the new files without warnings."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
             self.write(folder, overwrite=self.overwrites)
 
     def path(self, folder: Path) -> Path:
-        """Return what a user opens."""
+        """Return the path to open: the index of shards if there is one."""
         index = folder / f"{self.target}.index.json"
         return index if index.exists() else folder / self.target
 
     def values(self, folder: Path) -> Values:
-        """Open what is there as users do, and load it."""
+        """Open the checkpoint as users do, and return all values."""
         with warnings.catch_warnings(), dask.config.set(scheduler="sync"):
             warnings.simplefilter("ignore", CheckpointWarning)
             with xr.open_dataset(self.path(folder), engine=self.engine, verify=True) as ds:
-                return {str(name): each.values for name, each in ds.variables.items()}
+                return {str(name): variable.values for name, variable in ds.variables.items()}
 
     def state(self, folder: Path) -> str:
-        """Return which of the two is there, "old" or "new", or raise what is wrong."""
-        found = {
+        """Return "old" or "new", or raise if the folder has neither checkpoint."""
+        contents = {
             path.name: path.read_bytes()
             for path in folder.iterdir()
             if not path.name.startswith(".") and not _ALIAS.search(path.name)
         }
-        if found == self.new:
+        if contents == self.new:
             return "new"
-        if found == self.old:
+        if contents == self.old:
             return "old"
         if not self.path(folder).exists():
             if self.old:
-                raise Broken(f"{self.target} is gone; there are {sorted(found)}")
+                raise Broken(f"{self.target} is gone; there are {sorted(contents)}")
             return "old"
         try:
             values = self.values(folder)
         except Exception as error:
             raise Broken(f"{self.target} cannot be opened: {error!r}") from error
-        for state, wanted in (("old", self.old_values), ("new", self.new_values)):
-            if wanted and _same(values, wanted):
+        for state, expected in (("old", self.old_values), ("new", self.new_values)):
+            if expected and _same(values, expected):
                 return state
-        told = {name: sorted({float(v) for v in of.flat})[:4] for name, of in values.items()}
-        raise Broken(f"{self.target} is neither the old nor the new one: {told}")
+        samples = {
+            name: sorted({float(v) for v in array.flat})[:4] for name, array in values.items()
+        }
+        raise Broken(f"{self.target} is neither the old nor the new one: {samples}")
 
     def next_save(self, folder: Path) -> None:
-        """Write it once more, undisturbed: it is the new one then, and nothing is left over."""
+        """Save once more, undisturbed; raise unless exactly the new files remain."""
         with warnings.catch_warnings(), watched(folder, lambda call: call.make()):
             warnings.simplefilter("ignore", CheckpointWarning)
             self.write(folder, overwrite=True)
@@ -185,26 +187,26 @@ class Case:
             raise Broken("the next save did not save")
 
 
-def _same(values: Values, wanted: Values) -> bool:
-    return values.keys() == wanted.keys() and all(
-        np.array_equal(values[name], each) for name, each in wanted.items()
+def _same(values: Values, expected: Values) -> bool:
+    return values.keys() == expected.keys() and all(
+        np.array_equal(values[name], array) for name, array in expected.items()
     )
 
 
 def cases(root: Path, only: str = "") -> list[Case]:
-    """Make all of them, or the one of a name; files that some need are next to their folder."""
+    """Return all cases, or the case with a name, prepared."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        found = [case for case in _cases(root) if only in {"", case.name}]
-        for case in found:
+        selected = [case for case in _cases(root) if only in {"", case.name}]
+        for case in selected:
             case.prepare(root)
-    return found
+    return selected
 
 
-#: Of one file, in bytes: there are three then.
+#: Size of a shard in bytes, which makes three shards.
 _MOST = 12000
 
-#: Names of files by format, and options with which they are written.
+#: Kinds of files by format: name, name of the file, and options of the writer.
 _KINDS: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     "ztensor": [
         ("zt 1.0", "m.zt", {"encoding": {"a.*": {"digest": "sha256"}}}),
@@ -224,15 +226,15 @@ _KINDS: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
 
 def _kinds() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     for engine in formats.names():
-        found = formats.get(engine)
-        if found.can.types:
-            suffix = next(s for s in found.suffixes if s not in found.shared_suffixes)
+        format_ = formats.get(engine)
+        if format_.can.types:
+            suffix = next(s for s in format_.suffixes if s not in format_.shared_suffixes)
             for kind, target, options in _KINDS.get(engine, [(engine, f"m{suffix}", {})]):
                 yield engine, kind, target, options
 
 
 def _cases(root: Path) -> Iterator[Case]:
-    """Save and convert to all formats that are written, with and without an old file; append."""
+    """Yield saves and conversions to all formats with a writer, with and without old files."""
     source = root / "source.zt"
     packed = {"d.*": {"compression": "zstd"}}
     save(dataset(2.0, lazy=False), source, encoding=packed, overwrite=True)
@@ -257,7 +259,7 @@ def _cases(root: Path) -> Iterator[Case]:
 def _save(
     value: float, target: str, engine: str, options: Any, folder: Path, *, overwrite: bool = False
 ) -> None:
-    # Only the new one has lazy arrays: for the old one it makes no difference.
+    # Only the new checkpoint needs lazy arrays.
     save(dataset(value, lazy=value > 1), folder / target, engine, overwrite=overwrite, **options)
 
 
@@ -279,6 +281,6 @@ def _append(folder: Path, *, overwrite: bool) -> None:
 
 
 def _save_large(folder: Path) -> None:
-    """Save so much that the kernel copies it."""
+    """Save a file that is large enough to be copied by the kernel."""
     large = xr.Dataset({"large": ("n", np.ones(3 << 19, "u1"))})
     save(dataset(1.0, lazy=False).merge(large), folder / "m.zt")

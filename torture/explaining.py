@@ -22,7 +22,7 @@ import numpy as np
 
 import xckpt
 from tests.stats.kquants import kquantized
-from torture.trial import Tally, left
+from torture.trial import Tally, read_evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,33 +53,33 @@ class Made:
 
     name: str
     values: Array
-    #: The tensors of the first model that it is made of.
+    #: Names of the tensors of the first model from which it was derived.
     origins: tuple[str, ...]
-    #: What was done to it.
+    #: Transformations that were applied, in order.
     steps: tuple[str, ...] = ()
-    #: Type of the blocks that it is to be stored in.
+    #: GGUF block type to store it in; empty to store plain values.
     stored: str = ""
 
 
 @dataclass
 class Pair:
-    """Two models, and what is true of them."""
+    """Two models, with the transformations and damage between them."""
 
     family: str
     a: dict[str, Array]
     b: list[Made]
     chain: list[str] = field(default_factory=list)
     damage: str = ""
-    #: Tensors of the second model that are damaged.
+    #: Names of damaged tensors of the second model.
     damaged: set[str] = field(default_factory=set)
-    #: Tensors of the first model that were exchanged before the chain.
+    #: Names of tensors of the first model that were exchanged before the chain.
     early: set[str] = field(default_factory=set)
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
-def model(family: str, rng: np.random.Generator) -> dict[str, Array]:
+def make_model(family: str, rng: np.random.Generator) -> dict[str, Array]:
     """Return the tensors of a tiny model; some are untrained, and some have tied weights."""
     tensors = {name: values.astype(F32) for name, values in _FAMILIES[family](rng)}
     if rng.random() < _FRESH:
@@ -179,8 +179,8 @@ _FAMILIES: dict[str, Callable[[np.random.Generator], Iterator[tuple[str, Array]]
 # --- transformations ------------------------------------------------------------------------------
 
 
-def _some(rng: np.random.Generator, items: list[Any]) -> list[Any]:
-    """Return a random subset, at least one of them."""
+def _subset(rng: np.random.Generator, items: list[Any]) -> list[Any]:
+    """Return a random subset of items, with at least one of them."""
     if not items:
         return []
     chosen = rng.random(len(items)) < rng.uniform(0.2, 1.0)
@@ -207,33 +207,33 @@ _RULES: tuple[Callable[[str], str], ...] = (
 
 
 def renamed(pair: Pair, rng: np.random.Generator) -> None:
-    """Give some tensors other names, by a rule for all of them."""
+    """Rename a subset of the tensors by one rule."""
     rule = _RULES[rng.integers(len(_RULES))]
-    taken = {made.name for made in pair.b} | set(pair.a)
-    for made in _some(rng, pair.b):
-        new = rule(made.name)
-        if new not in taken:
-            made.name = new
-            taken.add(new)
+    used_names = {tensor.name for tensor in pair.b} | set(pair.a)
+    for tensor in _subset(rng, pair.b):
+        new = rule(tensor.name)
+        if new not in used_names:
+            tensor.name = new
+            used_names.add(new)
 
 
 def transposed(pair: Pair, rng: np.random.Generator) -> None:
-    """Transpose some matrices."""
-    for made in _some(rng, [m for m in pair.b if m.values.ndim == 2]):
-        made.values = np.ascontiguousarray(made.values.T)
-        made.steps += ("transposed",)
+    """Transpose a subset of the matrices."""
+    for tensor in _subset(rng, [m for m in pair.b if m.values.ndim == 2]):
+        tensor.values = np.ascontiguousarray(tensor.values.T)
+        tensor.steps += ("transposed",)
 
 
 def rope_permuted(pair: Pair, rng: np.random.Generator) -> None:
-    """Interleave the halves of the heads of some tensors, or undo it."""
+    """Interleave the halves of the heads of a subset of the tensors, or undo it."""
     heads, is_undone = int(rng.choice([1, 2, 4])), bool(rng.random() < 0.3)
     fitting = [m for m in pair.b if m.values.ndim <= 2 and m.values.shape[0] % (4 * heads) == 0]
-    for made in _some(rng, fitting):
-        rows = made.values
+    for tensor in _subset(rng, fitting):
+        rows = tensor.values
         split = (rows.shape[0] // heads // 2, 2) if is_undone else (2, rows.shape[0] // heads // 2)
         parts = rows.reshape(heads, *split, *rows.shape[1:])
-        made.values = np.ascontiguousarray(parts.swapaxes(1, 2).reshape(rows.shape))
-        made.steps += ("rope_permuted",)
+        tensor.values = np.ascontiguousarray(parts.swapaxes(1, 2).reshape(rows.shape))
+        tensor.steps += ("rope_permuted",)
 
 
 _ROLES = (
@@ -243,102 +243,107 @@ _ROLES = (
 )
 
 
-def _groups(pair: Pair) -> Iterator[tuple[str, list[Made]]]:
-    """Return tensors that may be joined, and the name of the whole."""
-    by_name = {made.name: made for made in pair.b}
-    for roles, whole in _ROLES:
+def _fusible_groups(pair: Pair) -> Iterator[tuple[str, list[Made]]]:
+    """Yield groups of tensors that can be fused, with the name of the fused tensor."""
+    by_name = {tensor.name: tensor for tensor in pair.b}
+    for roles, fused_role in _ROLES:
         for name in [name for name in by_name if roles[0] in name]:
             names = [name.replace(roles[0], role) for role in roles]
-            if all(other in by_name for other in names):
-                yield name.replace(roles[0], whole), [by_name[other] for other in names]
+            if all(part_name in by_name for part_name in names):
+                yield (
+                    name.replace(roles[0], fused_role),
+                    [by_name[part_name] for part_name in names],
+                )
     experts: dict[str, list[Made]] = defaultdict(list)
-    for name, made in by_name.items():
+    for name, tensor in by_name.items():
         head, _, tail = name.partition(".experts.")
         if tail[:1].isdigit():
-            experts[f"{head}.experts.{tail.partition('.')[2]}"].append(made)
-    yield from ((name, some) for name, some in experts.items() if len(some) == _EXPERTS)
+            experts[f"{head}.experts.{tail.partition('.')[2]}"].append(tensor)
+    yield from ((name, tensors) for name, tensors in experts.items() if len(tensors) == _EXPERTS)
 
 
-def _joined(values: list[Array], *, is_stack: bool) -> Array | None:
+def _join(values: list[Array], *, is_stack: bool) -> Array | None:
     """Join tensors along their rows or columns, or stack them; None if they do not fit."""
     if is_stack:
         return np.stack(values) if len({v.shape for v in values}) == 1 else None
     for axis in range(values[0].ndim):
-        others = {v.shape[:axis] + v.shape[axis + 1 :] for v in values}
-        if len(others) == 1 and len({v.ndim for v in values}) == 1:
+        other_shapes = {v.shape[:axis] + v.shape[axis + 1 :] for v in values}
+        if len(other_shapes) == 1 and len({v.ndim for v in values}) == 1:
             return np.concatenate(values, axis)
     return None
 
 
 def fused(pair: Pair, rng: np.random.Generator) -> None:
     """Join queries, keys and values, gates, or experts."""
-    for name, parts in _some(rng, list(_groups(pair))):
-        joined = _joined([part.values for part in parts], is_stack=".experts." in name)
+    for name, parts in _subset(rng, list(_fusible_groups(pair))):
+        joined = _join([part.values for part in parts], is_stack=".experts." in name)
         is_cut = any("split" in part.steps or part not in pair.b for part in parts)
         if joined is None or is_cut:
             continue
         origins = tuple(dict.fromkeys(origin for part in parts for origin in part.origins))
         steps = tuple(step for part in parts for step in part.steps)
-        pair.b = [made for made in pair.b if made not in parts]
+        pair.b = [tensor for tensor in pair.b if tensor not in parts]
         pair.b.append(Made(name, joined, origins, (*steps, "fused")))
 
 
 def split(pair: Pair, rng: np.random.Generator) -> None:
-    """Cut some matrices into two or three."""
+    """Cut a subset of the matrices into two or three."""
     count = int(rng.choice([2, 3]))
     fitting = [m for m in pair.b if m.values.ndim == 2 and m.values.shape[0] % count == 0
                and m.values.shape[0] >= 8 * count and not {"fused", "split"} & set(m.steps)
                and m.values.shape[0] <= 256]  # fmt: skip
-    for made in _some(rng, fitting)[:8]:
-        for number, part in enumerate(np.split(made.values, count)):
-            stem, _, leaf = made.name.rpartition(".")
+    for tensor in _subset(rng, fitting)[:8]:
+        for number, part in enumerate(np.split(tensor.values, count)):
+            stem, _, leaf = tensor.name.rpartition(".")
             name = f"{stem}.part.{number}.{leaf}"
-            pair.b.append(Made(name, part.copy(), made.origins, (*made.steps, "split")))
-        pair.b = [other for other in pair.b if other is not made]
+            pair.b.append(Made(name, part.copy(), tensor.origins, (*tensor.steps, "split")))
+        pair.b = [other for other in pair.b if other is not tensor]
 
 
 def rounded(pair: Pair, rng: np.random.Generator) -> None:
-    """Round some tensors to another type, and store them in it or as they were."""
+    """Round a subset of the tensors to another type, and store them in it or in their own."""
     name = str(rng.choice(list(_TYPES)))
-    keeps = bool(rng.random() < 0.5)
-    for made in _some(rng, [m for m in pair.b if m.values.dtype != ml_dtypes.float8_e4m3fn]):
-        new = made.values.astype(F32).astype(_TYPES[name])
-        made.values = new.astype(made.values.dtype) if keeps else new
-        made.steps += ("rounded",)
+    keeps_type = bool(rng.random() < 0.5)
+    for tensor in _subset(rng, [m for m in pair.b if m.values.dtype != ml_dtypes.float8_e4m3fn]):
+        new = tensor.values.astype(F32).astype(_TYPES[name])
+        tensor.values = new.astype(tensor.values.dtype) if keeps_type else new
+        tensor.steps += ("rounded",)
 
 
 def quantised(pair: Pair, rng: np.random.Generator) -> None:
-    """Quantise some matrices in blocks; K-quants are stored as such, which ends what is done."""
+    """Quantise a subset of the matrices in blocks; K-quants are final."""
     from gguf import GGMLQuantizationType, quants
 
     kind = str(rng.choice(_BLOCKS))
     size = 256 if kind.endswith("K") else 32
     fitting = [m for m in pair.b if m.values.ndim >= 2 and m.values.shape[-1] % size == 0
                and not m.stored and m.values.dtype != ml_dtypes.float8_e4m3fn]  # fmt: skip
-    for made in _some(rng, fitting):
+    for tensor in _subset(rng, fitting):
         if size == 256:
-            made.stored = kind
+            tensor.stored = kind
         else:
-            data = quants.quantize(made.values.astype(F32), GGMLQuantizationType[kind])
-            made.values = quants.dequantize(data, GGMLQuantizationType[kind])
-        made.steps += ("quantised",)
+            data = quants.quantize(tensor.values.astype(F32), GGMLQuantizationType[kind])
+            tensor.values = quants.dequantize(data, GGMLQuantizationType[kind])
+        tensor.steps += ("quantised",)
 
 
 def padded(pair: Pair, rng: np.random.Generator) -> None:
-    """Add rows of zeros at the end of some matrices, as to a vocabulary."""
-    more = int(rng.integers(1, 9))
-    for made in _some(rng, [m for m in pair.b if m.values.ndim == 2]):
-        made.values = np.pad(made.values.astype(F32), ((0, more), (0, 0))).astype(made.values.dtype)
-        made.steps += ("padded",)
+    """Append rows of zeros to a subset of the matrices, as to a vocabulary."""
+    extra_rows = int(rng.integers(1, 9))
+    for tensor in _subset(rng, [m for m in pair.b if m.values.ndim == 2]):
+        tensor.values = np.pad(tensor.values.astype(F32), ((0, extra_rows), (0, 0))).astype(
+            tensor.values.dtype
+        )
+        tensor.steps += ("padded",)
 
 
 def offset(pair: Pair, rng: np.random.Generator) -> None:
     """Add 1 to the norms of a model like Gemma."""
     norms = [m for m in pair.b if "norm" in m.name and not m.steps and m.values.ndim == 1
              and m.name.endswith(".weight")]  # fmt: skip
-    for made in _some(rng, norms):
-        made.values = (made.values + F32(1)).astype(F32)
-        made.steps += ("offset",)
+    for tensor in _subset(rng, norms):
+        tensor.values = (tensor.values + F32(1)).astype(F32)
+        tensor.steps += ("offset",)
 
 
 STEPS = (renamed, transposed, rope_permuted, fused, split, rounded, quantised, padded, offset)
@@ -348,73 +353,73 @@ STEPS = (renamed, transposed, rope_permuted, fused, split, rounded, quantised, p
 
 
 def _are_equal(pair: Pair, first: Made, second: Made) -> bool:
-    """Whether two tensors are equal, or were: of constants nobody can tell which is which."""
-    origins = [[pair.a[origin] for origin in made.origins] for made in (first, second)]
+    """Whether two tensors, or their originals, are equal; exchanging equal ones is no damage."""
+    origins = [[pair.a[origin] for origin in tensor.origins] for tensor in (first, second)]
     if np.array_equal(first.values, second.values) or len(origins[0]) != len(origins[1]):
         return bool(np.array_equal(first.values, second.values))
     return all(np.array_equal(x, y) for x, y in zip(*origins, strict=True))
 
 
 def swapped(pair: Pair, rng: np.random.Generator) -> None:
-    """Exchange two tensors of one shape before anything else is done."""
+    """Exchange two tensors of one shape before all transformations."""
     for _ in range(8):
-        made = pair.b[rng.integers(len(pair.b))]
-        others = [other for other in pair.b if other.values.shape == made.values.shape
-                  and not np.array_equal(other.values, made.values)]  # fmt: skip
-        if others:
-            other = others[rng.integers(len(others))]
-            made.values, other.values = other.values, made.values
+        tensor = pair.b[rng.integers(len(pair.b))]
+        candidates = [partner for partner in pair.b if partner.values.shape == tensor.values.shape
+                  and not np.array_equal(partner.values, tensor.values)]  # fmt: skip
+        if candidates:
+            partner = candidates[rng.integers(len(candidates))]
+            tensor.values, partner.values = partner.values, tensor.values
             pair.damage = "swapped at first"
-            pair.early = {made.origins[0], other.origins[0]}
+            pair.early = {tensor.origins[0], partner.origins[0]}
             return
 
 
 def _exchange_layers(pair: Pair) -> None:
     """Exchange the first two layers."""
-    by_name = {made.name: made for made in pair.b}
-    for made in pair.b:
-        other = by_name.get(_FIRST_LAYER.sub(".1.", made.name, count=1))
+    by_name = {tensor.name: tensor for tensor in pair.b}
+    for tensor in pair.b:
+        partner = by_name.get(_FIRST_LAYER.sub(".1.", tensor.name, count=1))
         if (
-            other is not None
-            and other is not made
-            and other.values.shape == made.values.shape
-            and (other.stored, other.values.dtype) == (made.stored, made.values.dtype)
-            and not _are_equal(pair, other, made)
+            partner is not None
+            and partner is not tensor
+            and partner.values.shape == tensor.values.shape
+            and (partner.stored, partner.values.dtype) == (tensor.stored, tensor.values.dtype)
+            and not _are_equal(pair, partner, tensor)
         ):
-            made.values, other.values = other.values, made.values
-            pair.damaged |= {made.name, other.name}
+            tensor.values, partner.values = partner.values, tensor.values
+            pair.damaged |= {tensor.name, partner.name}
 
 
-def _flip_bit(pair: Pair, made: Made, rng: np.random.Generator) -> None:
-    """Flip one bit of an element, if that makes another number of it and blocks do not hide it."""
-    patterns = made.values.copy().view(f"u{made.values.itemsize}").reshape(-1)
-    bit = int(rng.integers(8 * made.values.itemsize))
+def _flip_bit(pair: Pair, tensor: Made, rng: np.random.Generator) -> None:
+    """Flip one bit of an element, unless the number stays the same or blocks would hide it."""
+    patterns = tensor.values.copy().view(f"u{tensor.values.itemsize}").reshape(-1)
+    bit = int(rng.integers(8 * tensor.values.itemsize))
     patterns[rng.integers(patterns.size)] ^= patterns.dtype.type(1 << bit)
-    new = patterns.view(made.values.dtype).reshape(made.values.shape)
-    if not made.stored and not np.array_equal(new.astype(F32), made.values.astype(F32)):
-        made.values = new
-        pair.damaged.add(made.name)
+    new = patterns.view(tensor.values.dtype).reshape(tensor.values.shape)
+    if not tensor.stored and not np.array_equal(new.astype(F32), tensor.values.astype(F32)):
+        tensor.values = new
+        pair.damaged.add(tensor.name)
 
 
-def _noisy(values: Array, spread: float, rng: np.random.Generator) -> Array:
+def _replace_with_noise(values: Array, spread: float, rng: np.random.Generator) -> Array:
     noisy: Array = values.mean() + spread * rng.standard_normal(values.shape)
     return noisy
 
 
-def _other_row(values: Array, spread: float, rng: np.random.Generator) -> Array:
+def _replace_row(values: Array, spread: float, rng: np.random.Generator) -> Array:
     rows = values.reshape(len(values), -1)
     noise = 2 * spread * rng.standard_normal(rows.shape[1])
-    at = int(rng.integers(len(rows)))
-    rows[at] = rows.mean() + noise + spread
+    row = int(rng.integers(len(rows)))
+    rows[row] = rows.mean() + noise + spread
     return values
 
 
-def _other_element(values: Array, spread: float, rng: np.random.Generator) -> Array:
+def _replace_element(values: Array, spread: float, rng: np.random.Generator) -> Array:
     values.reshape(-1)[rng.integers(values.size)] += 12 * (np.abs(values).max() + spread)
     return values
 
 
-def _zeroed(values: Array, _: float, rng: np.random.Generator) -> Array | None:
+def _zero_run(values: Array, _: float, rng: np.random.Generator) -> Array | None:
     count = int(rng.integers(32, values.size + 1))
     start = int(rng.integers(values.size - count + 1))
     run = values.reshape(-1)[start : start + count]
@@ -424,110 +429,112 @@ def _zeroed(values: Array, _: float, rng: np.random.Generator) -> Array | None:
     return values
 
 
-def _exchanged_rows(values: Array, spread: float, rng: np.random.Generator) -> Array | None:
+def _exchange_rows(values: Array, spread: float, rng: np.random.Generator) -> Array | None:
     first, second = rng.integers(len(values), size=2)
     values[[first, second]] = values[[second, first]]
     return values if np.abs(values[first] - values[second]).max() >= spread else None
 
 
-def _not_a_number(values: Array, _: float, rng: np.random.Generator) -> Array:
+def _set_nan(values: Array, _: float, rng: np.random.Generator) -> Array:
     values.reshape(-1)[rng.integers(values.size)] = np.nan
     return values
 
 
-def _stale(values: Array, spread: float, rng: np.random.Generator) -> Array:
+def _drift(values: Array, spread: float, rng: np.random.Generator) -> Array:
     stale: Array = values + 0.3 * spread * rng.standard_normal(values.shape)
     return stale
 
 
-#: Return the values of a tensor after damage, or None if it would be too small.
+#: Functions that return the damaged values of a tensor, or None if the damage is too small.
 _DAMAGE: dict[str, Callable[[Array, float, np.random.Generator], Array | None]] = {
-    "noise": _noisy,
-    "row": _other_row,
-    "element": _other_element,
-    "zeroed": _zeroed,
-    "rows": _exchanged_rows,
-    "not a number": _not_a_number,
-    "stale": _stale,
+    "noise": _replace_with_noise,
+    "row": _replace_row,
+    "element": _replace_element,
+    "zeroed": _zero_run,
+    "rows": _exchange_rows,
+    "not a number": _set_nan,
+    "stale": _drift,
 }
 _KINDS = (*_DAMAGE, "swapped", "layers", "bit")
 
 
-def _swap_late(pair: Pair, made: Made, rng: np.random.Generator) -> None:
-    """Exchange a tensor with another one of its shape."""
-    others = [m for m in pair.b if m is not made and m.values.shape == made.values.shape
-              and m.values.size >= 64 and not _are_equal(pair, m, made)
-              and (m.stored, m.values.dtype) == (made.stored, made.values.dtype)]  # fmt: skip
-    if others:
-        other = others[rng.integers(len(others))]
-        made.values, other.values = other.values, made.values
-        pair.damaged |= {made.name, other.name}
+def _swap_late(pair: Pair, tensor: Made, rng: np.random.Generator) -> None:
+    """Exchange a tensor with another of the same shape."""
+    candidates = [m for m in pair.b if m is not tensor and m.values.shape == tensor.values.shape
+              and m.values.size >= 64 and not _are_equal(pair, m, tensor)
+              and (m.stored, m.values.dtype) == (tensor.stored, tensor.values.dtype)]  # fmt: skip
+    if candidates:
+        partner = candidates[rng.integers(len(candidates))]
+        tensor.values, partner.values = partner.values, tensor.values
+        pair.damaged |= {tensor.name, partner.name}
 
 
 def damaged(pair: Pair, rng: np.random.Generator) -> None:
-    """Damage a tensor, or exchange some, by more than any quantiser could."""
+    """Damage a tensor, or exchange several, by more than any quantiser would."""
     kind = str(rng.choice(_KINDS))
     large = [m for m in pair.b if m.values.size >= 64]
-    made = large[rng.integers(len(large))]
+    tensor = large[rng.integers(len(large))]
     if kind == "layers":
         _exchange_layers(pair)
     elif kind == "swapped":
-        _swap_late(pair, made, rng)
+        _swap_late(pair, tensor, rng)
     elif kind == "bit":
-        _flip_bit(pair, made, rng)
+        _flip_bit(pair, tensor, rng)
     else:
-        values = made.values.astype(F32)
+        values = tensor.values.astype(F32)
         new = _DAMAGE[kind](values, float(values.std()) or 1.0, rng)
-        if new is not None and (np.isfinite(new).all() or not made.stored):
-            new = new.astype(made.values.dtype)
-            if not np.array_equal(new.astype(F32), made.values.astype(F32)):
-                made.values = new
-                pair.damaged.add(made.name)
+        if new is not None and (np.isfinite(new).all() or not tensor.stored):
+            new = new.astype(tensor.values.dtype)
+            if not np.array_equal(new.astype(F32), tensor.values.astype(F32)):
+                tensor.values = new
+                pair.damaged.add(tensor.name)
     pair.damage = kind if pair.damaged else ""
 
 
 # --- one pair -------------------------------------------------------------------------------------
 
 
-def drawn(rng: np.random.Generator, *, is_damaged: bool) -> Pair:
+def draw_pair(rng: np.random.Generator, *, is_damaged: bool) -> Pair:
     """Return a random pair."""
     chain = [STEPS[n] for n in rng.integers(len(STEPS), size=rng.integers(1, 5))]
     family = "gemma" if offset in chain else str(rng.choice([*_FAMILIES]))
-    a = model(family, rng)
+    a = make_model(family, rng)
     pair = Pair(family, a, [Made(name, values.copy(), (name,)) for name, values in a.items()])
     if is_damaged and rng.random() < _EARLY:
         swapped(pair, rng)
     for step in chain:
-        stored = [made for made in pair.b if made.stored]
-        pair.b = [made for made in pair.b if not made.stored]
+        stored = [tensor for tensor in pair.b if tensor.stored]
+        pair.b = [tensor for tensor in pair.b if not tensor.stored]
         step(pair, rng)
         pair.b += stored
         pair.chain.append(step.__name__)
     if pair.early:
-        pair.damaged = {made.name for made in pair.b if set(made.origins) & pair.early}
+        pair.damaged = {tensor.name for tensor in pair.b if set(tensor.origins) & pair.early}
     elif is_damaged:
         damaged(pair, rng)
     return pair
 
 
-def written(pair: Pair, folder: Path) -> Any:
+def materialise(pair: Pair, folder: Path) -> Any:
     """Return the second model: a mapping, or a GGUF file if it has blocks."""
-    if not any(made.stored for made in pair.b):
-        return {made.name: made.values for made in pair.b}
+    if not any(tensor.stored for tensor in pair.b):
+        return {tensor.name: tensor.values for tensor in pair.b}
     from gguf import GGMLQuantizationType, GGUFWriter
 
     path = folder / "b.gguf"
     writer = GGUFWriter(path, "gemma2" if pair.family == "gemma" else "llama")
-    for made in pair.b:
-        values = np.ascontiguousarray(made.values)
-        if made.stored:
-            blocks = kquantized(values.astype(F32), made.stored.lower())
-            writer.add_tensor(made.name, blocks, raw_dtype=GGMLQuantizationType[made.stored])
+    for tensor in pair.b:
+        values = np.ascontiguousarray(tensor.values)
+        if tensor.stored:
+            blocks = kquantized(values.astype(F32), tensor.stored.lower())
+            writer.add_tensor(tensor.name, blocks, raw_dtype=GGMLQuantizationType[tensor.stored])
         elif values.dtype == ml_dtypes.bfloat16:
-            writer.add_tensor(made.name, values.view(np.uint8), raw_dtype=GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                tensor.name, values.view(np.uint8), raw_dtype=GGMLQuantizationType.BF16
+            )
         else:
             plain = values if values.dtype == np.float16 else values.astype(F32)
-            writer.add_tensor(made.name, plain)
+            writer.add_tensor(tensor.name, plain)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -537,7 +544,7 @@ def written(pair: Pair, folder: Path) -> Any:
 
 @dataclass
 class Verdict:
-    """What was said of a pair that is not true, and how much was explained."""
+    """The false claims about a pair, and the number of explained tensors."""
 
     false: list[str]
     unnamed: list[str]
@@ -546,27 +553,29 @@ class Verdict:
     open: list[str]
 
 
-def judged(pair: Pair, folder: Path) -> Verdict:
-    """Compare a pair, and hold the outcome against the truth."""
-    found = xckpt.compare(pair.a, written(pair, folder), explain=True, cache=False, progress=False)
-    table = xckpt.table(found)
+def judge(pair: Pair, folder: Path) -> Verdict:
+    """Compare a pair, and check the outcome against the known damage."""
+    comparison = xckpt.compare(
+        pair.a, materialise(pair, folder), explain=True, cache=False, progress=False
+    )
+    table = xckpt.table(comparison)
     outcomes = table["outcome"].to_dict()
-    touched = {o for made in pair.b if made.name in pair.damaged for o in made.origins}
+    touched = {o for tensor in pair.b if tensor.name in pair.damaged for o in tensor.origins}
     claims = {
-        name: set(others.split(", "))
-        for name, others in table["other_names"].to_dict().items()
-        if outcomes[name] == "explained" and others
+        name: set(other_names.split(", "))
+        for name, other_names in table["other_names"].to_dict().items()
+        if outcomes[name] == "explained" and other_names
     }
     false = [name for name in pair.damaged if outcomes.get(name) == "explained"]
-    # A tensor of `a` that is said to be all of a damaged one.
+    # Tensors of `a` that are claimed to equal a damaged tensor.
     false += [
         name
-        for name, others in claims.items()
-        if name in pair.a and others & pair.damaged
-        and not any("fused" in made.steps for made in pair.b if made.name in others)
+        for name, other_names in claims.items()
+        if name in pair.a and other_names & pair.damaged
+        and not any("fused" in tensor.steps for tensor in pair.b if tensor.name in other_names)
     ]  # fmt: skip
     unnamed = [name for name in pair.damaged if outcomes.get(name) in {None, "explained"}]
-    rows = {made.name for made in pair.b if not set(made.origins) & touched}
+    rows = {tensor.name for tensor in pair.b if not set(tensor.origins) & touched}
     rows |= set(pair.a) - touched
     explained = sum(outcomes.get(name) == "explained" for name in rows)
     return Verdict(false, unnamed, explained, len(rows),
@@ -574,21 +583,21 @@ def judged(pair: Pair, folder: Path) -> Verdict:
 
 
 def run(trial: Trial) -> Iterator[Tally]:
-    """Try pairs, one after the other."""
+    """Compare random pairs until the time is over."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     start = time.monotonic()
     number = failures = 0
     while trial.remaining > 0:
         seed = [trial.seed % (1 << 32), number]
         rng = np.random.default_rng(seed)
-        pair = drawn(rng, is_damaged=number % 2 == 1)
-        what = {"seed": seed, "chain": pair.chain, "family": pair.family, "damage": pair.damage}
-        verdict = judged(pair, trial.folder)
+        pair = draw_pair(rng, is_damaged=number % 2 == 1)
+        case = {"seed": seed, "chain": pair.chain, "family": pair.family, "damage": pair.damage}
+        verdict = judge(pair, trial.folder)
         wrong = [*verdict.false, *verdict.unnamed]
         if wrong:
             failures += 1
             trial.fail(
-                "a false claim", {"pair.json": json.dumps(what).encode()}, f"{what}: {wrong}"
+                "a false claim", {"pair.json": json.dumps(case).encode()}, f"{case}: {wrong}"
             )
         chain = {f"with {step}" for step in pair.chain}
         length = f"{len(pair.chain)} transformations"
@@ -602,23 +611,23 @@ def run(trial: Trial) -> Iterator[Tally]:
             )
         number += 1
     seconds = time.monotonic() - start
-    for key, found in sorted(counts.items(), key=lambda each: (each[0] != "all", each[0])):
-        share = found["explained"] / max(1, found["undamaged"])
-        said = f"{100 * share:.2f} % of {found['undamaged']:,} undamaged tensors explained"
-        is_short = key == "all" and found["pairs"] >= 100 and share < ENOUGH
-        yield Tally(key, found["pairs"], max(found["false"], found["unnamed"]) + is_short,
-                    seconds if key == "all" else 0.0, said)  # fmt: skip
+    for key, count in sorted(counts.items(), key=lambda item: (item[0] != "all", item[0])):
+        share = count["explained"] / max(1, count["undamaged"])
+        summary = f"{100 * share:.2f} % of {count['undamaged']:,} undamaged tensors explained"
+        is_short = key == "all" and count["pairs"] >= 100 and share < ENOUGH
+        yield Tally(key, count["pairs"], max(count["false"], count["unnamed"]) + is_short,
+                    seconds if key == "all" else 0.0, summary)  # fmt: skip
 
 
 def again(path: Path) -> None:
-    """Raise what is wrongly said of a pair that a failure left."""
+    """Compare the pair of a recorded failure again, and raise if a claim is still false."""
     from pathlib import Path as Folder
     from tempfile import TemporaryDirectory
 
-    what = json.loads(left(path)["pair.json"])
-    rng = np.random.default_rng(what["seed"])
-    pair = drawn(rng, is_damaged=what["seed"][1] % 2 == 1)
+    case = json.loads(read_evidence(path)["pair.json"])
+    rng = np.random.default_rng(case["seed"])
+    pair = draw_pair(rng, is_damaged=case["seed"][1] % 2 == 1)
     with TemporaryDirectory() as folder:
-        verdict = judged(pair, Folder(folder))
+        verdict = judge(pair, Folder(folder))
     if verdict.false or verdict.unnamed:
-        raise AssertionError(f"{what}: {[*verdict.false, *verdict.unnamed]}")
+        raise AssertionError(f"{case}: {[*verdict.false, *verdict.unnamed]}")

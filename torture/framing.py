@@ -1,7 +1,7 @@
-"""Where in a file there are headers, and a file of another header.
+"""Positions of headers in files, and their replacement.
 
-A `Frame` is a stretch of a file, and puts another one in its place: with the lengths, offsets and
-checksums around it as they must be, so that what is wrong inside is looked at.
+A `Frame` is a byte range of a file that can be replaced. The lengths, offsets and checksums around
+it are adapted, so that readers get as far as the faults inside.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Frame", "frames"]
 
-# Bombs are changed as bytes.
+# Archives with larger members are only changed as bytes.
 _MOST_INFLATED = 1 << 20
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A stretch of a file, and how the file is made of another one."""
+    """A byte range of a file, and a function that makes the file with another one in its place."""
 
     grammar: Grammar
     data: bytes
@@ -39,17 +39,17 @@ class Frame:
 
 
 def frames(data: bytes) -> list[Frame]:
-    """Find what a file consists of; nothing in what is broken beyond that."""
+    """Return the frames of a file; none if it is too damaged to be split."""
     try:
         return [frame for frame in _frames(data) if frame.data]
-    except Exception:  # noqa: BLE001  all that broken archives raise
+    except Exception:  # noqa: BLE001  broken archives raise many types
         return []
 
 
 def _frames(data: bytes) -> Iterator[Frame]:
-    found = next((each for magic, each in _BY_MAGIC.items() if data.startswith(magic)), None)
-    if found is not None:
-        yield from found(data)
+    split = next((split_ for magic, split_ in _BY_MAGIC.items() if data.startswith(magic)), None)
+    if split is not None:
+        yield from split(data)
     elif data[8:9] == b"{":
         yield _sized(JSON, data, 0, 8)
 
@@ -58,14 +58,17 @@ def _whole(grammar: Grammar, data: bytes) -> Iterator[Frame]:
     yield Frame(grammar, data, bytes)
 
 
-def _sized(grammar: Grammar, data: bytes, at: int, width: int = 4) -> Frame:
-    """Return what comes after its length."""
-    start = at + width
-    stop = start + int.from_bytes(data[at:start], "little")
+def _sized(grammar: Grammar, data: bytes, offset: int, width: int = 4) -> Frame:
+    """Return the frame after a length."""
+    start = offset + width
+    stop = start + int.from_bytes(data[offset:start], "little")
 
     def put(new: bytes) -> bytes:
         return (
-            data[:at] + (len(new) % (1 << 8 * width)).to_bytes(width, "little") + new + data[stop:]
+            data[:offset]
+            + (len(new) % (1 << 8 * width)).to_bytes(width, "little")
+            + new
+            + data[stop:]
         )
 
     return Frame(grammar, data[start:stop], put)
@@ -87,10 +90,10 @@ def _ocdbt(data: bytes) -> Iterator[Frame]:
         missing = len(body) - len(stored) - 8
         if missing >= 0:
             stored += b"\x50\x2a\x4d\x18" + missing.to_bytes(4, "little") + bytes(missing)
-        whole = frame(data[:4], stored)[:-4]
-        whole = whole[:13] + b"\1" + whole[14:]
-        crc: int = google_crc32c.value(whole)
-        return whole + crc.to_bytes(4, "little")
+        block = frame(data[:4], stored)[:-4]
+        block = block[:13] + b"\1" + block[14:]
+        crc: int = google_crc32c.value(block)
+        return block + crc.to_bytes(4, "little")
 
     if is_compressed:
         content = zstandard.ZstdDecompressor().decompressobj().decompress(body)
@@ -132,9 +135,9 @@ def _ztensor_2(data: bytes) -> Iterator[Frame]:
 
 
 def _mlcp(data: bytes) -> Iterator[Frame]:
-    at = 5 + data[4]
-    yield _sized(JSON, data, at)
-    yield _rest(data, at + 4 + int.from_bytes(data[at : at + 4], "little"))
+    offset = 5 + data[4]
+    yield _sized(JSON, data, offset)
+    yield _rest(data, offset + 4 + int.from_bytes(data[offset : offset + 4], "little"))
 
 
 def _gptrs(data: bytes) -> Iterator[Frame]:
@@ -153,10 +156,10 @@ def _npy(data: bytes) -> Iterator[Frame]:
 
 def _zip(data: bytes) -> Iterator[Frame]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        listed = archive.infolist()[:64]
-        if sum(each.file_size for each in listed) > _MOST_INFLATED:
+        infos = archive.infolist()[:64]
+        if sum(info_.file_size for info_ in infos) > _MOST_INFLATED:
             return
-        members = {each: archive.read(each) for each in listed}
+        members = {info_: archive.read(info_) for info_ in infos}
     for info, content in members.items():
         if not content.startswith(b"PK\3\4"):
             put = partial(_zipped, members, info)

@@ -1,4 +1,4 @@
-"""What headers consist of: tokens of CBOR, JSON, MessagePack, pickles and binary tables.
+"""Grammars of headers: tokens of CBOR, JSON, MessagePack, pickles and binary tables.
 
 A `Stream` is a list of tokens that join to the bytes they came from, and which of them belong
 together.
@@ -27,7 +27,7 @@ def _hex(text: str) -> tuple[bytes, ...]:
 
 
 class Span(NamedTuple):
-    """Tokens that are an item: from, to, and the token that counts it and its like, or -1."""
+    """An item: its first token, the token after it, and the token that counts items, or -1."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Tokens, their kinds (number, text, head or other) and the items that they are."""
+    """Tokens, their kinds (number, text, head or other), and the items that they form."""
 
     tokens: list[bytes]
     kinds: str  # a character for each: n, t, h or .
@@ -43,7 +43,7 @@ class Stream(NamedTuple):
 
 
 class Grammar:
-    """How numbers, texts and counts are spelled; a token like the one that is replaced."""
+    """The syntax of a kind of header. Methods that make a token take the one to replace."""
 
     def stream(self, data: bytes) -> Stream:
         """Cut bytes into tokens."""
@@ -54,7 +54,7 @@ class Grammar:
         raise NotImplementedError
 
     def value(self, token: bytes) -> int:
-        """Return the number that a token is."""
+        """Return the value of a number token."""
         raise NotImplementedError
 
     def text(self, value: bytes, like: bytes) -> bytes:
@@ -62,11 +62,11 @@ class Grammar:
         raise NotImplementedError
 
     def grown(self, head: bytes, more: int) -> bytes:
-        """Return a token that counts so many more items."""
+        """Return the head with its count of items increased."""
         return head
 
     def nested(self, levels: int) -> bytes:
-        """Return an item in so many others."""
+        """Return an item nested to a depth."""
         return b""
 
     #: Items of every type there is.
@@ -173,7 +173,7 @@ def _cbor_head(major: int, count: int) -> bytes:
 
 
 class _Json(Grammar):
-    """JSON, and the literals of Python that numpy's files have."""
+    """JSON, and Python literals as in the headers of numpy."""
 
     items = (
         *(b"null true false [] {} 0 -1 1.5 1e999 -0 NaN Infinity 01 [1,] 'x' None True".split()),
@@ -300,7 +300,7 @@ class _Msgpack(Grammar):
 
 
 class _Binary(Grammar):
-    """Tables of little-endian numbers, and texts after their length, such as bincode's."""
+    """Tables of little-endian numbers, and texts with a length in front, as in bincode."""
 
     items = tuple(
         struct.pack(code, number)
@@ -314,8 +314,8 @@ class _Binary(Grammar):
         kinds: list[str] = []
         starts: list[int] = []
         done = 0
-        for found in self._TEXT.finditer(data):
-            begin, limit = found.span()
+        for match in self._TEXT.finditer(data):
+            begin, limit = match.span()
             width = next(
                 (
                     w

@@ -1,7 +1,7 @@
-"""What a user does first, with the package as it is installed.
+"""First steps of a user, run with the installed package.
 
 ``python -I installed.py README TORCH`` is run outside of the checkout, by an interpreter that has
-the wheel and its dependencies. It prints what it did; an error ends it.
+the wheel and its dependencies. It prints each step, and stops at the first error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# What the README opens and nobody has.
+# A placeholder of the README, and the local file that replaces it.
 _BUCKET = '"s3://bucket/m.zt", storage_options={"anon": True}'
 _INSTEAD = '"file://" + os.path.abspath("m.zt")'
 _COMMANDS = (
@@ -27,7 +27,7 @@ _COMMANDS = (
 
 
 def main(readme: str, torch_file: str) -> None:
-    """Check what is installed: where it is, the README, every engine, the command."""
+    """Check the installed package: its location, the README, every engine, the commands."""
     import xckpt
     from xckpt.sample import write_checkpoint
 
@@ -46,7 +46,7 @@ def main(readme: str, torch_file: str) -> None:
     for command in _COMMANDS:
         program = Path(sysconfig.get_path("scripts"), "xckpt")
         done = subprocess.run([program, *command.split()], check=False, capture_output=True)  # noqa: S603  ours
-        if done.returncode not in {0, 1}:  # 1 is what was found
+        if done.returncode not in {0, 1}:  # 1 reports differences or faults
             raise RuntimeError(f"xckpt {command}: {done.stderr.decode()}")
     print(f"commands: {len(_COMMANDS)} ran")
     bounds = _at_lower_bound(distribution)
@@ -54,7 +54,7 @@ def main(readme: str, torch_file: str) -> None:
 
 
 def _session(text: str) -> int:
-    """Run the blocks of Python in a README, as one session; return how many statements it has."""
+    """Run the Python blocks of a README as one session; return the number of statements."""
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {"os": os}
     body = ast.parse("".join(blocks).replace(_BUCKET, _INSTEAD)).body
@@ -68,7 +68,7 @@ def _session(text: str) -> int:
 
 
 def _engines(distribution: importlib.metadata.Distribution, torch_file: str) -> list[str]:
-    """Open a file with every engine that the package has, by name and by what xarray guesses."""
+    """Open a file with every engine, by name and by detection; return the names."""
     import numpy as np
     import xarray as xr
 
@@ -76,13 +76,19 @@ def _engines(distribution: importlib.metadata.Distribution, torch_file: str) -> 
     from xckpt import formats
 
     values = np.arange(6, dtype="f4").reshape(2, 3)
-    names = [each.name for each in distribution.entry_points if each.group == "xarray.backends"]
+    names = [
+        candidate.name
+        for candidate in distribution.entry_points
+        if candidate.group == "xarray.backends"
+    ]
     for name in names:
         form = formats.get(name)
         path = torch_file
         if form.can.types:
-            own = next(each for each in form.suffixes if each not in form.shared_suffixes)
-            path = f"engine{own}"
+            suffix = next(
+                candidate for candidate in form.suffixes if candidate not in form.shared_suffixes
+            )
+            path = f"engine{suffix}"
             xckpt.save(xr.Dataset({"w": (("out", "in"), values)}), path, name)
         for engine in (name, None):
             with xr.open_dataset(path, engine=engine) as ds:
@@ -94,16 +100,16 @@ def _engines(distribution: importlib.metadata.Distribution, torch_file: str) -> 
 
 
 def _at_lower_bound(distribution: importlib.metadata.Distribution) -> list[str]:
-    """List the dependencies whose installed version is the lowest that is allowed."""
-    found = []
+    """List the dependencies that are installed in their lowest permitted version."""
+    dependencies = []
     for line in distribution.requires or ():
         match = re.match(r"([\w.-]+)(?:\[.*?\])?>=([\d.]+)$", line)
         if match is not None:
             version = importlib.metadata.version(match[1])
             parts = [part.rstrip("0") for part in (f"{match[2]}.", f"{version}.")]
             if parts[1].startswith(parts[0]):
-                found.append(f"{match[1]} {version}")
-    return found
+                dependencies.append(f"{match[1]} {version}")
+    return dependencies
 
 
 if __name__ == "__main__":

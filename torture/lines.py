@@ -1,8 +1,8 @@
-"""Which lines of the package an input reaches, cheaply enough to ask for many inputs.
+"""Coverage of the package by inputs, cheap enough for many inputs.
 
-Python 3.12 tells each line once and then no more, which costs nothing. Before, an input now and
-then is traced, function by function until all lines of it are known; of every input that is
-refused, the lines that its error came through are known anyhow.
+Python 3.12 and later report each line once, at no further cost. In Python 3.11 every 24th input is
+traced, except in functions whose lines were all reached. The lines in the traceback of an error are
+always counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRACED_EACH = 24
 
 
 class Lines:
-    """The lines that were reached so far."""
+    """Lines of the package that were reached so far."""
 
     def __init__(self) -> None:
         self.reached: set[tuple[str, int]] = set()
@@ -45,13 +45,13 @@ class Lines:
         return len(self.reached)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop recording."""
         if self._monitoring is not None:
             self._monitoring.free_tool_id(self._tool)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch what one input reaches, or not: an input now and then."""
+        """Record the lines that an input reaches; in Python 3.11 only for some inputs."""
         self._count += 1
         if self._monitoring is not None or self._count % _TRACED_EACH:
             yield
@@ -63,7 +63,7 @@ class Lines:
             sys.settrace(None)
 
     def came_through(self, error: BaseException) -> None:
-        """Count the lines that an error came through."""
+        """Count the lines in the traceback of an error and of its causes."""
         trace = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _CYCLES, _DATASETS, _THREADS = 10_000, 500, 64
 _DESCRIPTORS = 256
-# What memory may grow by: allocators keep some of what is freed.
+# Permitted growth of memory in bytes: allocators keep a part of the freed memory.
 _MOST_GROWTH = 8 << 20
 
 VALUES = {f"layers.{n}.w": np.arange(n, n + 600, dtype="f4").reshape(20, 30) for n in range(4)}
@@ -50,17 +50,17 @@ def _open_files() -> int:
 
 
 def write(folder: Path) -> list[tuple[str, Path]]:
-    """Write the same in each format that is written."""
+    """Write the same tensors in each format that has a writer; return engines and paths."""
     ds = xr.Dataset({name: (("out", "in"), array) for name, array in VALUES.items()})
-    found = []
+    paths = []
     for name in formats.names():
         if formats.get(name).can.types:
             path = folder / f"m{formats.get(name).suffixes[0]}"
             if path.exists():
                 path = path.with_name(f"{name}{path.suffix}")
             xckpt.save(ds, path, name, progress=False)
-            found.append((name, path))
-    return found
+            paths.append((name, path))
+    return paths
 
 
 def _check(ds: xr.Dataset, name: str) -> None:
@@ -69,7 +69,7 @@ def _check(ds: xr.Dataset, name: str) -> None:
 
 
 def run(trial: Trial) -> Iterator[Tally]:
-    """Run each, within limits of time."""
+    """Run the three tests with a low limit of descriptors."""
     warnings.simplefilter("ignore", CheckpointWarning)
     files = write(trial.folder)
     if not Path("/proc/self/fd").exists():
@@ -77,9 +77,9 @@ def run(trial: Trial) -> Iterator[Tally]:
     _limit_descriptors()
     seconds = trial.seconds
     with dask.config.set(scheduler="sync"):
-        yield _cycles(trial, files, 0.5 * seconds)
-        yield _at_once(trial, files)
-        yield _threads(trial, files, 0.4 * seconds)
+        yield _try_cycles(trial, files, 0.5 * seconds)
+        yield _try_at_once(trial, files)
+        yield _try_threads(trial, files, 0.4 * seconds)
 
 
 def _limit_descriptors() -> None:
@@ -89,9 +89,9 @@ def _limit_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, hard))
 
 
-def _cycles(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tally:
+def _try_cycles(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tally:
     start, cases, failures = time.monotonic(), 0, trial.failures
-    warm = before = 0
+    resident = descriptors = 0
     for number in range(_CYCLES):
         if time.monotonic() > start + seconds:
             break
@@ -100,42 +100,43 @@ def _cycles(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tall
             _check(ds, f"layers.{number % 4}.w")
         cases += 1
         # The first tenth fills caches.
-        if not warm and (cases >= _CYCLES // 10 or time.monotonic() > start + seconds / 4):
-            warm, before = _resident(), _open_files()
-    growth, opened = _resident() - warm, _open_files() - before
+        if not resident and (cases >= _CYCLES // 10 or time.monotonic() > start + seconds / 4):
+            resident, descriptors = _resident(), _open_files()
+    growth, opened = _resident() - resident, _open_files() - descriptors
     if growth > _MOST_GROWTH or opened > 0:
-        told = f"{growth} bytes and {opened} descriptors more after {cases} cycles"
-        trial.fail("cycles", {"case.txt": b"cycles"}, told)
-    said = f"{max(0, growth) / 1024:,.0f} KiB and {max(0, opened)} descriptors more at the end"
+        problem = f"{growth} bytes and {opened} descriptors more after {cases} cycles"
+        trial.fail("cycles", {"case.txt": b"cycles"}, problem)
+    summary = f"{max(0, growth) / 1024:,.0f} KiB and {max(0, opened)} descriptors more at the end"
     broken, took = trial.failures - failures, time.monotonic() - start
-    return Tally("open, read and close", cases, broken, took, said)
+    return Tally("open, read and close", cases, broken, took, summary)
 
 
-def _at_once(trial: Trial, files: list[tuple[str, Path]]) -> Tally:
+def _try_at_once(trial: Trial, files: list[tuple[str, Path]]) -> Tally:
     start, failures = time.monotonic(), trial.failures
     before, opened_before = _resident(), _open_files()
-    held = []
+    datasets = []
     for number in range(_DATASETS):
         engine, path = files[number % len(files)]
         copy = path.with_name(f"{number}-{path.name}")
         copy.write_bytes(path.read_bytes())
-        held.append(xr.open_dataset(copy, engine=engine))
-    for number, ds in enumerate(held):
+        datasets.append(xr.open_dataset(copy, engine=engine))
+    for number, ds in enumerate(datasets):
         _check(ds, f"layers.{number % 4}.w")
     growth, opened = _resident() - before, _open_files() - opened_before
-    for ds in held:
+    for ds in datasets:
         ds.close()
-    held.clear()
-    left = _open_files() - opened_before
-    if opened > _DESCRIPTORS // 4 + 8 or left > 0:
-        told = f"{opened} descriptors for {_DATASETS} Datasets, {left} of them left"
-        trial.fail("at once", {"case.txt": b"at once"}, told)
-    said = f"{growth / _DATASETS / 1024:,.0f} KiB each, {opened} descriptors in total, {left} left"
+    datasets.clear()
+    remaining = _open_files() - opened_before
+    if opened > _DESCRIPTORS // 4 + 8 or remaining > 0:
+        problem = f"{opened} descriptors for {_DATASETS} Datasets, {remaining} of them left"
+        trial.fail("at once", {"case.txt": b"at once"}, problem)
+    each = f"{growth / _DATASETS / 1024:,.0f} KiB each"
+    summary = f"{each}, {opened} descriptors in total, {remaining} left"
     broken, took = trial.failures - failures, time.monotonic() - start
-    return Tally("Datasets open at once", _DATASETS, broken, took, said)
+    return Tally("Datasets open at once", _DATASETS, broken, took, summary)
 
 
-def _threads(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tally:
+def _try_threads(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tally:
     start, failures = time.monotonic(), trial.failures
     stop = start + min(60.0, max(1.0, seconds))
     shared = [xr.open_dataset(path, engine=engine) for engine, path in files]
@@ -144,16 +145,16 @@ def _threads(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tal
     def work(number: int) -> None:
         random: Any = trial.random("threads", number)
         while time.monotonic() < stop:
-            place = random.randrange(len(files))
+            position = random.randrange(len(files))
             name = random.choice([*VALUES])
-            engine, path = files[place]
+            engine, path = files[position]
             if random.random() < 0.3:
                 with xr.open_dataset(path, engine=engine) as ds:
                     _check(ds, name)
             else:
                 row = random.randrange(20)
-                found = shared[place][name][row].values
-                if found.tobytes() != VALUES[name][row].tobytes():
+                row_values = shared[position][name][row].values
+                if row_values.tobytes() != VALUES[name][row].tobytes():
                     raise AssertionError(f"wrong values of row {row} of {name!r}")
             with lock:
                 counts[0] += 1
@@ -165,12 +166,12 @@ def _threads(trial: Trial, files: list[tuple[str, Path]], seconds: float) -> Tal
             except Exception as error:  # noqa: BLE001  any is what is looked for
                 trial.fail("threads", {"case.txt": b"threads"}, error)
     broken, took = trial.failures - failures, time.monotonic() - start
-    said = f"{_THREADS} threads, all values right"
-    return Tally("reads by threads", counts[0], broken, took, said)
+    summary = f"{_THREADS} threads, all values right"
+    return Tally("reads by threads", counts[0], broken, took, summary)
 
 
 def again(path: Path) -> None:
-    """Run all of it again for a minute, as a failure depends on what else runs."""
+    """Run all tests again for a minute, because the order of events is not reproducible."""
     from torture.trial import Trial
 
     with TemporaryDirectory() as folder:

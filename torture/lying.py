@@ -1,4 +1,4 @@
-"""A web server that lies: each answer is what a function makes of the request, byte by byte."""
+"""A web server whose answers a function makes from the requests, byte by byte."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Request:
 
     @property
     def body(self) -> bytes:
-        """The bytes that are asked for."""
+        """The requested bytes."""
         return self.data[self.first : self.last + 1]
 
     def wait(self, seconds: float) -> None:
-        """Wait, or less if nobody listens any longer."""
+        """Wait; raise `ConnectionError` if the server is closing."""
         if self.closing.wait(seconds):
             raise ConnectionError
 
@@ -52,27 +52,27 @@ def answer(
     status: str | None = None,
     **headers: str | None,
 ) -> Iterable[bytes]:
-    """Answer as a server should, but for what is given; None leaves a header out."""
-    found = request.body if body is None else body
-    told: dict[str, str | None] = {
-        "Content-Length": str(len(found)),
+    """Yield a correct answer, except for the arguments; None omits a header."""
+    content = request.body if body is None else body
+    response_headers: dict[str, str | None] = {
+        "Content-Length": str(len(content)),
         "ETag": '"first"',
         "Accept-Ranges": "bytes",
     }
     if request.is_range:
         span = f"{request.first}-{request.first + len(request.body) - 1}"
-        told["Content-Range"] = f"bytes {span}/{len(request.data)}"
-    told |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"{name}: {value}" for name, value in told.items() if value is not None]
+        response_headers["Content-Range"] = f"bytes {span}/{len(request.data)}"
+    response_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}" for name, value in response_headers.items() if value is not None]
     code = status or ("206 Partial Content" if request.is_range else "200 OK")
     yield "\r\n".join([f"HTTP/1.1 {code}", *lines, "", ""]).encode("latin-1")
     if request.method != "HEAD":
-        yield found
+        yield content
 
 
 @dataclass
 class LyingServer:
-    """Serves one content under any path at ``url``, and keeps the paths that were asked for."""
+    """Server at ``url`` of one content under any path; ``paths`` has the requested paths."""
 
     data: bytes
     lie: Callable[[Request], Iterable[bytes]] = answer
@@ -110,7 +110,7 @@ class _Handler(StreamRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _answered(self) -> bool:
-        """Answer a request; return whether the connection may be used again."""
+        """Answer a request; return whether the connection can be reused."""
         lines = []
         while (line := self.rfile.readline(1 << 16)) not in {b"\r\n", b"\n", b""}:
             lines.append(line)
@@ -120,19 +120,19 @@ class _Handler(StreamRequestHandler):
         lying = self.lying
         number = len(lying.paths)
         lying.paths.append(path)
-        known = lying.files
-        data = known.get(path.partition("?")[0]) if known else lying.data
+        files = lying.files
+        data = files.get(path.partition("?")[0]) if files else lying.data
         if data is None:
             self.wfile.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             return True
-        asked = _RANGE.search(b"".join(lines[1:]))
-        first, last = (int(asked[1]), int(asked[2])) if asked else (0, len(data) - 1)
+        range_ = _RANGE.search(b"".join(lines[1:]))
+        first, last = (int(range_[1]), int(range_[2])) if range_ else (0, len(data) - 1)
         last = min(last, len(data) - 1)
-        request = Request(path, method, data, first, last, number, asked is not None, self.closing)
+        request = Request(path, method, data, first, last, number, range_ is not None, self.closing)
         sent, body = b"", 0
         for piece in lying.lie(request):
             self.wfile.write(piece)
             body += len(piece) if b"\r\n\r\n" in sent else 0
             sent = sent or piece
-        told = re.search(rb"content-length: *(\d+)", sent, re.IGNORECASE)
-        return told is not None and (method == "HEAD" or body == int(told[1]))
+        length = re.search(rb"content-length: *(\d+)", sent, re.IGNORECASE)
+        return length is not None and (method == "HEAD" or body == int(length[1]))

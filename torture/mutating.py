@@ -1,4 +1,4 @@
-"""Files made wrong: what their headers consist of changed item by item, and bytes of any kind."""
+"""Random damage of files: changes of single items of their headers, and of bytes."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ _MOST_CUT = 64
 
 
 class Mutator:
-    """Makes new files of known ones; what it makes follows from its generator."""
+    """Generator of damaged files, reproducible by its random numbers."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        #: Texts of all files, which get into one another's places.
+        #: Texts of all files so far, which replace one another.
         self._texts: dict[bytes, None] = dict.fromkeys(TEXTS)
         self._cut: OrderedDict[bytes, list[tuple[Frame, Stream]]] = OrderedDict()
         self._others: dict[type[Grammar], Stream] = {}
 
     def mutated(self, data: bytes) -> bytes:
-        """Return a file that differs in one place or a few."""
-        found = self._frames(data)
-        if not found or self.random.random() < 0.3:
+        """Return the file with one or a few changes."""
+        headers = self._frames(data)
+        if not headers or self.random.random() < 0.3:
             return self._bytes(data)
-        frame, stream = found[min(self.random.randrange(2 * len(found)) % len(found), 63)]
-        made = b"".join(self._tokens(frame.grammar, stream))
-        file = frame.put(made)
+        frame, stream = headers[min(self.random.randrange(2 * len(headers)) % len(headers), 63)]
+        changed = b"".join(self._tokens(frame.grammar, stream))
+        file = frame.put(changed)
         return self._bytes(file) if self.random.random() < 0.05 else file
 
     def _frames(self, data: bytes) -> list[tuple[Frame, Stream]]:
-        known = self._cut.get(data)
-        if known is None:
-            known = [(frame, frame.grammar.stream(frame.data)) for frame in frames(data)]
-            self._cut[data] = known
+        cached = self._cut.get(data)
+        if cached is None:
+            cached = [(frame, frame.grammar.stream(frame.data)) for frame in frames(data)]
+            self._cut[data] = cached
             if len(self._cut) > _MOST_CUT:
                 self._cut.popitem(last=False)
-            for frame, stream in known:
+            for frame, stream in cached:
                 self._others[type(frame.grammar)] = stream
                 for token, kind in zip(stream.tokens, stream.kinds, strict=True):
                     if kind == "t" and len(self._texts) < _MOST_TEXTS and len(token) < 80:
                         self._texts[token.strip(b"\"'")] = None
-        return known
+        return cached
 
     def _tokens(self, grammar: Grammar, stream: Stream) -> list[bytes]:
         tokens = list(stream.tokens)
         times = 1 if self.random.random() < 0.6 else self.random.randint(2, 6)
         for number in range(times):
-            # Spans are of the stream as it was: only the last change may move tokens.
+            # Spans refer to the unchanged stream, so only the last change may move tokens.
             change = self._change if number == times - 1 else self._replace
             changed = change(grammar, stream, tokens)
             if len(tokens) == len(changed):
@@ -77,36 +77,40 @@ class Mutator:
         return tokens
 
     def _replace(self, grammar: Grammar, stream: Stream, tokens: list[bytes]) -> list[bytes]:
-        """Spell another number or text, or put an item of another type."""
+        """Replace a number, a text, or an item by one of another type."""
         random = self.random
         kind = random.choice("nnnntt.")
-        places = [at for at, each in enumerate(stream.kinds) if each == kind]
+        places = [
+            position for position, token_kind in enumerate(stream.kinds) if token_kind == kind
+        ]
         if not places:
             places = [*range(len(tokens))]
-        at = random.choice(places)
-        token = tokens[at]
-        kind = stream.kinds[at] if stream.tokens[at] is token else "."
+        position = random.choice(places)
+        token = tokens[position]
+        kind = stream.kinds[position] if stream.tokens[position] is token else "."
         if kind == "n" and token:
-            tokens[at] = grammar.number(self._number(grammar, stream, grammar.value(token)), token)
+            tokens[position] = grammar.number(
+                self._number(grammar, stream, grammar.value(token)), token
+            )
         elif kind == "t" and token:
-            tokens[at] = grammar.text(self._text(), token)
+            tokens[position] = grammar.text(self._text(), token)
         elif kind == "h" and token:
-            tokens[at] = grammar.grown(token, random.choice([-1, 1, 2, 1 << 16, 1 << 31]))
+            tokens[position] = grammar.grown(token, random.choice([-1, 1, 2, 1 << 16, 1 << 31]))
         elif grammar.items:
-            tokens[at] = random.choice(grammar.items)
+            tokens[position] = random.choice(grammar.items)
         return tokens
 
     def _number(self, grammar: Grammar, stream: Stream, value: int) -> int:
         random = self.random
-        how = random.randrange(6)
-        if how == 0:
+        kind = random.randrange(6)
+        if kind == 0:
             return value + random.choice([-8, -4, -1, 1, 4, 8, 64])
-        if how == 1:
+        if kind == 1:
             return random.choice([value * 2, value // 2, -value, value << 32, value ^ 1 << 31])
-        if how == 2:  # what another one says: offsets that overlap, sizes that add up
-            others = [t for t, k in zip(stream.tokens, stream.kinds, strict=True) if k == "n"]
-            return grammar.value(random.choice(others)) if others else 0
-        if how == 3:
+        if kind == 2:  # another number of the file, such as an offset, so that ranges overlap
+            numbers = [t for t, k in zip(stream.tokens, stream.kinds, strict=True) if k == "n"]
+            return grammar.value(random.choice(numbers)) if numbers else 0
+        if kind == 3:
             return random.randrange(0, 40)
         return random.choice(NUMBERS)
 
@@ -114,37 +118,37 @@ class Mutator:
         return self.random.choice([*self._texts])
 
     def _change(self, grammar: Grammar, stream: Stream, tokens: list[bytes]) -> list[bytes]:
-        """Delete, repeat, swap, or replace items; their lists count them, or do not."""
+        """Delete, repeat, swap, or replace items; their lists mostly get the new count."""
         random = self.random
-        how = random.randrange(10)
-        if how < 4 or not stream.spans:
+        kind = random.randrange(10)
+        if kind < 4 or not stream.spans:
             return self._replace(grammar, stream, tokens)
         start, stop, head = random.choice(stream.spans)
         item = tokens[start:stop]
         counted = head >= 0 and random.random() < 0.9
-        if how == 4:
+        if kind == 4:
             if counted:
                 tokens[head] = grammar.grown(tokens[head], -1)
             return tokens[:start] + tokens[stop:]
-        if how == 5:
+        if kind == 5:
             times = random.choice([1, 1, 1, 2, 16])
             if counted:
                 tokens[head] = grammar.grown(tokens[head], times)
             return tokens[:stop] + item * times + tokens[stop:]
-        if how == 6:
+        if kind == 6:
             levels = random.choice([2, 10, 31, 33, 64, 127, 500, 2000])
             return [*tokens[:start], grammar.nested(levels) or b"".join(item) * 3, *tokens[stop:]]
-        if how == 7 and grammar.items:
+        if kind == 7 and grammar.items:
             return [*tokens[:start], random.choice(grammar.items), *tokens[stop:]]
-        other = self._others.get(type(grammar), stream) if how == 8 else stream
-        if not other.spans:
-            other = stream
-        first, last, _ = random.choice(other.spans)
-        moved = (tokens if other is stream else other.tokens)[first:last]
+        source = self._others.get(type(grammar), stream) if kind == 8 else stream
+        if not source.spans:
+            source = stream
+        first, last, _ = random.choice(source.spans)
+        moved = (tokens if source is stream else source.tokens)[first:last]
         return tokens[:start] + moved + tokens[stop:]
 
     def _bytes(self, data: bytes) -> bytes:
-        """Change bytes, mostly near the ends, where headers are."""
+        """Change bytes, mostly near both ends, where headers are."""
         random = self.random
         changed = bytearray(data)
         for _ in range(random.choice([1, 1, 1, 2, 4])):
@@ -155,7 +159,7 @@ class Mutator:
             at = random.randrange(min(size, reach))
             if random.random() < 0.4:
                 at = size - 1 - at
-            _WAYS[random.randrange(len(_WAYS))](changed, at, random)
+            _BYTE_CHANGES[random.randrange(len(_BYTE_CHANGES))](changed, at, random)
         return bytes(changed)
 
 
@@ -190,12 +194,12 @@ def _end(data: bytearray, at: int, random: Random) -> None:
 
 
 def _swap(data: bytearray, at: int, random: Random) -> None:
-    other, width = random.randrange(len(data)), random.choice([1, 4, 8])
-    some = data[at : at + width], data[other : other + width]
-    if len(some[0]) == len(some[1]):
-        data[other : other + width], data[at : at + width] = some
+    partner, width = random.randrange(len(data)), random.choice([1, 4, 8])
+    ranges = data[at : at + width], data[partner : partner + width]
+    if len(ranges[0]) == len(ranges[1]):
+        data[partner : partner + width], data[at : at + width] = ranges
 
 
-_WAYS: Sequence[Callable[[bytearray, int, Random], None]] = (
+_BYTE_CHANGES: Sequence[Callable[[bytearray, int, Random], None]] = (
     *(_flip, _flip, _set, _write, _write, _remove, _repeat, _insert, _end, _swap),
 )

@@ -24,7 +24,7 @@ import dask
 
 from torture.calls import CHANGING, watched
 from torture.checkpoints import Broken, cases, lay_out
-from torture.trial import Tally, left
+from torture.trial import Tally, read_evidence
 
 if TYPE_CHECKING:
     import random
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 __all__ = ["again", "run"]
 
 _SECTOR = 512
-#: Of so many changes of names since the last `fsync` of the folder, any may be on the disk: all
-#: choices are tried; of more, so many.
+#: Largest number of subsets of the changes of names since the last `fsync` of the folder: all are
+#: tried up to this number, and random ones beyond it.
 _MOST_SUBSETS = 64
 _TORN = 4
 
 Names = dict[str, int]
-# A change of a folder: what each name that it concerns stands for then, None for nothing.
+# A change of a folder: the new file of each changed name, None for a removed name.
 Change = dict[str, int | None]
 
 
 class Moment(NamedTuple):
-    """What the disk may have after a call.
+    """Possible contents of the disk after a call.
 
-    `durable` are the names at the last `fsync` of the folder, and `changes` what was done to them
-    since. Files are by number; `synced` has what was brought to the disk, `written` all.
+    `durable` has the names at the last `fsync` of the folder, and `changes` the later changes of
+    them. Files are by number: `synced` has their contents at the last `fsync`, `written` all of it.
     """
 
     durable: Names
@@ -61,7 +61,7 @@ class Moment(NamedTuple):
 
 
 class _Recorder:
-    """Watches calls, and notes what the disk may have after each."""
+    """Observer of calls that records the possible contents of the disk after each."""
 
     def __init__(self, folder: Path) -> None:
         self.moments: list[Moment] = []
@@ -72,7 +72,7 @@ class _Recorder:
         self._note(Moment(names, (), written, written))
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         for file in self._held.values():
             file.close()
 
@@ -113,7 +113,7 @@ class _Recorder:
         }
         self._names = names
         changes = (*last.changes, change) if change else last.changes
-        # What lost its last name may still be what the disk has under one.
+        # A file without a name may still have one on the disk.
         self._note(last._replace(changes=changes, written=last.written | contents))
 
     def _synced(self, status: os.stat_result) -> None:
@@ -128,36 +128,36 @@ class _Recorder:
 
 
 def run(trial: Trial) -> Iterator[Tally]:
-    """Record everything that is written, and let the power fail at every point of it."""
+    """Record every case, and simulate a power failure after each of its calls."""
     with dask.config.set(scheduler="sync"):
-        every = cases(trial.folder, trial.only)
-        by_what: dict[str, list[Case]] = {}
-        for case in every:
-            by_what.setdefault(_what(case), []).append(case)
-        for what, some in by_what.items():
+        all_cases = cases(trial.folder, trial.only)
+        cases_by_row: dict[str, list[Case]] = {}
+        for case in all_cases:
+            cases_by_row.setdefault(_row_title(case), []).append(case)
+        for row, row_cases in cases_by_row.items():
             start, failures = time.monotonic(), trial.failures
             count = points = opened = late = 0
-            for case in some:
+            for case in row_cases:
                 if trial.remaining < 0:
                     late += 1
                     continue
-                moments = _recorded(case, trial.folder)
+                moments = _record(case, trial.folder)
                 points += len(moments)
-                disks, differing = _replayed(case, trial, moments)
+                disks, differing = _replay(case, trial, moments)
                 count, opened = count + disks, opened + differing
             seconds = time.monotonic() - start
-            said = f"disks after each of {points} calls; {opened} distinct disks opened"
-            said += f"; no time for {late} of {len(some)} kinds" if late else ""
-            yield Tally(what, count, trial.failures - failures, seconds, said)
+            summary = f"disks after each of {points} calls; {opened} distinct disks opened"
+            summary += f"; no time for {late} of {len(row_cases)} kinds" if late else ""
+            yield Tally(row, count, trial.failures - failures, seconds, summary)
 
 
-def _what(case: Case) -> str:
+def _row_title(case: Case) -> str:
     return case.name.partition(" ")[0] + (" with shards" if "shards" in case.name else "")
 
 
 def again(path: Path) -> None:
-    """Open the disk of a failure once more."""
-    name, returned, content = json.loads(left(path)["disk.json"])
+    """Open the disk of a recorded failure again."""
+    name, returned, content = json.loads(read_evidence(path)["disk.json"])
     with TemporaryDirectory() as folder, dask.config.set(scheduler="sync"):
         root = Path(folder)
         (case,) = cases(root, name)
@@ -165,36 +165,36 @@ def again(path: Path) -> None:
         _check(case, root, disk, returned=returned, saving=True)
 
 
-def _recorded(case: Case, root: Path) -> list[Moment]:
+def _record(case: Case, root: Path) -> list[Moment]:
     folder = case.begin(root)
     with closing(_Recorder(folder)) as recorder, watched(root, recorder):
         case.run(folder)
     return recorder.moments
 
 
-def _replayed(case: Case, trial: Trial, moments: list[Moment]) -> tuple[int, int]:
-    """Open all disks that there may be, each once; return how many, and how many differ."""
+def _replay(case: Case, trial: Trial, moments: list[Moment]) -> tuple[int, int]:
+    """Open every possible disk once; return the number of disks, and of distinct ones."""
     rng, count = trial.random(case.name), 0
-    seen: set[object] = set()
-    kinds: set[object] = set()
-    for at, moment in enumerate(moments):
-        returned = at == len(moments) - 1
+    checked: set[object] = set()
+    saved_kinds: set[object] = set()
+    for position, moment in enumerate(moments):
+        returned = position == len(moments) - 1
         for disk in _disks(moment, rng):
             count += 1
-            # What is in files that nobody opens does not matter.
+            # Hidden files are never opened, so their contents do not matter.
             key = returned, frozenset((n, d) for n, d in disk.items() if not n.startswith("."))
             kind = frozenset(disk)
-            if key in seen and kind in kinds:
+            if key in checked and kind in saved_kinds:
                 continue
             try:
-                _check(case, trial.folder, disk, returned=returned, saving=kind not in kinds)
-                seen.add(key)
-                kinds.add(kind)
+                _check(case, trial.folder, disk, returned=returned, saving=kind not in saved_kinds)
+                checked.add(key)
+                saved_kinds.add(kind)
             except Exception as error:  # noqa: BLE001  any is what is looked for
                 content = {name: data.hex() for name, data in disk.items()}
                 data = json.dumps([case.name, returned, content]).encode()
                 trial.fail(f"power {case.name}", {"disk.json": data}, error)
-    return count, len(seen)
+    return count, len(checked)
 
 
 def _check(case: Case, root: Path, disk: dict[str, bytes], *, returned: bool, saving: bool) -> None:
@@ -208,28 +208,28 @@ def _check(case: Case, root: Path, disk: dict[str, bytes], *, returned: bool, sa
 
 
 def _disks(moment: Moment, rng: random.Random) -> Iterator[dict[str, bytes]]:
-    """Make what the disk may have when the power fails at a moment."""
+    """Yield the possible contents of the disk after a power failure at a moment."""
     for names in _folders(moment, rng):
         loose = [n for n in {*names.values()} if moment.synced.get(n) != moment.written[n]]
-        for how in range(2 + _TORN if loose else 1):
-            has = {n: _torn(moment, n, how, rng) for n in names.values()}
-            yield {name: has[number] for name, number in names.items()}
+        for variant in range(2 + _TORN if loose else 1):
+            contents = {n: _torn(moment, n, variant, rng) for n in names.values()}
+            yield {name: contents[number] for name, number in names.items()}
 
 
 def _folders(moment: Moment, rng: random.Random) -> Iterator[Names]:
     changes = moment.changes
-    every = chain.from_iterable(
+    subsets = chain.from_iterable(
         combinations(range(len(changes)), count) for count in range(len(changes) + 1)
     )
     if 1 << len(changes) > _MOST_SUBSETS:
-        some = (
+        random_subsets = (
             tuple(n for n in range(len(changes)) if rng.random() < share)
             for share in (0.1, 0.5, 0.9)
             for _ in range(_MOST_SUBSETS // 4)
         )
-        # Those that end somewhere are what a journal leaves.
-        every = chain((tuple(range(end)) for end in range(len(changes) + 1)), some)
-    for chosen in every:
+        # Prefixes of the changes are the states that a journal can leave.
+        subsets = chain((tuple(range(end)) for end in range(len(changes) + 1)), random_subsets)
+    for chosen in subsets:
         names = dict(moment.durable)
         for number in chosen:
             for name, file in changes[number].items():
@@ -240,19 +240,19 @@ def _folders(moment: Moment, rng: random.Random) -> Iterator[Names]:
         yield names
 
 
-def _torn(moment: Moment, number: int, how: int, rng: random.Random) -> bytes:
-    """Return what the disk has of a file: the old, the new, or some of both."""
+def _torn(moment: Moment, number: int, variant: int, rng: random.Random) -> bytes:
+    """Return contents of a file after a power failure: old, new, cut, or sectors of both."""
     old, new = moment.synced.get(number, b""), moment.written[number]
-    if old == new or how == 1:
+    if old == new or variant == 1:
         return new
-    if how == 0:
+    if variant == 0:
         return old
-    if how == 2:
+    if variant == 2:
         cut = rng.randrange(len(new) + 1)
         return new[:cut] + bytes(len(new) - cut)
     size = rng.choice((len(old), len(new)))
     sectors = [
-        rng.choice((old, new))[at : at + _SECTOR].ljust(_SECTOR, b"\0")
-        for at in range(0, size, _SECTOR)
+        rng.choice((old, new))[offset : offset + _SECTOR].ljust(_SECTOR, b"\0")
+        for offset in range(0, size, _SECTOR)
     ]
     return b"".join(sectors)[:size]

@@ -34,7 +34,7 @@ from torture import ways
 from torture.lines import Lines
 from torture.mutating import Mutator
 from torture.seeds import Files, seeds
-from torture.trial import Tally, left, place
+from torture.trial import Tally, place, read_evidence
 from torture.ways import BROKEN, Disagreement
 from xckpt import formats
 from xckpt.errors import CheckpointError, CheckpointWarning, locating
@@ -49,13 +49,14 @@ if TYPE_CHECKING:
 
     Check = Callable[[Files, Path], Any]
 
-# Of so many headers that are read, the values of one are; of so many of these, in all ways.
+# Headers for each file whose values are read; such files for each that is read in all ways; files
+# for each with changes under a digest.
 _HEADERS_EACH, _WAYS_EACH, _DIGESTS_EACH = 20, 3, 4
 _MOST_FILES = 2000
-# What one small file may take: seconds of this process, for its header and for all of it; bytes.
+# Limits for a small file: processor time for its header and for all of it, in seconds; memory.
 _MOST_SECONDS, _PATIENCE, _MOST_NBYTES = 1.0, 5.0, 64 << 20
 _SMALL = 2048
-# What a file was before bytes under a digest were changed, in what a failure leaves.
+# Name of the unchanged file in the record of a failure of "digests".
 _BEFORE = "before"
 
 
@@ -74,12 +75,12 @@ class _Memory(CountingSource):
 
 
 class TooMuchError(Exception):
-    """An input took more time or memory than it may."""
+    """An input exceeded a limit of time or memory."""
 
 
 @dataclass
 class _Counts:
-    """Cases and seconds of one kind."""
+    """Cases, failures and seconds of a row."""
 
     cases: int = 0
     failures: int = 0
@@ -88,7 +89,7 @@ class _Counts:
 
 @dataclass
 class _Campaign:
-    """The files of one format that reach different lines, and what came of trying them."""
+    """The files of a format that reach different lines, and the counts of its rows."""
 
     trial: Trial
     name: str
@@ -101,19 +102,21 @@ class _Campaign:
         self.mutator = Mutator(self.random)
         self.files = seeds(self.name)
         self.known = len(self.files)
-        self.guarded = [found for each in self.files if (found := ways.digested(each))]
+        self.guarded = [
+            guarded for seed_files in self.files if (guarded := ways.digested(seed_files))
+        ]
         self.now = _Current(self.trial, self.name)
-        for files in self.files[:4]:  # what is loaded and compiled on the way is not theirs
+        for files in self.files[:4]:  # imports and compilation would count as theirs
             with suppress(*BROKEN):
                 check_ways(files, self.trial.folder)
 
     def run(self, seconds: float) -> None:
-        """Try files for a time; the same ones in the same order for a seed."""
+        """Try files for a time, in an order that follows from the seed."""
         stop, rounds = time.monotonic() + seconds, 0
         while time.monotonic() < stop:
             rounds += 1
-            tried = [self.try_index() for _ in range(_HEADERS_EACH)]
-            accepted, files = tried[-1]
+            outcomes = [self.try_index() for _ in range(_HEADERS_EACH)]
+            accepted, files = outcomes[-1]
             if accepted or rounds % 4 == 0:
                 self.attempt("values", files, read_values, _PATIENCE)
                 if rounds % _WAYS_EACH == 0:
@@ -142,7 +145,7 @@ class _Campaign:
         self.attempt("digests", changed, lambda files, _: guarded.check(files), _PATIENCE)
 
     def mutated(self) -> Files:
-        """Change one of the files of a known case; mostly the first one."""
+        """Return an earlier case with one file changed, mostly the first."""
         random = self.random
         recent = self.files[max(self.known, len(self.files) - 50) :]
         main, files = "", Files()
@@ -154,7 +157,7 @@ class _Campaign:
         return {**files, name: self.mutator.mutated(files[name])}
 
     def attempt(self, what: str, files: Files, check: Check, patience: float) -> None:
-        """Try one case, and keep it if it breaks a promise."""
+        """Try a case, and record it if it breaks a promise."""
         start, counts = time.perf_counter(), self.counts[what]
         counts.cases += 1
         self.now.show(files)
@@ -162,7 +165,7 @@ class _Campaign:
             try:
                 with bounded(patience):
                     check(files, self.trial.folder)
-            except TooMuchError:  # kernels are compiled when they are first used
+            except TooMuchError:  # the first use of a kernel compiles it
                 with bounded(patience):
                     check(files, self.trial.folder)
         except BROKEN as error:
@@ -174,42 +177,42 @@ class _Campaign:
         counts.seconds += time.perf_counter() - start
 
     def smallest(self, check: Check, files: Files, error: BaseException) -> Files:
-        """Leave out what does not matter to a failure, for as long as that takes little time."""
+        """Remove bytes that do not change the failure, for at most two seconds."""
         if isinstance(error, TooMuchError):
             return files
-        where, stop = place(error), time.monotonic() + 2
+        origin, stop = place(error), time.monotonic() + 2
         main = next(iter(files))
         width = len(files[main]) // 2
         while width and time.monotonic() < stop:
-            at = 0
-            while at < len(files[main]) and time.monotonic() < stop:
+            position = 0
+            while position < len(files[main]) and time.monotonic() < stop:
                 data = files[main]
-                fewer = {**files, main: data[:at] + data[at + width :]}
+                fewer = {**files, main: data[:position] + data[position + width :]}
                 try:
                     check(fewer, self.trial.folder)
-                except BROKEN as other:
-                    if place(other) == where:
+                except BROKEN as repeated:
+                    if place(repeated) == origin:
                         files = fewer
                         continue
-                at += width
+                position += width
             width //= 2
         return files
 
     def tallies(self) -> Iterator[Tally]:
         """Return the rows of the table."""
         share = self.refused / max(1, self.counts["index"].cases)
-        new = len(self.files) - self.known
-        said = {
-            "index": f"{self.known} files, {new} more for new lines; {share:.0%} refused",
+        added = len(self.files) - self.known
+        summaries = {
+            "index": f"{self.known} files, {added} more for new lines; {share:.0%} refused",
             "digests": f"of {len(self.guarded)} files",
         }
-        for what, counts in sorted(self.counts.items(), key=lambda each: -each[1].cases):
+        for kind, counts in sorted(self.counts.items(), key=lambda item: -item[1].cases):
             cases, failures, seconds = counts.cases, counts.failures, counts.seconds
-            yield Tally(f"{self.name}: {what}", cases, failures, seconds, said.get(what, ""))
+            yield Tally(f"{self.name}: {kind}", cases, failures, seconds, summaries.get(kind, ""))
 
 
 class _Current:
-    """What is being tried, in a file that is still there if the process dies of it."""
+    """The current case, in a file that remains if the process dies."""
 
     def __init__(self, trial: Trial, name: str) -> None:
         folder = trial.kept / trial.part.rpartition(".")[2]
@@ -231,7 +234,7 @@ class _Current:
 
 @contextmanager
 def bounded(patience: float) -> Iterator[None]:
-    """Raise an error for what takes too long, or too much memory."""
+    """Raise an error if the block exceeds a limit of time or memory."""
     peak, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     signal.setitimer(signal.ITIMER_REAL, 10 + 4 * patience)
     try:
@@ -257,18 +260,18 @@ def check_index(files: Files, lines: Lines | None = None) -> bool:
     """Read a header as opening does; return whether it was accepted."""
     source = _Memory(files)
     largest = max(map(len, files.values()))
-    told = None
+    declaration = None
     try:
         with locating(path=source.name):
-            found = formats.detect(source)
-            told = declared(found.name)
-            index = found.read(source)
+            format_ = formats.detect(source)
+            declaration = declared(format_.name)
+            index = format_.read(source)
     except CheckpointError as error:
         if lines is not None:
             lines.came_through(error)
-        # What is of no format breaks no rule of one.
-        if told is not None:
-            assert_told(error, largest, offset=told.tells_offsets and len(files) == 1)
+        # Bytes of an unknown format break no rule of a format.
+        if declaration is not None:
+            assert_told(error, largest, offset=declaration.tells_offsets and len(files) == 1)
         ways.check_named(error)
         return False
     _check_places(index, largest)
@@ -280,7 +283,7 @@ def check_index(files: Files, lines: Lines | None = None) -> bool:
 
 
 def _check_places(index: Index, largest: int) -> None:
-    """Check that all parts are in the file, and that problems say where they are."""
+    """Check that all parts are inside the file, and that problems have a position."""
     for tensor in index.tensors.values():
         if tensor.problem is not None:
             assert_told(tensor.problem, largest)
@@ -293,7 +296,7 @@ def _check_places(index: Index, largest: int) -> None:
 
 @contextmanager
 def placed(files: Files, folder: Path) -> Iterator[Any]:
-    """Return bytes, or the path of files that need each other."""
+    """Yield the bytes of a single file, or the path of the first of several files."""
     if len(files) == 1:
         yield next(iter(files.values()))
         return
@@ -314,7 +317,7 @@ def read_values(files: Files, folder: Path) -> None:
 
 
 def check_ways(files: Files, folder: Path) -> None:
-    """Read all of a file in all ways, and compare with who else can read it."""
+    """Read a file in all ways, and compare the values with other implementations."""
     with placed(files, folder) as obj:
         values = ways.agreement(obj)
     if values is not None and len(files) == 1:
@@ -322,14 +325,14 @@ def check_ways(files: Files, folder: Path) -> None:
 
 
 def run(trial: Trial) -> Iterator[Tally]:
-    """Try files of each format for the same time."""
+    """Try the files of each format for an equal time."""
     warnings.simplefilter("ignore", CheckpointWarning)
-    warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, of numbers that are anything
+    warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, because the numbers are random
     signal.signal(signal.SIGALRM, _alarmed)
     names = [trial.only] if trial.only else formats.names()
     with dask.config.set({"scheduler": "sync", "xckpt.memory-limit": "256 MiB"}):
         for number, name in enumerate(names):
-            # Lines of its own, so that its files do not depend on how long others took.
+            # Separate lines, so that the files of a format do not depend on other formats.
             with closing(Lines()) as lines:
                 campaign = _Campaign(trial, name, lines)
                 gc.collect()
@@ -340,10 +343,10 @@ def run(trial: Trial) -> Iterator[Tally]:
 
 
 def again(path: Path) -> None:
-    """Read what a failure left: a folder, or the file that was read when the process died."""
+    """Repeat a recorded failure, or read the file during which the process died."""
     warnings.simplefilter("ignore", CheckpointWarning)
     if path.is_dir():
-        files = left(path)
+        files = read_evidence(path)
     else:
         data = path.read_bytes()
         files = {"m": data[8 : 8 + int.from_bytes(data[:8], "little")]}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[1]
-# What every archive of the source has to have: with it, tests can be run and a wheel be made.
+# Required files of a source archive, to run the tests and build a wheel from it.
 _IN_SOURCE = (
     *("README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "src/xckpt/__init__.py"),
     *("tests/conftest.py", "docs/index.md", "environment.yml", "PKG-INFO", "Makefile"),
@@ -40,7 +40,7 @@ _EXTRAS = ("plot", "widgets")
 
 
 def main() -> None:
-    """Check everything, and print what was done; an error ends it."""
+    """Build and check a release, and print each step; exit at the first error."""
     with TemporaryDirectory(prefix="xckpt-release") as name:
         folder = Path(name)
         tools = _environment(folder / "tools")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def run(*command: object, **options: Any) -> str:
-    """Run a command, and return what it prints; if it fails, that is what the error says."""
+    """Run a command and return its output; exit with the output if it fails."""
     words = [os.fspath(word) if isinstance(word, Path) else str(word) for word in command]
     done: Any = subprocess.run(  # noqa: S603  our own
         words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
@@ -73,21 +73,21 @@ def _environment(folder: Path) -> Path:
     return folder / ("Scripts" if os.name == "nt" else "bin")
 
 
-def said_by(wheel: Path) -> PathDistribution:
-    """Return what a wheel says of itself."""
+def read_distribution(wheel: Path) -> PathDistribution:
+    """Return the metadata of a wheel."""
     with zipfile.ZipFile(wheel) as file:
-        (about,) = {name.partition("/")[0] for name in file.namelist() if ".dist-info/" in name}
-    return PathDistribution(zipfile.Path(wheel, f"{about}/"))
+        (folder,) = {name.partition("/")[0] for name in file.namelist() if ".dist-info/" in name}
+    return PathDistribution(zipfile.Path(wheel, f"{folder}/"))
 
 
 def check_metadata(wheel: Path) -> None:
-    """Compare what a wheel says of itself with the project."""
+    """Compare the metadata of a wheel with pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    said = said_by(wheel)
+    distribution = read_distribution(wheel)
     version = re.search(
         r'__version__ = "(.*)"', (ROOT / "src/xckpt/__init__.py").read_text("utf-8")
     )
-    wanted = {
+    expected = {
         "Name": project["name"],
         "Version": None if version is None else version[1],
         "Requires-Python": project["requires-python"],
@@ -95,35 +95,38 @@ def check_metadata(wheel: Path) -> None:
         "Description-Content-Type": "text/markdown",
         "Summary": project["description"],
     }
-    _compare("metadata", {key: said.metadata[key] for key in wanted}, wanted)
-    points = {(each.group, each.name): each.value for each in said.entry_points}
+    _compare("metadata", {key: distribution.metadata[key] for key in expected}, expected)
+    points = {(entries.group, entries.name): entries.value for entries in distribution.entry_points}
     declared = {("console_scripts", name): value for name, value in project["scripts"].items()}
-    for group, each in project["entry-points"].items():
-        declared |= {(group, name): value for name, value in each.items()}
+    for group, entries in project["entry-points"].items():
+        declared |= {(group, name): value for name, value in entries.items()}
     _compare("entry points", points, declared)
     _compare("dependencies", len(requirements(wheel)), len(project["dependencies"]))
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    heading = "Unreleased" if "dev" in said.version else said.version
+    heading = "Unreleased" if "dev" in distribution.version else distribution.version
     if not re.search(rf"^## .*{re.escape(heading)}", changes, re.MULTILINE):
         sys.exit(f"CHANGELOG.md has no section {heading}")
     links = re.findall(r"\]\((?!https?://|#)(.*?)\)", (ROOT / "README.md").read_text("utf-8"))
-    print(f"metadata: as in pyproject.toml, {len(points)} entry points, version {said.version}")
+    print(
+        f"metadata: as in pyproject.toml, {len(points)} entry points, "
+        f"version {distribution.version}"
+    )
     if links:
         print(f"note: {len(links)} links of the README are relative, and lead nowhere on an index")
 
 
 def requirements(wheel: Path, extras: Sequence[str] = ()) -> list[str]:
-    """List what a wheel needs, and what some extras of it need."""
-    every = said_by(wheel).requires or []
+    """List the requirements of a wheel, with those of the extras."""
+    all_requirements = read_distribution(wheel).requires or []
     return [
         line
-        for line in every
-        if "extra ==" not in line or any(f"extra == '{each}'" in line for each in extras)
+        for line in all_requirements
+        if "extra ==" not in line or any(f"extra == '{extra}'" in line for extra in extras)
     ]
 
 
 def check_files(wheel: Path, source: Path) -> None:
-    """Check that the archives have the files that are checked in, all of them and no others."""
+    """Check that the archives have exactly the files that are checked in."""
     tracked = set(run("git", "ls-files", "src/xckpt", cwd=ROOT).split())
     with zipfile.ZipFile(wheel) as file:
         names = {f"src/{name}" for name in file.namelist() if name.startswith("xckpt/")}
@@ -139,22 +142,22 @@ def check_files(wheel: Path, source: Path) -> None:
     print(f"files: {len(names)} in the wheel, as they are checked in; {len(inside)} in the source")
 
 
-def _compare(what: str, found: Any, wanted: Any) -> None:
-    if found != wanted:
-        both = isinstance(found, set) and isinstance(wanted, set)
-        differ = found ^ wanted if both else f"{found}, not {wanted}"
-        sys.exit(f"{what}: {differ}")
+def _compare(subject: str, actual: Any, expected: Any) -> None:
+    if actual != expected:
+        both = isinstance(actual, set) and isinstance(expected, set)
+        differ = actual ^ expected if both else f"{actual}, not {expected}"
+        sys.exit(f"{subject}: {differ}")
 
 
 def _check_installed(uv: Path, wheel: Path, folder: Path, resolution: str) -> None:
     run(uv, "venv", "--quiet", "--python", sys.executable, folder)
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    wanted = f"xckpt[{','.join(_EXTRAS)}] @ {wheel.as_uri()}"
-    # What the wheel needs is named as well: only what is named has the lowest versions.
-    needed = [line.partition(";")[0].strip() for line in requirements(wheel, _EXTRAS)]
+    wheel_requirement = f"xckpt[{','.join(_EXTRAS)}] @ {wheel.as_uri()}"
+    # "lowest-direct" only applies to named packages, so the dependencies are named as well.
+    dependencies = [line.partition(";")[0].strip() for line in requirements(wheel, _EXTRAS)]
     run(
         *(uv, "pip", "install", "--quiet", "--python", python, "--resolution", resolution),
-        *(wanted, *needed),
+        *(wheel_requirement, *dependencies),
     )
     work = folder / "work"
     work.mkdir()
@@ -162,30 +165,30 @@ def _check_installed(uv: Path, wheel: Path, folder: Path, resolution: str) -> No
     (work / "model.pt").write_bytes(torch_files.checkpoint({"w": values}))
     for path in (ROOT / "README.md", ROOT / "torture" / "installed.py"):
         shutil.copy(path, work)
-    known = {
+    environment = {
         name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ
     }
-    told = run(
+    output = run(
         *(python, "-I", "installed.py", "README.md", "model.pt"),
         cwd=work,
-        env=known | {"MPLBACKEND": "agg", "XCKPT_CACHE_DIR": os.fspath(work / "cache")},
+        env=environment | {"MPLBACKEND": "agg", "XCKPT_CACHE_DIR": os.fspath(work / "cache")},
     )
     print(
         f"with the {resolution.partition('-')[0]} versions:\n"
-        + re.sub("(?m)^", "  ", told.rstrip())
+        + re.sub("(?m)^", "  ", output.rstrip())
     )
 
 
 def _solve_environment() -> None:
-    """Solve environment.yml, if there is a client of conda."""
+    """Solve environment.yml, if a client of conda is installed."""
     path = ROOT / "environment.yml"
-    for client, *how in (
+    for client, *arguments in (
         ("micromamba", "create", "--yes", "--name", "xckpt-release", "--dry-run", "--file"),
         ("mamba", "env", "create", "--dry-run", "--file"),
         ("conda", "env", "create", "--dry-run", "--file"),
     ):
         if shutil.which(client):
-            run(client, *how, path)
+            run(client, *arguments, path)
             print(f"environment.yml: solved by {client}")
             return
     print("environment.yml: not solved, as there is no micromamba, mamba or conda here")

@@ -51,7 +51,7 @@ VALUES = {
 
 
 def checkpoint(folder: Path) -> bytes:
-    """Write a checkpoint with digests, larger than what opening reads of it."""
+    """Return the bytes of a checkpoint with digests, longer than the part that opening reads."""
     path = folder / "written.zt"
     ds = xr.Dataset({name: ((f"{name}0", f"{name}1"), array) for name, array in VALUES.items()})
     xckpt.save(ds, path, encoding={"*": {"digest": "crc32c"}}, progress=False)
@@ -61,21 +61,23 @@ def checkpoint(folder: Path) -> bytes:
 # --- lies -----------------------------------------------------------------------------------------
 
 
-def _later(lie: Callable[[Request], Iterable[bytes]]) -> Callable[[Request], Iterable[bytes]]:
-    """Lie from the third request on, when the file is open."""
+def _after_opening(
+    lie: Callable[[Request], Iterable[bytes]],
+) -> Callable[[Request], Iterable[bytes]]:
+    """Apply a lie from the third request on, when the file is open."""
     return lambda request: lie(request) if request.number >= 2 else answer(request)
 
 
 def _pieces(request: Request, seconds: float, *, start: int = 0) -> Iterator[bytes]:
-    whole = b"".join(answer(request))
-    at = start or whole.index(b"\r\n\r\n") + 4
-    yield whole[:at]
-    for place in range(at, len(whole)):
+    response = b"".join(answer(request))
+    header_end = start or response.index(b"\r\n\r\n") + 4
+    yield response[:header_end]
+    for position in range(header_end, len(response)):
         request.wait(seconds)
-        yield whole[place : place + 1]
+        yield response[position : position + 1]
 
 
-def _endless(request: Request) -> Iterator[bytes]:
+def _endless_chunks(request: Request) -> Iterator[bytes]:
     yield from answer(request, b"", Content_Length=None, Transfer_Encoding="chunked")
     while True:
         yield b"10000\r\n" + bytes(1 << 16) + b"\r\n"
@@ -87,7 +89,7 @@ def _headers_without_end(_: Request) -> Iterator[bytes]:
         yield b"X-%d: %s\r\n" % (number, b"x" * 1000)
 
 
-def _silent(request: Request) -> Iterator[bytes]:
+def _send_nothing(request: Request) -> Iterator[bytes]:
     request.wait(60)
     yield b""
 
@@ -96,16 +98,16 @@ def _span(request: Request, by: int) -> str:
     return f"bytes {request.first + by}-{request.last + by}/{len(request.data)}"
 
 
-def _elsewhere(request: Request) -> bytes:
+def _shifted_body(request: Request) -> bytes:
     start = max(0, request.first - 1)
     return (request.data + bytes(2))[start : start + len(request.body)]
 
 
-def _lies(other: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
-    """Return what a server does, by what it is called in the table."""
+def _lies_by_name(other_host: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
+    """Return the lies of a server by their name in the table."""
 
-    def redirected(to: str) -> Callable[[Request], Iterable[bytes]]:
-        return lambda r: answer(r, b"", status="302 Found", Location=to, Content_Range=None)
+    def redirected(location: str) -> Callable[[Request], Iterable[bytes]]:
+        return lambda r: answer(r, b"", status="302 Found", Location=location, Content_Range=None)
 
     def refused(status: str, **headers: str) -> Callable[[Request], Iterable[bytes]]:
         return lambda r: answer(r, b"", status=status, Content_Range=None, ETag=None, **headers)
@@ -118,40 +120,46 @@ def _lies(other: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
         "200 and the whole file instead of a range": lambda r: answer(
             r, r.data, status="200 OK", Content_Range=None
         ),
-        "other bytes than requested, with their Content-Range": _later(
-            lambda r: answer(r, _elsewhere(r), Content_Range=_span(r, -1))
+        "other bytes than requested, with their Content-Range": _after_opening(
+            lambda r: answer(r, _shifted_body(r), Content_Range=_span(r, -1))
         ),
-        "other bytes than requested, with the requested Content-Range": _later(
-            lambda r: answer(r, _elsewhere(r))
+        "other bytes than requested, with the requested Content-Range": _after_opening(
+            lambda r: answer(r, _shifted_body(r))
         ),
-        "zeros instead of the data": _later(lambda r: answer(r, bytes(len(r.body)))),
-        "a Content-Range of another size": _later(
+        "zeros instead of the data": _after_opening(lambda r: answer(r, bytes(len(r.body)))),
+        "a Content-Range of another size": _after_opening(
             lambda r: answer(r, Content_Range=f"bytes {r.first}-{r.last}/{len(r.data) + 1}")
         ),
-        "an invalid Content-Range": _later(lambda r: answer(r, Content_Range="bytes 9-1/x")),
-        "206 without Content-Range": _later(lambda r: answer(r, Content_Range=None)),
+        "an invalid Content-Range": _after_opening(
+            lambda r: answer(r, Content_Range="bytes 9-1/x")
+        ),
+        "206 without Content-Range": _after_opening(lambda r: answer(r, Content_Range=None)),
         "half of a body, then the end": lambda r: answer(
             r, r.body[: max(1, len(r.body) // 2)], Content_Length=str(len(r.body))
         ),
         "half of a body, with its length": lambda r: answer(r, r.body[: max(1, len(r.body) // 2)]),
-        "no bytes of the body": _later(lambda r: answer(r, b"", Content_Length=str(len(r.body)))),
+        "no bytes of the body": _after_opening(
+            lambda r: answer(r, b"", Content_Length=str(len(r.body)))
+        ),
         "a longer body": lambda r: answer(r, r.body + bytes(9999)),
-        "an endless body": _later(_endless),
-        "a Content-Length of 2**62": _later(lambda r: answer(r, Content_Length=str(1 << 62))),
-        "a negative Content-Length": _later(lambda r: answer(r, Content_Length="-5")),
-        "chunks with invalid sizes": _later(
+        "an endless body": _after_opening(_endless_chunks),
+        "a Content-Length of 2**62": _after_opening(
+            lambda r: answer(r, Content_Length=str(1 << 62))
+        ),
+        "a negative Content-Length": _after_opening(lambda r: answer(r, Content_Length="-5")),
+        "chunks with invalid sizes": _after_opening(
             lambda r: answer(
                 r, b"zz\r\n" + r.body, Content_Length=None, Transfer_Encoding="chunked"
             )
         ),
-        "a new ETag after opening": _later(lambda r: answer(r, ETag='"second"')),
-        "another file with the same ETag": _later(lambda r: answer(r, r.body[::-1])),
-        "a new size after opening": _later(
+        "a new ETag after opening": _after_opening(lambda r: answer(r, ETag='"second"')),
+        "another file with the same ETag": _after_opening(lambda r: answer(r, r.body[::-1])),
+        "a new size after opening": _after_opening(
             lambda r: answer(r, Content_Range=f"bytes {r.first}-{r.last}/{len(r.data) - 9}")
         ),
-        "the file vanishes": _later(refused("404 Not Found")),
-        "access is withdrawn": _later(refused("403 Forbidden")),
-        "416 for an existing range": _later(refused("416 Range Not Satisfiable")),
+        "the file vanishes": _after_opening(refused("404 Not Found")),
+        "access is withdrawn": _after_opening(refused("403 Forbidden")),
+        "416 for an existing range": _after_opening(refused("416 Range Not Satisfiable")),
         "500, always": refused("500 Internal Server Error"),
         "503 every second time": every(2, refused("503 Service Unavailable")),
         "429 every third time, Retry-After: 1": every(
@@ -169,17 +177,17 @@ def _lies(other: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
             if "?" in r.path
             else redirected(f"{r.path}?{r.number}")(r)
         ),
-        "a redirect to another host": redirected(f"{other}{_PATH}"),
-        "a byte of the body every 50 ms": _later(lambda r: _pieces(r, 0.05)),
-        "a byte of the headers every 200 ms": _later(lambda r: _pieces(r, 0.2, start=1)),
-        "endless headers": _later(_headers_without_end),
-        "no answer at all": _later(_silent),
-        "the connection closed at once": _later(lambda _: [b""]),
-        "something that is not HTTP": _later(lambda _: [b"SSH-2.0-OpenSSH_9.9\r\n" * 9]),
-        "Content-Encoding: gzip": _later(
+        "a redirect to another host": redirected(f"{other_host}{_PATH}"),
+        "a byte of the body every 50 ms": _after_opening(lambda r: _pieces(r, 0.05)),
+        "a byte of the headers every 200 ms": _after_opening(lambda r: _pieces(r, 0.2, start=1)),
+        "endless headers": _after_opening(_headers_without_end),
+        "no answer at all": _after_opening(_send_nothing),
+        "the connection closed at once": _after_opening(lambda _: [b""]),
+        "something that is not HTTP": _after_opening(lambda _: [b"SSH-2.0-OpenSSH_9.9\r\n" * 9]),
+        "Content-Encoding: gzip": _after_opening(
             lambda r: answer(r, zlib.compress(r.body, wbits=31), Content_Encoding="gzip")
         ),
-        "a gzip bomb": _later(lambda r: answer(r, _bomb(), Content_Encoding="gzip")),
+        "a gzip bomb": _after_opening(lambda r: answer(r, _bomb(), Content_Encoding="gzip")),
     }
 
 
@@ -190,12 +198,15 @@ def _bomb() -> bytes:
 
 
 def read(url: str) -> str:
-    """Open a checkpoint and read all of it; return what happened, or raise what is not allowed."""
+    """Open a checkpoint and read all values; return the outcome.
+
+    Raises if values are wrong, or if an error does not name the URL.
+    """
     try:
         ds = xr.open_dataset(url, engine="ztensor", verify=True, storage_options=_PATIENT)
-        for name, wanted in VALUES.items():
-            found = ds[name].values
-            if found.tobytes() != wanted.tobytes():
+        for name, expected in VALUES.items():
+            values = ds[name].values
+            if values.tobytes() != expected.tobytes():
                 raise AssertionError(f"wrong values of {name!r}, and no error")
     except (CheckpointError, OSError) as error:
         if url not in str(error):
@@ -209,15 +220,15 @@ def run(trial: Trial) -> Iterator[Tally]:
     os.environ["XCKPT_CACHE_DIR"] = str(trial.folder / "cache")
     warnings.simplefilter("ignore", CheckpointWarning)
     data = checkpoint(trial.folder)
-    with LyingServer(data) as other, dask.config.set(scheduler="sync"):
-        lies = _lies(other.url)
-        read(f"{other.url}{_PATH}")  # what is loaded on the way takes time
-        other.paths.clear()
+    with LyingServer(data) as other_host, dask.config.set(scheduler="sync"):
+        lies = _lies_by_name(other_host.url)
+        read(f"{other_host.url}{_PATH}")  # imports would count as time of the first lie
+        other_host.paths.clear()
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            tried = [threads.submit(_tried, trial, data, *lie) for lie in lies.items()]
-            for each in tried:
-                yield each.result()
-        strays = len(other.paths)
+            futures = [threads.submit(_try_lie, trial, data, *lie) for lie in lies.items()]
+            for future in futures:
+                yield future.result()
+        strays = len(other_host.paths)
         yield Tally(
             "requests to another host, except after a redirect",
             1,
@@ -229,23 +240,23 @@ def run(trial: Trial) -> Iterator[Tally]:
         yield from _names(trial)
 
 
-def _tried(
-    trial: Trial, data: bytes, what: str, lie: Callable[[Request], Iterable[bytes]]
+def _try_lie(
+    trial: Trial, data: bytes, title: str, lie: Callable[[Request], Iterable[bytes]]
 ) -> Tally:
     start, failures = time.monotonic(), 0
     try:
         with LyingServer(data, lie, {_PATH: data}) as server:
-            said = read(f"{server.url}{_PATH}")
+            outcome = read(f"{server.url}{_PATH}")
             requests = len(server.paths)
         seconds = time.monotonic() - start
         if seconds > _MOST_SECONDS:
             raise TimeoutError(f"it took {seconds:.0f} seconds")  # noqa: TRY301
-        said += f" in {seconds:.1f} s, {requests} requests"
+        outcome += f" in {seconds:.1f} s, {requests} requests"
     except Exception as error:  # noqa: BLE001  any is what is looked for
-        said = f"{type(error).__name__}: {error}"[:200]
+        outcome = f"{type(error).__name__}: {error}"[:200]
         failures = 1
-        trial.fail("remote", {"lie.txt": what.encode()}, error)
-    return Tally(what, 1, failures, 0.0, said)
+        trial.fail("remote", {"lie.txt": title.encode()}, error)
+    return Tally(title, 1, failures, 0.0, outcome)
 
 
 def _faults(trial: Trial, data: bytes) -> Iterator[Tally]:
@@ -260,16 +271,18 @@ def _faults(trial: Trial, data: bytes) -> Iterator[Tally]:
         while time.monotonic() < stop and cases < 1000:
             cases += 1
             try:
-                said = read(f"{server.url}{_PATH}")
+                outcome = read(f"{server.url}{_PATH}")
             except Exception as error:  # noqa: BLE001
                 failures += 1
                 trial.fail("remote", {"lie.txt": b"20 % faults"}, error)
                 continue
-            outcomes[said] = outcomes.get(said, 0) + 1
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
         faults, requests = server.faults, len(server.requests)
-    said = f"{faults:,} of {requests:,} requests failed; "
-    said += ", ".join(f"{number:,} {what}" for what, number in sorted(outcomes.items()))
-    yield Tally("20 % of requests fail or are cut", cases, failures, time.monotonic() - start, said)
+    outcome = f"{faults:,} of {requests:,} requests failed; "
+    outcome += ", ".join(f"{number:,} {title}" for title, number in sorted(outcomes.items()))
+    yield Tally(
+        "20 % of requests fail or are cut", cases, failures, time.monotonic() - start, outcome
+    )
 
 
 # --- names that lead elsewhere --------------------------------------------------------------------
@@ -283,12 +296,12 @@ NAMES = (
 )  # fmt: skip
 
 
-def _naming(name: str) -> dict[str, dict[str, bytes]]:
-    """Write checkpoints that say their data are in a file of some name, by format."""
+def _files_naming(name: str) -> dict[str, dict[str, bytes]]:
+    """Return the files of checkpoints whose data are in a file of the given name, by format."""
     import json
 
-    one = mlcp_files.tensor("w", np.ones(3, "f4"))
-    fields = mlcp_files.fields([[one]])
+    tensor = mlcp_files.tensor("w", np.ones(3, "f4"))
+    fields = mlcp_files.fields([[tensor]])
     fields["shards"][0]["filePath"] = name
     split = {"weight_map": {"w": name}}
     digest = "xxh3:" + "0" * 16
@@ -314,7 +327,7 @@ def _naming(name: str) -> dict[str, dict[str, bytes]]:
 
 @contextmanager
 def _watched() -> Iterator[list[str]]:
-    """Watch which files are opened by name."""
+    """Collect the paths of files that are opened in the block."""
     opened: list[str] = []
     _watching.append(opened)
     try:
@@ -333,30 +346,30 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _names(trial: Trial) -> Iterator[Tally]:
-    """Open checkpoints whose data are said to be elsewhere, in folders and on the web."""
+    """Open checkpoints that refer to files elsewhere, in folders and on the web."""
     sys.addaudithook(_audit)
-    for where, check in (("in a folder", _in_folder), ("on the web", _on_the_web)):
+    for place, check in (("in a folder", _in_folder), ("on the web", _on_the_web)):
         start, cases, failures = time.monotonic(), 0, trial.failures
-        for format_name, files in _naming("m").items():  # what is not forbidden is looked at
-            asked = check(trial.folder / where, "m", format_name, files)
-            found = {path.rpartition("/")[2] for path in asked if "/inner/" in path}
-            if not found - files.keys():
-                trial.fail(f"name {format_name} {where}", files, "nobody looks for the file")
-            rmtree(trial.folder / where, ignore_errors=True)
+        for format_name, files in _files_naming("m").items():  # an allowed name has to be looked up
+            opened = check(trial.folder / place, "m", format_name, files)
+            siblings = {path.rpartition("/")[2] for path in opened if "/inner/" in path}
+            if not siblings - files.keys():
+                trial.fail(f"name {format_name} {place}", files, "nobody looks for the file")
+            rmtree(trial.folder / place, ignore_errors=True)
         for name in NAMES:
-            for format_name, files in _naming(name).items():
+            for format_name, files in _files_naming(name).items():
                 cases += 1
                 try:
-                    check(trial.folder / f"{where} {cases}", name, format_name, files)
+                    check(trial.folder / f"{place} {cases}", name, format_name, files)
                 except Exception as error:  # noqa: BLE001
-                    trial.fail(f"name {format_name} {where}", files, error)
+                    trial.fail(f"name {format_name} {place}", files, error)
         broken, seconds = trial.failures - failures, time.monotonic() - start
-        said = "nothing outside the folder was touched"
-        yield Tally(f"names of shards outside the folder, {where}", cases, broken, seconds, said)
+        summary = "nothing outside the folder was touched"
+        yield Tally(f"names of shards outside the folder, {place}", cases, broken, seconds, summary)
 
 
 def _touch(obj: str, engine: str) -> None:
-    """Open something and read what can be read."""
+    """Open a checkpoint and read all readable variables."""
     try:
         ds = xr.open_dataset(obj, engine=engine, storage_options=_PATIENT if "://" in obj else None)
         for variable in ds.variables.values():
@@ -371,50 +384,52 @@ def _touch(obj: str, engine: str) -> None:
 def _in_folder(folder: Path, name: str, engine: str, files: dict[str, bytes]) -> list[str]:
     inner = folder / "inner"
     inner.mkdir(parents=True)
-    for each in (folder / "secret", inner / "m", inner / "m-m.zt"):
-        each.write_bytes(bytes(8192))
+    for decoy in (folder / "secret", inner / "m", inner / "m-m.zt"):
+        decoy.write_bytes(bytes(8192))
     for label, data in files.items():
         (inner / label).write_bytes(data)
     path = str(inner / next(iter(files)))
     with _watched() as opened:
         _touch(path, engine)
     outside = [
-        each
-        for each in map(os.path.abspath, opened)
-        if "secret" in each and not each.startswith(str(inner) + os.sep)
+        opened_path
+        for opened_path in map(os.path.abspath, opened)
+        if "secret" in opened_path and not opened_path.startswith(str(inner) + os.sep)
     ]
-    if outside or any("passwd" in each and each.strip("/") == "etc/passwd" for each in opened):
+    if outside or any(
+        "passwd" in opened_path and opened_path.strip("/") == "etc/passwd" for opened_path in opened
+    ):
         raise AssertionError(f"{name!r} opens {outside or opened}")
     return opened
 
 
 def _on_the_web(_: Path, name: str, engine: str, files: dict[str, bytes]) -> list[str]:
     secret = {"/secret": bytes(8192), "/folder/secret": bytes(8192)}
-    with LyingServer(b"", files=secret) as other:
-        host = other.url.removeprefix("http://")
-        made = {label: data.replace(b"OTHER", host.encode()) for label, data in files.items()}
-        served = secret | {f"/folder/inner/{label}": data for label, data in made.items()}
+    with LyingServer(b"", files=secret) as other_host:
+        host = other_host.url.removeprefix("http://")
+        contents = {label: data.replace(b"OTHER", host.encode()) for label, data in files.items()}
+        served = secret | {f"/folder/inner/{label}": data for label, data in contents.items()}
         with LyingServer(b"", files=served) as server:
             _touch(f"{server.url}/folder/inner/{next(iter(files))}", engine)
-            asked = list(server.paths)
-        if other.paths:
-            raise AssertionError(f"{name!r} leads to another host: {other.paths}")
-    for path in asked:
+            requested = list(server.paths)
+        if other_host.paths:
+            raise AssertionError(f"{name!r} leads to another host: {other_host.paths}")
+    for path in requested:
         plain = unquote(path.partition("?")[0])
         parts = plain.split("/")
         if not path.startswith("/folder/inner/") or ".." in parts:
             raise AssertionError(f"{name!r} leads to {path}")
-    return asked
+    return requested
 
 
 def again(path: Path) -> None:
-    """Try a lie again, or the name that a checkpoint has."""
+    """Repeat the lie of a recorded failure, or open its checkpoint again."""
     import tempfile
     from pathlib import Path as RealPath
 
-    from torture.trial import left
+    from torture.trial import read_evidence
 
-    files = left(path)
+    files = read_evidence(path)
     with tempfile.TemporaryDirectory() as name:
         folder = RealPath(name)
         if "lie.txt" not in files:
@@ -426,6 +441,6 @@ def again(path: Path) -> None:
         os.environ["XCKPT_CACHE_DIR"] = str(folder / "cache")
         data = checkpoint(folder)
         with LyingServer(data) as other:
-            lie = _lies(other.url).get(files["lie.txt"].decode(), answer)
+            lie = _lies_by_name(other.url).get(files["lie.txt"].decode(), answer)
             with LyingServer(data, lie, {_PATH: data}) as server:
                 print(read(f"{server.url}{_PATH}"))

@@ -1,4 +1,4 @@
-"""What mutations begin with: golden files, good and malformed, and files that are made here."""
+"""Files to mutate: golden files, good and malformed, and generated ones."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Files = dict[str, bytes]
 
 _LARGEST = 1 << 18
 _DRAWN = 40
-# What says what golden files hold.
+# Suffixes of the expected contents of golden files.
 _NOTES = (".expected.json", ".expected.npz", ".txt", ".md", ".hf.npz", ".ids.json", ".forward.json")
 
 
 def seeds(name: str) -> list[Files]:
-    """List the small files of a format; the same ones each time."""
-    found = {next(iter(each.values())): each for each in _all(name)}
-    return [each for main, each in found.items() if 0 < len(main) <= _LARGEST]
+    """List the small files of a format, the same ones in every run."""
+    by_content = {next(iter(files.values())): files for files in _all(name)}
+    return [files for main, files in by_content.items() if 0 < len(main) <= _LARGEST]
 
 
 def _all(name: str) -> Iterator[Files]:
-    told, suffix = declared(name), _suffix(name)
+    declaration, suffix = declared(name), _suffix(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        for data in told.small_files().values():
+        for data in declaration.small_files().values():
             yield {f"m{suffix}": data}
-        for file in [*told.good(), *told.bad()]:
+        for file in [*declaration.good(), *declaration.bad()]:
             obj = getattr(file, "values", (file,))[0]
             if isinstance(obj, Path):
                 if obj.is_file():
@@ -51,13 +51,13 @@ def _all(name: str) -> Iterator[Files]:
                 yield {f"m{suffix}": bytes(obj)}
         if name in FILES:
             yield from drawn(FILES[name])
-        for strategy in told.hostile().values():
+        for strategy in declaration.hostile().values():
             for files in drawn(strategy):
                 yield from ({f"m{suffix}": data} for data in files)
 
 
 def _golden(path: Path) -> Iterator[Files]:
-    """Return a golden file, with the small ones next to it where it needs them."""
+    """Yield a golden file, with the small files next to it that it needs."""
     data = path.read_bytes()
     if len(data) > _LARGEST:
         return
@@ -67,8 +67,8 @@ def _golden(path: Path) -> Iterator[Files]:
         names += [p.relative_to(path.parent).as_posix() for p in inner]
     elif path.name == ".metadata" or path.name.endswith(".json"):
         stem = path.name.partition(".")[0]
-        others = sorted(p.name for p in path.parent.iterdir() if p.is_file() and p != path)
-        names += [n for n in others if n.startswith(stem) and not n.endswith(_NOTES)]
+        siblings = sorted(p.name for p in path.parent.iterdir() if p.is_file() and p != path)
+        names += [n for n in siblings if n.startswith(stem) and not n.endswith(_NOTES)]
     elif path.suffix == ".zt" and b"shards" in data:
         names += sorted(p.name for p in path.parent.glob("*.zt") if p != path)
     elif "-of-" in path.name:
@@ -85,8 +85,8 @@ def _suffix(name: str) -> str:
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int = _DRAWN) -> list[Any]:
-    """Draw from a strategy, the same each time."""
-    found: list[Any] = []
+    """Draw examples from a strategy, the same ones in every run."""
+    examples: list[Any] = []
 
     @hypothesis_seed(0)
     @settings(
@@ -98,7 +98,7 @@ def drawn(strategy: st.SearchStrategy[Any], count: int = _DRAWN) -> list[Any]:
     )
     @given(strategy)
     def draw(value: Any) -> None:
-        found.append(value)
+        examples.append(value)
 
     draw()
-    return found
+    return examples

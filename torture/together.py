@@ -23,7 +23,7 @@ import xarray as xr
 
 import xckpt
 from torture.checkpoints import Broken, left_over, threads
-from torture.trial import Tally, left
+from torture.trial import Tally, read_evidence
 from xckpt.errors import CheckpointWarning, FileChangedError
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["again", "play", "run"]
 
 _TENSORS = 6
-# Between two saves of one writer: readers that never come to an end see nothing. In seconds.
+# Pause between two saves of a writer, in seconds, so that readers can finish.
 _PAUSE = 0.02
 _GRACE = 45
 
 
-class _Done(NamedTuple):
-    """What one process did: how often, how often it was told to try again, and what broke."""
+class _Result(NamedTuple):
+    """Result of a process: completed calls, calls to try again, and a traceback if it failed."""
 
     done: int
     refused: int
@@ -58,9 +58,9 @@ def _dataset(value: float, suffix: str = "") -> xr.Dataset:
 
 
 class Scene(NamedTuple):
-    """What several processes write, and what is opened meanwhile.
+    """A way to write a checkpoint repeatedly from several processes.
 
-    ``write(path, number, times)`` is one of the writers, the `times`-th time.
+    ``write(path, number, times)`` makes the `times`-th save of writer `number`.
     """
 
     name: str
@@ -70,15 +70,15 @@ class Scene(NamedTuple):
     options: dict[str, Any]
 
 
-def _saving(engine: str, **options: Any) -> Callable[[Path, int, int], Any]:
+def _saver(engine: str, **options: Any) -> Callable[[Path, int, int], Any]:
     def write(path: Path, number: int, _: int) -> None:
         xckpt.save(_dataset(float(number)), path, engine, overwrite=True, **options)
 
     return write
 
 
-def _in_place(path: Path, number: int, times: int) -> None:
-    """Save, and convert what anybody saved."""
+def _save_or_convert(path: Path, number: int, times: int) -> None:
+    """Save as writer 1; convert the file in place as writer 2."""
     if number == 1:
         xckpt.save(_dataset(float(times % 7)), path, overwrite=True)
     else:
@@ -86,26 +86,26 @@ def _in_place(path: Path, number: int, times: int) -> None:
         xckpt.convert(path, path, encoding={"*": {"compression": compression}}, overwrite=True)
 
 
-def _appending(path: Path, number: int, times: int) -> None:
+def _append(path: Path, number: int, times: int) -> None:
     xckpt.append(_dataset(1.0, f".{number}.{times}"), path)
 
 
 _SHARDS: dict[str, Any] = {"max_shard_size": 6000}
 SCENES = (
-    Scene("save zt", "m.zt", "ztensor", _saving("ztensor"), {}),
-    Scene("save npz", "m.npz", "npz", _saving("npz"), {}),
+    Scene("save zt", "m.zt", "ztensor", _saver("ztensor"), {}),
+    Scene("save npz", "m.npz", "npz", _saver("npz"), {}),
     Scene(
         *("save safetensors with shards", "m.safetensors", "safetensors"),
-        *(_saving("safetensors", **_SHARDS), _SHARDS),
+        *(_saver("safetensors", **_SHARDS), _SHARDS),
     ),
-    Scene("save metadata.json with shards", "m.metadata.json", "mlcp", _saving("mlcp"), {}),
-    Scene("save and convert in place", "m.zt", "ztensor", _in_place, {}),
-    Scene("append", "m.zt", "ztensor", _appending, {}),
+    Scene("save metadata.json with shards", "m.metadata.json", "mlcp", _saver("mlcp"), {}),
+    Scene("save and convert in place", "m.zt", "ztensor", _save_or_convert, {}),
+    Scene("append", "m.zt", "ztensor", _append, {}),
 )
 
 
 def run(trial: Trial) -> Iterator[Tally]:
-    """Let two write and two read in every scene, each for its share of the time."""
+    """Run two writers and two readers in every scene, for an equal share of the time."""
     for scene in SCENES:
         if trial.only not in {"", scene.name}:
             continue
@@ -114,65 +114,70 @@ def run(trial: Trial) -> Iterator[Tally]:
         seconds = trial.seconds / len(SCENES)
         with TemporaryDirectory(dir=trial.folder) as folder:
             try:
-                cases, said = play(scene, Path(folder), seconds, seed)
+                cases, summary = play(scene, Path(folder), seconds, seed)
             except Exception as error:  # noqa: BLE001  any is what is looked for
-                cases, said = 1, "see the failure"
+                cases, summary = 1, "see the failure"
                 data = json.dumps([scene.name, seconds, seed]).encode()
                 trial.fail(f"together {scene.name}", {"scene.json": data}, error)
         took = time.monotonic() - start
-        yield Tally(scene.name, cases, trial.failures - failures, took, said)
+        yield Tally(scene.name, cases, trial.failures - failures, took, summary)
 
 
 def again(path: Path) -> None:
-    """Play the scene of a failure again; who comes first is not in the seed."""
-    name, seconds, seed = json.loads(left(path)["scene.json"])
-    (scene,) = (each for each in SCENES if each.name == name)
+    """Play the scene of a recorded failure again; the order of events is not reproducible."""
+    name, seconds, seed = json.loads(read_evidence(path)["scene.json"])
+    (scene,) = (candidate for candidate in SCENES if candidate.name == name)
     with TemporaryDirectory() as folder:
         play(scene, Path(folder), seconds, seed)
 
 
 def play(scene: Scene, folder: Path, seconds: float, seed: int) -> tuple[int, str]:
-    """Play a scene; return how often something was written or read, and what happened."""
+    """Play a scene; return the number of saves and loads, and a summary."""
     with warnings.catch_warnings(), dask.config.set(scheduler="sync"):  # forks have no threads
         warnings.simplefilter("ignore", CheckpointWarning)
-        return _played(scene, folder, seconds, seed)
+        return _play(scene, folder, seconds, seed)
 
 
-def _played(scene: Scene, folder: Path, seconds: float, seed: int) -> tuple[int, str]:
+def _play(scene: Scene, folder: Path, seconds: float, seed: int) -> tuple[int, str]:
     path = folder / scene.target
     xckpt.save(_dataset(0.0), path, scene.engine, **scene.options)
     until = time.monotonic() + seconds
-    writers = [_started(_write, scene, path, until, number) for number in (1, 2)]
-    readers = [_started(_read, scene, _opened(path), until, seed + number) for number in (1, 2)]
-    wrote, read = [_told(each) for each in writers], [_told(each) for each in readers]
-    for each in (*wrote, *read):
-        if each.broken:
-            raise Broken(each.broken)
-    if scene.write is _appending:
+    writers = [_start_process(_write, scene, path, until, number) for number in (1, 2)]
+    readers = [
+        _start_process(_read, scene, _path_to_open(path), until, seed + number) for number in (1, 2)
+    ]
+    written, loaded = (
+        [_result_of(result) for result in writers],
+        [_result_of(result) for result in readers],
+    )
+    for result in (*written, *loaded):
+        if result.broken:
+            raise Broken(result.broken)
+    if scene.write is _append:
         names = {
             f"w{n}.{number}.{times}"
-            for number, each in zip((1, 2), wrote, strict=True)
-            for times in range(each.done)
+            for number, result in zip((1, 2), written, strict=True)
+            for times in range(result.done)
             for n in range(_TENSORS)
         }
         lost = names - set(xckpt.read_index(path).tensors)
         if lost:
             raise Broken(f"appends that returned are not in the file: {sorted(lost)[:9]}")
-    _load(scene, _opened(path))
-    if there := left_over(folder):
-        raise Broken(f"nobody was killed, and {there} is left over")
-    saves, loads = sum(each.done for each in wrote), sum(each.done for each in read)
-    refused = sum(each.refused for each in (*wrote, *read))
-    said = f"{saves} written, {loads} read whole, {refused} errors that the file changed"
-    return saves + loads, said
+    _load(scene, _path_to_open(path))
+    if leftovers := left_over(folder):
+        raise Broken(f"nobody was killed, and {leftovers} is left over")
+    saves, loads = sum(result.done for result in written), sum(result.done for result in loaded)
+    refused = sum(result.refused for result in (*written, *loaded))
+    summary = f"{saves} written, {loads} read whole, {refused} errors that the file changed"
+    return saves + loads, summary
 
 
-def _opened(path: Path) -> Path:
+def _path_to_open(path: Path) -> Path:
     index = path.with_name(f"{path.name}.index.json")
     return index if index.exists() else path
 
 
-def _write(scene: Scene, path: Path, until: float, number: int) -> _Done:
+def _write(scene: Scene, path: Path, until: float, number: int) -> _Result:
     done = refused = 0
     while time.monotonic() < until:
         try:
@@ -182,10 +187,10 @@ def _write(scene: Scene, path: Path, until: float, number: int) -> _Done:
         else:
             done += 1
         time.sleep(_PAUSE)
-    return _Done(done, refused)
+    return _Result(done, refused)
 
 
-def _read(scene: Scene, path: Path, until: float, _: int) -> _Done:
+def _read(scene: Scene, path: Path, until: float, _: int) -> _Result:
     done = refused = 0
     while time.monotonic() < until:
         try:
@@ -194,23 +199,25 @@ def _read(scene: Scene, path: Path, until: float, _: int) -> _Done:
             refused += 1
         else:
             done += 1
-    return _Done(done, refused)
+    return _Result(done, refused)
 
 
 def _load(scene: Scene, path: Path) -> None:
-    """Load all of a checkpoint, and check that one writer wrote it."""
+    """Load a checkpoint, and check that all values are from one save."""
     with xr.open_dataset(path, engine=scene.engine) as ds:
-        values = {float(v) for each in ds.variables.values() for v in np.unique(each.values)}
+        values = {
+            float(v) for variable in ds.variables.values() for v in np.unique(variable.values)
+        }
         count = len(ds.variables)
-    if count % _TENSORS or (len(values) != 1 and scene.write is not _appending):
+    if count % _TENSORS or (len(values) != 1 and scene.write is not _append):
         raise Broken(f"a mixture: {count} tensors of {sorted(values)}")
 
 
-def _started(
-    work: Callable[[Scene, Path, float, int], _Done],
+def _start_process(
+    work: Callable[[Scene, Path, float, int], _Result],
     scene: Scene, path: Path, until: float, number: int,
 ) -> int:  # fmt: skip
-    """Begin to work in another process; return the descriptor that tells what it did."""
+    """Start a child process; return the descriptor of a pipe with its result."""
     reader, writer = os.pipe()
     if os.fork():
         os.close(writer)
@@ -219,19 +226,19 @@ def _started(
         signal.alarm(int(until - time.monotonic()) + _GRACE)
         warnings.simplefilter("ignore", CheckpointWarning)
         with threads():
-            told = work(scene, path, until, number)
+            result = work(scene, path, until, number)
     except BaseException:  # noqa: BLE001  nobody else is there
-        told = _Done(0, 0, traceback.format_exc())
+        result = _Result(0, 0, traceback.format_exc())
     with os.fdopen(writer, "w") as file:
-        file.write(json.dumps(told))
+        file.write(json.dumps(result))
     sys.stderr.flush()
     os._exit(0)
 
 
-def _told(reader: int) -> _Done:
+def _result_of(reader: int) -> _Result:
     with os.fdopen(reader) as file:
         text = file.read()
     os.wait()
     if not text:
         raise Broken("a process hangs, or was ended")
-    return _Done(*json.loads(text))
+    return _Result(*json.loads(text))

@@ -1,12 +1,12 @@
-"""What the parts share: a `Trial` each, tallies as rows of a table, and what a failure leaves.
+"""Shared types of the parts: trials, rows of tables, and records of failures.
 
 A part is a module whose docstring is the text over its table, with::
 
     def run(trial: Trial) -> Iterator[Tally]: ...
-    def again(path: Path) -> None: ...   # raise what was wrong with what a failure left
+    def again(path: Path) -> None: ...   # repeat a recorded failure, and raise its error
 
-``python -m torture.trial MODULE SEED SECONDS MEMORY KEPT FD ONLY`` is the process that a part has
-for itself: it writes its tallies as lines of JSON to the descriptor.
+``python -m torture.trial MODULE SEED SECONDS MEMORY KEPT FD ONLY`` runs one part in this process
+and writes its tallies as lines of JSON to the descriptor.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Tally", "Trial", "left", "limit", "place"]
+__all__ = ["Tally", "Trial", "limit", "place", "read_evidence"]
 
-# Files of the same failure are alike: so many of them say what there is to say.
+# Largest number of records of the same failure.
 _MOST_KEPT = 5
-# The names of the files that a failure left, in their order.
+# File with the names of the files of a record, in order.
 _ORDER = "files.json"
 
 
 class Tally(NamedTuple):
-    """One row of the table of a part.
+    """A row of the table of a part.
 
     Parameters
     ----------
     what : str
-        What was tried.
+        Name of the row.
     cases, failures : int
-        How often, and how often a promise was broken.
+        Number of cases, and of those that broke a promise.
     seconds : float
-        How long all of them took.
+        Duration of all cases.
     said : str
-        What happened, or what it was held to.
+        Last column of the row: a summary or a condition.
     """
 
     what: str
@@ -61,22 +61,22 @@ class Tally(NamedTuple):
 
 @dataclass
 class Trial:
-    """What a part runs with.
+    """Settings of a run of one part, and the record of its failures.
 
     Parameters
     ----------
     seed : int
-        Everything random follows from it: `random`.
+        Seed of all random numbers; see `random`.
     seconds : float
-        How long the part is to take, about. What has a fixed number of cases may take less.
+        Approximate duration. Parts with a fixed number of cases may take less.
     folder : Path
-        For scratch files; it is removed.
+        Folder for scratch files, which is removed.
     kept : Path
-        Where failures are left, in a folder of the part's name.
+        Folder for records of failures, with a folder for each part.
     part : str
         Name of the module.
     only : str
-        What of the part is to run, such as one format; by default all of it.
+        Section of the part to run, such as a format; all by default.
     """
 
     seed: int
@@ -93,21 +93,22 @@ class Trial:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left."""
+        """Remaining time in seconds."""
         return self._start + self.seconds - time.monotonic()
 
-    def random(self, *of: object) -> random.Random:
-        """Return a generator whose numbers follow from the seed and what they are for."""
-        return random.Random(repr((self.seed, *of)))  # noqa: S311  not a secret
+    def random(self, *purpose: object) -> random.Random:
+        """Return a generator of random numbers, seeded by the seed and the purpose."""
+        return random.Random(repr((self.seed, *purpose)))  # noqa: S311  not a secret
 
     def is_known(self, what: str, error: BaseException | str) -> bool:
-        """Whether enough is kept of this failure."""
+        """Whether this failure has the largest number of records already."""
         return self._kept.get(_kind(what, error), 0) >= _MOST_KEPT
 
     def fail(self, what: str, files: Mapping[str, bytes], error: BaseException | str) -> Path:
-        """Leave what broke a promise, what was wrong, and the command that tries it again.
+        """Record a failure: its files, the error, and the command that repeats it.
 
-        It is a folder of files, the first of which is the one that matters: `left`.
+        The record is a folder, which is returned. `read_evidence` reads its files; the first one
+        is the file that was opened.
         """
         kind = _kind(what, error)
         self.failures += 1
@@ -120,30 +121,32 @@ class Trial:
             for name, data in files.items():
                 (path / name).write_bytes(data)
             (path / _ORDER).write_text(json.dumps([*files]), "utf-8")
-            words = (sys.executable, "-m", "torture", "again", part, str(path))
-            command = " ".join(map(shlex.quote, words))
-            told = error if isinstance(error, str) else "".join(traceback.format_exception(error))
-            text = f"{told.rstrip()}\n\nseed {self.seed}; again: {command}\n"
+            arguments = (sys.executable, "-m", "torture", "again", part, str(path))
+            command = " ".join(map(shlex.quote, arguments))
+            message = (
+                error if isinstance(error, str) else "".join(traceback.format_exception(error))
+            )
+            text = f"{message.rstrip()}\n\nseed {self.seed}; again: {command}\n"
             (path / "error.txt").write_text(text, "utf-8", "backslashreplace")
-            print(f"{self.part}: {what}: {_last_line(told)}\n  {command}", file=sys.stderr)
+            print(f"{self.part}: {what}: {_last_line(message)}\n  {command}", file=sys.stderr)
         return path
 
 
-def left(path: Path) -> dict[str, bytes]:
-    """Return the files that a failure left."""
+def read_evidence(path: Path) -> dict[str, bytes]:
+    """Return the files of a recorded failure, by name and in order."""
     names = json.loads((path / _ORDER).read_text("utf-8"))
     return {name: (path / name).read_bytes() for name in names}
 
 
 def place(error: BaseException) -> tuple[object, ...]:
-    """Return where in the code something went wrong, and what it was raised from."""
+    """Return the types and positions in the code of an error and of its contexts."""
     frames = traceback.extract_tb(error.__traceback__)[-1:]
-    here = (type(error).__name__, *[(frame.filename, frame.lineno) for frame in frames])
-    return here if error.__context__ is None else (*here, *place(error.__context__))
+    location = (type(error).__name__, *[(frame.filename, frame.lineno) for frame in frames])
+    return location if error.__context__ is None else (*location, *place(error.__context__))
 
 
 def _kind(what: str, error: BaseException | str) -> str:
-    """Tell failures apart: one place in the code is one, however many files lead there."""
+    """Return a key that failures with the same cause share: the place in the code."""
     return what if isinstance(error, str) else f"{what} {place(error)}"
 
 
@@ -152,10 +155,10 @@ def _last_line(text: str) -> str:
 
 
 def limit(memory: int, seconds: float) -> None:
-    """Bound this process: memory, time of all cores, sizes of files; no dump if it dies."""
+    """Limit memory, processor time and file sizes of this process, and disable core dumps."""
     try:
         import resource
-    except ImportError:  # on Windows, where the parent's patience is the only bound
+    except ImportError:  # on Windows, where only the time limit of the parent applies
         return
     limits = {
         resource.RLIMIT_AS: memory,
@@ -163,20 +166,20 @@ def limit(memory: int, seconds: float) -> None:
         resource.RLIMIT_FSIZE: 1 << 30,
         resource.RLIMIT_CORE: 0,
     }
-    for which, most in limits.items():
-        with suppress(ValueError, OSError):  # less is allowed already
-            resource.setrlimit(which, (most, resource.getrlimit(which)[1]))
+    for resource_kind, bound in limits.items():
+        with suppress(ValueError, OSError):  # the limit is lower already
+            resource.setrlimit(resource_kind, (bound, resource.getrlimit(resource_kind)[1]))
 
 
 def _main(module: str, *numbers: str) -> None:
-    seed, seconds, memory, kept, fileno, only = numbers
+    seed, seconds, memory, failures, fileno, only = numbers
     limit(int(memory), float(seconds))
-    with TemporaryDirectory(prefix="torture") as folder, os.fdopen(int(fileno), "w") as told:
+    with TemporaryDirectory(prefix="torture") as folder, os.fdopen(int(fileno), "w") as output:
         part = import_module(module)
-        trial = Trial(int(seed), float(seconds), Path(folder), Path(kept), module, only)
+        trial = Trial(int(seed), float(seconds), Path(folder), Path(failures), module, only)
         tallies: Iterator[Tally] = part.run(trial)
         for tally in tallies:
-            print(json.dumps(tally), file=told, flush=True)
+            print(json.dumps(tally), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All ways to read a file, and who else reads it: they agree, or something is wrong."""
+"""Checks that all ways to read a file, and other implementations, return the same."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-#: What breaks a promise: every error but those that are documented, which are caught before.
+#: Errors that break a promise. Documented errors are caught before.
 BROKEN = (Exception,)
 
-# A size that fits the file may still be huge where it is sparse or repeated.
+# In bytes. Sparse and broadcast tensors may be far larger than their file.
 _LARGEST = 1 << 20
 
 
 class Disagreement(AssertionError):  # noqa: N818
-    """Two ways to read a file do not say the same."""
+    """Two ways to read a file have different results."""
 
 
 def values_of(obj: Any) -> None:
-    """Open a file as a Dataset, and compute all values as they are stored."""
+    """Open a file as a Dataset, and compute all stored values."""
     try:
         ds = _opened(xr.open_dataset, obj, decode=False, verify=True)
     except CheckpointError as error:
@@ -66,39 +66,39 @@ def check_named(error: CheckpointError) -> None:
 
 
 def agreement(obj: Any) -> dict[str, Array] | None:
-    """Read a file in all ways; return stored values by variable, None where it does not open."""
-    told: dict[str, CheckpointError] = {}
+    """Read a file in all ways; return stored values by variable, or None if it cannot be opened."""
+    errors_by_way: dict[str, CheckpointError] = {}
     ways: dict[str, Callable[[], Any]] = {
         "index": lambda: xckpt.read_index(obj),
         "Dataset": lambda: _opened(xr.open_dataset, obj, decode=False, verify=True),
         "decoded": lambda: _opened(xr.open_dataset, obj, verify=True),
         "tree": lambda: _opened(xr.open_datatree, obj, decode=False, verify=True),
     }
-    found = {}
+    results = {}
     for way, read in ways.items():
         try:
-            found[way] = read()
+            results[way] = read()
         except CheckpointError as error:
-            told[way] = error
+            errors_by_way[way] = error
             check_named(error)
     report = xckpt.verify(obj, progress=False)
-    if told.keys() not in (set(), ways.keys()):
-        raise Disagreement(f"only some open it: {told}")
-    if told:
-        _agree(report, told["index"])
+    if errors_by_way.keys() not in (set(), ways.keys()):
+        raise Disagreement(f"only some open it: {errors_by_way}")
+    if errors_by_way:
+        _agree(report, errors_by_way["index"])
         return None
-    values, errors = _computed(found["Dataset"].variables)
-    decoded, more = _computed(found["decoded"].variables)
-    problems = [*errors.values(), *more.values()]
+    values, errors = _computed(results["Dataset"].variables)
+    decoded, decoding_errors = _computed(results["decoded"].variables)
+    problems = [*errors.values(), *decoding_errors.values()]
     damage = [e for e in problems if isinstance(e, FormatError | IntegrityError)]
     if damage and report.ok:
         raise Disagreement(f"verify finds nothing wrong, but {damage[0]}") from damage[0]
-    is_all = len(values) == len(found["Dataset"].variables)
-    if not report.ok and is_all and len(decoded) == len(found["decoded"].variables):
+    is_all = len(values) == len(results["Dataset"].variables)
+    if not report.ok and is_all and len(decoded) == len(results["decoded"].variables):
         raise Disagreement(f"everything is read, but {report}")
-    _agree_on_values(found["tree"], values, errors)
-    repr(found["decoded"].ckpt)
-    _agree_on_statistics(found["decoded"], decoded)
+    _agree_on_values(results["tree"], values, errors)
+    repr(results["decoded"].ckpt)
+    _agree_on_statistics(results["decoded"], decoded)
     return values
 
 
@@ -145,43 +145,43 @@ def _agree_on_values(
     count = sum(variable.nbytes < _LARGEST for variable in stored.values())
     if count != len(values) + len(errors):
         raise Disagreement(f"{count} variables in the tree, {len(values) + len(errors)} without")
-    found, problems = _computed({str(key): each for key, each in stored.items()})
-    some = sorted([(v.shape, v.tobytes()) for v in values.values()])
-    if sorted([(v.shape, v.tobytes()) for v in found.values()]) != some:
+    tree_values, problems = _computed({str(key): variable for key, variable in stored.items()})
+    expected = sorted([(v.shape, v.tobytes()) for v in values.values()])
+    if sorted([(v.shape, v.tobytes()) for v in tree_values.values()]) != expected:
         raise Disagreement("the tree has other values")
     if len(problems) != len(errors):
         raise Disagreement(f"the tree has other problems: {problems}, {errors}")
 
 
 def _agree_on_statistics(ds: xr.Dataset, decoded: dict[str, Array]) -> None:
-    """Compare extremes and counts with numpy's."""
-    some = [n for n, v in decoded.items() if v.dtype.kind in "biuf" and v.dtype.itemsize <= 8]
-    if not some or len(some) > 8:
+    """Check extremes and counts against numpy."""
+    names = [n for n, v in decoded.items() if v.dtype.kind in "biuf" and v.dtype.itemsize <= 8]
+    if not names or len(names) > 8:
         return
-    table = xckpt.stats(ds[some], cache=False, progress=False)
-    for name in some:
+    table = xckpt.stats(ds[names], cache=False, progress=False)
+    for name in names:
         values = decoded[name]
         finite = values[np.isfinite(values)]
-        wanted = {"count": values.size, "nan": np.count_nonzero(np.isnan(values))}
+        expected = {"count": values.size, "nan": np.count_nonzero(np.isnan(values))}
         if finite.size:
-            wanted |= {"min": float(finite.min()), "max": float(finite.max())}
-        for statistic, value in wanted.items():
-            got = float(table[name].sel(statistic=statistic))
-            if got != value:
-                raise Disagreement(f"{statistic} of {name!r} is {got}, of its values {value}")
+            expected |= {"min": float(finite.min()), "max": float(finite.max())}
+        for statistic, value in expected.items():
+            actual = float(table[name].sel(statistic=statistic))
+            if actual != value:
+                raise Disagreement(f"{statistic} of {name!r} is {actual}, of its values {value}")
 
 
 # --- others ---------------------------------------------------------------------------------------
 
 
 def unlike_others(data: bytes, values: dict[str, Array]) -> None:
-    """Compare stored values with what another implementation reads, where it does."""
+    """Check stored values against another implementation, if it can read the tensor."""
     from xckpt.opening import format_of
 
-    other = _OTHERS.get(format_of(data))
-    if other is None:
+    read = _OTHER_READERS.get(format_of(data))
+    if read is None:
         return
-    for name, theirs in other(data).items():
+    for name, theirs in read(data).items():
         ours = values.get(name)
         if ours is not None and ours.nbytes == len(theirs) and ours.tobytes() != theirs:
             raise Disagreement(f"{name!r} has other values than another implementation reads")
@@ -193,40 +193,40 @@ def _safetensors(data: bytes) -> dict[str, bytes]:
     import safetensors
 
     try:
-        return {n: bytes(each["data"]) for n, each in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
+        return {n: bytes(tensor["data"]) for n, tensor in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError:
         return {}
 
 
 def _numpy(data: bytes) -> dict[str, bytes]:
     if data.startswith(b"PK"):
-        found: dict[str, bytes] = {}
+        arrays: dict[str, bytes] = {}
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as archive:
                 for name in archive.files:
-                    found |= _array(name, lambda name=name: archive[name])  # type: ignore[misc]
-        except Exception:  # noqa: BLE001  zipfile has many
-            return found
-        return found
+                    arrays |= _array(name, lambda name=name: archive[name])  # type: ignore[misc]
+        except Exception:  # noqa: BLE001  zipfile raises many types
+            return arrays
+        return arrays
     return _array("arr_0", lambda: np.load(io.BytesIO(data), allow_pickle=False))
 
 
 def _array(name: str, load: Callable[[], Any]) -> dict[str, bytes]:
     try:
         array = load()
-    except Exception:  # noqa: BLE001  that it does not read is its own affair
+    except Exception:  # noqa: BLE001  numpy refuses more files than xckpt
         return {}
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return {}
     if array.dtype.kind == "b":
-        array = array.view(np.uint8) != 0  # as it is counted and printed; a byte can be any
+        array = array.view(np.uint8) != 0  # stored bytes may be other than 0 and 1
     return {name: array.astype(array.dtype.newbyteorder("=")).tobytes()}
 
 
 def _ztensor(data: bytes) -> dict[str, bytes]:
     import ztensor
 
-    found: dict[str, bytes] = {}
+    arrays: dict[str, bytes] = {}
     with NamedTemporaryFile(suffix=".zt") as file:
         file.write(data)
         file.flush()
@@ -235,13 +235,13 @@ def _ztensor(data: bytes) -> dict[str, bytes]:
                 with _refusing():
                     tensor = source[name]
                     if tensor.layout == "dense" and tensor.logical is None:
-                        found[name] = bytes(tensor.tobytes())
-    return found
+                        arrays[name] = bytes(tensor.tobytes())
+    return arrays
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Let others refuse what they like; a panic in Rust is no `Exception`."""
+    """Ignore errors of another implementation; a panic of Rust is a `BaseException`."""
     try:
         yield
     except BaseException as error:
@@ -252,24 +252,24 @@ def _refusing() -> Iterator[None]:
 def _gguf(data: bytes) -> dict[str, bytes]:
     from gguf import GGUFReader
 
-    found: dict[str, bytes] = {}
+    arrays: dict[str, bytes] = {}
     with NamedTemporaryFile(suffix=".gguf") as file, suppress(Exception):
         file.write(data)
         file.flush()
         reader = GGUFReader(file.name)
         for tensor in reader.tensors:
             array = np.asarray(tensor.data)
-            # It has blocks of 40 bytes for what ggml has 36, and swaps no bytes in blocks.
+            # It has 40 bytes for the blocks of ggml with 36, and does not swap bytes in blocks.
             if tensor.tensor_type.name == "Q8_1" or (
                 data[4:8] < data[7:3:-1] and array.dtype == "u1"
             ):
                 continue
             name = tensor.name if tensor.tensor_type.name[0] in "FIB" else f"{tensor.name}:data"
-            found[name] = array.astype(array.dtype.newbyteorder("=")).tobytes()
-    return found
+            arrays[name] = array.astype(array.dtype.newbyteorder("=")).tobytes()
+    return arrays
 
 
-_OTHERS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
+_OTHER_READERS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
     "safetensors": _safetensors,
     "npz": _numpy,
     "ztensor": _ztensor,
@@ -282,27 +282,27 @@ _OTHERS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
 
 @dataclass
 class Digested:
-    """A file of which some bytes are under a digest."""
+    """A file with byte ranges that digests cover."""
 
     files: Files
     ranges: list[tuple[int, int]]
     values: dict[str, Array]
 
     def check(self, files: Files) -> None:
-        """Raise an error where values differ, and nothing says so."""
+        """Raise if reading returns changed values without an error."""
         data = next(iter(files.values()))
         try:
             ds = xr.open_dataset(data, engine=_engine_of(data), decode=False, verify=True)
         except CheckpointError:
             return
-        found, _ = _computed(ds.variables)
-        for name, values in found.items():
+        actual, _ = _computed(ds.variables)
+        for name, values in actual.items():
             if name in self.values and values.tobytes() != self.values[name].tobytes():
                 raise Disagreement(f"{name!r} has other values, and its digest says nothing")
 
 
 def digested(files: Files) -> Digested | None:
-    """Find the bytes of a file that are under a digest; None without any, or if it is damaged."""
+    """Return the byte ranges that digests cover; None without any, or for a damaged file."""
     if len(files) > 1:
         return None
     [data] = files.values()
@@ -321,18 +321,18 @@ def digested(files: Files) -> Digested | None:
         values, errors = _computed(ds.variables)
     except CheckpointError:
         return None
-    # Of views of some of what is stored, no digest is known.
+    # Variables whose parts lack a digest may change unnoticed.
     covered = {
         name
         for name, variable in ds.variables.items()
         if all(p.digest for p in index[variable.encoding["tensor"]].parts.values())
     }
-    kept = {name: array for name, array in values.items() if name in covered}
-    return None if errors else Digested(files, ranges, kept)
+    covered_values = {name: array for name, array in values.items() if name in covered}
+    return None if errors else Digested(files, ranges, covered_values)
 
 
 def flipped(guarded: Digested, random: Random) -> Files:
-    """Change bytes under a digest."""
+    """Return the file with changed bytes in ranges that digests cover."""
     [(name, data)] = guarded.files.items()
     changed = bytearray(data)
     for _ in range(random.choice([1, 1, 2, 8])):

@@ -27,7 +27,7 @@ import dask
 
 from torture.calls import CHANGING, Call, watched
 from torture.checkpoints import Broken, Case, cases, files, left_over, threads
-from torture.trial import Tally, left
+from torture.trial import Tally, read_evidence
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.storage.partial import PARTIAL_SUFFIX
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["again", "run"]
 
-#: What share of the time each kind of trouble has.
+#: Share of the time for each kind of trouble.
 _SHARES = {"killed": 0.4, "fault": 0.3, "full": 0.1, "vanished": 0.1, "interrupted": 0.1}
-_SAID = {
+_DESCRIPTIONS = {
     "killed": "SIGKILL at a call, in the middle of a write, or at any moment",
     "fault": "a call fails: once, from then on, or although it was done",
     "full": "the disk is full after a number of bytes",
@@ -74,25 +74,26 @@ _ERRORS = {
     "scandir": ("EIO", "EACCES"),
     "flock": ("ENOLCK", "EIO"),
 }
-# Network file systems may say that something failed which the server has done.
+# Network file systems may report a failure although the server completed the operation.
 _DONE = {"close", "fsync", "link", "rename", "replace", "unlink"}
 
 
 class Trouble(NamedTuple):
-    """What happens to a writer.
+    """A disturbance of a writer.
 
     Parameters
     ----------
     kind : str
-        One of the kinds above.
+        A key of `_SHARES`.
     case : str
         Name of the case.
     number : int
-        At which call it happens; of ``full``, how many bytes there is room for.
+        Index of the call at which it happens; for ``full``, the free space in bytes.
     call : str
-        Only calls of this name are counted; all that change something where it is empty.
+        Name of the calls to count; empty for all calls that change files.
     how : str
-        An error and when it comes (``"EIO once"``), or how a folder vanishes, or a kill comes.
+        An error and its repetition (``"EIO once"``), how the folder vanishes, or how the kill
+        happens.
     """
 
     kind: str
@@ -103,100 +104,107 @@ class Trouble(NamedTuple):
 
 
 def run(trial: Trial) -> Iterator[Tally]:
-    """Give the writers all the trouble there is time for."""
+    """Disturb the writers in each way until the time is over."""
     import dask.threaded  # once, and not in each child
 
     with dask.config.set(scheduler="sync"):
-        every = cases(trial.folder, trial.only)
-        calls = {case.name: _calls(case, trial.folder) for case in every}
+        all_cases = cases(trial.folder, trial.only)
+        calls = {case.name: _list_calls(case, trial.folder) for case in all_cases}
         gc.collect()
         gc.freeze()
         for kind, share in _SHARES.items():
             until = time.monotonic() + share * trial.seconds
-            yield from _all(trial, kind, every, calls, until)
+            yield from _try_all(trial, kind, all_cases, calls, until)
 
 
 def again(path: Path) -> None:
-    """Make the trouble of a failure once more."""
-    trouble = Trouble(*json.loads(left(path)["trouble.json"]))
+    """Repeat the disturbance of a recorded failure."""
+    trouble = Trouble(*json.loads(read_evidence(path)["trouble.json"]))
     with TemporaryDirectory() as name, dask.config.set(scheduler="sync"):
         root = Path(name)
         (case,) = cases(root, trouble.case)
         _try(case, root, trouble)
 
 
-def _all(
-    trial: Trial, kind: str, every: list[Case], calls: dict[str, list[str]], until: float
+def _try_all(
+    trial: Trial, kind: str, all_cases: list[Case], calls: dict[str, list[str]], until: float
 ) -> Iterator[Tally]:
-    by_name = {case.name: case for case in every}
+    by_name = {case.name: case for case in all_cases}
     rng = trial.random(kind)
     count, failures = Counter[str](), Counter[str]()
     seconds: dict[str, float] = defaultdict(float)
     planned: list[Trouble] = []
     while time.monotonic() < until:
-        # All of them in some order, then all of them in another one.
-        planned = planned or _planned(kind, calls, rng)
+        # Every disturbance once in a random order, then again in another order.
+        planned = planned or _plan(kind, calls, rng)
         trouble = planned.pop()
-        what = f"{trouble.kind}: {trouble.case.partition(' ')[0]}"
+        row = f"{trouble.kind}: {trouble.case.partition(' ')[0]}"
         start = time.monotonic()
         try:
             happened = _try(by_name[trouble.case], trial.folder, trouble)
         except Exception as error:  # noqa: BLE001  any is what is looked for
             happened = True
-            failures[what] += 1
-            told = {"trouble.json": json.dumps(trouble).encode()}
-            trial.fail(what.replace(":", ""), told, error)
-        seconds[what] += time.monotonic() - start
-        count[what] += happened
-    for what in sorted(count):
-        yield Tally(what, count[what], failures[what], seconds[what], _SAID[kind])
+            failures[row] += 1
+            record = {"trouble.json": json.dumps(trouble).encode()}
+            trial.fail(row.replace(":", ""), record, error)
+        seconds[row] += time.monotonic() - start
+        count[row] += happened
+    for row in sorted(count):
+        yield Tally(row, count[row], failures[row], seconds[row], _DESCRIPTIONS[kind])
 
 
-def _calls(case: Case, root: Path) -> list[str]:
-    """List the calls that a case makes when nothing happens."""
-    seen: list[str] = []
+def _list_calls(case: Case, root: Path) -> list[str]:
+    """List the calls that a case makes without a disturbance."""
+    names: list[str] = []
 
     def count(call: Call) -> Any:
-        seen.append(call.name)
+        names.append(call.name)
         return call.make()
 
     folder = case.begin(root)
     with watched(root, count):
         case.run(folder)
-    return seen
+    return names
 
 
-def _planned(kind: str, calls: dict[str, list[str]], rng: random.Random) -> list[Trouble]:
-    """List all troubles of a kind, in some order."""
-    found = []
-    for case, seen in calls.items():
-        changing = sum(name in CHANGING for name in seen)
+def _plan(kind: str, calls: dict[str, list[str]], rng: random.Random) -> list[Trouble]:
+    """List all disturbances of a kind, in random order."""
+    troubles = []
+    for case, call_names in calls.items():
+        changing = sum(name in CHANGING for name in call_names)
         if kind == "killed":
-            found += [Trouble(kind, case, number) for number in range(changing)]
-            writes = range(seen.count("pwrite"))
-            found += [Trouble(kind, case, number, "pwrite", "torn") for number in writes]
+            troubles += [Trouble(kind, case, number) for number in range(changing)]
+            writes = range(call_names.count("pwrite"))
+            troubles += [Trouble(kind, case, number, "pwrite", "torn") for number in writes]
             moments = range(changing // 2)
-            found += [Trouble(kind, case, rng.randrange(1000), "", "timed") for _ in moments]
+            troubles += [Trouble(kind, case, rng.randrange(1000), "", "timed") for _ in moments]
         elif kind == "fault":
-            found += [
+            troubles += [
                 Trouble(kind, case, number, name, f"{error} {when}")
-                for name, times in Counter(seen).items()
+                for name, times in Counter(call_names).items()
                 for number in range(times)
                 for error in _ERRORS[name]
                 for when in ("once", "always", *(("done",) if name in _DONE else ()))
             ]
         elif kind == "full":
-            found += [Trouble(kind, case, rng.randrange(60_000)) for _ in range(4)]
+            troubles += [Trouble(kind, case, rng.randrange(60_000)) for _ in range(4)]
         else:
-            hows = ("moved", "removed", "replaced") if kind == "vanished" else ("",)
+            variants = ("moved", "removed", "replaced") if kind == "vanished" else ("",)
             numbers = range(changing)
-            found += [Trouble(kind, case, number, "", how) for number in numbers for how in hows]
-    rng.shuffle(found)
-    return found
+            troubles += [
+                Trouble(kind, case, number, "", variant)
+                for number in numbers
+                for variant in variants
+            ]
+    rng.shuffle(troubles)
+    return troubles
 
 
 def _try(case: Case, root: Path, trouble: Trouble) -> bool:
-    """Make trouble while a case is written; return whether there was any, raise what it broke."""
+    """Disturb a case while it is written; return whether the disturbance occurred.
+
+    Raises if the files are not as promised afterwards.
+    """
     folder = case.begin(root)
     if trouble.kind == "killed":
         happened = _kill(case, root, folder, trouble)
@@ -214,24 +222,24 @@ def _try(case: Case, root: Path, trouble: Trouble) -> bool:
 
 
 def _kill(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
-    """Write in another process, which ends at a moment."""
-    ahead = trouble.number
+    """Write in a child process that is killed; return whether it was."""
+    calls_left = trouble.number
 
     def dying(call: Call) -> Any:
-        nonlocal ahead
+        nonlocal calls_left
         if call.name in CHANGING and trouble.call in {"", call.name} and trouble.how != "timed":
-            ahead -= 1
-            if ahead < 0:
+            calls_left -= 1
+            if calls_left < 0:
                 if trouble.how == "torn":
                     fileno, data, offset = call.args
-                    os.write(_at(fileno, offset), bytes(data)[: len(data) // 2])
+                    os.write(_seek(fileno, offset), bytes(data)[: len(data) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
         return call.make()
 
     child = os.fork()
     if child == 0:
         signal.alarm(_LONGEST)
-        with _ending(), threads(), watched(root, dying):
+        with _exit_after(), threads(), watched(root, dying):
             case.run(folder)
     if trouble.how == "timed":
         time.sleep(0.03 * trouble.number / 1000)
@@ -242,14 +250,14 @@ def _kill(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     return code != 0
 
 
-def _at(fileno: int, offset: int) -> int:
+def _seek(fileno: int, offset: int) -> int:
     os.lseek(fileno, offset, os.SEEK_SET)
     return fileno
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[None]:
-    """End this process with the block, without anything that its parent is to do."""
+def _exit_after() -> Iterator[None]:
+    """Exit this process after the block, without the cleanup that belongs to its parent."""
     code = 1
     try:
         yield
@@ -265,8 +273,8 @@ def _ending() -> Iterator[None]:
 
 
 def _fail(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
-    """Write while calls fail, and hold what happens to what is promised."""
-    observer, happened = _failing(trouble)
+    """Write while calls fail, and check the outcome; return whether a call failed."""
+    observer, happened = _make_failing(trouble)
     before = Counter(_open_for_writing(root))
     text = _error_of(case, root, folder, observer)
     if not happened():
@@ -276,24 +284,24 @@ def _fail(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     state = case.state(folder)
     if text is None and state != "new":
         raise Broken("there was no error, and it is the old one")
-    # What failed although it was done, and Ctrl-C, may be told when the new one is there.
+    # After Ctrl-C, and if a call failed although it was done, the new file may be in place.
     may_be_new = trouble.kind == "interrupted" or "done" in trouble.how
     if text is not None and state != "old" and not may_be_new:
         raise Broken(f"it is the new one, and there was an error: {text}")
-    # Whoever removes a file can be interrupted as well: the next save does it.
-    there = left_over(folder) if trouble.kind != "interrupted" else []
-    if text is not None:  # whether another writer has the lock is not known after an error
-        there = [name for name in there if not name.endswith("-lock")]
-    # A save that was disturbed after the switch says so, and its files keep these names.
+    # Ctrl-C may also interrupt the cleanup, which the next save completes.
+    leftovers = left_over(folder) if trouble.kind != "interrupted" else []
+    if text is not None:  # after an error another writer may have the lock
+        leftovers = [name for name in leftovers if not name.endswith("-lock")]
+    # After a failure during the switch, the main file refers to its shards by these names.
     main = case.path(folder).read_bytes() if state == "new" else b""
-    there = [name for name in there if name.encode() not in main]
-    if there and trouble.call != "unlink" and "always" not in trouble.how:
-        raise Broken(f"it leaves {there} after {text}")
+    leftovers = [name for name in leftovers if name.encode() not in main]
+    if leftovers and trouble.call != "unlink" and "always" not in trouble.how:
+        raise Broken(f"it leaves {leftovers} after {text}")
     return True
 
 
 def _error_of(case: Case, root: Path, folder: Path, observer: Callable[[Call], Any]) -> str | None:
-    """Write while somebody watches, and return the error; it names a file as users know it."""
+    """Write under an observer; return the error, which has to name a file of the user."""
     try:
         with _no_surprises(), watched(root, observer):
             case.write(folder, overwrite=case.overwrites)
@@ -303,32 +311,32 @@ def _error_of(case: Case, root: Path, folder: Path, observer: Callable[[Call], A
         text = f"{type(error).__name__}: {error}"
     else:
         return None
-    known = {case.target, "source.zt", *case.old, *case.new}
-    if not any(name in text for name in known):
+    known_names = {case.target, "source.zt", *case.old, *case.new}
+    if not any(name in text for name in known_names):
         raise Broken(f"the error does not name the file: {text}")
     if PARTIAL_SUFFIX in text:
         raise Broken(f"the error names a temporary file: {text}")
     return text
 
 
-def _failing(trouble: Trouble) -> tuple[Callable[[Call], Any], Callable[[], bool]]:
-    """Return what makes the calls, and whether one has failed."""
+def _make_failing(trouble: Trouble) -> tuple[Callable[[Call], Any], Callable[[], bool]]:
+    """Return an observer that makes calls fail, and a function that returns whether one failed."""
     if trouble.kind == "full":
-        return _full(trouble.number)
-    ahead, happened = trouble.number, False
-    name, _, when = trouble.how.partition(" ")
+        return _make_full(trouble.number)
+    calls_left, happened = trouble.number, False
+    name, _, repetition = trouble.how.partition(" ")
     watching = {trouble.call} if trouble.call else {*CHANGING}
 
     def make(call: Call) -> Any:
-        nonlocal ahead, happened
+        nonlocal calls_left, happened
         if call.name not in watching:
             return call.make()
-        ahead -= 1
-        if ahead >= 0 or (ahead < -1 and when != "always"):
+        calls_left -= 1
+        if calls_left >= 0 or (calls_left < -1 and repetition != "always"):
             return call.make()
         happened = True
-        # A descriptor is closed, whatever closing it says.
-        if when == "done" or call.name == "close":
+        # `close` releases the descriptor even if it fails.
+        if repetition == "done" or call.name == "close":
             call.make()
         if trouble.kind == "interrupted":
             raise KeyboardInterrupt
@@ -339,28 +347,28 @@ def _failing(trouble: Trouble) -> tuple[Callable[[Call], Any], Callable[[], bool
 
 
 def _path(call: Call) -> tuple[str, ...]:
-    """Return the file that the operating system would name."""
+    """Return the path that the error of the operating system would have, if any."""
     paths = [os.fspath(arg) for arg in call.args if isinstance(arg, str | os.PathLike)]
     return () if not paths else (paths[0],)
 
 
-def _full(room: int) -> tuple[Callable[[Call], Any], Callable[[], bool]]:
-    """Make all writes as if there were only so much space."""
+def _make_full(room: int) -> tuple[Callable[[Call], Any], Callable[[], bool]]:
+    """Return an observer that fails writes beyond so many bytes, and whether it did."""
     happened = False
 
     def make(call: Call) -> Any:
         nonlocal room, happened
         if call.name not in {"pwrite", "posix_fallocate", "copy_file_range"}:
             return call.make()
-        wanted = len(call.args[1]) if call.name == "pwrite" else call.args[2]
-        if wanted <= room:
+        nbytes = len(call.args[1]) if call.name == "pwrite" else call.args[2]
+        if nbytes <= room:
             done = call.make()
-            room -= wanted
+            room -= nbytes
             return done
         happened = True
         if call.name == "pwrite" and room:  # as much as there is room for
             fileno, data, offset = call.args
-            done = os.write(_at(fileno, offset), memoryview(data)[:room])
+            done = os.write(_seek(fileno, offset), memoryview(data)[:room])
             room = 0
             return done
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -369,27 +377,27 @@ def _full(room: int) -> tuple[Callable[[Call], Any], Callable[[], bool]]:
 
 
 def _open_for_writing(root: Path) -> list[str]:
-    """List the files of a folder that this process can write to, where the system says so."""
-    found = []
+    """List the files of a folder that this process has open for writing; empty except on Linux."""
+    names = []
     for link in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # the descriptor that lists them
             name = os.readlink(link)  # noqa: PTH115  the name may have a suffix
             flags = int(Path("/proc/self/fdinfo", link.name).read_text().split()[3], 8)
             if name.startswith(os.fspath(root)) and flags & (os.O_WRONLY | os.O_RDWR):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 @contextlib.contextmanager
 def _no_surprises() -> Iterator[None]:
-    """Make errors of what nobody sees, and warnings that are not ours, errors of this process."""
-    seen: list[str] = []
+    """Turn unraisable errors, and all warnings but `CheckpointWarning`, into errors."""
+    errors: list[str] = []
 
-    def see(raised: Any) -> None:
+    def record(raised: Any) -> None:
         if raised.exc_type is not KeyboardInterrupt:
-            seen.append(repr(raised.exc_value))
+            errors.append(repr(raised.exc_value))
 
-    hook, sys.unraisablehook = sys.unraisablehook, see
+    hook, sys.unraisablehook = sys.unraisablehook, record
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -397,22 +405,22 @@ def _no_surprises() -> Iterator[None]:
             yield
     finally:
         sys.unraisablehook = hook
-    if seen:
-        raise Broken(f"an error that nobody sees: {seen[0]}")
+    if errors:
+        raise Broken(f"an error that nobody sees: {errors[0]}")
 
 
 # --- folders that vanish --------------------------------------------------------------------------
 
 
 def _vanish(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
-    """Write into a folder that is not there any more, from some call on."""
-    ahead, moved = trouble.number, root / "moved"
+    """Write into a folder that vanishes at a call; return whether it did."""
+    calls_left, moved = trouble.number, root / "moved"
 
     def make(call: Call) -> Any:
-        nonlocal ahead
+        nonlocal calls_left
         if call.name in CHANGING:
-            ahead -= 1
-            if ahead == -1:
+            calls_left -= 1
+            if calls_left == -1:
                 folder.rename(moved)
                 if trouble.how == "replaced":
                     folder.mkdir()
@@ -422,15 +430,15 @@ def _vanish(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
 
     try:
         _error_of(case, root, folder, make)
-        if ahead >= 0:
+        if calls_left >= 0:
             return False
         if trouble.how == "removed":
-            case.begin(root)  # what was there is gone with the folder
+            case.begin(root)  # restore the old files
             return True
-        state, there = case.state(moved), sorted(files(folder))
-        # Before there was a file with a temporary name, everything may go to the other folder.
-        if there and (there != sorted(case.new) or state != "old"):
-            raise Broken(f"the folder that took its place has {there}; the other is {state}")
+        state, names = case.state(moved), sorted(files(folder))
+        # If the folder vanished before the temporary file was made, all of it is in the new folder.
+        if names and (names != sorted(case.new) or state != "old"):
+            raise Broken(f"the folder that took its place has {names}; the other is {state}")
     finally:
         if moved.exists():
             shutil.rmtree(folder, ignore_errors=True)
