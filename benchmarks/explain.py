@@ -139,10 +139,8 @@ def cost(folder: Path) -> list[Result]:
     title = "2 GiB of float32 with 2 GiB of it in which there is every cause, explained"
     read = "a comparison that reads all bytes of both, {:.2f} s"
     half = "a plain comparison of the same files, which reads {:.0%} of them, {:.2f} s"
-    causes = frame(comparison)
-    share = (
-        causes["count"][causes["status"].isin(["same", "changed"])].sum() / causes["count"].sum()
-    )
+    rows = frame(comparison)
+    share = rows["count"][rows["status"].isin(["same", "changed"])].sum() / rows["count"].sum()
     return [
         Result(title, seconds / full_read, "x", read.format(full_read), 2.5),
         Result("the same", seconds / plain, "x", half.format(share, plain)),

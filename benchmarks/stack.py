@@ -21,7 +21,7 @@ BOUND_OF_HTML = 100_000  # microseconds
 
 
 def family(name: str, folder: Path) -> list[Result]:
-    """Open a model of a family stacked, show it, take it apart."""
+    """Open a model stacked, show its summary, and unstack it."""
     tensors = dict(FAMILIES[name]())
     path = folder / "m.zt"
     manifest = write_ztensor(path, tensors)

@@ -24,7 +24,7 @@ ROW = 4096
 
 
 def _fill(path: Path, nbytes: int, dtype: Any) -> None:
-    """Replace the holes by what weights look like; all of it is in the page cache then."""
+    """Fill the holes with random weights, which brings the file into the page cache."""
     rng = np.random.default_rng(0)
     with path.open("r+b") as file:
         file.seek(64)
@@ -79,7 +79,7 @@ def bfloat16(folder: Path) -> list[Result]:
 
 
 def many_tensors(folder: Path) -> list[Result]:
-    """Measure 2,000 small tensors, opened before."""
+    """Measure 2,000 small tensors of an open file."""
     path = folder / "many.zt"
     write_ztensor(path, {f"layers.{i}.w": [64, 64] for i in range(2000)}, "float32")
     _fill(path, 2000 << 14, np.float32)
@@ -124,7 +124,7 @@ def _processor_time(function: Callable[[], Any]) -> float:
 
 
 def first_use(folder: Path) -> list[Result]:
-    """Measure how long the first scan of a type takes, with nothing compiled before."""
+    """Measure the first scan of a type, which compiles the kernels."""
     results = []
     for dtype in ("float32", "bfloat16"):
         path = folder / f"first.{dtype}.zt"

@@ -1,4 +1,4 @@
-"""A web server with the line of an object store: a wait before each answer, a rate for each body.
+"""A web server as slow as an object store: a latency of answers, and a rate of each connection.
 
 ``python -m benchmarks.web FOLDER LATENCY RATE`` prints its port. ``/-/counts`` tells the requests
 so far, the bytes of their bodies, and how many were answered at the same time at most.
@@ -47,7 +47,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(folder: Path, latency: float = 0, rate: float = 0) -> Iterator[Server]:
-    """Serve the files of a folder: seconds to the first byte, bytes a second of a connection."""
+    """Serve the files of a folder, with a latency in seconds and a rate in bytes per second."""
     command = [sys.executable, "-m", "benchmarks.web", str(folder), str(latency), str(rate)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  our own
     with process:

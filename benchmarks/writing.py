@@ -28,7 +28,7 @@ BOUND_OF_MEMORY = 600  # MiB
 
 
 def alternating(ours: Callable[[], None], theirs: Callable[[], None]) -> tuple[float, float]:
-    """Time two functions in turns, so that both have the same disk, and return the best of each."""
+    """Time two functions in turn, under the same load of the disk; return the best of each."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         for function, seconds in zip((ours, theirs), times, strict=True):
@@ -39,7 +39,7 @@ def alternating(ours: Callable[[], None], theirs: Callable[[], None]) -> tuple[f
 
 
 def durable(path: Path) -> None:
-    """Wait until a file is on the disk, as a save does."""
+    """Wait until a file is on the disk, as `xckpt.save` does."""
     fileno = os.open(path, os.O_RDWR)
     os.fsync(fileno)
     os.close(fileno)
@@ -80,7 +80,7 @@ def copying(folder: Path) -> Result:
 
 
 def memory(folder: Path, what: str, code: str, bound: float | None = BOUND_OF_MEMORY) -> Result:
-    """Measure by how much the anonymous memory of a process that writes grows at most."""
+    """Measure the peak growth of anonymous memory of a process that writes."""
     measured = in_fresh_process(f"""
 import xarray as xr, dask.array
 from xckpt.writing import convert, save
@@ -101,7 +101,7 @@ def write_large(path: Path) -> None:
 
 
 def large(folder: Path) -> list[Result]:
-    """Write 12 GiB; the data are holes, so that they take no disk where they are copied."""
+    """Write 12 GiB of holes, which take no disk space where they are copied."""
     write_large(folder / "large.zt")
     opened = "xr.open_dataset(source, engine='ztensor')"
     results = [
@@ -141,7 +141,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def copied(source: Path, *options: str) -> float:
-    """Return the time that cp takes, to the disk."""
+    """Return the time of cp and of writing to the disk, in seconds."""
     target = source.with_name("copy")
 
     def copy() -> None:
@@ -154,7 +154,7 @@ def copied(source: Path, *options: str) -> float:
 
 
 def converted(source: Path) -> float:
-    """Return the time that converting to another format takes."""
+    """Return the time of a conversion to another format, in seconds."""
     target = source.with_name("converted.safetensors")
     seconds = timed(lambda: convert(source, target))
     target.unlink()
