@@ -169,7 +169,12 @@ class CheckpointError(Exception):
         Returns
         -------
         CheckpointError
-            The error itself.
+            The same error.
+
+        Examples
+        --------
+        >>> print(FormatError("truncated", offset=64).located(path="m.zt", offset=0))
+        m.zt: byte 64: truncated
         """
         self.path = self.path if self.path is not None else path
         self.offset = self.offset if self.offset is not None else offset
@@ -182,35 +187,103 @@ def _rebuild(kind: type[CheckpointError], fields: dict[str, Any]) -> CheckpointE
 
 
 class FormatError(CheckpointError, ValueError):
-    """The file breaks a rule of its format."""
+    """The file breaks a rule of its format.
+
+    Examples
+    --------
+    >>> try:
+    ...     xckpt.open(b"ZTEN1000")
+    ... except xckpt.FormatError as error:
+    ...     print(error.rule, error.offset)
+    FileTooSmall 0
+    """
 
 
 class IntegrityError(CheckpointError, ValueError):
-    """A digest stored in the file disagrees with the bytes it covers."""
+    """A digest stored in the file disagrees with the bytes it covers.
+
+    By default reading checks compressed parts only; ``verify=True`` checks all.
+
+    Examples
+    --------
+    >>> xckpt.open("m.zt", verify=True)["w"].values  # doctest: +SKIP
+    Traceback (most recent call last):
+    xckpt.errors.IntegrityError: m.zt: tensor 'w': byte 64: the bytes have the digest ... [Digest]
+    """
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """The file uses an unsupported feature, or the format cannot store a tensor."""
+    """The file uses an unsupported feature, or the format cannot store a tensor.
+
+    A file with a tensor of an unknown type opens; the error is raised when its values are computed.
+
+    Examples
+    --------
+    >>> ds = xckpt.open("m.safetensors")  # doctest: +SKIP
+    >>> ds["w"].values  # doctest: +SKIP
+    Traceback (most recent call last):
+    xckpt.errors.UnsupportedError: m.safetensors: tensor 'w': byte 8: the element type 'F99' ...
+    """
 
 
 class TooLargeError(UnsupportedError, MemoryError):
-    """The selected data do not fit in memory; a smaller selection may."""
+    """The selected data do not fit in memory; a smaller selection may.
+
+    Examples
+    --------
+    >>> try:  # doctest: +SKIP
+    ...     values = ds["embed"].values
+    ... except xckpt.TooLargeError:
+    ...     values = ds["embed"][:1000].values
+    """
 
 
 class PayloadMissingError(CheckpointError, LookupError):
-    """The checkpoint has the shape and type of a tensor, but not its values."""
+    """The checkpoint has the shape and type of a tensor, but not its values.
+
+    Examples
+    --------
+    >>> try:  # doctest: +SKIP
+    ...     values = ds["w"].values
+    ... except xckpt.PayloadMissingError as error:
+    ...     print(f"skipped {error.tensor}")
+    """
 
 
 class MissingShardError(PayloadMissingError, FileNotFoundError):
-    """A file that holds values of a checkpoint is missing."""
+    """A file that holds values of a checkpoint is missing.
+
+    Tensors in other files remain readable.
+
+    Examples
+    --------
+    >>> xckpt.open("model.safetensors.index.json")["w"].values  # doctest: +SKIP
+    Traceback (most recent call last):
+    xckpt.errors.MissingShardError: ...
+    """
 
 
 class FileChangedError(CheckpointError, OSError):
-    """The file has changed since it was opened: its size, time or identity differs."""
+    """The file has changed since it was opened: its size, time or identity differs.
+
+    Open it again to read the new contents.
+
+    Examples
+    --------
+    >>> try:  # doctest: +SKIP
+    ...     values = ds["w"].values
+    ... except xckpt.FileChangedError:
+    ...     values = xckpt.open("m.zt")["w"].values
+    """
 
 
 class CheckpointWarning(UserWarning):
-    """An irregularity that a specification tolerates, but that users should know about."""
+    """An irregularity that a specification tolerates, but that users should know about.
+
+    Examples
+    --------
+    >>> warnings.filterwarnings("error", category=xckpt.CheckpointWarning)  # doctest: +SKIP
+    """
 
 
 @contextmanager

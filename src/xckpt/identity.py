@@ -32,7 +32,28 @@ _lock = Lock()
 
 
 def base_id(name: str) -> int:
-    """Return the id of a parameter's name: the first 128 bits of its BLAKE3 hash."""
+    """Return the id of a parameter's name: the first 128 bits of its BLAKE3 hash.
+
+    Parameters
+    ----------
+    name : str
+        Name of the parameter, in ASCII.
+
+    Returns
+    -------
+    int
+        Unsigned number of up to 128 bits, the same in every file and every process.
+
+    Raises
+    ------
+    ValueError
+        If the name has characters other than ASCII.
+
+    Examples
+    --------
+    >>> f"{base_id('lm_head'):032x}"
+    'a962c72e0d59ef7a13ff91bdee235d58'
+    """
     if not name.isascii():
         raise ValueError(f"only names in ASCII have a base id, not {name!r}")
     return _digest(name.encode("ascii"))
@@ -55,7 +76,25 @@ def base_id_text(base_id: int | bytes | str) -> str:
 
 
 def param_key(namespace: int, base_id: int) -> int:
-    """Return the id of a parameter of an opened checkpoint."""
+    """Return the id of a parameter of an opened checkpoint.
+
+    Parameters
+    ----------
+    namespace : int
+        Number of the opened checkpoint, from ``ds.encoding["namespace"]``.
+    base_id : int
+        Id of the parameter's name, from `base_id`.
+
+    Returns
+    -------
+    int
+        Unsigned number of up to 128 bits, unique in this process.
+
+    Examples
+    --------
+    >>> param_key(1, base_id("lm_head")) == param_key(2, base_id("lm_head"))
+    False
+    """
     numbers = [number.to_bytes(_NBYTES, "little") for number in (namespace, base_id)]
     return _digest(b"".join([_PARAM_KEY, *numbers]))
 

@@ -100,6 +100,12 @@ class Part:
     within : Part or None
         Longer byte range that begins with this part, if the file states a decoded size or a digest
         for the longer one; read by `verify`, and with ``verify=True``.
+
+    Examples
+    --------
+    >>> part = xckpt.Part("float32", (2, 3), offset=64, nbytes=24)
+    >>> part.offset + part.nbytes
+    88
     """
 
     dtype: str
@@ -236,7 +242,7 @@ class Codebook:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One logical tensor.
+    """A tensor of a checkpoint: its name, type and shape, and the parts that store it.
 
     Parameters
     ----------
@@ -281,6 +287,13 @@ class Tensor:
     method : str
         Method of quantisation that the model declares, such as ``"gptq"``; empty without a
         declaration.
+
+    Examples
+    --------
+    >>> part = xckpt.Part("bfloat16", (2, 3), offset=64, nbytes=12)
+    >>> tensor = xckpt.Tensor("lm_head", "bfloat16", (2, 3), {"data": part})
+    >>> tensor.size, tensor.nbytes
+    (6, 12)
     """
 
     name: str
@@ -300,7 +313,10 @@ class Tensor:
 
     @property
     def scheme(self) -> str:
-        """Method, bits and group of a quantised tensor: ``"gptq 4-bit, group 64"``; or empty."""
+        """Method, bits and group of a quantised tensor, such as ``"gptq 4-bit, group 64"``.
+
+        Empty for other tensors.
+        """
         quantization = self.quantization
         if self.layout != "quantized" or quantization is None:
             return ""

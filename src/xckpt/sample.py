@@ -48,7 +48,7 @@ class _SampleTensor(NamedTuple):
 def write_checkpoint(
     path: str | os.PathLike[str], *, layers: int = 12, width: int = 1024, seed: int = 0
 ) -> Path:
-    """Write a decoder's checkpoint, about 300 MB by default.
+    """Write a sample checkpoint of a decoder, about 300 MB by default.
 
     Parameters
     ----------
@@ -65,6 +65,16 @@ def write_checkpoint(
     -------
     pathlib.Path
         Path of the file.
+
+    Raises
+    ------
+    ValueError
+        If `layers` or `width` is too small, or `width` is not a multiple of 4.
+
+    Examples
+    --------
+    >>> xckpt.sample.write_checkpoint("m.zt", layers=2, width=64)  # doctest: +SKIP
+    PosixPath('m.zt')
     """
     import xarray as xr
 

@@ -728,9 +728,9 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> found = xckpt.compare("hf.safetensors", "model.gguf", names="auto")  # doctest: +SKIP
-        >>> Path("names.json").write_text(json.dumps(found.ckpt.names))  # doctest: +SKIP
-        >>> xckpt.convert("hf.safetensors", "new.gguf", names=found.ckpt.names)  # doctest: +SKIP
+        >>> result = xckpt.compare("hf.safetensors", "model.gguf", names="auto")  # doctest: +SKIP
+        >>> Path("names.json").write_text(json.dumps(result.ckpt.names))  # doctest: +SKIP
+        >>> xckpt.convert("hf.safetensors", "new.gguf", names=result.ckpt.names)  # doctest: +SKIP
         """
         from xckpt.statistics import matched_names
 

@@ -53,7 +53,7 @@ Exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run a command of ``xckpt``, and print its output.
 
     Parameters
     ----------
@@ -63,7 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status.
+        Exit status: 0; 1 for damage or unexplained differences; 2 if the command failed.
+
+    Examples
+    --------
+    >>> main(["verify", "m.zt"])  # doctest: +SKIP
+    0
     """
     # Characters that the terminal's encoding lacks are printed as escapes, also surrogates.
     if hasattr(sys.stdout, "reconfigure"):

@@ -113,6 +113,10 @@ class Manifest(Mapping[str, TensorDigest]):
         -------
         str
             Equal texts for equal manifests.
+
+        Examples
+        --------
+        >>> print(xckpt.manifest("m.zt").to_json())  # doctest: +SKIP
         """
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "digest": self.digest})
         lines = [
@@ -131,6 +135,17 @@ class Manifest(Mapping[str, TensorDigest]):
             The new file.
         overwrite : bool, default False
             Replace an existing file.
+
+        Raises
+        ------
+        FileExistsError
+            If the file exists and `overwrite` is false.
+        OSError
+            If the file cannot be written.
+
+        Examples
+        --------
+        >>> xckpt.manifest("m.zt").save("m.json")  # doctest: +SKIP
         """
         with new_file(os.fsdecode(path), overwrite=overwrite) as sink:
             sink.write(self.to_json().encode("ascii"), 0)
@@ -152,7 +167,7 @@ class Manifest(Mapping[str, TensorDigest]):
         Returns
         -------
         Manifest
-            The manifest as it was written, which its digest proves.
+            The manifest, checked by its digest.
 
         Raises
         ------
@@ -160,6 +175,11 @@ class Manifest(Mapping[str, TensorDigest]):
             If the file is not a manifest, or was changed.
         OSError
             If the file cannot be read.
+
+        Examples
+        --------
+        >>> Manifest.read("m.json") == xckpt.manifest("m.zt")  # doctest: +SKIP
+        True
         """
         with closing(open_source(path, storage_options=storage_options)) as source:
             if source.size > _LARGEST_NBYTES:

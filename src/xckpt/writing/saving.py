@@ -211,7 +211,7 @@ def convert(
         Tensors to write, by their old names, as for ``xr.open_dataset(..., tensors=)``; all by
         default.
     names : mapping, callable, or pair of a regular expression and its replacement, optional
-        New names by old names, such as ``found.ckpt.names`` of a comparison. A mapping may omit
+        New names by old names, such as ``result.ckpt.names`` of a comparison. A mapping may omit
         names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
         copied as well.
     encoding : mapping of str to mapping, optional
@@ -611,6 +611,11 @@ class Recast(NamedTuple):
     exact : bool
         True if no value changed: the new type has all values of the old one, or each value was
         checked. False if values may be rounded, which requires ``cast="allow"``.
+
+    Examples
+    --------
+    >>> str(Recast("bfloat16", "float32", tensors=3, exact=True))
+    '3 bfloat16 tensors written as float32 (exact), 2.0 x larger'
     """
 
     stored: str
@@ -646,6 +651,12 @@ class Conversion:
         Stored size of the tensors in the old file, in bytes.
     recasts : tuple of Recast
         Changes of element types.
+
+    Examples
+    --------
+    >>> xckpt.convert("m.bpk", "m.npz")  # doctest: +SKIP
+    m.npz: npz, 111 tensors, 600.2 MiB, was 300.1 MiB
+      111 bfloat16 tensors written as float32 (exact), 2.0 x larger
     """
 
     path: str

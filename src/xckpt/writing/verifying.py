@@ -78,6 +78,11 @@ class FileFinding(NamedTuple):
         Description of the fault.
     file : str or None
         File with the fault, if the checkpoint has several files.
+
+    Examples
+    --------
+    >>> for finding in xckpt.verify("m.zt").findings:  # doctest: +SKIP
+    ...     print(finding.severity, finding.tensor, finding.message)
     """
 
     severity: Literal["error", "warning"]
@@ -106,6 +111,12 @@ class Report:
         Faults in file order.
     unchecked : int
         Number of tensors whose contents no digest covers, so that damage would not be noticed.
+
+    Examples
+    --------
+    >>> report = xckpt.verify("m.zt")  # doctest: +SKIP
+    >>> report.status, len(report.findings)  # doctest: +SKIP
+    ('ok', 0)
     """
 
     path: str
@@ -123,7 +134,11 @@ class Report:
 
     @property
     def status(self) -> Literal["ok", "unchecked", "damaged"]:
-        """``"ok"`` if all contents match digests, ``"unchecked"`` if some lack a digest."""
+        """Status of the checkpoint.
+
+        ``"damaged"`` if there are errors, ``"unchecked"`` if there are none but contents without a
+        digest, and ``"ok"`` if all contents match digests.
+        """
         if not self.ok:
             return "damaged"
         return "unchecked" if self.unchecked else "ok"
@@ -139,7 +154,7 @@ class Report:
         return f"structure intact; {contents} have no digests, so they were not checked"
 
     def to_dataframe(self) -> DataFrame:
-        """Return the findings as a table."""
+        """Return the findings as a table, with a column for each field of `FileFinding`."""
         import pandas as pd
 
         return pd.DataFrame(list(self.findings), columns=list(FileFinding._fields))
