@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0; 1 for damage or unexplained differences; 2 if the command failed.
+        Exit status: 0 for success, 1 for findings, differences or damage, 2 without a result.
 
     Examples
     --------
