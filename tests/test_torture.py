@@ -76,14 +76,14 @@ def test_tallies_are_a_table_with_totals(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_false_claim_is_a_failure(tmp_path: Path) -> None:
     """Claims about a pair are checked against the truth."""
     pytest.importorskip("gguf")
-    pairs = [explaining.drawn(np.random.default_rng([3, n]), is_damaged=True) for n in range(4)]
+    pairs = [explaining.draw_pair(np.random.default_rng([3, n]), is_damaged=True) for n in range(4)]
     pair = next(pair for pair in pairs if pair.damaged)
-    verdict = explaining.judged(pair, tmp_path)
+    verdict = explaining.judge(pair, tmp_path)
     assert not verdict.false
     assert not verdict.unnamed
     assert verdict.explained > 0.9 * verdict.undamaged
     pair.damaged = {tensor.name for tensor in pair.b} - pair.damaged
-    assert explaining.judged(pair, tmp_path).false
+    assert explaining.judge(pair, tmp_path).false
 
 
 SMALL = {
