@@ -96,8 +96,10 @@ def _ocdbt(data: bytes) -> Iterator[Frame]:
         return block + crc.to_bytes(4, "little")
 
     if is_compressed:
-        content = zstandard.ZstdDecompressor().decompressobj().decompress(body)
-        yield Frame(BINARY, content, put)
+        with zstandard.ZstdDecompressor().stream_reader(body) as stream:
+            content = stream.read(_MOST_INFLATED + 1)
+        if len(content) <= _MOST_INFLATED:
+            yield Frame(BINARY, content, put)
     else:
         yield Frame(BINARY, body, put)
 
