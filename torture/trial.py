@@ -119,6 +119,7 @@ class Trial:
         if self._kept[kind] <= _MOST_KEPT and not path.exists():
             path.mkdir(parents=True, exist_ok=True)
             for name, data in files.items():
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
                 (path / name).write_bytes(data)
             (path / _ORDER).write_text(json.dumps([*files]), "utf-8")
             arguments = (sys.executable, "-m", "torture", "again", part, str(path))

@@ -56,12 +56,16 @@ def manifest(root: tuple[int, int] | None, *, compression: int = 1, height: int 
     return frame(MANIFEST, body, compression)
 
 
-def leaf(values: Sequence[tuple[bytes, bytes | tuple[int, int]]], compression: int = 1) -> bytes:
+def leaf(
+    values: Sequence[tuple[bytes, bytes | tuple[int, int]]],
+    compression: int = 1,
+    data: str = DATA,
+) -> bytes:
     """Write a leaf; values are bytes, or (offset, size) in the file of data."""
     keys = [key for key, _ in values]
     stored = [value for _, value in values if isinstance(value, tuple)]
     sizes = [value[1] if isinstance(value, tuple) else len(value) for _, value in values]
-    body = b"\0" + files(DATA) + varint(len(keys)) + bytes(len(keys) - 1)
+    body = b"\0" + files(data) + varint(len(keys)) + bytes(len(keys) - 1)
     body += column(*map(len, keys)) + b"".join(keys) + column(*sizes)
     body += bytes(isinstance(value, tuple) for _, value in values)
     body += column(*[0 for _ in stored], *[offset for offset, _ in stored])

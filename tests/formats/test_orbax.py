@@ -195,3 +195,33 @@ def test_values_of_strings_and_custom_metadata_are_attributes() -> None:
     if not path.exists():
         pytest.skip("golden files are not there")
     assert xckpt.open(path).attrs["layers.2.name"] == "second"
+
+
+@pytest.mark.parametrize(
+    "field", ["compressor", "order", "dimension_separator", "dtype", "filters"]
+)
+@pytest.mark.parametrize("value", [[1], {"id": []}, {"id": {}}, 1.5, "x" * 300])
+def test_odd_values_in_documents_are_errors_of_the_package(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    entries = [(b"w/.zarray", zarray(W, **{field: value})), (b"w/0.0", W.tobytes())]
+    ds = xckpt.open(written(tmp_path, entries))
+    with pytest.raises(xckpt.CheckpointError, match="'w'"):
+        ds["w"].values  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", [[1], {"a": 1}, None, 3])
+def test_odd_kinds_of_values_in_the_tree(tmp_path: Path, kind: Any) -> None:
+    path = write(tmp_path / "ckpt", {"w": W})
+    text = path.with_name("_METADATA").read_text("utf-8").replace('"jax.Array"', json.dumps(kind))
+    path.with_name("_METADATA").write_text(text)
+    np.testing.assert_array_equal(xckpt.open(path)["w"].values, W)
+
+
+def test_names_of_files_that_are_too_long(tmp_path: Path) -> None:
+    node = leaf([(b"w/.zarray", zarray(W)), (b"w/0.0", (0, 96))], data="d/" + "f" * 5000)
+    folder = write(tmp_path / "ckpt", {"w": W}).parent
+    (folder / orbax_files.ROOT).write_bytes(node)
+    (folder / "manifest.ocdbt").write_bytes(manifest((0, len(node))))
+    with pytest.raises(xckpt.MissingShardError, match="missing"):
+        xckpt.open(folder)["w"].values  # noqa: B018

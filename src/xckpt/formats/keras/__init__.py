@@ -142,7 +142,8 @@ def _file_names(weight_map: dict[str, Any]) -> dict[str, None]:
     names: dict[str, None] = {}
     for listed in weight_map.values():
         for name in listed if type(listed) is list else [listed]:
-            if type(name) is not str or "/" in name or ":" in name or not name.strip("."):
+            is_text = type(name) is str and len(name) < 256
+            if not is_text or "/" in name or ":" in name or not name.strip("."):
                 reason = f"{shown(str(name))} is not the name of a file in the folder"
                 raise FormatError(reason, offset=0, rule="FileName")
             names[name] = None

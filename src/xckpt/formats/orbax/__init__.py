@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import replace
+from errno import ENAMETOOLONG
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
@@ -127,9 +128,13 @@ class _Folder:
                 raise UnsupportedError(reason, offset=0, rule="Limit", hint="Save it with OCDBT")
             try:
                 self._files[name] = self._source.sibling(name)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 self._files[name] = None
             except UnsupportedError:  # bytes have no folder
+                self._files[name] = None
+            except OSError as error:
+                if error.errno != ENAMETOOLONG:
+                    raise
                 self._files[name] = None
             except FormatError as error:
                 raise error.located(offset=0) from None
@@ -219,7 +224,7 @@ class _Folder:
             if kind == "string":
                 if type(texts.get(name)) is str:
                     attrs[name] = texts[name]
-            elif not (kind in _EMPTY or value.get("skip_deserialize")):
+            elif str(kind) not in _EMPTY and not value.get("skip_deserialize"):
                 if name in paths:
                     self._notes.add("two paths have this name, and one array", shown(name))
                 paths.setdefault(name, path)

@@ -88,20 +88,20 @@ def _extents(shape: Any, chunk: Any) -> tuple[Shape, Shape]:
 def _version_2(fields: Mapping[str, Any]) -> Array:
     shape, chunk = _extents(fields.get("shape"), fields.get("chunks"))
     spelled = fields.get("dtype")
-    order = spelled[:1] if type(spelled) is str else ""
-    dtype: Any = NUMPY_CODES.get(str(spelled)[1:]) if order in {"<", ">", "|"} else spelled
+    mark = spelled[:1] if type(spelled) is str else ""
+    dtype: Any = NUMPY_CODES.get(str(spelled)[1:]) if mark in {"<", ">", "|"} else spelled
     if type(dtype) is not str or dtype not in _TYPES:
         raise UnsupportedError(f"elements of {shown(str(spelled))} are unsupported", rule="DType")
     if fields.get("filters"):
         raise UnsupportedError("filters are unsupported", rule="Codec", hint=_HINT)
     compressor = fields.get("compressor")
     name = None if compressor is None else kit.mapping("compressor", compressor).get("id")
-    separator = fields.get("dimension_separator") or "."
-    if separator not in {".", "/"} or fields.get("order") not in {"C", "F"}:
+    separator, order = fields.get("dimension_separator") or ".", fields.get("order")
+    if separator not in (".", "/") or order not in ("C", "F"):
         raise FormatError("'order' or 'dimension_separator' is invalid", rule="Zarr")
-    byteorder: Literal["little", "big"] = "big" if order == ">" else "little"
+    byteorder: Literal["little", "big"] = "big" if mark == ">" else "little"
     fill = _fill(fields.get("fill_value"), dtype, byteorder)
-    is_fortran = fields.get("order") == "F"
+    is_fortran = order == "F"
     encoding = _compressor(name)
     return Array(shape, chunk, dtype, byteorder, encoding, is_fortran, fill, "", separator)
 
@@ -110,11 +110,11 @@ _HINT = "Save it with Orbax, or with the compressor zstd"
 
 
 def _compressor(name: Any) -> str | None:
-    if name is not None and name not in _ENCODINGS:
+    if name is not None and str(name) not in _ENCODINGS:
         raise UnsupportedError(
             f"the compressor {shown(str(name))} is unsupported", rule="Codec", hint=_HINT
         )
-    return None if name is None else _ENCODINGS[name]
+    return None if name is None else _ENCODINGS[str(name)]
 
 
 def _version_3(fields: Mapping[str, Any]) -> Array:
@@ -127,7 +127,7 @@ def _version_3(fields: Mapping[str, Any]) -> Array:
     is_default = keys.get("name", "default") == "default"
     separator = kit.mapping("configuration", keys.get("configuration") or {}).get("separator")
     separator = separator or ("/" if is_default else ".")
-    if separator not in {".", "/"} or keys.get("name", "default") not in {"default", "v2"}:
+    if separator not in (".", "/") or keys.get("name", "default") not in ("default", "v2"):
         raise FormatError("'chunk_key_encoding' is invalid", rule="Zarr")
     names = fields.get("dimension_names")
     names = names if type(names) is list and len(names) == len(shape) else []
