@@ -30,7 +30,7 @@ from xckpt.storage.requests import (
 from xckpt.storage.source import Source, components, empty
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
@@ -126,10 +126,6 @@ class RemoteSource(Source):
                 return
             for start in range(offset, offset + nbytes, block_nbytes):
                 yield self.view(start, min(block_nbytes, offset + nbytes - start))
-
-    def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        with prefetch.reading_ahead([(self, *place) for place in places]):
-            return [self.view(*place) for place in places]
 
     def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
         """Request a range of bytes on another thread."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
 from xckpt.storage.limits import Pool
+from xckpt.storage.prefetch import reading_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -140,15 +141,14 @@ class Source(ABC):
             self._check_range(offset, nbytes)
         spans = _merged(ranges, (self.worth_skipping or _GAP) if gap is None else gap)
         pieces = [memoryview(b"")] * len(ranges)
-        read = self._views([(start, stop - start) for start, stop, _ in spans])
+        places = [(start, stop - start) for start, stop, _ in spans]
+        with reading_ahead([(self, *place) for place in places] if self.far is not None else []):
+            read = [self.view(*place) for place in places]
         for (start, _, members), block in zip(spans, read, strict=True):
             for member in members:
                 offset, nbytes = ranges[member]
                 pieces[member] = block[offset - start :][:nbytes]
         return pieces
-
-    def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.view(*place) for place in places]
 
     def check(self) -> None:  # noqa: B027  bytes in memory do not change
         """Raise `FileChangedError` if the file is no longer the one that was opened."""
