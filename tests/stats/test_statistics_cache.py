@@ -502,13 +502,17 @@ def test_threads_lose_nothing_of_each_other(many: Path, read: list[int]) -> None
 
 
 def test_the_least_recently_used_files_go_first(
-    path: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, cache_folder: Path
 ) -> None:
     xckpt.stats(path)
-    old = settled(cached_file(cache_folder))
-    monkeypatch.setattr(statistics_cache, "_LARGEST_FOLDER", old.stat().st_size * 3 // 2)
+    recent = settled(cached_file(cache_folder), 30)
+    oldest = recent.with_name("of a large checkpoint")
+    oldest.touch()
+    os.truncate(oldest, 1 << 30)
+    settled(oldest, 60)
     xckpt.stats(settled(write(tmp_path / "other.safetensors", model())))
-    assert cached_file(cache_folder) != old
+    assert recent.exists()
+    assert not oldest.exists()
 
 
 def test_a_full_file_still_takes_rows(
