@@ -13,7 +13,7 @@ import xarray as xr
 import xckpt
 from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
 from tests.conftest import GOLDEN
-from tests.formats import flax_files, primitiv_files, torch_files
+from tests.formats import flax_files, onnx_files, primitiv_files, torch_files
 from tests.formats.burnpack_files import burnpack, dense
 from tests.formats.gguf_files import listed, text
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
@@ -95,6 +95,9 @@ def _write_formats(folder: Path) -> None:
     """Write the files that the pages of formats speak of."""
     weight = np.ones((16, 8), "f4")
     tree = {"encoder": {"layer_0": {"mlp": {"kernel": flax_files.array(weight)}}}}
+    linear = onnx_files.node("Gemm", ["x", "fc1.weight"], ["y"])
+    data = onnx_files.model(onnx_files.initializer("fc1.weight", weight), nodes=(linear,))
+    (folder / "model.onnx").write_bytes(data)
     (folder / "flax_model.msgpack").write_bytes(flax_files.flax_file(tree))
     (folder / "old.bpk").write_bytes(burnpack({"w": dense(weight)}, legacy=True))
     model = {"conv1.weight": dense(weight, param_id=7)}

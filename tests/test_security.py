@@ -34,6 +34,9 @@ LIMITS = {
     "gpt.rs: ": "formats.gptrs.models.LARGEST_CONFIG formats.gptrs.models._DEEPEST",
     "MLCP: ": "formats.mlcp._LARGEST_JSON formats.mlcp.metadata._DEEPEST"
     " formats.mlcp.records._MOST_SHARDS",
+    "ONNX: graphs": "formats.onnx._DEEPEST formats.onnx._MOST_NAMES"
+    " formats.onnx.wire._LONGEST_TEXT",
+    "ONNX: bytes": "formats.onnx.tensors._MOST_INLINE formats.onnx.tensors._MOST_INLINE_TOTAL",
     "primitiv: ": "formats.primitiv.models.MOST_DIMS formats.primitiv.models._LONGEST_TEXT"
     " formats.primitiv.models._LONGEST_NAMES",
     "NumPy: ": "formats.npz._LONGEST_TEXT",

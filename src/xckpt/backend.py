@@ -33,6 +33,7 @@ __all__ = [
     "KerasBackend",
     "MlcpBackend",
     "NpzBackend",
+    "OnnxBackend",
     "OrbaxBackend",
     "PrimitivBackend",
     "SafetensorsBackend",
@@ -265,6 +266,10 @@ class MlcpBackend(CheckpointBackend):
 
 class NpzBackend(CheckpointBackend):
     format = "npz"
+
+
+class OnnxBackend(CheckpointBackend):
+    format = "onnx"
 
 
 class OrbaxBackend(CheckpointBackend):

@@ -384,11 +384,15 @@ class Shard:
         ``algorithm:value`` of the whole file.
     candidates : tuple of str
         Paths to try, best first, relative to the folder of the referring file.
+    is_confined : bool
+        Whether a link that leads out of the folder is refused, unless the referring file is such a
+        link too: for files whose contents nothing checks.
     """
 
     size: int
     digest: str | None
     candidates: tuple[str, ...]
+    is_confined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

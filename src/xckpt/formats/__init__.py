@@ -60,6 +60,7 @@ _REGISTRY = {
     "Keras": (".keras", ".weights.h5", ".weights.json", ".h5", ".hdf5"),
     "Mlcp": (".checkpoint", ".metadata.json"),
     "Npz": (".npz", ".npy"),
+    "Onnx": (".onnx",),
     "Orbax": (".ocdbt", "/checkpoint"),
     "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),
     "Safetensors": (".safetensors",),
@@ -490,7 +491,7 @@ def detect(source: Readable) -> Format:
     if format is not None:
         return format
     head = _head(source)
-    foreign = _foreign(head, source.size, source.name)
+    foreign = _foreign(head, source.size)
     reason = f"the file begins {head[:16]!r}" if foreign is None else f"it is {foreign[0]}"
     raise FormatError(
         f"not a checkpoint of a known format; {reason}",
@@ -509,14 +510,14 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
     if actual is not None:
         error.hint = f"It is a {actual.name} file: open it with engine={actual.name!r}"
         return
-    foreign = _foreign(head, source.size, source.name)
+    foreign = _foreign(head, source.size)
     if foreign is not None:
         error.reason, error.hint = f"it is {foreign[0]}", foreign[1]
 
 
 def is_foreign(source: Readable) -> bool:
     """Return whether a file is of a known type that is not a checkpoint."""
-    foreign = _foreign(_head(source), source.size, source.name)
+    foreign = _foreign(_head(source), source.size)
     return foreign is not None and recognized(source) is None
 
 
@@ -566,7 +567,7 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
 
 
-def _foreign(head: bytes, size: int, name: str) -> tuple[str, str] | None:
+def _foreign(head: bytes, size: int) -> tuple[str, str] | None:
     """Return the type of a file that is not a checkpoint, and advice; None if it is unknown."""
     for first_bytes, kind, advice in _SIGNATURES:
         if head.startswith(first_bytes):
@@ -579,8 +580,8 @@ def _foreign(head: bytes, size: int, name: str) -> tuple[str, str] | None:
         return "a Python pickle, and not a PyTorch checkpoint", _PICKLE
     if head[257:262] == b"ustar":
         return "a tar archive", "Extract it first"
-    if name.partition("?")[0].lower().endswith(".onnx"):
-        return "an ONNX model", "Load it with the package onnx: onnx.load(path)"
+    if head[4:8] == b"ORTM":
+        return "a model of onnxruntime (.ort)", "Open the ONNX model that it was made from"
     return _text(head.lstrip().lower())
 
 

@@ -288,6 +288,11 @@ class LocalSource(Source):
         path = Path(self.name).parent.joinpath(*components(name))
         return LocalSource(str(path), mmap=self.mmap)
 
+    def leads_out_of(self, other: Source) -> bool:
+        """Return whether links lead out of a folder; see `Source.leads_out_of`."""
+        folder = Path(other.name).parent.resolve()
+        return not Path(self.name).resolve().is_relative_to(folder)
+
     def close(self) -> None:
         """Close the file in this process; see `Source.close`."""
         with uninterrupted():

@@ -164,6 +164,15 @@ class Source(ABC):
     def sibling(self, name: str) -> Source:
         """Open another file by its path relative to the folder of this one."""
 
+    @property
+    def is_link_out(self) -> bool:
+        """Whether the file is a link that leads out of its folder."""
+        return self.leads_out_of(self)
+
+    def leads_out_of(self, other: Source) -> bool:
+        """Whether this file is, through links, outside of the folder of another one."""
+        return False
+
     def shard(self, label: str, shard: Shard) -> Source:
         """Return a shard that this file refers to, under the label that it has there."""
         return ShardSource(self, shard, label)
@@ -329,6 +338,9 @@ class ShardSource(Source):
                 found = self.root.sibling(candidate)
             except FileNotFoundError:
                 continue
+            if shard.is_confined and found.leads_out_of(self.root) and not self.root.is_link_out:
+                reason = f"{shown(candidate)} is a link that leads out of the folder"
+                raise FormatError(reason, path=self.root.name, rule="FileName")
             if found.size != shard.size:
                 raise FormatError(
                     f"shard {self.label!r} has {found.size} bytes, but {self.root.name} states "

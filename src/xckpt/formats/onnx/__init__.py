@@ -1,0 +1,323 @@
+"""ONNX models (``.onnx``): initializers and constants, in the file or in files next to it.
+
+A file is a protobuf message without a magic and without a table of contents. A message is a
+sequence of fields. A field begins with ``number << 3 | wire type``, a varint: seven bits per byte,
+the lowest first, at most ten bytes. Its value follows::
+
+    0  varint              2  varint length, bytes: text, message, packed numbers
+    1  8 bytes             3  fields of a group, up to wire type 4 of the same number (obsolete)
+    5  4 bytes
+
+Fields have any order; unknown ones are skipped. The last of several values counts, but messages are
+merged. Of the messages, these fields are read::
+
+    Model      1 ir_version  2 producer_name  3 producer_version  4 domain  5 model_version
+               6 doc_string  7 graph  8 opset_import {1 domain, 2 version}
+               14 metadata_props {1 key, 2 value}  20 training_info {1, 2 graph}  25 functions
+    Graph      1 node  2 name  5 initializer  15 sparse_initializer
+    Function   1 name  7 node
+    Node       1 input  2 output  3 name  4 op_type  5 attribute
+    Attribute  1 name  3 i  5 tensor  6 graph  10 tensors  11 graphs  22 sparse_tensor
+               23 sparse_tensors
+    Tensor     1 dims  2 data_type  3 segment  8 name  9 raw_data  12 doc_string
+               4 float_data  5 int32_data  6 string_data  7 int64_data  10 double_data
+               11 uint64_data  13 external_data {1 key, 2 value}
+               14 data_location (1: external)
+    Sparse     1 values  2 indices  3 dims
+
+``raw_data`` is little-endian; elements of 4 and 2 bits share bytes, the first in the lowest bits.
+In ``int32_data`` each number is one element, or one byte of such elements. External data are a
+range of a file in the folder of the model: ``location``, ``offset``, ``length`` as decimal texts.
+
+The name of an initializer is its own, that of a Constant the name of its output; other tensors have
+the path of node, attribute and inner graph, joined by "/". Axes are named by the operators that use
+a tensor. Names in a graph are unique. xckpt raises an error for data that do not fit the shape,
+also where onnx ignores the rest, and reads no file but those in the folder of the model.
+
+Specification: onnx/onnx.proto and docs/ExternalData.md of github.com/onnx/onnx, 1.23.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats import Format, Readable
+from xckpt.formats.onnx.tensors import TYPES, TensorReader
+from xckpt.formats.onnx.wire import BYTES, VARINT, signed
+from xckpt.index import Index, Tensor
+
+# Attributes of the model by field.
+_NUMBERS = {1: "ir_version", 5: "model_version"}
+_TEXTS = {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
+
+_DEEPEST = 32  # graphs in graphs: protobuf stops at 100 messages
+_MOST_NAMES = 1 << 25  # characters of all names together: each repeats the names of outer graphs
+_SEEN_FIRST = frozenset(bytes([0x08, 0x12, 0x1A, 0x22, 0x2A, 0x32, 0x3A, 0x42, 0x72]))
+
+
+class Onnx(Format):
+    """ONNX models (``.onnx``), with data inside or next to the file."""
+
+    name = "onnx"
+    description = "ONNX models"
+    types = {number: dtype for number, (dtype, _) in TYPES.items()}  # noqa: RUF012
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Return whether a model begins; there is no magic, so the suffix lowers the demand."""
+        if head[4:8] == b"ORTM" or len(head) < 2:
+            return False
+        is_model = head[0] == 8 and 0 < head[1] <= 20 and head[2:3] and head[2] in _SEEN_FIRST
+        is_named = name.partition("?")[0].lower().endswith(".onnx")
+        return bool(is_model) or (is_named and head[0] & 7 in {0, 1, 2} and not head.isascii())
+
+    def read(self, source: Readable, *, constants: bool = True) -> Index:
+        """Walk the model, and skip the data of tensors.
+
+        Parameters
+        ----------
+        source : Readable
+            The file.
+        constants : bool
+            Include the tensors in attributes of nodes, such as those of Constant nodes.
+
+        Returns
+        -------
+        Index
+            Initializers, constants, and tensors of inner graphs.
+        """
+        if not source.size:
+            raise FormatError("the file is empty", offset=0, rule="Empty")
+        model = _Model(source, constants=constants)
+        model.read()
+        return Index(
+            self.name,
+            str(model.attrs.get("ir_version", "")),
+            model.named(),
+            model.attrs,
+            source.name,
+            source.size,
+            model.shards,
+            model.notes.warnings(),
+        )
+
+
+class _Model(TensorReader):
+    """The model of a file, whose tensors are collected by name."""
+
+    __slots__ = ("_constants", "_results", "_room", "_tensors", "_users", "attrs")
+
+    def __init__(self, source: Readable, *, constants: bool) -> None:
+        super().__init__(source)
+        self.attrs: dict[str, Any] = {}
+        self._constants = constants
+        self._tensors: dict[str, Tensor] = {}
+        self._room = _MOST_NAMES
+        # Of the main graph: operator, position and facts of each use of a name, results of MatMul.
+        self._users: dict[str, list[tuple[str, str, int, Any]]] = defaultdict(list)
+        self._results: set[str] = set()
+
+    def read(self) -> None:
+        """Read all fields of the model."""
+        trainings = 0
+        for number, wire, value in self.entries():
+            if number in _NUMBERS and wire == VARINT:
+                self.attrs[_NUMBERS[number]] = signed(value)
+            elif wire != BYTES:
+                continue
+            elif number == 7:
+                self._graph(value, (), 0)
+            elif number == 20:
+                self._training(value, str(trainings))
+                trainings += 1
+            elif number == 25:
+                self._function(value)
+            else:
+                self._describe(number, value)
+        if not self.attrs.get("ir_version") and not self._tensors:
+            reason = "the message has neither a version nor tensors"
+            raise FormatError(reason, offset=0, rule="Model")
+
+    def _describe(self, number: int, nbytes: int) -> None:
+        """Read an attribute of the model."""
+        if number in _TEXTS:
+            self.attrs[_TEXTS[number]] = self.string(nbytes, _TEXTS[number])
+        elif number == 8:
+            domain, _, version = self.pair(nbytes)
+            self.attrs.setdefault("opset_import", {})[domain] = version
+        elif number == 14:
+            key, text, _ = self.pair(nbytes)
+            self.attrs.setdefault(key, text)
+
+    def _training(self, nbytes: int, position: str) -> None:
+        with self.inside(nbytes, "training_info"):
+            for number, wire, value in self.entries():
+                if wire == BYTES and number in {1, 2}:
+                    name = "initialization" if number == 1 else "algorithm"
+                    self._graph(value, ("training_info", position, name), 1)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return all tensors, those of the main graph with axes and the first of their users."""
+        tensors = dict(self._tensors)
+        for name, users in self._users.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor.path is not None:
+                continue
+            node, operator, position, _ = users[0]
+            attrs = {**tensor.attrs, "used_by": f"{node}: {operator}[{position}]"}
+            axes = {self._axes(name, user, tensor.ndim) for user in users} - {None}
+            dims = axes.pop() if len(axes) == 1 else None
+            tensors[name] = replace(tensor, attrs=attrs, dims=dims)
+        return tensors
+
+    # --- graphs, nodes, attributes ---
+
+    def _graph(self, nbytes: int, path: tuple[str, ...], depth: int) -> None:
+        if depth > _DEEPEST:
+            reason = f"graphs are nested deeper than {_DEEPEST} levels"
+            raise FormatError(reason, offset=self.at, rule="Depth")
+        with self.inside(nbytes, "a graph"):
+            position = 0
+            for number, wire, value in self.entries():
+                if wire != BYTES:
+                    continue
+                if number == 1:
+                    self._node(value, path, depth, position)
+                    position += 1
+                elif number == 2 and not path:
+                    self.attrs["graph_name"] = self.string(value, "the name of a graph")
+                elif number == 5:
+                    self._add(self.dense(value, path, None))
+                elif number == 15:
+                    self._add(self.sparse(value, path, None))
+
+    def _function(self, nbytes: int) -> None:
+        nodes, name = [], ""
+        with self.inside(nbytes, "a function"):
+            for number, wire, value in self.entries():
+                if number == 1 and wire == BYTES:
+                    name = self.string(value, "the name of a function")
+                elif number == 7 and wire == BYTES:
+                    nodes.append((self.at, value))
+            for position, (offset, size) in enumerate(nodes):
+                self.at = offset
+                self._node(size, (name,), 1, position)
+
+    def _node(self, nbytes: int, path: tuple[str, ...], depth: int, position: int) -> None:
+        name, operator = "", ""
+        inputs: list[str] = []
+        outputs: list[str] = []
+        attributes = []
+        with self.inside(nbytes, "a node"):
+            for number, wire, value in self.entries():
+                if wire != BYTES or number not in {1, 2, 3, 4, 5}:
+                    continue
+                if number == 5:
+                    attributes.append((self.at, value))
+                    continue
+                text = self.string(value, "a name in a node")
+                if number == 3:
+                    name = text
+                elif number == 4:
+                    operator = text
+                else:
+                    (inputs if number == 1 else outputs).append(text)
+            output = next((text for text in outputs if text), "")
+            label = name or output or f"#{position}"
+            numbers: dict[str, int] = {}
+            for offset, size in attributes:
+                self.at = offset
+                result = output if operator == "Constant" else None
+                self._attribute(size, (*path, label), depth, numbers, (path, result))
+        if not path:
+            facts = numbers.get("transB", numbers.get("axis", 0))
+            if operator == "MatMul":
+                self._results.update(outputs)
+            for place, text in enumerate(inputs):
+                others = tuple(inputs) if operator == "Add" else facts
+                self._users[text].append((label, operator, place, others))
+
+    def _attribute(
+        self,
+        nbytes: int,
+        path: tuple[str, ...],
+        depth: int,
+        numbers: dict[str, int],
+        result: tuple[tuple[str, ...], str | None],
+    ) -> None:
+        """Read an attribute of a node; `result` is the path and the name of a constant."""
+        name = ""
+        values: list[tuple[int, int, int]] = []
+        with self.inside(nbytes, "an attribute"):
+            for number, wire, value in self.entries():
+                if number == 1 and wire == BYTES:
+                    name = self.string(value, "the name of an attribute")
+                elif number == 3 and wire == VARINT:
+                    numbers[name] = signed(value)
+                elif number in {5, 6, 10, 11, 22, 23} and wire == BYTES:
+                    values.append((number, self.at, value))
+            in_lists: dict[int, int] = defaultdict(int)
+            for number, offset, size in values:
+                self.at = offset
+                own = (*path, name)
+                if number in {10, 11, 23}:
+                    own = (*own, str(in_lists[number]))
+                    in_lists[number] += 1
+                if number in {6, 11}:
+                    self._graph(size, own, depth + 1)
+                elif self._constants:
+                    place, constant = own, ""
+                    if result[1] is not None and name in {"value", "sparse_value"}:
+                        place, constant = result[0], result[1]
+                    read = self.sparse if number in {22, 23} else self.dense
+                    self._add(read(size, place, constant), is_unique=bool(constant))
+
+    def _add(self, tensor: Tensor, *, is_unique: bool = True) -> None:
+        """Add a tensor; names of initializers and constants are unique, those of nodes are not."""
+        name, number = tensor.name, 2
+        while name in self._tensors:
+            if is_unique:
+                reason = f"the name {shown(name)} is there twice"
+                raise FormatError(reason, offset=self.at, tensor=name, rule="DuplicateName")
+            name, number = f"{tensor.name}#{number}", number + 1
+        self._room -= len(name) + 64
+        if self._room < 0:
+            reason = f"all names together are longer than {_MOST_NAMES}"
+            raise UnsupportedError(reason, offset=self.at, rule="NameLength")
+        self._tensors[name] = tensor if name == tensor.name else replace(tensor, name=name)
+
+    # --- names of axes ---
+
+    def _axes(
+        self, name: str, user: tuple[str, str, int, Any], ndim: int
+    ) -> tuple[str, ...] | None:
+        """Return the axes of a tensor by the operator that uses it, None if uncertain."""
+        _, operator, position, facts = user
+        if operator == "Gemm" and position == 1 and ndim == 2:
+            return ("out", "in") if facts else ("in", "out")
+        if operator == "Gather" and (position, ndim, facts) == (0, 2, 0):
+            return ("in", "out")
+        if operator == "Add" and ndim == 1:
+            return ("out",) if self._results & {*facts} - {name} else None
+        if operator in {"Conv", "ConvTranspose"} and position == 1 and 3 <= ndim <= 5:
+            spatial = ("depth", "height", "width")[5 - ndim :]
+            return (("out", "in") if operator == "Conv" else ("in", "out")) + spatial
+        if operator.endswith("Normalization") and position and ndim == 1:
+            return ("out",)
+        return _AXES.get((operator, position, ndim))
+
+
+_AXES = {
+    ("Gemm", 2, 1): ("out",),
+    ("MatMul", 0, 2): ("out", "in"),
+    ("MatMul", 1, 2): ("in", "out"),
+    ("Conv", 2, 1): ("out",),
+    ("ConvTranspose", 2, 1): ("out",),
+    **{
+        (operator, position, 3): ("directions", "out", "in")
+        for operator in ("LSTM", "GRU", "RNN")
+        for position in (1, 2)
+    },
+}

@@ -1,0 +1,332 @@
+"""Tensors of models: raw data, numbers in fields, data in other files, sparse tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from xckpt.elements import nbytes_of
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.formats import Readable, kit
+from xckpt.formats.onnx.wire import BYTES, FIXED_32, FIXED_64, VARINT, Wire, signed
+from xckpt.index import Part, Shard, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_FLOATS, _INT32S, _INT64S, _DOUBLES, _UINT64S, _RAW = 4, 5, 7, 10, 11, 9
+_DATA_FIELDS = {_FLOATS, _INT32S, 6, _INT64S, _DOUBLES, _UINT64S, _RAW}
+# Type ids, element types, and the fields for values that are not raw.
+TYPES = {
+    1: ("float32", _FLOATS),
+    2: ("uint8", _INT32S),
+    3: ("int8", _INT32S),
+    4: ("uint16", _INT32S),
+    5: ("int16", _INT32S),
+    6: ("int32", _INT32S),
+    7: ("int64", _INT64S),
+    9: ("bool", _INT32S),
+    10: ("float16", _INT32S),
+    11: ("float64", _DOUBLES),
+    12: ("uint32", _UINT64S),
+    13: ("uint64", _UINT64S),
+    14: ("complex64", _FLOATS),
+    15: ("complex128", _DOUBLES),
+    16: ("bfloat16", _INT32S),
+    17: ("float8_e4m3fn", _INT32S),
+    18: ("float8_e4m3fnuz", _INT32S),
+    19: ("float8_e5m2", _INT32S),
+    20: ("float8_e5m2fnuz", _INT32S),
+    21: ("uint4", _INT32S),
+    22: ("int4", _INT32S),
+    23: ("float4_e2m1fn", _INT32S),
+    24: ("float8_e8m0fnu", _INT32S),
+    25: ("uint2", _INT32S),
+    26: ("int2", _INT32S),
+}
+_UNREAD = {0: "UNDEFINED", 8: "STRING", 27: "FLOAT6E2M3", 28: "FLOAT6E3M2"}
+
+# Bytes of varints that are decoded when the file is opened, of one tensor and of all.
+_MOST_INLINE, _MOST_INLINE_TOTAL = 1 << 16, 1 << 21
+_LONGEST_PATH = 64  # a tree splits longer names itself, up to a depth
+_DIGITS = re.compile(r"[0-9]{1,19}")
+
+
+@dataclass(slots=True)
+class _Proto:
+    """The fields of a tensor: dims, data, and where these are."""
+
+    offset: int
+    name: str = ""
+    dims: list[int] = field(default_factory=list)
+    type_id: int = 0
+    is_segment: bool = False
+    is_external: bool = False
+    doc: str = ""
+    # By field, the offsets and sizes of packed numbers or bytes; single numbers have a size of 0.
+    data: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    external: dict[str, str] = field(default_factory=dict)
+
+
+class TensorReader(Wire):
+    """A reader of the tensors of a model."""
+
+    __slots__ = ("_inline", "_siblings", "notes", "shards")
+
+    def __init__(self, source: Readable) -> None:
+        super().__init__(source)
+        self.notes = kit.Notes()
+        self.shards: dict[str, Shard] = {}
+        self._siblings: dict[str, CheckpointError | None] = {}
+        self._inline = _MOST_INLINE_TOTAL
+
+    def dense(self, nbytes: int, path: tuple[str, ...], name: str | None) -> Tensor:
+        """Read a tensor; its name is `name` or its own after `path`, or the path if it is empty."""
+        return self._tensor(self._proto(nbytes), path, name)
+
+    def _proto(self, nbytes: int) -> _Proto:
+        """Read the fields of a tensor."""
+        proto = _Proto(self.at)
+        with self.inside(nbytes, "a tensor"):
+            for number, wire, value in self.entries():
+                if number in _DATA_FIELDS:
+                    self._place(proto.data.setdefault(number, []), number, wire, value)
+                elif number == 1 and wire in {VARINT, BYTES}:
+                    self._extents(proto, wire, value)
+                elif number == 2 and wire == VARINT:
+                    proto.type_id = signed(value & 0xFFFFFFFF, 32)
+                elif number == 3:
+                    proto.is_segment = True
+                elif number in {8, 12} and wire == BYTES:
+                    text = self.string(value, "a text of a tensor")
+                    proto.name, proto.doc = (text, proto.doc) if number == 8 else (proto.name, text)
+                elif number == 13 and wire == BYTES:
+                    key, text, _ = self.pair(value)
+                    proto.external[key] = text
+                elif number == 14 and wire == VARINT:
+                    proto.is_external = value == 1
+        return proto
+
+    def _place(self, places: list[tuple[int, int]], number: int, wire: int, value: int) -> None:
+        """Add the place of data; that of a single varint is its value, with a size of 0."""
+        if wire == BYTES:
+            if number == _RAW:
+                places.clear()  # the last of several counts
+            places.append((self.at, value))
+        elif number not in {6, _RAW}:
+            size = {VARINT: 0, FIXED_64: 8, FIXED_32: 4}[wire]
+            places.append((value, size))
+
+    def _extents(self, proto: _Proto, wire: int, value: int) -> None:
+        if wire == VARINT:
+            extents = [value]
+        else:
+            with self.inside(value, "dims"):
+                extents = list(self._varints(kit.MOST_AXES + 1))
+        proto.dims += extents[: kit.MOST_AXES + 1 - len(proto.dims)]
+
+    def _varints(self, most: int) -> Iterator[int]:
+        """Yield packed numbers up to the end of the area, at most so many."""
+        while self.left and most:
+            yield self.varint()
+            most -= 1
+
+    def _tensor(self, proto: _Proto, path: tuple[str, ...], name: str | None) -> Tensor:
+        """Return a tensor; a mistake in it makes only this tensor unreadable."""
+        full = (*path, proto.name if name is None else name) if name != "" else path
+        joined = "/".join(full)
+        attrs = {"doc_string": proto.doc} if proto.doc else {}
+        place = full if len(full) > 1 and len(full) <= _LONGEST_PATH else None
+        dtype, _ = TYPES.get(proto.type_id, (_UNREAD.get(proto.type_id, "unknown"), 0))
+        shape: tuple[int, ...] = ()
+        at = self.at
+        try:
+            shape = _shape(proto.dims, dtype)
+            part = self._part(proto, dtype, shape)
+            return Tensor(joined, dtype, shape, {"data": part}, attrs=attrs, path=place)
+        except CheckpointError as error:
+            error.offset = proto.offset if error.offset is None else error.offset
+            problem = error.located(tensor=joined)
+            return Tensor(joined, dtype, shape, {}, attrs=attrs, path=place, problem=problem)
+        finally:
+            self.at = at
+
+    def _part(self, proto: _Proto, dtype: str, shape: tuple[int, ...]) -> Part:
+        if proto.type_id not in TYPES or proto.is_segment:
+            reason = "segments of tensors" if proto.is_segment else f"elements of type {dtype}"
+            if proto.type_id not in TYPES and proto.type_id not in _UNREAD:
+                reason = f"data_type {proto.type_id}"
+            raise UnsupportedError(f"{reason} cannot be read", rule="DataType")
+        needed = nbytes_of(dtype, prod(shape))
+        fields = [number for number, places in proto.data.items() if any(_sizes(places))]
+        if proto.is_external:
+            if fields:
+                raise FormatError("data inside and outside of the file", rule="Data")
+            return self._external(proto, dtype, shape, needed)
+        expected = TYPES[proto.type_id][1]
+        if len(fields) > 1 or not set(fields) <= {expected, _RAW}:
+            reason = f"data in the fields {fields}, but one of {[_RAW, expected]} must have them"
+            raise FormatError(reason, rule="DataField")
+        if not fields:
+            if needed:
+                raise FormatError(f"no data, but the shape has {needed} bytes", rule="DataLength")
+            return Part(dtype, shape, proto.offset, 0)
+        [number], places = fields, proto.data[fields[0]]
+        if number in {_RAW, _FLOATS, _DOUBLES} and len(places) == 1:
+            [(offset, nbytes)] = places
+            inline = None
+        else:
+            offset, inline = proto.offset, self._decoded(number, places, dtype)
+            nbytes = len(inline)
+        if nbytes != needed:
+            reason = f"{nbytes} bytes of data, but {dtype} {list(shape)} has {needed}"
+            raise FormatError(reason, offset=offset, rule="DataLength")
+        return Part(dtype, shape, offset, nbytes, inline=inline)
+
+    def _decoded(self, number: int, places: list[tuple[int, int]], dtype: str) -> bytes:
+        """Return numbers of a field as the bytes of elements."""
+        stored = sum([max(1, size) for size in _sizes(places)])
+        self._inline -= stored
+        if stored > _MOST_INLINE or self._inline < 0:
+            reason = f"{stored} bytes of data are not in raw_data, and too many to decode"
+            hint = "Save the model again with onnx, with raw data"
+            raise UnsupportedError(reason, rule="Inline", hint=hint)
+        if number in {_FLOATS, _DOUBLES}:
+            return b"".join([self._bytes(offset, size) for offset, size in places])
+        width = max(1, nbytes_of(dtype, 1))
+        mask = (1 << 8 * width) - 1
+        values: list[int] = []
+        for offset, size in places:
+            if not size:
+                values.append(offset)
+                continue
+            self.at = offset
+            with self.inside(size, "packed numbers"):
+                values += self._varints(size)
+        return b"".join([(value & mask).to_bytes(width, "little") for value in values])
+
+    def _bytes(self, offset: int, nbytes: int) -> bytes:
+        self.at = offset
+        return self.take(nbytes, "data")
+
+    def _external(self, proto: _Proto, dtype: str, shape: tuple[int, ...], needed: int) -> Part:
+        """Return a part in another file, which must be in the folder of the model."""
+        entries = proto.external
+        unknown = entries.keys() - {"location", "offset", "length", "checksum", "basepath"}
+        if unknown:
+            self.notes.add(f"unknown key {shown(min(unknown))} of external data", shown(proto.name))
+        location = entries.get("location", "").removeprefix("./")
+        numbers = [entries.get(key, "0") for key in ("offset", "length")]
+        if not all(map(_DIGITS.fullmatch, numbers)):
+            reason = f"offset and length of external data are {shown(str(numbers))}, not numbers"
+            raise FormatError(reason, rule="ExternalData")
+        offset, length = map(int, numbers)
+        if location not in self._siblings:
+            self._siblings[location] = self._open(location)
+        problem = self._siblings[location]
+        if problem is not None:
+            raise type(problem)(problem.reason, rule=problem.rule, hint=problem.hint)
+        size = self.shards[location].size
+        if "length" in entries and length != needed:
+            reason = f"{length} bytes of external data, but {dtype} {list(shape)} has {needed}"
+            raise FormatError(reason, rule="ExternalData")
+        if offset + needed > size:
+            reason = f"{needed} bytes from byte {offset} of {shown(location)}, which has {size}"
+            raise FormatError(reason, rule="ExternalData", hint=kit.TRUNCATED)
+        if "length" not in entries and offset + needed < size:
+            reason = "external data without a length end before the end of their file"
+            self.notes.add(reason, shown(proto.name))
+        return Part(dtype, shape, offset, needed, shard=location)
+
+    def _open(self, location: str) -> CheckpointError | None:
+        """Look up the size of a file with data; return the error if it cannot be read."""
+        try:
+            if location == kit.file_name(self._source.name):
+                reason = f"{shown(location)} is the model itself, not a file with its data"
+                raise FormatError(reason, rule="ExternalData")
+            size = self._source.sibling(location).size
+        except CheckpointError as error:
+            return error.with_traceback(None)
+        except OSError as error:
+            reason = f"the file {shown(location)} with its data cannot be read: {error.strerror}"
+            return MissingShardError(reason, hint="Put it next to the model")
+        self.shards[location] = Shard(size, None, (location,), is_confined=True)
+        return None
+
+    def sparse(self, nbytes: int, path: tuple[str, ...], name: str | None) -> Tensor:
+        """Read a sparse tensor, whose indices are checked and made coordinates here."""
+        start, protos = self.at, {1: _Proto(self.at), 2: _Proto(self.at)}
+        shape = _Proto(self.at)
+        with self.inside(nbytes, "a sparse tensor"):
+            for number, wire, value in self.entries():
+                if number in protos and wire == BYTES:
+                    protos[number] = self._proto(value)
+                elif number == 3 and wire in {VARINT, BYTES}:
+                    self._extents(shape, wire, value)
+        values = self._tensor(protos[1], path, name)
+        at = self.at
+        try:
+            if values.problem is not None:
+                return values
+            extents = _shape(shape.dims, values.dtype)
+            indices = self._tensor(protos[2], path, name)
+            coords = self._coords(indices, extents, values.shape)
+        except CheckpointError as error:
+            error.offset = start if error.offset is None else error.offset
+            return replace(values, parts={}, problem=error.located(tensor=values.name))
+        finally:
+            self.at = at
+        parts = {"values": values.parts["data"], "coords": coords}
+        return replace(values, shape=extents, parts=parts, layout="sparse_coo")
+
+    def _coords(self, indices: Tensor, shape: tuple[int, ...], values: tuple[int, ...]) -> Part:
+        """Return the coordinates of the values, by axis; they are unique and in the shape."""
+        if indices.problem is not None:
+            raise indices.problem
+        part, ndim, count = indices.parts["data"], len(shape), prod(values)
+        is_linear = indices.shape == (count,)
+        if indices.dtype != "int64" or not (is_linear or indices.shape == (count, ndim)):
+            reason = f"indices are {indices.dtype} {list(indices.shape)}, of {count} values"
+            raise FormatError(reason, rule="Indices")
+        if part.nbytes > _MOST_INLINE or part.shard is not None:
+            reason = f"sparse tensors with {part.nbytes} bytes of indices cannot be read"
+            raise UnsupportedError(reason, rule="Indices")
+        data = self._bytes(part.offset, part.nbytes) if part.inline is None else part.inline
+        numbers = [
+            int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)
+        ]
+        steps = [prod(shape[axis + 1 :]) for axis in range(ndim)]
+        if is_linear:
+            if any(not 0 <= number < prod(shape) for number in numbers):
+                raise FormatError(f"an index is not in the shape {list(shape)}", rule="Indices")
+            rows = [
+                tuple([n // step % size for step, size in zip(steps, shape, strict=True)])
+                for n in numbers
+            ]
+        else:
+            rows = [tuple(numbers[i : i + ndim]) for i in range(0, len(numbers), ndim)]
+            inside = [0 <= n < size for row in rows for n, size in zip(row, shape, strict=True)]
+            if not all(inside):
+                raise FormatError(f"an index is not in the shape {list(shape)}", rule="Indices")
+        if len(set(rows)) < len(rows):
+            raise FormatError("an index is there twice", rule="Indices")
+        by_axis = [row[axis] for axis in range(ndim) for row in rows]
+        inline = b"".join([number.to_bytes(8, "little") for number in by_axis])
+        return Part("int64", (ndim, len(rows)), part.offset, len(inline), inline=inline)
+
+
+def _sizes(places: list[tuple[int, int]]) -> list[int]:
+    """Return the sizes of values; a single number counts as one byte."""
+    return [size or 1 for _, size in places]
+
+
+def _shape(dims: list[int], dtype: str) -> tuple[int, ...]:
+    shape = tuple(map(signed, dims))
+    if len(shape) > kit.MOST_AXES or any(extent < 0 for extent in shape):
+        reason = f"a shape must have at most {kit.MOST_AXES} extents, none of them negative"
+        raise FormatError(reason, rule="Shape")
+    if kit.is_oversized(shape, dtype):
+        raise FormatError(f"the shape {list(shape)} is too large", rule="Shape")
+    return shape

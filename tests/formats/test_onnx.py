@@ -1,0 +1,155 @@
+"""ONNX models: axes from operators, external data that lead astray, odd encodings."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.contracts.every import declared
+from tests.formats.onnx_files import field, initializer, model, node
+from tests.sources import CountingSource
+from tests.storage.web_server import WebServer
+from xckpt import formats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from xckpt.index import Index
+
+ROWS = np.arange(4096 * 64, dtype="f4").reshape(4096, 64)
+
+
+def read(data: bytes, **options: Any) -> Index:
+    return formats.get("onnx").read(CountingSource(data, "m.onnx"), **options)
+
+
+@pytest.mark.parametrize("stem", ["conv", "linear", "recurrent", "transformer"])
+def test_axes_are_named_by_operators(stem: str, golden: Path) -> None:
+    path = golden / "onnx" / f"{stem}.onnx"
+    expected = json.loads(path.with_suffix(".expected.json").read_text("utf-8"))["tensors"]
+    dims = {tensor["name"]: tuple(tensor["dims"]) for tensor in expected if "dims" in tensor}
+    index = xckpt.read_index(path)
+    assert {name: index[name].dims for name in dims} == dims
+
+
+def test_users_that_disagree_name_no_axes() -> None:
+    nodes = (node("MatMul", ["x", "w"], ["y"]), node("Gather", ["w", "i"], ["z"]))
+    assert read(model(initializer("w", ROWS), nodes=nodes))["w"].dims == ("in", "out")
+    nodes = (node("MatMul", ["x", "w"], ["y"]), node("MatMul", ["w", "x"], ["z"]))
+    tensor = read(model(initializer("w", ROWS), nodes=nodes))["w"]
+    assert tensor.dims is None
+    assert tensor.attrs["used_by"] == "y: MatMul[1]"
+
+
+@pytest.mark.parametrize("stem", ["wire_order", "wire_unknown"])
+def test_fields_in_any_order(stem: str, golden: Path) -> None:
+    path = golden / "onnx" / f"{stem}.onnx"
+    expected = declared("onnx").expected(path)
+    ds = xckpt.open(path)
+    assert ds.encoding["format"] == "onnx"
+    for name, want in expected.tensors.items():
+        np.testing.assert_array_equal(ds[name].values, want.values)
+
+
+def test_constants_are_optional() -> None:
+    constant = field(1, "value") + field(5, initializer("", ROWS[:2]))
+    data = model(initializer("w", ROWS[:1]), nodes=(node("Constant", [], ["k"], constant),))
+    assert list(read(data)) == ["k", "w"]
+    assert list(read(data, constants=False)) == ["w"]
+
+
+def test_over_http_a_row_reads_only_its_bytes() -> None:
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
+    outside = initializer("b", ROWS, location="w.bin", offset="16", length=str(ROWS.nbytes))
+    files = {"m.onnx": model(initializer("a", ROWS), outside), "w.bin": bytes(16) + ROWS.tobytes()}
+    with WebServer(**files) as web:
+        ds = xr.open_dataset(f"{web.url}/m.onnx", engine="onnx")
+        for name in ("a", "b"):
+            web.forget()
+            np.testing.assert_array_equal(ds[name][2000].values, ROWS[2000])
+            assert web.nbytes_sent == ROWS[0].nbytes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a model, next to a file that is none of its business."""
+    (tmp_path / "secret").write_bytes(bytes(16))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "w.bin").write_bytes(ROWS.tobytes())
+    return folder
+
+
+LOCATIONS = ["../secret", "/etc/hosts", "a/../../secret", "w.bin\0", "", ".", "..\\secret", "C:x"]
+
+
+@pytest.mark.parametrize("location", [*LOCATIONS, "file:///etc/hosts", "m.onnx", "*", "absent"])
+def test_locations_outside_are_refused(location: str, folder: Path) -> None:
+    values = ROWS[0, :4]
+    data = model(initializer("w", values, location=location), initializer("b", values))
+    (folder / "m.onnx").write_bytes(data)
+    ds = xckpt.open(folder / "m.onnx")
+    np.testing.assert_array_equal(ds["b"].values, values)
+    with pytest.raises(xckpt.CheckpointError) as caught:
+        ds["w"].values  # noqa: B018
+    assert caught.value.tensor == "w"
+    assert isinstance(caught.value, xckpt.MissingShardError) == (location == "absent")
+
+
+@pytest.mark.skipif(not hasattr(os, "symlink"), reason="needs symbolic links")
+def test_links_out_of_the_folder_are_refused_unless_the_model_is_one(folder: Path) -> None:
+    values = np.zeros(4, "f4")
+    (folder / "m.onnx").write_bytes(model(initializer("w", values, location="d/link", length="16")))
+    (folder / "d").mkdir()
+    (folder / "d" / "link").symlink_to(folder.parent / "secret")
+    ds = xckpt.open(folder / "m.onnx")
+    with pytest.raises(xckpt.FormatError, match="leads out of the folder"):
+        ds["w"].values  # noqa: B018
+    # As in the cache of Hugging Face.
+    (folder / "m.onnx").rename(folder.parent / "blob")
+    (folder / "m.onnx").symlink_to(folder.parent / "blob")
+    np.testing.assert_array_equal(xckpt.open(folder / "m.onnx")["w"].values, values)
+
+
+def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
+    (folder / "link").symlink_to("w.bin")
+    data = model(initializer("w", ROWS, location="./link", length=str(ROWS.nbytes)))
+    (folder / "m.onnx").write_bytes(data)
+    np.testing.assert_array_equal(xckpt.open(folder / "m.onnx")["w"][3].values, ROWS[3])
+
+
+@pytest.mark.parametrize("entry", ["+8", "1_0", " 8", "\uff18", "-8", "9" * 30, "1e3", "8.0"])
+def test_offsets_are_plain_digits(entry: str, folder: Path) -> None:
+    data = model(initializer("w", ROWS[0], location="w.bin", offset=entry))
+    (folder / "m.onnx").write_bytes(data)
+    with pytest.raises(xckpt.FormatError, match=r"offset and length|bytes from byte"):
+        xckpt.open(folder / "m.onnx")["w"].values  # noqa: B018
+
+
+def test_a_length_that_is_missing_takes_the_shape_with_a_warning(folder: Path) -> None:
+    (folder / "m.onnx").write_bytes(model(initializer("w", ROWS[:2], location="w.bin")))
+    with pytest.warns(xckpt.CheckpointWarning, match="without a length"):
+        ds = xckpt.open(folder / "m.onnx")
+    np.testing.assert_array_equal(ds["w"].values, ROWS[:2])
+
+
+def test_large_varints_are_a_problem_of_their_tensor() -> None:
+    numbers = field(1, 70_000) + field(2, 7) + field(8, "n") + field(7, bytes(70_000))
+    index = read(model(initializer("w", ROWS[:1]), numbers))
+    assert isinstance(index["n"].problem, xckpt.UnsupportedError)
+    assert index["w"].problem is None
+
+
+def test_a_model_is_converted_with_its_values(golden: Path, tmp_path: Path) -> None:
+    path = golden / "onnx" / "native_fields.onnx"
+    xckpt.convert(path, tmp_path / "m.npz")
+    source, converted = xckpt.open(path), xckpt.open(tmp_path / "m.npz")
+    for name in source.variables:
+        np.testing.assert_array_equal(source[name].values, converted[name].values)
+    assert xckpt.verify(path).ok
