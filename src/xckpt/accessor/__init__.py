@@ -738,6 +738,57 @@ class CheckpointAccessor(Generic[Obj]):
             raise TypeError("names are of what ds.ckpt.compare() gives")
         return matched_names(self._obj)
 
+    def by(self, *keys: str, stats: xr.Dataset | None = None) -> Dataset:
+        """Merge a result of `stats`, `compare` or `histogram` by layer, role or numbered module.
+
+        The numbers of a group are those of all its elements together, computed from counts, moments
+        and sums of squares; they are not averages over tensors. Tied copies count once.
+
+        Parameters
+        ----------
+        *keys : str
+            One or more of ``"layer"`` (the outermost number in a name; its path if there are
+            several stacks of layers), ``"role"`` (weights, moments of an optimizer, ...),
+            ``"module"`` (the name without numbers and without its last word), and the name of a
+            numbered module, such as ``"expert"``.
+        stats : xarray.Dataset, optional
+            Statistics of the first side of a comparison. `compare` does not decode tensors with
+            equal bytes. Groups of such tensors and changed ones need their norms, for ``rmse``,
+            ``rel_l2``, ``cosine``, ``sqnr_db`` and ``nmse``; these are NaN without.
+
+        Returns
+        -------
+        xarray.Dataset
+            A variable for each statistic, along the keys, and ``tensors``, the number of tensors.
+            Comparisons also have the number of tensors of each status. A histogram has ``count``.
+            ``attrs["missing"]`` lists the statistics that do not follow from those of the tensors,
+            with reasons; ``attrs["outside"]`` names tensors that have no number for a key.
+
+        Raises
+        ------
+        ValueError
+            If no tensor has a key, or the result is not one of whole tensors.
+        TypeError
+            If the object is not such a result.
+
+        Examples
+        --------
+        >>> ds.ckpt.stats().ckpt.by("layer", "role")["std"]  # doctest: +SKIP
+        >>> ds.ckpt.compare("tuned.zt").ckpt.by("layer")["rel_l2"].plot()  # doctest: +SKIP
+        """
+        from xckpt.statistics.grouping import by
+
+        obj = self._obj
+        if isinstance(obj, xr.DataTree) or not {"statistic", "bin"} & set(obj.dims):
+            raise TypeError("by() merges a result: call stats(), compare() or histogram() first")
+        if "status" in self._statistics:
+            from xckpt.comparison.merging import compared_by
+
+            return cast("Dataset", compared_by(obj, keys, stats))
+        if stats is not None:
+            raise TypeError("stats= is for comparisons")
+        return cast("Dataset", by(obj, keys))
+
     def explore(self) -> Any:
         """Return a notebook widget to search, sort and inspect all tensors.
 

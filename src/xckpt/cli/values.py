@@ -32,6 +32,7 @@ from xckpt.cli.common import (
     require_rules,
     usage_errors,
 )
+from xckpt.cli.groups import by_option, grouped_table, print_groups
 from xckpt.formatting import figure, printable
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _order_options(command: Any) -> Any:
     is_flag=True,
     help="Compute exact quantiles for 32- and 64-bit types (needs extra passes).",
 )
+@by_option
 @_cache_option
 @reading_options
 @json_option
@@ -116,6 +118,7 @@ def stats(
     limit: int | None,
     quantiles: tuple[float, ...],
     exact_quantiles: bool,
+    keys: str | None,
     no_cache: bool,
     as_json: bool,
 ) -> int:
@@ -123,7 +126,7 @@ def stats(
 
     With --findings, print suspicious values instead: NaN, dead rows and heads, copied layers,
     saturated codes, ...; the exit status is 1 if any finding is an error or a warning. With --json,
-    print both, with all columns.
+    print both, with all columns. With --by, print a row for each layer, role, ... instead.
     """
     from xckpt.health import examine, findings
     from xckpt.statistics import QUANTILES, statistic_names, table
@@ -132,6 +135,8 @@ def stats(
     existing = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
     chosen = _chosen(columns, existing, None if sort in _NAMES else sort)
     require_rules(ignore)
+    if keys and only_findings:
+        raise click.UsageError("--findings are of single tensors: leave --by out")
     index = reading.index(file)
     options: dict[str, Any] = {
         "exact_quantiles": exact_quantiles,
@@ -143,6 +148,11 @@ def stats(
         result, findings_frame = examine(reading.dataset(file), ignore=ignore, **options)
     else:
         result = compute(reading.dataset(file), **options)
+        if keys:
+            document = {"source": index.source, "format": index.format}
+            groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
+            print_groups(groups, chosen, document if as_json else None)
+            return 0
         findings_frame = findings(result, ignore=ignore)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:
@@ -310,6 +320,7 @@ def spectrum(
 @click.option(
     "--write-names", metavar="FILE", help="Write the matched names of A and B to a JSON file."
 )
+@by_option
 @_cache_option
 @reading_options
 @json_option
@@ -328,6 +339,7 @@ def compare(
     dims: tuple[str, ...],
     codes: bool,
     write_names: str | None,
+    keys: str | None,
     no_cache: bool,
     as_json: bool,
 ) -> int:
@@ -337,14 +349,17 @@ def compare(
     a larger type. The exit status is 1 if there is any difference. With --explain, print a summary,
     the unexplained tensors, and patterns of the explained ones: rounded, transposed, renamed, ...
     The exit status is then 0 if every tensor is explained. With --json, list all tensors.
+    With --by, print a row for each layer, role, ... instead.
     """
     from xckpt.comparison import compare as compute
     from xckpt.statistics import matched_names, table
+    from xckpt.statistics import stats as compute_stats
 
     matching = _matching(rename, names)
-    if dims and (write_names is not None or explain or codes):
-        option = "--explain" if explain else "--codes" if codes else "--write-names"
-        raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
+    of_tensors = {"--explain": explain, "--codes": codes, "--write-names": write_names is not None}
+    _require_whole_tensors(dims, {**of_tensors, "--by": keys})
+    if keys and explain:
+        raise click.UsageError("--explain describes single tensors: leave --by out")
     chosen = _compared(columns, sort, codes=codes, explain=explain)
     if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
@@ -375,7 +390,16 @@ def compare(
     if explain:
         is_good = bool((frame["outcome"] == "explained").all())
         conclusion |= {"explained": is_good, "explanation": result.attrs["explanation"]}
-    if as_json:
+    if keys:
+        # Groups need the norms of equal tensors, which the comparison may have skipped.
+        needs_norms = {"same", "changed"} <= set(frame["status"])
+        norms = (
+            compute_stats(ours, progress=is_terminal(), cache=not no_cache) if needs_norms else None
+        )
+        groups = grouped_table(result, keys, sort, stats=norms).head(limit)
+        document = {"a": a, "b": b, **conclusion} if as_json else None
+        print_groups(groups, ["changed", "only_a", "only_b", *chosen], document)
+    elif as_json:
         print_document({"a": a, "b": b, **conclusion, "tensors": json_rows(frame)})
     elif explain:
         print_text(printable(str(conclusion["explanation"])))
@@ -384,6 +408,13 @@ def compare(
         listed = (frame if everything else different).head(limit)
         _print_comparison(frame, listed, chosen, "channels" if dims else "tensors")
     return int(not is_good)
+
+
+def _require_whole_tensors(dims: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Raise an error in usage if --dim is combined with an option for whole tensors."""
+    used = [option for option, value in options.items() if value]
+    if dims and used:
+        raise click.UsageError(f"{used[0]} is of whole tensors: leave --dim out")
 
 
 def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> list[str]:

@@ -18,7 +18,7 @@ from xckpt.comparison.cells import (
     reduced_lengths,
 )
 from xckpt.comparison.matching import matched
-from xckpt.comparison.measures import MEASURES, Comparison, measures
+from xckpt.comparison.measures import MEASURES, PAIR_SUMS, Comparison, measures, pair_sums
 from xckpt.comparison.pairs import ChunkedPair, PairReader, SameBytes, stored_pair
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
@@ -220,7 +220,8 @@ def compare(
     inputs = [
         (matches, entry.shape, entry.gone) for matches, entry in zip(rows, entries, strict=True)
     ]
-    find: Any = partial(_compare_all, progress=progress, cache=cache)
+    sums: dict[str, tuple[float, ...]] = {}
+    find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums)
     if dim is not None:
         entries, rows, inputs = _along(dim, entries, rows)
         find = partial(_compare_channels, progress=progress)
@@ -244,6 +245,8 @@ def compare(
         values = _with_codes(inputs, values, progress, cache=cache)
     result = laid_out(statistics, entries, values, attrs, ours)
     result.attrs |= {"status": list(STATUSES), **summary}
+    if sums:
+        result.encoding["sums"] = sums
     if theirs.source:
         result.attrs["compared_with"] = theirs.source
     return result
@@ -317,14 +320,23 @@ def _compare_all(
     *,
     progress: ProgressOption,
     cache: bool,
+    sums: dict[str, tuple[float, ...]] | None = None,
 ) -> list[Any]:
-    """Compare all pairs; return the array of each variable, in the shape of its input."""
-    pairs = [row.pair for rows, _, _ in inputs for row in rows if row.pair is not None]
-    statistics = iter(compare_pairs(pairs, progress=progress, cache=cache))
+    """Compare all pairs; return the array of each variable, in the shape of its input.
+
+    `sums` receives the `PAIR_SUMS` of each tensor.
+    """
+    matches = [row for rows, _, _ in inputs for row in rows if row.pair is not None]
+    pairs = [row.pair for row in matches if row.pair is not None]
+    table = _measured(pairs, progress=progress, cache=cache)
+    statistics = iter(table[:, : len(MEASURES)].tolist())
+    if sums is not None:
+        of_pairs = table[:, len(MEASURES) :].tolist()
+        sums |= {row.name: tuple(of) for row, of in zip(matches, of_pairs, strict=True)}
     values = []
     for rows, shape, gone in inputs:
-        table = [_unread(row) if row.pair is None else next(statistics) for row in rows]
-        measured = np.array(table, np.float64).reshape(len(rows), len(MEASURES))
+        measures = [_unread(row) if row.pair is None else next(statistics) for row in rows]
+        measured = np.array(measures, np.float64).reshape(len(rows), len(MEASURES))
         values.append(laid(measured, shape, gone))
     return values
 
@@ -353,6 +365,15 @@ def compare_pairs(
     pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
 ) -> list[list[float]]:
     """Return the statistics of each pair of tensors, in the order of `MEASURES`."""
+    rows = _measured(pairs, progress=progress, cache=cache)
+    table: list[list[float]] = rows[:, : len(MEASURES)].tolist()
+    return table
+
+
+def _measured(
+    pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
+) -> Any:
+    """Return a row for each pair of tensors: its statistics, then its `PAIR_SUMS`."""
     with Progress(progress, "comparison") as bar:
 
         def find(numbers: list[int]) -> list[list[float]]:
@@ -361,13 +382,10 @@ def compare_pairs(
             return gather(batch, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
 
         def finish(_: int, comparison: Comparison) -> list[float]:
-            return measures(comparison)
+            return [*measures(comparison), *pair_sums(comparison)]
 
-        cache_key = ("comparison", *MEASURES)
-        width = len(MEASURES)
-        rows = rows_of(pairs, cache_key, width, find, enabled=cache)
-    table: list[list[float]] = rows.tolist()
-    return table
+        cache_key = ("comparison", *MEASURES, *PAIR_SUMS)
+        return rows_of(pairs, cache_key, len(cache_key) - 1, find, enabled=cache)
 
 
 def _with_same_bytes(

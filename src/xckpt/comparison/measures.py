@@ -31,6 +31,11 @@ MEASURES = (
     *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
 
+#: Numbers of a pair from which the measures of several pairs follow, in the order of `pair_sums`:
+#: the pairs of finite elements; the sums of the squares of the differences, of the squares of each
+#: side, and of the products; and the exponent of the power of two that divides the elements.
+PAIR_SUMS = ("finite", "differences", "first", "second", "products", "exponent")
+
 #: Number of sums of a leaf of pairs: the squares of the differences, the squares of each side, and
 #: the products.
 SUMS = 4
@@ -538,6 +543,17 @@ def _scaled_sums(x: Array, y: Array) -> list[float]:
     lanes = np.empty((SUMS + 1) * LANES)
     add_up(x, y, x - y, lanes)
     return [*lanes[: SUMS * LANES : LANES].tolist(), float(exponent)]
+
+
+def pair_sums(comparison: Comparison) -> list[float]:
+    """Return the sums of a pair of tensors of one shape, in the order of `PAIR_SUMS`.
+
+    Those of tensors with the same bytes are unknown, because their elements were not decoded: only
+    the sum of their differences is a number.
+    """
+    if comparison.count and not comparison.tree.nodes and comparison.equal == comparison.count:
+        return [math.nan, 0.0, *[math.nan] * 3, 0.0]
+    return [float(comparison.finite), *comparison.tree.total()]
 
 
 def measures(comparison: Comparison) -> list[float]:

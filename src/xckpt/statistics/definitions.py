@@ -1,12 +1,12 @@
 """The statistics of a tensor: their names, what they mean, and how each follows from its elements.
 
 A new statistic is a line in `STATISTICS`. It gets the `Elements` of several tensors, and returns
-an array with a number for each of them.
+an array with a number for each of them. Next to it stands how the numbers of several tensors merge.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from xckpt.scan.kinds import Kind
+    from xckpt.statistics.grouping import Groups
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -63,6 +64,10 @@ class Statistic:
     name: str
     description: str
     compute: Callable[[Elements], Array]
+    #: Returns the statistic of all elements of each group; None if it does not follow from the
+    #: statistics of the tensors.
+    merge: Callable[[Groups], Array] | None = None
+    _: KW_ONLY
     #: Whether complex numbers have it; it describes their magnitudes.
     complex: bool = False
     #: Whether it is computed only with ``channels=True``.
@@ -80,31 +85,46 @@ def _subnormal(elements: Elements) -> Array:
     return np.where(elements.count > 0, tiny, np.nan)
 
 
+def _count(name: str, description: str, compute: Callable[[Elements], Array]) -> Statistic:
+    """Return the statistic that counts elements; groups have the sum of the counts."""
+
+    def merge(groups: Groups) -> Array:
+        return groups.total(name)
+
+    return Statistic(name, description, compute, merge, complex=True, whole=True)
+
+
 #: In the order of the results. Quantiles come right before `unique`.
 STATISTICS = (
-    Statistic("count", "number of elements", lambda t: t.count, complex=True, whole=True),
-    Statistic("nan", "number of NaN elements", lambda t: t.nan, complex=True, whole=True),
-    Statistic("inf", "number of infinite elements", lambda t: t.inf, complex=True, whole=True),
-    Statistic("zero", "number of elements that are 0", lambda t: t.zero, complex=True, whole=True),
-    Statistic("min", "smallest finite element", lambda t: t.low),
-    Statistic("max", "largest finite element", lambda t: t.high),
+    _count("count", "number of elements", lambda t: t.count),
+    _count("nan", "number of NaN elements", lambda t: t.nan),
+    _count("inf", "number of infinite elements", lambda t: t.inf),
+    _count("zero", "number of elements that are 0", lambda t: t.zero),
+    Statistic("min", "smallest finite element", lambda t: t.low, lambda g: g.least("min")),
+    Statistic("max", "largest finite element", lambda t: t.high, lambda g: g.largest("max")),
     Statistic(
         "absmax",
         "largest finite magnitude",
         lambda t: np.maximum(np.abs(t.low), np.abs(t.high)),
+        lambda g: g.largest("absmax"),
         complex=True,
     ),
-    Statistic("mean", "mean of the finite elements", lambda t: t.mean),
-    Statistic("std", "standard deviation of the population (``ddof=0``)", lambda t: t.std),
-    Statistic("rms", "root of the mean square", lambda t: t.rms, complex=True),
-    Statistic("l2", "root of the sum of the squares", lambda t: t.l2, complex=True),
-    Statistic("skew", "standardised third moment", lambda t: t.skew),
-    Statistic("kurtosis", "0 for a normal distribution", lambda t: t.kurtosis),
+    Statistic("mean", "mean of the finite elements", lambda t: t.mean, lambda g: g.mean),
+    Statistic(
+        "std", "standard deviation of the population (``ddof=0``)", lambda t: t.std, lambda g: g.std
+    ),
+    Statistic("rms", "root of the mean square", lambda t: t.rms, lambda g: g.rms, complex=True),
+    Statistic("l2", "root of the sum of the squares", lambda t: t.l2, lambda g: g.l2, complex=True),
+    Statistic("skew", "standardised third moment", lambda t: t.skew, lambda g: g.skew),
+    Statistic(
+        "kurtosis", "0 for a normal distribution", lambda t: t.kurtosis, lambda g: g.kurtosis
+    ),
     Statistic("unique", "number of distinct values, for 8- and 16-bit types", lambda t: t.unique),
     Statistic(
         "subnormal",
         "elements that are too small for all digits of their type",
         _subnormal,
+        lambda g: g.total("subnormal"),
         complex=True,
         channels=True,
     ),

@@ -1,0 +1,71 @@
+"""The option ``--by`` of ``xckpt stats`` and ``xckpt compare``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xckpt.cli.common import Column, complain, print_document, print_table, usage_errors
+from xckpt.formatting import figure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+__all__ = ["by_option", "grouped_table", "print_groups"]
+
+# Attributes of groups that the document has.
+_NOTES = ("outside", "missing", "unknown")
+
+by_option = click.option(
+    "--by",
+    "keys",
+    metavar="KEY,...",
+    help="Merge tensors into groups: layer, role, module, or a numbered module such as expert.",
+)
+
+
+def grouped_table(
+    result: Any, keys: str, sort: str | None, *, ascending: bool = False, **options: Any
+) -> pd.DataFrame:
+    """Return a result by layer, role, ..., with a row for each group that has tensors.
+
+    The attributes of the table are those of the groups, and ``by``, the keys.
+    """
+    names = [name.strip() for name in keys.split(",")]
+    with usage_errors():
+        grouped = result.ckpt.by(*names, **options)
+    frame: pd.DataFrame = grouped.to_dataframe().reset_index()
+    frame = frame[frame["tensors"] > 0]
+    if sort in frame:
+        frame = frame.sort_values(sort, ascending=ascending, kind="stable")
+    frame.attrs = {"by": names, **grouped.attrs}
+    return frame
+
+
+def print_groups(
+    frame: pd.DataFrame, chosen: Sequence[str], document: dict[str, Any] | None
+) -> None:
+    """Print groups as a table of the chosen columns, or as a part of a JSON document."""
+    notes = {key: frame.attrs[key] for key in _NOTES if key in frame.attrs}
+    keys = frame.attrs["by"]
+    if document is not None:
+        records = frame.to_dict("records")
+        # NaN is not equal to itself.
+        rows = [{k: v if v == v else None for k, v in row.items()} for row in records]  # noqa: PLR0124
+        print_document({**document, "by": keys, "groups": rows, **notes})
+        return
+    columns = [*keys, "tensors", *(name for name in chosen if name in frame)]
+    texts = [
+        [value if isinstance(value, str) else figure(value) for value in frame[name].tolist()]
+        for name in columns
+    ]
+    numbers = frame.select_dtypes("number").columns
+    head = [Column(name, right=name in numbers) for name in columns]
+    print_table(head, list(zip(*texts, strict=True)))
+    if "outside" in notes:
+        complain(f"tensors outside, whose names lack {' or '.join(keys)}: {notes['outside']}")
+    if "unknown" in notes:
+        complain(notes["unknown"])
