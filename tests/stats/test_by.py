@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -259,3 +260,18 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert document["groups"][2]["rel_l2"] == 0.5
     assert main(["stats", paths[0], "--by", "expert"]) == 2
     assert "no tensor has a number for 'expert'" in capsys.readouterr().err
+
+
+def test_pickled_results_keep_their_roles() -> None:
+    tensors = {"layers.0.mlp.weight": np.zeros(4, "int8"), "layers.0.mlp.scales": np.ones(4)}
+    result = pickle.loads(pickle.dumps(xckpt.stats(tensors)))
+    assert result.ckpt.by("role")["role"].values.tolist() == ["codes", "scale"]
+
+
+def test_a_file_and_its_dataset_have_the_same_groups(tmp_path: Path) -> None:
+    tensors = model() | {"model.mask": np.ones((3, 3), bool), "steps": np.array(3)}
+    xckpt.save(tensors, tmp_path / "m.zt")
+    by_path = xckpt.stats(tmp_path / "m.zt").ckpt.by("role")
+    by_dataset = xckpt.open(tmp_path / "m.zt").ckpt.stats().ckpt.by("role")
+    xr.testing.assert_identical(by_path, by_dataset)
+    assert by_path["role"].values.tolist() == ["weight", "codes", "counter", "constant"]

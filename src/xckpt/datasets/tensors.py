@@ -147,6 +147,15 @@ class _TensorListing(NamedTuple):
     shapes: dict[tuple[Any, ...], tuple[int, ...]]  # by dimensions
 
 
+class Origin(NamedTuple):
+    """What results remember of the object that they describe, without its arrays."""
+
+    #: Name, stored element type and shape of each tensor.
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    #: Owners of the bytes of tied tensors.
+    shared: dict[str, str]
+
+
 class OpenTensors:
     """The tensors of an open object by name, including stacked tensors and nodes of a tree.
 
@@ -323,6 +332,11 @@ class OpenTensors:
         return {n: owner for n, owner in owners.items() if n in names and owner in names}
 
     @property
+    def origin(self) -> Origin:
+        """Names and types of the tensors, which determine their roles."""
+        return Origin([row[:3] for row in self.rows], self.shared)
+
+    @property
     def only(self) -> str:
         """Name of the only tensor."""
         if len(self.rows) != 1:
@@ -414,7 +428,7 @@ class OpenTensors:
         sizes = zip(variable.dims, variable.shape, strict=True)
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
         count = len(record.members if record.present is None else record.present)
-        nbytes = row.nbytes // count
+        nbytes = row.nbytes // max(1, count)
         whole = variable.encoding.get("original_shape")
         if whole is not None and whole[len(record.dims) :] != shape:
             nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
@@ -472,6 +486,12 @@ class FileTensors(OpenTensors):
     def attrs(self) -> Mapping[Any, Any]:
         """Attributes of the file."""
         return self._opened[1].attrs
+
+    @property
+    def origin(self) -> Origin:
+        """Names and types of the tensors, without the variables of the Dataset."""
+        index = self._opened[1]
+        return Origin([(t.name, t.dtype, t.shape) for t in index.tensors.values()], index.shared)
 
     @property
     def variable_names(self) -> Collection[Any]:

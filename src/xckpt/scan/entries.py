@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
     from xckpt.opening import OpenPath
     from xckpt.scan.readers import Reader
-    from xckpt.tensor_rows import Row
     from xckpt.typing import Dataset
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
@@ -51,14 +50,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 LONGEST_ROW = 1 << 22
 # Size of the statistics of a row, in bytes.
 _ROW_NBYTES = 256
-
-
-class Origin(NamedTuple):
-    """The tensors of the object that a result describes, in ``result.encoding["origin"]``."""
-
-    rows: list[Row]
-    #: Owners of the bytes of tied tensors.
-    shared: dict[str, str]
 
 
 class Described(NamedTuple):
@@ -375,7 +366,7 @@ def laid_out(
     # Marks the result for our formatter: xarray takes minutes to show very many variables.
     result.encoding["statistics"] = True
     # For groups by role. Saved results lack it.
-    result.encoding["origin"] = Origin(contents.rows, contents.shared)
+    result.encoding["origin"] = contents.origin
     return cast("Dataset", result)
 
 

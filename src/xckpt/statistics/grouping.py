@@ -22,14 +22,13 @@ from xckpt.labels.roles import Role, roles_of
 from xckpt.notebook.folding import ascending
 from xckpt.statistics.definitions import STATISTICS
 from xckpt.statistics.tables import named_tensors, tensor_rows
-from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     import xarray as xr
 
-    from xckpt.scan.entries import Origin
+    from xckpt.datasets.tensors import Origin
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -255,18 +254,16 @@ def _number_of(key: str, modules: Sequence[str], indices: Sequence[str]) -> int 
 
 def _role_labels(names: Sequence[str], origin: Origin | None) -> list[str]:
     """Return the role of each tensor, from all tensors of the checkpoint if these are known."""
-    rows = {row.name: row for row in (origin.rows if origin else ())}
-    whole = [name if name in rows else name.rpartition(":")[0] for name in names]
-    # A matrix of floats stands for a tensor of which only the name is known.
-    unknown = (
-        Row(name, "float32", (2, 2), 0)
-        for name, full in zip(names, whole, strict=True)
-        if full not in rows
-    )
-    roles = roles_of([*(row[:3] for row in rows.values()), *(row[:3] for row in unknown)])
-    return [
-        roles[full if full in rows else name].value for name, full in zip(names, whole, strict=True)
+    tensors = {tensor[0]: tensor for tensor in (origin.tensors if origin else ())}
+    # Parts of a tensor have names like name:part.
+    owners = [name if name in tensors else name.rpartition(":")[0] for name in names]
+    owners = [
+        owner if owner in tensors else name for owner, name in zip(owners, names, strict=True)
     ]
+    # A matrix of floats stands for a tensor of which only the name is known.
+    unknown = [(name, "float32", (2, 2)) for name in owners if name not in tensors]
+    roles = roles_of([*tensors.values(), *unknown])
+    return [roles[name].value for name in owners]
 
 
 def _sorted(key: str, labels: Iterable[Any]) -> list[Any]:
