@@ -102,7 +102,7 @@ def open_merges(
 
 
 @dataclass(slots=True)
-class _Evidence:
+class _MergeEvidence:
     """Sums over the elements of a tensor."""
 
     count: int = 0
@@ -157,7 +157,7 @@ class _Merge:
                 return Explanation(("changed",), text, holds=False)
             change = self._change()
             norms = None if change.magnitude is None else self._norms(change)
-            evidence = _Evidence()
+            evidence = _MergeEvidence()
             for rows, x, y in self._blocks():
                 self._add(evidence, change, norms, rows, x, y)
         return self._worded(evidence, change)
@@ -211,7 +211,7 @@ class _Merge:
         return norms
 
     def _add(  # noqa: PLR0917
-        self, evidence: _Evidence, change: _Change, norms: Array | None, rows: slice, x: Array,
+        self, evidence: _MergeEvidence, change: _Change, norms: Array | None, rows: slice, x: Array,
         y: Array,
     ) -> None:  # fmt: skip
         """Add the elements of a block to the evidence."""
@@ -242,7 +242,7 @@ class _Merge:
         evidence.mixed += float(np.vdot(difference, product))
         evidence.product_squares += float(np.vdot(product, product))
 
-    def _worded(self, evidence: _Evidence, change: _Change) -> Explanation:
+    def _worded(self, evidence: _MergeEvidence, change: _Change) -> Explanation:
         adapter, kind = self.adapter, self.theirs.kind.name
         formula = {
             "lora": f"a + {change.scale:.6g} * B @ A of rank {change.rank}",

@@ -159,7 +159,7 @@ class Factors:
 
 
 @dataclass(slots=True)
-class _Module:
+class _AdaptedModule:
     """The tensors of an adapter for one module, by purpose."""
 
     tensors: dict[str, str] = field(default_factory=dict)
@@ -195,22 +195,24 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
     return adapters
 
 
-def _modules_of(names: Collection[str]) -> tuple[dict[str, _Module], list[str]]:
+def _modules_of(names: Collection[str]) -> tuple[dict[str, _AdaptedModule], list[str]]:
     """Return the modules with tensors of adapters, and the names of all other tensors."""
-    modules: dict[str, _Module] = {}
+    modules: dict[str, _AdaptedModule] = {}
     remaining_names = []
     for name in names:
         plain = _ADAPTER_NAME.sub(r".\1", name) if len(name) <= _LONGEST_NAME else name
         unsupported = next((end for end in _UNSUPPORTED_ENDINGS if plain.endswith(end)), None)
         ending = next((ending for ending in _ENDINGS if plain.endswith(ending)), None)
         if unsupported is not None:
-            modules.setdefault(plain.removesuffix(unsupported), _Module()).is_unsupported = True
+            modules.setdefault(
+                plain.removesuffix(unsupported), _AdaptedModule()
+            ).is_unsupported = True
         elif ending is None:
             remaining_names.append(name)
         else:
             purpose = _ENDINGS[ending]
             stem = plain.removesuffix(ending) + (".weight" if ending.startswith(".weight") else "")
-            module = modules.setdefault(stem, _Module())
+            module = modules.setdefault(stem, _AdaptedModule())
             if purpose in module.tensors:
                 both = some([module.tensors[purpose], name], "tensors")
                 raise ValueError(f"the file has several adapters of one module: {both}")
@@ -221,11 +223,11 @@ def _modules_of(names: Collection[str]) -> tuple[dict[str, _Module], list[str]]:
     return modules, remaining_names
 
 
-def _is_of_adapter(module: _Module) -> bool:
+def _is_of_adapter(module: _AdaptedModule) -> bool:
     return module.is_unsupported or bool(set(module.tensors) - {"alpha", "magnitude"})
 
 
-def _factor_names(module: _Module) -> tuple[str, str, str] | None:
+def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
     """Return the form of the factors, and the names of both; None if they are not complete."""
     for form, first, second in (
         ("", "A", "B"), ("embedding", "embedding A", "embedding B"), ("mlx", "A.T", "B.T"),
@@ -246,7 +248,7 @@ def _biased(module: str) -> str:
 
 
 def _adapter(
-    name: str, module: _Module, shapes: Mapping[str, tuple[int, ...]], scales: _Scales
+    name: str, module: _AdaptedModule, shapes: Mapping[str, tuple[int, ...]], scales: _Scales
 ) -> Adapter:
     """Return the adapter of a module."""
     base = _base_of(f"{name}.").rstrip(".")
@@ -316,7 +318,9 @@ class _Scales:
         self.problem = f"the option {used[0]} is unsupported" if used else ""
         self.is_transposed = options.get("fan_in_fan_out") is True
 
-    def find(self, name: str, module: _Module, rank: int) -> tuple[float | None, float | None, str]:
+    def find(
+        self, name: str, module: _AdaptedModule, rank: int
+    ) -> tuple[float | None, float | None, str]:
         """Return alpha, the scale, and why there is no scale."""
         if "alpha" in module.tensors:
             values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
