@@ -43,6 +43,7 @@ FUNCTIONS = {
 }
 ATTRIBUTES = {
     "adapters": "ds.ckpt.adapters()",
+    "by": "ds.ckpt.stats().ckpt.by('layer')",
     "by_base_id": "ds.ckpt.param_key('embed')",
     "compare": "ds.ckpt.compare('m.npz')",
     "explore": "ds.ckpt.explore()",
