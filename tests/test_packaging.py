@@ -26,7 +26,7 @@ CONDA_NAMES = {
     "playwright": "playwright-python",
     "xxhash": "python-xxhash",
 }
-ONLY_FOR_DEVELOPERS = {"bench", "docs", "lint", "testing"}
+ONLY_FOR_DEVELOPERS = {"bench", "docs", "lint", "oracles", "testing"}
 DEPRECATED_EXTRAS = {"http", "hub", "s3"}
 HEAVY = {"dask", "fsspec", "ipywidgets", "ml_dtypes", "numba", "obstore", "sparse", "zstandard"}
 

@@ -134,7 +134,7 @@ def test_attributes_are_bounded() -> None:
 BAD_INDEXES = {
     "index_climbs": "climbs|relative|outside|folder",
     "index_itself": "index_itself",
-    "index_wrong_file": "has this tensor",
+    "index_wrong_file": "lists this tensor",
 }
 
 

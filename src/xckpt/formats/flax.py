@@ -259,16 +259,17 @@ class _Tree(kit.Cursor):
     def _tensor(self, path: tuple[str, ...]) -> Tensor:
         """Read the body of an array; a mistake within makes only this tensor unreadable."""
         name, start = _name(path), self.at
+        place = path if 0 < len(path) <= _LONGEST_PATH else None
         try:
-            tensor = self._array(name)
+            return self._array(name, place)
         except CheckpointError as error:
             error.offset = start if error.offset is None else error.offset
             if error.rule == "Truncated":
                 raise error.located(tensor=name) from None
-            tensor = Tensor(name, "unknown", (), {}, problem=error.located(tensor=name))
-        return _placed(tensor, path)
+            problem = error.located(tensor=name)
+            return Tensor(name, "unknown", (), {}, problem=problem, path=place)
 
-    def _array(self, name: str) -> Tensor:
+    def _array(self, name: str, path: tuple[str, ...] | None) -> Tensor:
         """Read the shape, the name of the element type, and the position of the bytes."""
         if self._head() != (_ARRAY, 3):
             raise FormatError("an array must be [shape, type, bytes]", rule="Array")
@@ -287,7 +288,7 @@ class _Tree(kit.Cursor):
         self.skip(nbytes, "elements")
         if self.left:
             raise FormatError(f"{self.left} bytes follow the elements", rule="ExtraData")
-        return _dense(name, spelled, shape, offset, nbytes)
+        return _dense(name, spelled, shape, offset, nbytes, path=path)
 
     def _join(self, level: _Level) -> None:
         """Replace the leaves of a map of pieces by one tensor."""
@@ -299,7 +300,8 @@ class _Tree(kit.Cursor):
         except CheckpointError as error:
             problem = error.located(tensor=name, offset=level.offset)
             tensor = Tensor(name, "unknown", (), {}, problem=problem)
-        self._leaves.append((level.path, _placed(tensor, level.path)))
+        path = level.path if 0 < depth <= _LONGEST_PATH else None
+        self._leaves.append((level.path, replace(tensor, path=path)))
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -310,23 +312,27 @@ def _place(path: tuple[str, ...]) -> str:
     return shown(_name(path))
 
 
-def _placed(tensor: Tensor, path: tuple[str, ...]) -> Tensor:
-    return replace(tensor, path=path) if 0 < len(path) <= _LONGEST_PATH else tensor
-
-
 def _extent(kind: str, value: Any) -> int:
     if kind is not _VALUE or type(value) is not int or not 0 <= value <= kit.LARGEST:
         raise FormatError(f"an extent must be an integer from 0 to {kit.LARGEST}", rule="Shape")
     return value
 
 
-def _dense(name: str, spelled: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
+def _dense(
+    name: str,
+    spelled: str,
+    shape: tuple[int, ...],
+    offset: int,
+    nbytes: int,
+    *,
+    path: tuple[str, ...] | None = None,
+) -> Tensor:
     """Return a tensor whose elements are `nbytes` bytes from `offset` on."""
     if spelled not in _SIZES:
         reason = f"the element type {shown(spelled)} cannot be read"
         problem = UnsupportedError(reason, tensor=name, offset=offset, rule="Type")
         parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
-        return Tensor(name, spelled, shape, parts, problem=problem)
+        return Tensor(name, spelled, shape, parts, problem=problem, path=path)
     if kit.is_oversized(shape, spelled):
         raise FormatError(f"the shape {list(shape)} is too large", rule="Shape")
     needed = prod(shape) * _SIZES[spelled]
@@ -336,7 +342,7 @@ def _dense(name: str, spelled: str, shape: tuple[int, ...], offset: int, nbytes:
     is_narrow = ELEMENT_TYPES[spelled].bits < 8
     strides = tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))]) if is_narrow else None
     part = Part(spelled, shape, offset, nbytes, strides=strides)
-    return Tensor(name, spelled, shape, {"data": part})
+    return Tensor(name, spelled, shape, {"data": part}, path=path)
 
 
 def _joined(name: str, fields: Mapping[tuple[str, ...], Any]) -> Tensor:
