@@ -23,7 +23,7 @@ from xckpt.statistics.describe import spectrum
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from xckpt.health.evidence import Evidence, Finding
+    from xckpt.health.evidence import Evidence, RuleFinding
     from xckpt.progress import ProgressOption
     from xckpt.scan.readers import Reader
 
@@ -104,7 +104,7 @@ class _Codes(Rule):
     #: Tensors with fewer elements per possible code are skipped.
     elements_of_a_code = 64
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for codes in evidence.once(code_ranges):
             levels = 1 << ALL_TYPES[codes.dtype].bits
             if codes.elements >= self.elements_of_a_code * levels:

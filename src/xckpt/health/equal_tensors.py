@@ -15,7 +15,7 @@ from xckpt.labels.numbering import parse_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from xckpt.health.evidence import Evidence, Finding
+    from xckpt.health.evidence import Evidence, RuleFinding
 
 # Statistics that are identical in equal tensors. If only the order of rows differs, so does the
 # position of the largest element.
@@ -121,7 +121,7 @@ class Tied(Rule):
     name, severity = "tied", "info"
     roles = EVERY
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row, owner in evidence.once(EqualTensors).tied.items():
             sentence = f"it is {evidence.names[owner]}: both have the same bytes of the file"
             yield self.finding(evidence, row, 2, sentence)
@@ -134,7 +134,7 @@ class Duplicated(Rule):
     roles = CODED
     threshold = 4096  # bytes
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         equals = evidence.once(EqualTensors)
         for row, twin in equals.twins.items():
             nbytes = evidence.readers[row].nbytes
@@ -157,7 +157,7 @@ class CopiedLayer(Rule):
     name, severity = "copied_layer", "warning"
     roles = CODED
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         equals = evidence.once(EqualTensors)
         for row, (copy, layer) in equals.copied_layers.items():
             name = evidence.names[equals.twins[row]]

@@ -37,7 +37,7 @@ EVERY = frozenset(Role) - {Role.STATE}
 _NEIGHBOURS = 2
 
 
-class Finding(NamedTuple):
+class RuleFinding(NamedTuple):
     """A rule that holds for a tensor."""
 
     row: int
@@ -57,18 +57,18 @@ class Rule(ABC):
     roles: ClassVar[frozenset[Role]] = WEIGHTS
 
     @abstractmethod
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         """Return the findings in tensors of any role."""
 
-    def findings(self, evidence: Evidence) -> Iterator[Finding]:
+    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
         """Return the findings in tensors of the roles in `roles`."""
         roles = evidence.roles
         return (finding for finding in self._judge(evidence) if roles[finding.row] in self.roles)
 
-    def finding(self, evidence: Evidence, row: Any, value: Any, explanation: str) -> Finding:
+    def finding(self, evidence: Evidence, row: Any, value: Any, explanation: str) -> RuleFinding:
         """Return a finding in the tensor of a row."""
         row = int(row)
-        return Finding(row, evidence.names[row], self.name, float(value), explanation)
+        return RuleFinding(row, evidence.names[row], self.name, float(value), explanation)
 
 
 class Evidence:

@@ -25,7 +25,7 @@ from xckpt.statistics.channel_sketches import OUTLYING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.health.evidence import Evidence, Finding
+    from xckpt.health.evidence import Evidence, RuleFinding
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,7 +36,7 @@ class _NotFinite(Rule):
     severity = "error"
     word = ""
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row in np.flatnonzero(evidence[self.name] > 0):
             number, count = evidence[self.name][row], evidence["count"][row]
             verb = "is" if number == 1 else "are"
@@ -71,7 +71,7 @@ class _OneValue(Rule):
     #: Moments are zeros before the first step, and scales may all be the same.
     only_if_unlike_siblings = frozenset({Role.MOMENT, Role.SCALE})
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         count, low = evidence["count"], evidence["min"]
         is_finite = evidence["nan"] + evidence["inf"] == 0
         is_constant = (low == evidence["max"]) & (count > 1) & is_finite
@@ -130,7 +130,7 @@ class Exploding(Rule):
     #: Trained weights reach some tens, squares of gradients thousands.
     threshold, threshold_of_moments = 100.0, 10_000.0
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         std, largest, mean = evidence["std"], evidence["absmax"], evidence["mean"]
         ratio = largest / std
         is_moment = np.array([role is Role.MOMENT for role in evidence.roles])
@@ -149,7 +149,7 @@ class NegativeMoment(Rule):
     roles = frozenset({Role.MOMENT})
     _squares = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         low = evidence["min"]
         for row in np.flatnonzero(low < 0):
             if self._squares.search(evidence.names[row]):
@@ -163,7 +163,7 @@ class Subnormal(Rule):
     name, severity = "subnormal", "warning"
     threshold = 0.1  # share of the elements
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         share = evidence["subnormal"] / evidence["count"]
         for row in np.flatnonzero(share > self.threshold):
             sentence = (
@@ -193,7 +193,7 @@ class _Dead(Rule):
     severity = "warning"
     roles = CODED
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         has_others = evidence["zero"] < evidence["count"]
         for word, statistic in (("row", "dead_rows"), ("column", "dead_columns")):
             dead = evidence[statistic]
@@ -254,7 +254,7 @@ class DeadExperts(_Dead):
 
     name = "dead_experts"
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         yield from super()._judge(evidence)
         for row in np.flatnonzero(evidence["faint_rows"] > 0):
             if is_router(evidence, row):
@@ -274,7 +274,7 @@ class OutlierChannels(Rule):
     threshold = OUTLYING  # standard deviations
     few = 0.01  # share of the rows or columns
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rows, columns = evidence["outlier_rows"], evidence["outlier_columns"]
         ratio = evidence["absmax"] / evidence["std"]
         for row in np.flatnonzero((rows > 0) & (columns > 0)):
@@ -330,7 +330,7 @@ class ZeroCentredNorm(_Norm):
 
     name, severity = "zero_centred_norm", "warning"
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row, norms in self._norms_to_compare(evidence):
             mean, is_constant = evidence["mean"][row], evidence["std"][row] == 0
             if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
@@ -343,7 +343,7 @@ class NegativeNorm(_Norm):
 
     name, severity = "negative_norm", "info"
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         low, mean = evidence["min"], evidence["mean"]
         for row, norms in self._norms_to_compare(evidence):
             if low[row] < 0 and not self._is_centred_on_zero(evidence, row):
@@ -364,7 +364,7 @@ class UnlikeLayer(Rule):
     #: At most one layer in this many is odd. More are part of the architecture.
     one_in = 16
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rms, count = evidence["rms"], evidence["count"]
         for siblings in evidence.series():
             rows = [row for row in siblings if rms[row] > 0 and np.isfinite(rms[row])]
@@ -400,7 +400,7 @@ class WideType(Rule):
     #: The smaller type that elements may fit.
     smaller = MappingProxyType({"float32": "bfloat16", "float64": "float32"})
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         spare, count = evidence["spare_bits"], evidence["count"]
         for row in np.flatnonzero((spare > 0) & (count >= self.fewest_elements)):
             dtype = evidence.dtypes[row]
@@ -419,7 +419,7 @@ class MixedTypes(Rule):
 
     name, severity = "mixed_types", "warning"
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for siblings in evidence.families.values():
             dtypes = [evidence.dtypes[row] for row in siblings]
             if len(set(dtypes)) < 2 or not WIDE_FLOATS.issuperset(dtypes):

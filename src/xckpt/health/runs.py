@@ -11,7 +11,7 @@ from xckpt.comparison.measures import MEASURES
 from xckpt.comparison.pairs import pair_of
 from xckpt.formatting import counted
 from xckpt.health.equal_tensors import equal_to
-from xckpt.health.evidence import EVERY, Evidence, Finding, Rule, out_of_line
+from xckpt.health.evidence import EVERY, Evidence, Rule, RuleFinding, out_of_line
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
 from xckpt.scan.entries import contents_of, entries_of
@@ -113,11 +113,13 @@ class _RunRule(Rule):
 
     roles = EVERY
 
-    def _at_step(self, evidence: Evidence, step: int, value: float, sentence: str) -> Finding:
+    def _at_step(self, evidence: Evidence, step: int, value: float, sentence: str) -> RuleFinding:
         """Return a finding about a step as a whole."""
         changes = evidence.once(step_changes)
         row = 0 if changes is None else changes.first_row(step)
-        return Finding(row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence)
+        return RuleFinding(
+            row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence
+        )
 
 
 class IdenticalStep(_RunRule):
@@ -126,7 +128,7 @@ class IdenticalStep(_RunRule):
     name = "identical_step"
     severity = "warning"
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         changes = evidence.once(step_changes)
         if changes is None:
             return
@@ -146,7 +148,7 @@ class UnlikeStep(_RunRule):
     enough = 5.0
     fewest_changes = 4
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         changes = evidence.once(step_changes)
         if changes is None:
             return
@@ -185,7 +187,7 @@ class StoppedChanging(_RunRule):
     severity = "warning"
     threshold = 2  # steps in a row
 
-    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         changes = evidence.once(step_changes)
         if changes is None:
             return

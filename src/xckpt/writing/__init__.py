@@ -26,11 +26,11 @@ from xckpt.formats import FormatOptions
 from xckpt.writing.contents import TensorDigest
 from xckpt.writing.manifests import Manifest, manifest
 from xckpt.writing.saving import Conversion, Recast, append, convert, save
-from xckpt.writing.verifying import FileFinding, Report, verify
+from xckpt.writing.verifying import Finding, Report, verify
 
 __all__ = [
     "Conversion",
-    "FileFinding",
+    "Finding",
     "FormatOptions",
     "Manifest",
     "Recast",

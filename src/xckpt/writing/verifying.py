@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.writing.contents import TensorContent, TensorDigest
 
-__all__ = ["FileFinding", "Report", "verify"]
+__all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
 # Number of files that are checked for changes at the same time.
@@ -60,7 +60,7 @@ _BLOCK_NBYTES = 8 << 20
 _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
-class FileFinding(NamedTuple):
+class Finding(NamedTuple):
     """A fault of a checkpoint.
 
     Parameters
@@ -107,7 +107,7 @@ class Report:
         Number of tensors that were checked.
     digests : int
         Number of digests, in the file and in the manifest, that were compared with the data.
-    findings : tuple of FileFinding
+    findings : tuple of Finding
         Faults in file order.
     unchecked : int
         Number of tensors whose contents no digest covers, so that damage would not be noticed.
@@ -124,7 +124,7 @@ class Report:
     version: str
     tensors: int
     digests: int
-    findings: tuple[FileFinding, ...]
+    findings: tuple[Finding, ...]
     unchecked: int = 0
 
     @property
@@ -154,10 +154,10 @@ class Report:
         return f"structure intact; {contents} have no digests, so they were not checked"
 
     def to_dataframe(self) -> DataFrame:
-        """Return the findings as a table, with a column for each field of `FileFinding`."""
+        """Return the findings as a table, with a column for each field of `Finding`."""
         import pandas as pd
 
-        return pd.DataFrame(list(self.findings), columns=list(FileFinding._fields))
+        return pd.DataFrame(list(self.findings), columns=list(Finding._fields))
 
     def __repr__(self) -> str:
         errors = sum(finding.severity == "error" for finding in self.findings)
@@ -242,7 +242,7 @@ def verify(
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [FileFinding("warning", None, None, None, text) for text in index.warnings]
+    findings = [Finding("warning", None, None, None, text) for text in index.warnings]
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
@@ -274,7 +274,7 @@ def verify(
     return Report(source.name, index.format, index.version, *counts)
 
 
-def _change(file: Source) -> FileFinding | None:
+def _change(file: Source) -> Finding | None:
     """Return a finding if a file changed after it was opened."""
     try:
         file.check()
@@ -285,16 +285,16 @@ def _change(file: Source) -> FileFinding | None:
     return None
 
 
-def _finding(error: CheckpointError, tensor: str | None = None) -> FileFinding:
+def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
     name = tensor if error.tensor is None else error.tensor
     severity: Any = "warning" if isinstance(error, UnsupportedError) else "error"
-    return FileFinding(severity, name, error.rule, error.offset, error.reason, error.path)
+    return Finding(severity, name, error.rule, error.offset, error.reason, error.path)
 
 
 class _Checked(NamedTuple):
     """The result for one tensor: its fault, the digests compared, and whether they cover it."""
 
-    finding: FileFinding | None
+    finding: Finding | None
     digests: int
     is_covered: bool
 
@@ -309,7 +309,7 @@ class _Compared:
         #: Tensors with the same elements as another type.
         self.recast: dict[str, TensorContent] = {}
         #: Faults of tensors that could not be read.
-        self.failed: dict[str, FileFinding] = {}
+        self.failed: dict[str, Finding] = {}
 
     def take(
         self,
@@ -326,7 +326,7 @@ class _Compared:
                 self.recast[content.name] = content
             self.actual[content.name] = actual
 
-    def findings(self) -> Iterator[FileFinding]:
+    def findings(self) -> Iterator[Finding]:
         """Yield differences; files in which every tensor differs come first."""
         expected = {n: entry for n, entry in self.expected.items() if not _is_of(n, self.failed)}
         differing = {mismatch.tensor: mismatch for mismatch in differences(expected, self.actual)}
@@ -338,20 +338,20 @@ class _Compared:
             if len(names) > 1 and all(name in differing for name in names):
                 reason = f"all of its {len(names)} tensors differ from the manifest"
                 hint = "it may be of another step, or of another checkpoint"
-                yield FileFinding("error", None, "ManifestFile", None, f"{reason}; {hint}", file)
+                yield Finding("error", None, "ManifestFile", None, f"{reason}; {hint}", file)
         for mismatch in differing.values():
             severity, name, rule, message = mismatch
-            yield FileFinding(severity, name, rule, None, message, self.files.get(name))
+            yield Finding(severity, name, rule, None, message, self.files.get(name))
         for name, failure in self.failed.items():
             if failure.severity != "error":
                 message = "it could not be read, so it was not compared with the manifest"
-                yield FileFinding("error", name, "ManifestUnread", None, message, failure.file)
+                yield Finding("error", name, "ManifestUnread", None, message, failure.file)
         for name, content in self.recast.items():
             like = self.expected[name]
             message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
             if content.dtype == like.dtype:
                 message = f"the same elements are {_STORED[content.kind]}, not {_STORED[like.kind]}"
-            yield FileFinding("warning", name, "ManifestType", None, message, content.file)
+            yield Finding("warning", name, "ManifestType", None, message, content.file)
 
 
 def _type(content: TensorContent | TensorDigest) -> tuple[str, str]:
