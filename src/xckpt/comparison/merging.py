@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from xckpt.statistics.grouping import Groups
+    from xckpt.statistics.group_sums import Groups
 
 __all__ = ["compared_by"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from xckpt.scan.kinds import Kind
-    from xckpt.statistics.grouping import Groups
+    from xckpt.statistics.group_sums import Groups
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

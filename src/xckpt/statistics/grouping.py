@@ -1,13 +1,12 @@
 """`by`: results of several tensors merged into results by layer, role, or numbered module.
 
-The statistics of a group are those of all its elements together. `Groups` has the sums from which
-they follow; `definitions` states how each statistic merges, `comparison.merging` how measures do.
+The statistics of a group are those of all its elements together. `group_sums` has the sums from
+which they follow; `definitions` states how statistics merge, `comparison.merging` how measures do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +20,7 @@ from xckpt.labels.numbering import drop_indices, parse_name, split_leaf
 from xckpt.labels.roles import Role, roles_of
 from xckpt.notebook.folding import ascending
 from xckpt.statistics.definitions import STATISTICS
+from xckpt.statistics.group_sums import Groups
 from xckpt.statistics.tables import named_tensors, tensor_rows
 
 if TYPE_CHECKING:
@@ -49,154 +49,6 @@ class Merged(NamedTuple):
 
 
 # --- merging -------------------------------------------------------------------------------------
-
-
-class Groups:
-    """Tensors in groups, and the statistics of all finite elements of each group.
-
-    Parameters
-    ----------
-    columns : mapping of str to array
-        Statistics by name, with a number for each tensor.
-    numbers : array of int
-        Group of each tensor.
-    """
-
-    def __init__(self, columns: Mapping[str, Array], numbers: Array) -> None:
-        order = np.argsort(numbers, kind="stable")
-        self._order = order
-        self._columns = columns
-        #: The groups that have tensors, and the number of tensors of each.
-        self.present, self._starts, self.tensors = np.unique(
-            numbers[order], return_index=True, return_counts=True
-        )
-        self._owner = np.repeat(np.arange(len(self.present)), self.tensors)
-
-    def __getitem__(self, name: str) -> Array:
-        """Return a statistic of the tensors, sorted by group; raise `KeyError` if it is missing."""
-        return self._columns[name][self._order]
-
-    def sum(self, values: Array) -> Array:
-        """Return the sum over each group of numbers in the order of the groups."""
-        # Extended precision, because numpy adds up segments one number after another.
-        total: Array = np.add.reduceat(values, self._starts, dtype=np.longdouble)
-        return total.astype(np.float64)
-
-    def total(self, name: str) -> Array:
-        """Return the sum of a statistic over the tensors of each group."""
-        return self.sum(self[name])
-
-    def spread(self, values: Array) -> Array:
-        """Return the number of its group for each tensor."""
-        spread: Array = values[self._owner]
-        return spread
-
-    def highest(self, values: Array) -> Array:
-        """Return the largest of the numbers of each group."""
-        highest: Array = np.maximum.reduceat(values, self._starts)
-        return highest
-
-    def least(self, name: str) -> Array:
-        """Return the smallest of a statistic over the tensors with finite elements."""
-        return -self._extreme(-self[name])
-
-    def largest(self, name: str) -> Array:
-        """Return the largest of a statistic over the tensors with finite elements."""
-        return self._extreme(self[name])
-
-    def _extreme(self, values: Array) -> Array:
-        highest = self.highest(np.where(self.finite > 0, values, -np.inf))
-        return np.where(self.all_finite > 0, highest, np.nan)
-
-    @cached_property
-    def finite(self) -> Array:
-        """Number of finite elements of each tensor."""
-        return self["count"] - self["nan"] - self["inf"]
-
-    @cached_property
-    def all_finite(self) -> Array:
-        """Number of finite elements of each group."""
-        return self.sum(self.finite)
-
-    @cached_property
-    def mean(self) -> Array:
-        """Mean of each group."""
-        means = self._of_finite("mean")
-        low, high = self.least("mean"), self.largest("mean")
-        # A share of the elements, because a sum of all of them may overflow.
-        return np.where(low == high, low, self.sum(self._share * means))
-
-    @cached_property
-    def std(self) -> Array:
-        """Standard deviation of each group."""
-        std: Array = np.ldexp(np.sqrt(self._central[0]), self._exponent)
-        return std
-
-    @property
-    def rms(self) -> Array:
-        """Root of the mean square of each group."""
-        return self._root("rms", self._share)
-
-    @property
-    def l2(self) -> Array:
-        """Root of the sum of the squares of each group; zero without finite elements."""
-        return np.where(self.all_finite > 0, self._root("l2", np.ones(len(self.finite))), 0.0)
-
-    @property
-    def skew(self) -> Array:
-        """Standardised third moment of each group."""
-        variance, third, _ = self._central
-        return np.where(variance > 0, third / variance**1.5, np.nan)
-
-    @property
-    def kurtosis(self) -> Array:
-        """Excess kurtosis of each group."""
-        variance, _, fourth = self._central
-        return np.where(variance > 0, fourth / variance**2 - 3.0, np.nan)
-
-    @cached_property
-    def _share(self) -> Array:
-        """Part of the finite elements of its group that each tensor has; NaN without any."""
-        share: Array = self.finite / self.spread(self.all_finite)
-        return share
-
-    def _of_finite(self, name: str) -> Array:
-        """Return a statistic of the tensors, zero for tensors without finite elements."""
-        return np.where(self.finite > 0, self[name], 0.0)
-
-    @cached_property
-    def _exponent(self) -> Array:
-        """Exponent of a power of two near the elements, so that fourth powers stay in range."""
-        sizes = np.maximum(np.abs(self._of_finite("mean")), self._of_finite("std"))
-        return np.frexp(self.highest(sizes))[1]
-
-    @cached_property
-    def _central(self) -> tuple[Array, Array, Array]:
-        """Central moments of each group, from those of its tensors around the common mean."""
-        down = -self.spread(self._exponent)
-        std = np.ldexp(self._of_finite("std"), down)
-        # Halves, because a difference of large numbers may overflow.
-        half = self._of_finite("mean") / 2 - self.spread(self.mean) / 2
-        shift = np.where(self.finite > 0, np.ldexp(half, down + 1), 0.0)
-        variance = std**2
-        second = self.sum(self._share * (variance + shift**2))
-        third, fourth = np.full_like(second, np.nan), np.full_like(second, np.nan)
-        if {"skew", "kurtosis"} <= set(self._columns):
-            is_spread = (self.finite > 0) & (std > 0)
-            cubes = np.where(is_spread, std**3 * self["skew"], 0.0)
-            fourths = np.where(is_spread, variance**2 * (self["kurtosis"] + 3.0), 0.0)
-            third = self.sum(self._share * (cubes + 3 * shift * variance + shift**3))
-            terms = fourths + 4 * shift * cubes + 6 * shift**2 * variance + shift**4
-            fourth = self.sum(self._share * terms)
-        return second, third, fourth
-
-    def _root(self, name: str, weights: Array) -> Array:
-        """Return the root of the weighted sum of the squares of a statistic."""
-        values = self._of_finite(name)
-        exponent = np.frexp(self.highest(values))[1]
-        squares = np.ldexp(values, -self.spread(exponent)) ** 2
-        root: Array = np.ldexp(np.sqrt(self.sum(weights * squares)), exponent)
-        return root
 
 
 def merge_statistics(groups: Groups, names: Sequence[str]) -> Merged:
