@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_extension_declined", "register_accessor", "register_formatter"]
 
-#: Whether ``%unload_ext xckpt`` was called in this session; files then do not load it again.
+#: True after ``%unload_ext xckpt``: opening a file then does not load the extension again.
 is_extension_declined = False
 
 
@@ -37,10 +37,9 @@ def _load_accessor() -> None:
 def register_formatter() -> None:
     """Load the IPython extension when a checkpoint is opened, unless it was unloaded before.
 
-    This is the only place that decides about it; functions that open a file call it. Importing
-    xckpt changes no session, and neither does opening a file outside of IPython. In IPython and
-    Jupyter, the first checkpoint loads the extension, since xarray's HTML of 18,000 variables takes
-    minutes.
+    Every function that opens a file calls this one. Importing xckpt changes no session, and neither
+    does opening a file outside of IPython. In IPython and Jupyter the first open file loads the
+    extension, because xarray's HTML of 18,000 variables takes minutes.
     """
     ipython = sys.modules.get("IPython")
     session = None if ipython is None else ipython.get_ipython()
@@ -51,10 +50,11 @@ def register_formatter() -> None:
 
 
 class _XarrayFinder:
-    """A finder for xarray alone, which asks the other finders.
+    """An import hook that registers the accessor once xarray is imported.
 
-    Importing xarray takes 50 times as long as importing xckpt, so xckpt does not do it for users
-    who may not need it. The finder stays in the list, over which other threads may iterate.
+    Importing xarray takes 50 times as long as importing xckpt, so xckpt leaves it to the user. The
+    finder delegates to the other finders. It is never removed, because other threads may iterate
+    over `sys.meta_path`.
     """
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""Merges of an adapter: whether ``b`` is ``a`` with the adapter's change, on every element.
+"""Verification of merges: every element of ``b`` is the one of ``a`` plus the adapter's change.
 
 The change of each tensor is computed in float64 from the factors, in blocks of rows. A tensor is a
 merge if each element of ``b`` is within the rounding of the sum:
@@ -48,10 +48,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 __all__ = ["Merges", "open_merges"]
 
 _BLOCK_NBYTES = 8 << 20
-# Roundings of float32 in a product: one for each term, and a few for the scale and the sum.
+# Roundings of float32 in a product beyond one for each term: the scale and the sum.
 _MORE_ROUNDINGS = 4
 _FLOAT32_STEP = 2.0**-23
-# The part of a difference that another scale leaves, as a share of its norm, to be worth a remark.
+# Another scale is suggested if it leaves at most this share of the norm of the difference.
 _FITTED = 0.05
 
 
@@ -67,17 +67,17 @@ class Merges:
         tasks = []
         explanations = {}
         for number, case in enumerate(cases):
-            adapter, both = self.adapters.get(case.match.name), case.match.both
-            if adapter is None or both is None:
+            adapter, readers = self.adapters.get(case.match.name), case.match.both
+            if adapter is None or readers is None:
                 continue
             problem = adapter.note
-            if not problem and adapter.shape != tuple(both[0].array.shape):
+            if not problem and adapter.shape != tuple(readers[0].array.shape):
                 problem = f"its update has the shape {list(adapter.shape)}"
             if problem:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
                 explanations[number] = Explanation(("changed",), text, holds=False)
             else:
-                tasks.append(_Merge(number, adapter, *both, self.tensors))
+                tasks.append(_Merge(number, adapter, *readers, self.tensors))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with ThreadPoolExecutor(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
@@ -116,7 +116,7 @@ class _MergeEvidence:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The numbers that an adapter has for one tensor, read into memory."""
+    """The factors or values of an adapter for one tensor, in memory."""
 
     left: Array
     #: None if `left` is the whole change.
@@ -141,7 +141,7 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """A tensor on both sides, and the adapter that may lie between them."""
+    """A tensor on both sides, and the adapter that may explain its difference."""
 
     number: int
     adapter: Adapter
@@ -160,7 +160,7 @@ class _Merge:
             evidence = _MergeEvidence()
             for rows, x, y in self._blocks():
                 self._add(evidence, change, norms, rows, x, y)
-        return self._worded(evidence, change)
+        return self._describe(evidence, change)
 
     def _change(self) -> _Change:
         adapter = self.adapter
@@ -179,14 +179,14 @@ class _Merge:
 
     @property
     def _adapter_kind(self) -> str:
-        """The element type that the numbers of the adapter are stored in."""
+        """The stored element type of the adapter."""
         name = self.adapter.tensors.get("left") or self.adapter.tensors["value"]
         variable = self.tensors.variable(name)
         kind = kind_of(variable.encoding.get("stored_dtype", variable.dtype))
         return "float32" if kind is None else kind.name
 
     def _blocks(self) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield rows of both sides as float64 matrices, and where they are."""
+        """Yield slices of rows, and these rows of both sides as float64 matrices."""
         shape = self.ours.array.shape or (1,)
         columns = prod(shape[1:])
         step = max(1, _BLOCK_NBYTES // (8 * max(1, columns)))
@@ -221,8 +221,8 @@ class _Merge:
         product = change.product(rows)
         update = change.scale * product
         expected = x + update
-        coarser = min(kind, self._adapter_kind, key=lambda name: FRACTION_BITS.get(name, 99))
-        bound = _step(update, coarser)
+        coarser_kind = min(kind, self._adapter_kind, key=lambda name: FRACTION_BITS.get(name, 99))
+        bound = _step(update, coarser_kind)
         bound += (change.rank + _MORE_ROUNDINGS) * _FLOAT32_STEP * change.product_bound(rows)
         if FRACTION_BITS.get(self.ours.kind.name, 0) > FRACTION_BITS[kind]:
             bound += _step(x, kind) / 2
@@ -242,7 +242,7 @@ class _Merge:
         evidence.mixed += float(np.vdot(difference, product))
         evidence.product_squares += float(np.vdot(product, product))
 
-    def _worded(self, evidence: _MergeEvidence, change: _Change) -> Explanation:
+    def _describe(self, evidence: _MergeEvidence, change: _Change) -> Explanation:
         adapter, kind = self.adapter, self.theirs.kind.name
         formula = {
             "lora": f"a + {change.scale:.6g} * B @ A of rank {change.rank}",

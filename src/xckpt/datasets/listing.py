@@ -231,7 +231,7 @@ def _stacks(
     only = stacked_modules(options.stack)
     axes = AxisNamer(options.dims)
 
-    def outer(name: str) -> bool:
+    def may_be_absent(name: str) -> bool:
         tensor = index.tensors[name]
         if tensor.problem is not None or _in_parts(tensor, options):
             return False
@@ -254,7 +254,7 @@ def _stacks(
             paths=paths,
             reserved=reserved,
             preferred_dims=preferred_dims,
-            may_be_absent=outer if require_join(options.join) == "outer" else None,
+            may_be_absent=may_be_absent if require_join(options.join) == "outer" else None,
         )
 
     order = {tensor.name: number for number, tensor in enumerate(tensors)}

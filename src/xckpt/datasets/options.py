@@ -103,11 +103,13 @@ class OpenOptions:
         cls, keywords: Mapping[str, Any], *, engine: str, own: tuple[str, ...] = ()
     ) -> OpenOptions:
         """Make options from keyword arguments."""
-        known = (*cls.keywords(), *own)
+        allowed = (*cls.keywords(), *own)
         for keyword in keywords:
-            if keyword not in known:
-                similar = get_close_matches(keyword, known, n=1)
-                hint = f"did you mean {similar[0]!r}?" if similar else f"it has {', '.join(known)}"
+            if keyword not in allowed:
+                similar = get_close_matches(keyword, allowed, n=1)
+                hint = (
+                    f"did you mean {similar[0]!r}?" if similar else f"it has {', '.join(allowed)}"
+                )
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
         for keyword in _SWITCHES & shared.keys():

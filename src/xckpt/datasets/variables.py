@@ -114,5 +114,5 @@ def _is_basic(entry: Any) -> bool:
 
 
 def preferred_chunks(dims: tuple[Any, ...], chunks: Chunks) -> dict[Any, int]:
-    """Return the encoding of the same name: the size of a chunk along each dimension."""
+    """Return ``encoding["preferred_chunks"]``: the size of a chunk along each dimension."""
     return {dim: sizes[0] or 1 for dim, sizes in zip(dims, chunks, strict=True)}

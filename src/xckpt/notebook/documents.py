@@ -51,7 +51,7 @@ class Field(NamedTuple):
 
 
 class Document(ABC):
-    """A report that is written piece by piece, from beginning to end."""
+    """Base class of reports, which are written from beginning to end."""
 
     _heading: str
     _paragraph: str
@@ -111,7 +111,7 @@ class HtmlDocument(Document):
         return escape(shortened(printable(content), width))
 
     def _code(self, name: str) -> str:
-        """Write a name as code that may break after dots and slashes, and within long words."""
+        """Return a name as code, with breaks allowed after dots and slashes, and in long words."""
         short = shortened(printable(name), _WIDEST_CELL)
         return f"<code>{html.breaking(short)}</code>" if name else ""
 
@@ -156,7 +156,7 @@ class MarkdownDocument(Document):
         return _MARKUP.sub(r"\\\1", shortened(printable(content), width))
 
     def _code(self, name: str) -> str:
-        """Write a name as code, with all markup escaped, table separators included."""
+        """Return a name as code, with all markup escaped, table separators included."""
         content = shortened(printable(name), _WIDEST_CELL)
         if not content:
             return ""

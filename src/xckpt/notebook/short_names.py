@@ -42,21 +42,21 @@ def _common(lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
-    """Make labels printable and short, and keep different labels different.
+    """Return printable, short labels; different labels remain different.
 
-    Omit outer modules if that suffices, else words that the labels share.
+    Outer modules are omitted if that suffices, else words that the labels share.
     """
     short = [_without_outer(printable(label), width) for label in labels]
     for text in {text for text in short if short.count(text) > 1}:
-        places = [place for place, label in enumerate(short) if label == text]
-        different = list(dict.fromkeys(labels[place] for place in places))
+        positions = [position for position, label in enumerate(short) if label == text]
+        different = list(dict.fromkeys(labels[position] for position in positions))
         if len(different) > 1:
             _, middles = _differences(different)
             by_label = dict(zip(different, middles, strict=True))
-            for place in places:
-                middle = shortened(printable(by_label[labels[place]]), width // 2)
+            for position in positions:
+                middle = shortened(printable(by_label[labels[position]]), width // 2)
                 last = shortened(text, width - columns(middle) - 2)
-                short[place] = f"{middle}…{last.removeprefix('…')}"
+                short[position] = f"{middle}…{last.removeprefix('…')}"
     return _numbered_apart(labels, short, width)
 
 

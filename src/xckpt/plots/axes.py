@@ -133,14 +133,14 @@ def add_legend(
     """Add a legend: inside the axes if it is small, otherwise beside them.
 
     `below` places it below the axes or their labels, and `beside` always beside the axes. Labels
-    without room are left out, and the title of the legend counts the others.
+    without room are omitted, and the title of the legend states how many are shown.
     """
     if not handles:
         return
     figure: Any = ax.get_figure(root=True)
     height = ax.get_position().height * figure.get_size_inches()[1]
-    most = max(_FEW_LABELS, int(height / _INCHES_OF_LABEL))
-    count = len(handles) if len(handles) <= most else most - 1
+    capacity = max(_FEW_LABELS, int(height / _INCHES_OF_LABEL))
+    count = len(handles) if len(handles) <= capacity else capacity - 1
     place: dict[str, Any] = {"loc": "best"}
     if below:
         from matplotlib.transforms import ScaledTranslation
@@ -154,7 +154,7 @@ def add_legend(
         }
     elif (beside or len(handles) > _FEW_LABELS) and figure.get_layout_engine() is not None:
         place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
-    # Matplotlib would leave out labels that begin with an underscore, and read formulas.
+    # Matplotlib omits labels that begin with an underscore, and interprets formulas.
     blank = [" "] * count
     legend = ax.legend(list(handles[:count]), blank, frameon=False, fontsize="small", **place)
     for text, label in zip(legend.get_texts(), labels, strict=False):
@@ -184,8 +184,8 @@ def label_ends(ax: Axes, labels: Sequence[Label], width: int = _WIDTH) -> None:
     height = _inches(ax)[1]
     gap = _GAP_OF_LABELS * _SMALL / 72 / height
     ends = sorted(labels, key=lambda label: label.y)
-    places = _fractions(ax, ends)[:, 1]
-    for label, y in zip(ends, spread(places, gap), strict=True):
+    positions = _fractions(ax, ends)[:, 1]
+    for label, y in zip(ends, spread(positions, gap), strict=True):
         text = ax.annotate(
             "",
             (label.x, label.y),
@@ -214,14 +214,14 @@ def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
     from matplotlib import rcParams
 
     gap = _GAP_OF_LABELS * _SMALL / 72 / _inches(ax)[1]
-    places = _fractions(ax, [Label(0.0, row, "", "") for row in rows])[:, 1]
-    order = np.argsort(places, kind="stable")
-    for number, y in zip(order.tolist(), spread(places[order], gap), strict=True):
+    positions = _fractions(ax, [Label(0.0, row, "", "") for row in rows])[:, 1]
+    order = np.argsort(positions, kind="stable")
+    for number, y in zip(order.tolist(), spread(positions[order], gap), strict=True):
         line = {"arrowstyle": "-", "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 0}
         line |= {"relpos": (1, 0.5), "color": rcParams["text.color"]}
         text = ax.annotate(
             "",
-            (0, places[number]),
+            (0, positions[number]),
             (-0.03, y),
             "axes fraction",
             "axes fraction",
@@ -234,11 +234,11 @@ def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
         write(text, labels[number], _WIDTH)
 
 
-def spread(places: Any, gap: float) -> list[float]:
-    """Move ascending places apart to a distance of at least `gap`, as little as possible."""
-    clusters: list[list[float]] = []  # pairs of the mean without gaps, and the number of places
-    for number, place in enumerate(places):
-        mean, count = float(place) - number * gap, 1.0
+def spread(positions: Any, gap: float) -> list[float]:
+    """Move ascending positions as little as possible, to distances of at least `gap`."""
+    clusters: list[list[float]] = []  # pairs of the mean without gaps, and the number of positions
+    for number, position in enumerate(positions):
+        mean, count = float(position) - number * gap, 1.0
         while clusters and clusters[-1][0] > mean:
             previous_mean, previous_count = clusters.pop()
             mean = (mean * count + previous_mean * previous_count) / (count + previous_count)
@@ -246,11 +246,11 @@ def spread(places: Any, gap: float) -> list[float]:
         clusters.append([mean, count])
     means = [mean for mean, count in clusters for _ in range(int(count))]
     moved = [mean + number * gap for number, mean in enumerate(means)]
-    # Shift all places into the axes, as far as there is room.
+    # Shift all positions into the axes, as far as there is room.
     down = max(0.0, moved[-1] - 1) if moved else 0.0
-    moved = [place - down for place in moved]
+    moved = [position - down for position in moved]
     up = max(0.0, -moved[0]) if moved else 0.0
-    return [place + up for place in moved]
+    return [position + up for position in moved]
 
 
 def label_points(ax: Axes, labels: Sequence[Label]) -> None:

@@ -30,7 +30,7 @@ OF_CHANNELS = (
     *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
 )
-#: Elements of larger magnitude are outliers, in standard deviations.
+#: Magnitude beyond which elements are outliers, in standard deviations.
 OUTLYING = 20.0
 #: A row is faint if its largest element is below this share of the median row's largest element.
 FAINT = 0.01

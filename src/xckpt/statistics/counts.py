@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Shorter rows are columns of something else.
+#: Smallest length of a row; shorter slices are not rows of a matrix.
 SHORTEST_ROW = 2
 
 # The counters of a table have 32 bits.
@@ -337,7 +337,7 @@ class Tables:
         self.extremes = np.zeros(2, key_type)
         info = np.iinfo(key_type)
         self.widest = (info.max, info.min)
-        # The loops store vectors here all the time, fastest if each fits in one cache line.
+        # The loops store vectors here constantly, which is fastest if each fits in one cache line.
         memory = np.empty(5 * LANES)
         start = -memory.__array_interface__["data"][0] // memory.itemsize % WIDTH
         sums = memory[start : start + 4 * LANES]
@@ -357,7 +357,7 @@ class Tables:
         self.uncounted = (*np.zeros((2, 2), np.uint32), np.zeros(1, np.bool_))
 
     def reset(self) -> None:
-        """Clear all counts; the counters are not empty only after an error before `drain`."""
+        """Clear all counts, which remain after an error before `drain`."""
         if self.used:
             for counters in self.counted:
                 counters[:] = 0

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Larger matrices, in elements, are left out unless they are named; most are embeddings.
+#: Largest number of elements of a matrix that is selected by default; most larger ones are
+#: embeddings.
 LARGEST = 1 << 27
 
 # Size of a block of rows, as float64.
@@ -67,7 +68,7 @@ _LANCZOS_STATISTICS = {"spectral_norm", "frobenius", "stable_rank"}
 # Side of the matrix product that measures the speed of this machine.
 _BENCHMARK_SIDE = 768
 _WORTH_ESTIMATING = 2e10
-# In multiplications of a matrix product: half of the operations wait for memory.
+# Cost of the eigenvalues, in multiplications of a matrix product: half of them wait for memory.
 _OPERATIONS_OF_EIGENVALUES = 12
 
 
@@ -286,7 +287,7 @@ def in_memory(array: Any) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A tensor as a matrix; pickles by reference."""
+    """A tensor as a matrix: rows along its first axis, columns along all others."""
 
     name: str
     array: Any

@@ -1,14 +1,14 @@
-"""The tree of a checkpoint's modules, made without xarray's copies and checks of each node.
+"""Trees of modules, built without xarray's copies and checks of each node.
 
 `DataTree.from_dict` copies each node and aligns it with its parents, and `xarray.open_datatree`
 then does both again to look for missing indexes: for 18,000 tensors, 20 times the time of
 `open_dataset`. The Datasets of modules fit together by construction, so the nodes are made
-directly, and the second pass is left out.
+directly, without the second pass.
 
-The private parts of xarray that this relies on: `Dataset._construct_direct`;
-`DataTree._set_node_data` and the attributes `_name`, `_parent` and `_children`; and that
-`open_datatree` looks for indexes with ``tree.map_over_datasets(_maybe_create_default_indexes)``.
-If one of them changes, the public way is used.
+This relies on private parts of xarray: `Dataset._construct_direct`; `DataTree._set_node_data` and
+the attributes `_name`, `_parent` and `_children`; and the call
+``tree.map_over_datasets(_maybe_create_default_indexes)`` in `open_datatree`. If one of them
+changes, the public functions are used.
 """
 
 # ruff: noqa: SLF001
@@ -41,10 +41,10 @@ def make_module(variables: dict[str, xr.Variable], coords: Mapping[str, xr.Varia
 
 def make_tree(modules: Mapping[str, xr.Dataset]) -> xr.DataTree:
     """Return the tree of Datasets by their paths, one of which is ``"/"``."""
-    tree = _made_directly(modules) if _is_known_xarray() else None
+    tree = _build_tree(modules) if _is_known_xarray() else None
     if tree is None:
         tree = xr.DataTree.from_dict(modules)
-        tree.set_close(modules["/"].close)  # of the file, which from_dict forgets
+        tree.set_close(modules["/"].close)  # from_dict drops this function
     return tree
 
 
@@ -54,7 +54,7 @@ class _OpenedTree(xr.DataTree):
     __slots__ = ()
 
     def map_over_datasets(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hand the nodes over to an ordinary tree where `open_datatree` asks for all indexes."""
+        """Return a plain DataTree with the same nodes if `open_datatree` adds missing indexes."""
         if func is not getattr(api, "_maybe_create_default_indexes", None):
             return super().map_over_datasets(func, *args, **kwargs)
         root = _node(xr.DataTree, self.to_dataset(inherit=False))
@@ -64,25 +64,25 @@ class _OpenedTree(xr.DataTree):
         return root
 
 
-def _made_directly(modules: Mapping[str, xr.Dataset]) -> xr.DataTree | None:
-    """Return the tree; None where nodes share an index, or a variable has the name of a child."""
+def _build_tree(modules: Mapping[str, xr.Dataset]) -> xr.DataTree | None:
+    """Return the tree; None if nodes share an index, or a variable has the name of a child."""
     root = _node(_OpenedTree, modules["/"])
     nodes: dict[str, Any] = {"": root}
-    # In the order that `DataTree.from_dict` gives to the children of a node.
+    # Sorted as in `DataTree.from_dict`, for the same order of children.
     for path in sorted(modules, key=lambda path: path.count("/")):
         if path == "/":
             continue
-        missing, above = [path], path.rpartition("/")[0]
-        while above not in nodes:
-            missing.append(above)
-            above = above.rpartition("/")[0]
-        for place in reversed(missing):
-            above, _, name = place.rpartition("/")
-            if name in modules.get(above or "/", ()):
+        missing, parent = [path], path.rpartition("/")[0]
+        while parent not in nodes:
+            missing.append(parent)
+            parent = parent.rpartition("/")[0]
+        for node_path in reversed(missing):
+            parent, _, name = node_path.rpartition("/")
+            if name in modules.get(parent or "/", ()):
                 return None
-            node = _node(xr.DataTree, modules[path] if place == path else make_module({}, {}))
-            node._name, node._parent = name, nodes[above]
-            nodes[above]._children[name] = nodes[place] = node
+            node = _node(xr.DataTree, modules[path] if node_path == path else make_module({}, {}))
+            node._name, node._parent = name, nodes[parent]
+            nodes[parent]._children[name] = nodes[node_path] = node
     return None if _has_inherited_indexes(modules) else root
 
 
@@ -94,20 +94,20 @@ def _node(kind: type[xr.DataTree], module: xr.Dataset) -> Any:
 
 
 def _has_inherited_indexes(modules: Mapping[str, Any]) -> bool:
-    """Return whether a node has an index that one of its parents has as well."""
+    """Return whether a node has the same index as one of its parents."""
     indexes = {path.rstrip("/"): module._indexes for path, module in modules.items()}
     for path, names in indexes.items():
-        above = path
-        while names and above:
-            above = above.rpartition("/")[0]
-            if not names.keys().isdisjoint(indexes.get(above, ())):
+        parent = path
+        while names and parent:
+            parent = parent.rpartition("/")[0]
+            if not names.keys().isdisjoint(indexes.get(parent, ())):
                 return True
     return False
 
 
 @cache
 def _is_known_xarray() -> bool:
-    """Return whether a tree that is made directly is the one that xarray makes."""
+    """Return whether `_build_tree` makes the same tree as this version of xarray."""
     if IS_PLAIN:
         return False
     modules = {
@@ -115,7 +115,7 @@ def _is_known_xarray() -> bool:
         "/b/c": make_module({"w": xr.Variable(("x",), np.arange(2))}, {}),
     }
     try:
-        tree = _made_directly(modules)
+        tree = _build_tree(modules)
         return tree is not None and tree.identical(xr.DataTree.from_dict(modules))
     except (AttributeError, TypeError):
         return False

@@ -56,7 +56,7 @@ _SHOWN_FINDINGS = 20
 _CONCURRENCY = 16
 # Size of the blocks in which parts are decoded to be checked.
 _BLOCK_NBYTES = 8 << 20
-# Kinds of contents, as words for the layout of a tensor.
+# Layouts of tensors by kind of contents, for messages.
 _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
@@ -292,7 +292,7 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
 
 
 class _Checked(NamedTuple):
-    """The result for one tensor: its fault, the digests compared, and whether they cover it."""
+    """Result for a tensor: its fault, the number of compared digests, and whether they cover it."""
 
     finding: Finding | None
     digests: int
@@ -359,7 +359,7 @@ def _type(content: TensorContent | TensorDigest) -> tuple[str, str]:
 
 
 def _is_of(name: str, tensors: Collection[str]) -> bool:
-    """Return whether a name is that of a tensor, or of a part, such as ``tensor:scales``."""
+    """Return whether a name denotes a tensor, or a part of one, such as ``tensor:scales``."""
     return name in tensors or (":" in name and name.rpartition(":")[0] in tensors)
 
 
@@ -396,7 +396,7 @@ def _check(
             contents: list[TensorContent] = []
             if compared is not None:
                 contents += stored_contents(tensor, part_readers(tensor, sources), verify=None)
-            # Hashing the stored bytes also checks the file's digest of them.
+            # Hashing the stored bytes also checks their digest in the file.
             is_hashed = len(contents) == 1 and contents[0].is_plain
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)

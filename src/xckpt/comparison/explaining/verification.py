@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Kinds whose numbers are not all float64.
+#: Kinds with numbers that float64 cannot represent exactly.
 INEXACT = frozenset({"int64", "uint64", "complex128"})
 _SAMPLED = 4 * LEAF
 _PIECE = 1 << 16
@@ -158,11 +158,11 @@ class RelationCounts(Accumulator):
         if block and start % block:
             # Elements before the first whole block stay unverified.
             first = min(count, -start % block)
-        for at in range(first, count, _PIECE):
+        for offset in range(first, count, _PIECE):
             x, y = (
-                side[at : at + _PIECE]
+                side[offset : offset + _PIECE]
                 if side.dtype.names
-                else as_floats(np.ascontiguousarray(side[at : at + _PIECE]), kind)
+                else as_floats(np.ascontiguousarray(side[offset : offset + _PIECE]), kind)
                 for side, kind in zip(sides, self.kinds, strict=True)
             )
             if block and len(x) % block:
@@ -231,35 +231,34 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
 
 def _suggest(link: Link) -> None:
     """Choose an order of reading from a sample, and the relations to verify in that order."""
-    for number, (ours, theirs) in enumerate(link.orders):
+    for order, (ours, theirs) in enumerate(link.orders):
         pair = pair_of(ours.reader(link.names[0]), theirs.reader(link.names[0]), link.names[0])
         if not ours.size or INEXACT & set(pair.kinds):
             return
         sample = _sample(pair, ours, theirs)
-        if number == 0:
+        if order == 0:
             link.correlation = correlation(sample.x, sample.y)
-        gradings = [
-            (ungraded, grade, at)
-            for ungraded, grade, at in ((ours, theirs.graded(), 1), (theirs, ours.graded(), 0))
-            if grade is not None
-        ]
-        graded_pair = graded_sample = None
-        if gradings:
-            ungraded, grade, at = gradings[0]
-            plain = ungraded.reader(link.names[0])
-            both = (plain, grade) if at else (grade, plain)
-            graded_pair = pair_of(*both, link.names[0])
-            graded_sample = _sample(graded_pair, ours, theirs)
+        graded_pair = _graded_pair(ours, theirs, link.names[0])
+        graded_sample = None if graded_pair is None else _sample(graded_pair, ours, theirs)
         relations = suspect(sample, graded_sample, link.offset)
         share = _share_of(relations, sample)
         is_graded = bool(relations) and type(relations[0]).__name__ == "WithinScales"
         if is_graded:
             share = 1.0
         if relations and (share > link.share or not link.relations):
-            link.relations, link.order, link.share = relations, number, share
+            link.relations, link.order, link.share = relations, order, share
             link.pair = graded_pair if is_graded else pair
         if share == 1.0:
             break
+
+
+def _graded_pair(ours: Side, theirs: Side, name: str) -> PairReader | ChunkedPair | None:
+    """Return a pair with the stored scales of one side, preferably of `theirs`; None without."""
+    if (graded_reader := theirs.graded()) is not None:
+        return pair_of(ours.reader(name), graded_reader, name)
+    if (graded_reader := ours.graded()) is not None:
+        return pair_of(graded_reader, theirs.reader(name), name)
+    return None
 
 
 def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:

@@ -62,7 +62,7 @@ class Scheme:
 
     value: str
     store: str
-    #: Counted from the innermost.
+    #: Axis along which codes are packed, counted from the innermost; None if they are not.
     packed_axis: int | None
     mode: str
     #: Type of the single scale or, if there are blocks, of the global scale; None for neither.
@@ -77,8 +77,8 @@ class Scheme:
     def parse(cls, value: Any) -> Scheme:
         """Read a QuantScheme of either dialect."""
         fields = cbor.struct("QuantScheme", value, _NEW | _OLD)
-        old = "level" in fields or "param" in fields
-        if old and ("tensor" in fields or "block" in fields):
+        is_old = "level" in fields or "param" in fields
+        if is_old and ("tensor" in fields or "block" in fields):
             raise FormatError("a QuantScheme of two dialects at once", rule="QuantScheme")
         kind = cbor.unit("value", fields.get("value"), _VALUES)
         store, axis = cbor.variant("store", fields.get("store"))
@@ -91,7 +91,7 @@ class Scheme:
         else:
             axis = cbor.number("the axis of 'store'", axis)
         mode = cbor.unit("mode", fields.get("mode"), _MODES)
-        scales = _old_scales(fields) if old else _new_scales(fields)
+        scales = _parse_old_scales(fields) if is_old else _parse_scales(fields)
         return cls(kind, store, axis, mode, *scales)
 
     @property
@@ -115,8 +115,8 @@ class Scheme:
         return {**scheme, "tensor": self.tensor, "block": block}
 
     def as_metadata(self, *, old: bool) -> dict[str, Any] | None:
-        """Return the scheme as CBOR for the metadata; None if the old dialect cannot have it."""
-        size = None if self.block is None else _spelled_size(self.block)
+        """Return the scheme as CBOR for the metadata; None if the old dialect cannot express it."""
+        size = None if self.block is None else _encode_size(self.block)
         new = self._new(size)
         if not old:
             return new
@@ -134,7 +134,7 @@ class Scheme:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _new_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | None, str | None]:
+def _parse_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | None, str | None]:
     tensor = cbor.optional(fields.get("tensor"))
     if tensor is not None:
         tensor = cbor.unit("tensor", tensor, _SCALE_TYPES)
@@ -143,10 +143,10 @@ def _new_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | N
         return tensor, None, None
     inner = cbor.struct("block", block, {"size", "dtype"})
     scale = cbor.unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
-    return tensor, _block_size(inner.get("size")), scale
+    return tensor, _parse_block_size(inner.get("size")), scale
 
 
-def _old_scales(
+def _parse_old_scales(
     fields: dict[str, Any],
 ) -> tuple[str | None, tuple[int, ...] | None, str | None, bool]:
     param = cbor.unit("param", fields.get("param"), _SCALE_TYPES)
@@ -156,15 +156,15 @@ def _old_scales(
             raise cbor.mistyped("level", fields["level"], "a variant without content")
         return param, None, None, True
     if level == "Block":
-        return None, _block_size(content), param, True
+        return None, _parse_block_size(content), param, True
     if level == "BlockTensor":
         inner = cbor.struct("BlockTensor", content, {"block", "global"})
         global_scale = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
-        return global_scale, _block_size(inner.get("block")), param, False
+        return global_scale, _parse_block_size(inner.get("block")), param, False
     raise cbor.unknown("level", level)
 
 
-def _block_size(value: Any) -> tuple[int, ...]:
+def _parse_block_size(value: Any) -> tuple[int, ...]:
     fields = cbor.struct("block size", value, {"storage", "len"})
     storage, count = fields.get("storage"), fields.get("len")
     if type(storage) is not list or len(storage) != _MOST_BLOCK_AXES:
@@ -183,9 +183,9 @@ def _without_leading_ones(block: tuple[int, ...]) -> tuple[int, ...]:
     return block
 
 
-def _spelled_size(extents: Any) -> dict[str, Any]:
-    filling = [1] * (_MOST_BLOCK_AXES - len(extents))
-    return {"storage": [*extents, *filling], "len": len(extents)}
+def _encode_size(extents: Any) -> dict[str, Any]:
+    padding = [1] * (_MOST_BLOCK_AXES - len(extents))
+    return {"storage": [*extents, *padding], "len": len(extents)}
 
 
 def split(
@@ -262,11 +262,11 @@ def scheme_of(tensor: WantedTensor) -> Scheme:
         try:
             fields = dict(json.loads(stated)["QFloat"])
             if (block := fields["block"]) is not None:
-                fields["block"] = {"size": _spelled_size(block["size"]), "dtype": block["dtype"]}
+                fields["block"] = {"size": _encode_size(block["size"]), "dtype": block["dtype"]}
             return Scheme.parse(fields)
         except (ValueError, TypeError, LookupError, CheckpointError, RecursionError):
             pass
-    scheme = _computed(tensor)
+    scheme = _derive_scheme(tensor)
     if scheme is None:
         raise _no_scheme(tensor)
     return scheme
@@ -277,7 +277,7 @@ def _no_scheme(tensor: WantedTensor) -> UnsupportedError:
     return UnsupportedError(reason, tensor=tensor.name, rule="QuantScheme", hint=hint)
 
 
-def _computed(tensor: WantedTensor) -> Scheme | None:
+def _derive_scheme(tensor: WantedTensor) -> Scheme | None:
     """Derive a scheme from a quantisation; `placed_parts` checks that the parts fit it."""
     quantization, data, scales = tensor.quantization, *map(tensor.parts.get, ("data", "scales"))
     if quantization is None or data is None or scales is None or quantization.zero != 0:
@@ -308,7 +308,7 @@ def _computed(tensor: WantedTensor) -> Scheme | None:
 
 
 def placed_parts(tensor: WantedTensor, scheme: Scheme) -> dict[str, int]:
-    """Return the offset of each part in the tensor's range; raise if burn would read otherwise."""
+    """Return the offset of each part in the tensor's range; raise if burn would differ."""
     if not scheme.packs(tensor.ndim):
         raise _no_scheme(tensor)
     try:

@@ -113,8 +113,8 @@ def _text(value: str | bytes) -> bytes:
 
 # --- names of axes --------------------------------------------------------------------------------
 
-# By the name of a tensor without its block and without `.weight`. An axis gets a name if its extent
-# is the size in the metadata; `a*b` is a product of two sizes.
+# Names of axes by the name of a tensor, without its block and `.weight`. An axis gets its name if
+# its extent equals the size in the metadata; `a*b` is the product of two sizes.
 _Q, _K, _V, _O = "head*key", "head_kv*key", "head_kv*value", "head*value"
 _AXES = {
     "token_embd": ("vocab", "embd"),
