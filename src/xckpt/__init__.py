@@ -1,5 +1,14 @@
 """Tensor files of machine-learning frameworks as lazy, dask-backed xarray Datasets.
 
+==================================  =============================================================
+`open`, `open_steps`, `read_index`  open a checkpoint, the checkpoints of a run, or only a header
+`stats`, `histogram`, `spectrum`    compute statistics of all tensors
+`compare`, `findings`, `report`     explain differences, list signs of damage, write a report
+`save`, `convert`, `append`         write
+`verify`, `manifest`                check contents, or identify them
+``ds.ckpt``                         a summary of an open Dataset, with these functions as methods
+==================================  =============================================================
+
 Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztensor")``. Functions
 are loaded on first use, so that ``import xckpt`` takes almost no time.
 """

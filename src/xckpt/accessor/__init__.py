@@ -420,7 +420,7 @@ class CheckpointAccessor(Generic[Obj]):
         return stack_modules(self._obj, modules, join)
 
     def unstack(self) -> Obj:
-        """Turn every stacked tensor into a variable of its own again, the inverse of `stack`.
+        """Split stacked tensors into one variable for each tensor, the inverse of `stack`.
 
         Returns
         -------

@@ -177,9 +177,9 @@ class Plots:
         names : str, iterable of str, re.Pattern or callable, optional
             Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         bins : int or sequence of float, optional
-            Number of bins from the smallest to the largest element of a line or band, by default
-            at most 200 and fewer for small tensors, and as many again for all but a few outliers
-            where that is much less; or the edges.
+            Number of bins from the smallest to the largest element of a line or band, or their
+            edges. By default at most 200, and fewer for small tensors; if a few outliers stretch
+            the range, as many again for all other elements.
         scale : {"linear", "symlog"}
             Scale of the values; ``"symlog"`` is logarithmic on both sides of zero.
         log : bool, default True
@@ -306,8 +306,8 @@ class Plots:
 
         A large tensor is cut into `rows` x `columns` blocks. The middle row of each block is read,
         and its element of largest magnitude is shown, so that outliers along a column are not
-        missed; one NaN in that row makes the block NaN. No other rows are read, and at most 2**24
-        elements: of longer rows only a part. Tensors that are compressed, or sparse with
+        missed; one NaN in that row makes the block NaN. No other rows are read, and long rows only
+        in part, so that at most 2**24 elements are read. Tensors that are compressed, or sparse with
         coordinates, are decoded whole, once. With ``rows="all"`` everything is read, chunk by
         chunk, and a block shows the element of largest magnitude in all of its rows.
 
@@ -318,8 +318,8 @@ class Plots:
         Parameters
         ----------
         name : str
-            Name of a tensor in the file, also one that is stacked, or of a variable; where there
-            is one tensor alone, by default that.
+            Name of a tensor in the file, stacked or not, or of a variable. It can be omitted if
+            there is a single tensor.
         rows : int or "all", default 256
             The largest number of blocks along the rows; ``"all"`` reads all rows for 256 blocks.
         columns : int, default 256

@@ -83,7 +83,7 @@ def spectrum(
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Compute the singular values of every matrix, and statistics of them.
+    """Compute the singular values of every matrix, and their statistics.
 
     A convolution counts as a matrix of ``out`` rows and ``in * kernel`` columns; each stacked
     layer or expert is a matrix. The computation runs on this machine, or with one task for each
