@@ -306,8 +306,8 @@ class Plots:
 
         A large tensor is cut into `rows` x `columns` blocks. The middle row of each block is read,
         and its element of largest magnitude is shown, so that outliers along a column are not
-        missed; one NaN in that row makes the block NaN. No other rows are read, and long rows only
-        in part, so that at most 2**24 elements are read. Tensors that are compressed, or sparse with
+        missed; one NaN in that row makes the block NaN. No other rows are read, and at most 2**24
+        elements: long rows are read in part. Tensors that are compressed, or sparse with
         coordinates, are decoded whole, once. With ``rows="all"`` everything is read, chunk by
         chunk, and a block shows the element of largest magnitude in all of its rows.
 
