@@ -334,7 +334,7 @@ class TestResults:
     def test_statistics(self, ds: xr.Dataset) -> None:
         stats = ds.ckpt.stats()
         head, columns, *rows, more = repr(stats.ckpt).split("\n")
-        assert head == "<Statistics>  20 tensors: 23 statistics"
+        assert head.startswith("<Statistics>  20 tensors: ")
         assert columns.split() == ["count", "nan", "inf", "min", "max", "mean", "std"]
         assert rows[0].split()[:2] == ["h.0.w", "8"]
         assert more == "… 10 more: .ckpt.table()"

@@ -75,6 +75,7 @@ def test_a_dataset_is_lazy_labelled_and_described(path: Path) -> None:
         "namespace": ds.encoding["namespace"],
         "format_version": "1.0",
         "source": str(path),
+        "file_nbytes": path.stat().st_size,
     }
     weight = ds["emb.weight"]
     assert weight.dims == ("d50", "d100")

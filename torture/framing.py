@@ -197,6 +197,7 @@ _BY_MAGIC: dict[bytes, Callable[[bytes], Iterator[Frame]]] = {
     b"RAHS": lambda data: iter([_rest(data, 4)]),
     b"PK\3\4": _zip,
     b"\x93NUMPY": _npy,
+    b"\x08": partial(_whole, BINARY),  # ONNX
     b"\x80": partial(_whole, PICKLE),
     b"\xce": partial(_whole, MSGPACK),
     b"{": partial(_whole, JSON),

@@ -11,7 +11,7 @@ import pytest
 from tests.stats.reference import dtype_of, sketch_of
 from xckpt.scan.kinds import kind_of
 from xckpt.statistics import statistic_names, stats
-from xckpt.statistics.describe import ExactElements, WideElements
+from xckpt.statistics.describe import ApproximateElements, ExactElements
 from xckpt.statistics.rows import TableElements
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_elements_that_meet_a_condition_are_counted(name: str) -> None:
     if np.dtype(dtype_of(name)).kind in "fV":
         tensors[1][:6] = [np.nan, -0.0, 0.0, 1e-40, -1e-40, 3]
     sketches = [sketch_of(tensor) for tensor in tensors]
-    counted: Any = ExactElements if sketches[0].kind.exact else WideElements
+    counted: Any = ExactElements if sketches[0].kind.exact else ApproximateElements
     for condition in (lambda x: x < 0, lambda x: x == 0, lambda x: np.abs(x) < 2, np.isfinite):
         with np.errstate(invalid="ignore"):
             wide = [tensor.astype(np.float64) for tensor in tensors]

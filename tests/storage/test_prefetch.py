@@ -357,7 +357,7 @@ def test_ranges_in_any_order_are_requested_once(sizes: Any, announced: Any, rand
             random.shuffle(ranges)
             for offset, nbytes in ranges:
                 memory = memoryview(bytearray(nbytes))
-                assert prefetch.copy(source, offset, memory)
+                assert prefetch.fill(source, offset, memory)
                 assert memory == source.data[offset : offset + nbytes]
     spans = sorted(source.reads)
     assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
@@ -390,6 +390,6 @@ def test_any_announced_and_read_ranges(
                     assert piece is None or piece == data[offset : offset + nbytes]
                     continue
                 memory = memoryview(bytearray(nbytes))
-                if prefetch.copy(source, offset, memory):
+                if prefetch.fill(source, offset, memory):
                     assert memory == data[offset : offset + nbytes]
     assert all(0 <= offset <= offset + nbytes <= len(data) for offset, nbytes in source.reads)

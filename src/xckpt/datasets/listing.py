@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
 
-__all__ = ["Listed", "Listing", "kind_of", "list_arrays", "require_join", "stacked_modules"]
+__all__ = ["Listed", "Listing", "list_arrays", "require_join", "stacked_modules", "stacking_key"]
 
 # Modules in a message.
 _MOST_MODULES = 8
@@ -242,7 +242,7 @@ def _stacks(
         tensors: Collection[Tensor],
         preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
     ) -> list[Stack]:
-        kinds = {tensor.name: kind_of(tensor, axes, options) for tensor in tensors}
+        kinds = {tensor.name: stacking_key(tensor, axes, options) for tensor in tensors}
         paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
         parted = [t for t in tensors if t.layout != "dense" and _in_parts(t, options)]
         parts = [f"{tensor.name}:{role}" for tensor in parted for role in tensor.parts]
@@ -273,7 +273,7 @@ def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
     return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
 
 
-def kind_of(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any, ...]:
+def stacking_key(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any, ...]:
     """Return the properties that the members of a stack have in common."""
     parts: tuple[Any, ...] | None = None
     if _in_parts(tensor, options):

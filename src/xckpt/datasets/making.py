@@ -294,7 +294,7 @@ class VariableMaker:
     source : str
         Name of the file.
     token : str
-        Differs if values or chunks of tensors with the same name may differ.
+        Digest of all options on which values or chunks depend; dask merges arrays of equal names.
     target : int
         Target size of a chunk, in bytes.
     shared : mapping of str to str

@@ -82,7 +82,7 @@ class OpenOptions:
 
     @property
     def reading(self) -> ReadOptions:
-        """The options on which values depend."""
+        """The options for decoding stored bytes, which also apply to statistics and copies."""
         from xckpt.arrays import ReadOptions
 
         return ReadOptions(decode=self.decode, sparse=self.sparse, verify=self.verify)

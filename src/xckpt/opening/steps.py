@@ -9,7 +9,7 @@ from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
-from xckpt.datasets.listing import kind_of, list_arrays
+from xckpt.datasets.listing import list_arrays, stacking_key
 from xckpt.datasets.making import described, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import marks_of
@@ -223,12 +223,12 @@ def _common(
     """Return the names of tensors that all steps have with the same shape and type."""
     names = AxisNamer(options.dims)
     problems: dict[str, str] = {}
-    first = {name: kind_of(tensor, names, options) for name, tensor in chosen[0].items()}
+    first = {name: stacking_key(tensor, names, options) for name, tensor in chosen[0].items()}
     for tensors, label in zip(chosen[1:], labels[1:], strict=True):
         for name, kind in first.items():
             if name not in tensors:
                 problems.setdefault(name, f"is not in {label}")
-            elif kind_of(tensors[name], names, options) != kind:
+            elif stacking_key(tensors[name], names, options) != kind:
                 problems.setdefault(name, f"has another shape, type or layout in {label}")
         for name in tensors.keys() - first.keys():
             problems.setdefault(name, f"is in {label}, and not in {labels[0]}")

@@ -49,7 +49,7 @@ class Elements:
         raise NotImplementedError
 
     def count_where(self, condition: Callable[[Array], Array]) -> Array:
-        """Count the finite elements that meet a condition, such as ``lambda x: x < 0``.
+        """Count the finite elements that meet a condition; approximate for large types.
 
         Elements of more than 16 bits are rounded to eight significant bits, except for zeros,
         subnormal elements and the extremes.

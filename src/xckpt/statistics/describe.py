@@ -100,7 +100,7 @@ def describe_all(
     tables = []
     for numbers in groups.values():
         group = [sketches[number] for number in numbers]
-        elements = (ExactElements if group[0].kind.exact else WideElements)(group)
+        elements = (ExactElements if group[0].kind.exact else ApproximateElements)(group)
         tables.append(describe_elements(elements, quantiles, channels=channels))
     rows: Array = np.concatenate(tables)[np.argsort(np.concatenate(list(groups.values())))]
     return rows
@@ -174,7 +174,7 @@ class _SketchedElements(Elements):
         return spread
 
 
-class WideElements(_SketchedElements):
+class ApproximateElements(_SketchedElements):
     """Elements of more than 16 bits; codes have their leading bits, rounded."""
 
     def __init__(self, sketches: Sequence[Sketch]) -> None:

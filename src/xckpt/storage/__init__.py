@@ -24,7 +24,7 @@ from xckpt.storage.local import (
 )
 from xckpt.storage.prefetch import reading_ahead
 from xckpt.storage.source import Source
-from xckpt.storage.stores import kind_of
+from xckpt.storage.stores import store_kind
 
 # At least two letters, because "C:" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
@@ -78,7 +78,7 @@ def open_source(
         from xckpt.storage.hub import HubSource
 
         return HubSource(on_hub, storage_options)
-    if kind_of(obj) is None:
+    if store_kind(obj) is None:
         from xckpt.storage.filesystems import FsspecSource
 
         return FsspecSource(obj, storage_options)

@@ -20,7 +20,7 @@ from xckpt.storage.remote import (
     is_of_one_opening,
 )
 from xckpt.storage.requests import TransientError, called_within, retried, split_options
-from xckpt.storage.stores import kind_of
+from xckpt.storage.stores import store_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -145,7 +145,7 @@ class FsspecSource(RemoteSource):
 
 def file_system(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
-    if kind_of(url) is not None:
+    if store_kind(url) is not None:
         from xckpt.storage.objects import Bucket
 
         return Bucket(url, storage_options), url.partition("://")[2]

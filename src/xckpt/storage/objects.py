@@ -27,12 +27,12 @@ from xckpt.storage.stores import (
     address_of,
     flattened,
     headers_of,
-    kind_of,
     lacking,
     open_store,
     options_key,
     regions,
     ssl_context,
+    store_kind,
     without_secrets,
 )
 
@@ -183,13 +183,13 @@ class ObjectSource(RemoteSource):
         self.name = url
         self.storage_options, self.limits = split_options(flattened(storage_options), is_flat=True)
         self._first = b""
-        if url.endswith("/") and kind_of(url) != "http":
+        if url.endswith("/") and store_kind(url) != "http":
             raise _folder(url)
         look = partial(self._look, max(1, first))
         try:
             run(url, partial(retried, url, look, self.limits))
         except FileNotFoundError:
-            if kind_of(url) != "http" and _is_folder(url, storage_options):
+            if store_kind(url) != "http" and _is_folder(url, storage_options):
                 raise _folder(url) from None
             raise
         if self.identity == (self.size,):
@@ -274,7 +274,7 @@ class ObjectSource(RemoteSource):
         """Follow redirects to the final address; the user's headers go to the first server only."""
         url, options, limits = self.name, self.storage_options, self.limits
         address = Address(*open_store(url, options, limits))
-        if kind_of(url) != "http" or "store" in options:
+        if store_kind(url) != "http" or "store" in options:
             return address
         headers, url = headers_of(url, options), address_of(url, options)
         if "?" not in url and {name.lower() for name in headers} <= _KEPT_AT_HOME:
@@ -296,7 +296,7 @@ class ObjectSource(RemoteSource):
         if address and address.is_redirect and is_refused:
             _addresses.discard(self._address_key())  # it has expired
             return True
-        if not isinstance(problem, _ElsewhereError) or kind_of(self.name) != "s3":
+        if not isinstance(problem, _ElsewhereError) or store_kind(self.name) != "s3":
             return False
         bucket = self.name.partition("://")[2].partition("/")[0]
         region = _region_of(bucket, text, self.limits.read_timeout)
@@ -397,7 +397,7 @@ class Bucket:
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
-        if kind_of(url) == "http":
+        if store_kind(url) == "http":
             hint = "Save it to a local file, and upload that"
             raise UnsupportedError("cannot write to a web server", path=url, hint=hint)
         options, limits = split_options(flattened(storage_options), is_flat=True)

@@ -110,9 +110,9 @@ def view(source: Source, offset: int, nbytes: int) -> memoryview | None:
     return _first(source, lambda prefetcher: prefetcher.view(source, offset, offset + nbytes))
 
 
-def copy(source: Source, offset: int, memory: memoryview) -> bool:
+def fill(source: Source, offset: int, memory: memoryview) -> bool:
     """Fill memory with a range that was announced; return whether it was."""
-    return _first(source, lambda prefetcher: prefetcher.copy(source, offset, memory)) is not None
+    return _first(source, lambda prefetcher: prefetcher.fill(source, offset, memory)) is not None
 
 
 def _first(source: Source, read: Callable[[_Prefetcher], T | None]) -> T | None:
@@ -181,7 +181,7 @@ class _Prefetcher:
             spans = self._covering(source, start, stop)
         return self._read(spans[0], start, stop) if len(spans) == 1 else None
 
-    def copy(self, source: Source, start: int, memory: memoryview) -> memoryview | None:
+    def fill(self, source: Source, start: int, memory: memoryview) -> memoryview | None:
         """Wait for a range, and fill memory with it; None if it is not here."""
         target, stop = np.frombuffer(memory, np.uint8), start + len(memory)
         with _shared.lock:

@@ -94,11 +94,11 @@ class RemoteSource(Source):
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into given memory; see `Source.read_into`."""
         self._check_range(offset, len(memory))
-        if prefetch.is_active(self) and prefetch.copy(self, offset, memory):
+        if prefetch.is_active(self) and prefetch.fill(self, offset, memory):
             return
         if self._is_long(len(memory)):
             with prefetch.reading_ahead([(self, offset, len(memory))]):
-                if prefetch.copy(self, offset, memory):
+                if prefetch.fill(self, offset, memory):
                     return
         data = self._requested(offset, len(memory))
         np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(data, np.uint8))

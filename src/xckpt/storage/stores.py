@@ -54,7 +54,7 @@ _stores: Pool[Any] = Pool(limit=64)
 regions: dict[str, str] = {}
 
 
-def kind_of(url: str) -> str | None:
+def store_kind(url: str) -> str | None:
     """Return the kind of store that a URL is in; None for other file systems and chained URLs."""
     scheme, separator, address = url.partition("://")
     is_chained = "::" in _BRACKETS.sub("", address)  # "::" in brackets is part of an IPv6 address
@@ -77,7 +77,7 @@ def open_store(
     url: str, options: Mapping[str, Any], limits: Limits, *, retries: int = 0
 ) -> tuple[Any, str]:
     """Return the store of an object and its path in it; `options` must be `flattened`."""
-    kind = kind_of(url) or "http"
+    kind = store_kind(url) or "http"
     if kind == "http":
         options = {**_user_in(url), **options}
         root, path = _split_address(address_of(url, options))
@@ -127,7 +127,7 @@ def _split_key(kind: str, url: str) -> tuple[str, str]:
 
 def _path_in(store: Any, url: str, path: str) -> str:
     """Return the path of an object in a store that the user made."""
-    if kind_of(url) == "http":
+    if store_kind(url) == "http":
         return url.removeprefix(str(getattr(store, "url", ""))).lstrip("/")
     prefix = getattr(store, "prefix", None)
     return path.removeprefix(f"{prefix}/") if prefix else path

@@ -45,7 +45,7 @@ __all__ = [
     "gather",
     "listed",
     "source_files",
-    "untouched",
+    "unmodified_array",
 ]
 
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
@@ -195,7 +195,7 @@ def _named_variables(
 # --- unchanged variables --------------------------------------------------------------------
 
 
-def untouched(variable: xr.Variable) -> LazyArray | None:
+def unmodified_array(variable: xr.Variable) -> LazyArray | None:
     """Return the stored array of an unchanged variable; None for other variables."""
     return lazy_of(data_of(variable))
 
@@ -213,7 +213,7 @@ def _iter_tensors(
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
             arrays: dict[str, Any] = {
-                role: untouched(variables[part]) for role, part in parts.items()
+                role: unmodified_array(variables[part]) for role, part in parts.items()
             }
             role, first_name = next(iter(parts.items()))
             tensor, first = arrays[role].origin.tensor, variables[first_name]
@@ -227,7 +227,7 @@ def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str
     candidates: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     roles: dict[tuple[str, str, str], list[str]] = {}
     for name, variable in variables.items():
-        lazy = untouched(variable)
+        lazy = unmodified_array(variable)
         origin = None if lazy is None else lazy.origin
         if origin is None or origin.role is None:
             continue
@@ -249,7 +249,7 @@ def _tensor(
     name: str, variable: xr.Variable, changes: Changes, *, same_format: bool
 ) -> Stored | Computed:
     """Return the tensor of a variable; raise if its values cannot be read or written."""
-    lazy: Any = untouched(variable)
+    lazy: Any = unmodified_array(variable)
     if isinstance(lazy, UnreadableArray):
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
     attrs, path = variable.attrs, variable.encoding.get("path")

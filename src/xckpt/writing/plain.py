@@ -22,7 +22,7 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.upstream.xarray_variables import data_of, is_in_memory
 from xckpt.writing.casting import convert, densified, element_type, is_sparse
 from xckpt.writing.fitting import Changes, choose_type
-from xckpt.writing.gathering import array_of, untouched
+from xckpt.writing.gathering import array_of, unmodified_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -146,7 +146,7 @@ def _plain_dataset(
     coords = ds.coords.variables
     variables: dict[bool, dict[str, xr.Variable]] = {False: {}, True: {}}  # by "is a coordinate"
     for name, variable in ds.variables.items():
-        lazy = untouched(variable)
+        lazy = unmodified_array(variable)
         # Reading a value of an unreadable array raises, and its type may be unknown to numpy. If
         # one member of a stack is unreadable, all are.
         first = lazy.first if isinstance(lazy, StackedArray) else lazy

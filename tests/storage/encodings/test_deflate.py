@@ -39,7 +39,7 @@ def test_streams_are_read_whole_in_part_and_by_blocks(
     assert all(len(full) == block for full in blocks[:-1])
 
 
-@pytest.mark.parametrize("encoding", STREAMS)
+@pytest.mark.parametrize("encoding", ["deflate", "zstd"])
 def test_later_blocks_of_a_stream(encoding: str) -> None:
     encoder = new_encoder(encoding, len(DATA))
     stored = encoder.add(DATA) + encoder.end()
