@@ -147,8 +147,8 @@ class _TensorListing(NamedTuple):
     shapes: dict[tuple[Any, ...], tuple[int, ...]]  # by dimensions
 
 
-class Origin(NamedTuple):
-    """What results remember of the object that they describe, without its arrays."""
+class DescribedTensors(NamedTuple):
+    """The tensors of the object that a result describes, without its arrays."""
 
     #: Name, stored element type and shape of each tensor.
     tensors: list[tuple[str, str, tuple[int, ...]]]
@@ -332,9 +332,9 @@ class OpenTensors:
         return {n: owner for n, owner in owners.items() if n in names and owner in names}
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> DescribedTensors:
         """Names and types of the tensors, which determine their roles."""
-        return Origin([row[:3] for row in self.rows], self.shared)
+        return DescribedTensors([row[:3] for row in self.rows], self.shared)
 
     @property
     def only(self) -> str:
@@ -488,10 +488,12 @@ class FileTensors(OpenTensors):
         return self._opened[1].attrs
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> DescribedTensors:
         """Names and types of the tensors, without the variables of the Dataset."""
         index = self._opened[1]
-        return Origin([(t.name, t.dtype, t.shape) for t in index.tensors.values()], index.shared)
+        return DescribedTensors(
+            [(t.name, t.dtype, t.shape) for t in index.tensors.values()], index.shared
+        )
 
     @property
     def variable_names(self) -> Collection[Any]:

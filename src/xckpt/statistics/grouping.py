@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from xckpt.datasets.tensors import Origin
+    from xckpt.datasets.tensors import DescribedTensors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,7 +71,7 @@ def merge_statistics(groups: Groups, names: Sequence[str]) -> Merged:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def _labels(key: str, names: Sequence[str], origin: Origin | None) -> list[Any]:
+def _labels(key: str, names: Sequence[str], origin: DescribedTensors | None) -> list[Any]:
     """Return the label of each tensor; None for a tensor that has none."""
     if key == "role":
         return _role_labels(names, origin)
@@ -104,7 +104,7 @@ def _number_of(key: str, modules: Sequence[str], indices: Sequence[str]) -> int 
     return None
 
 
-def _role_labels(names: Sequence[str], origin: Origin | None) -> list[str]:
+def _role_labels(names: Sequence[str], origin: DescribedTensors | None) -> list[str]:
     """Return the role of each tensor, from all tensors of the checkpoint if these are known."""
     tensors = {tensor[0]: tensor for tensor in (origin.tensors if origin else ())}
     # Parts of a tensor have names like name:part.
@@ -156,7 +156,7 @@ def by(
         record = stack_of(variable)
         if set(variable.dims[1:]) - set(record.dims if record else ()):
             raise ValueError("by() merges statistics of whole tensors, computed without dim=")
-    origin: Origin | None = result.encoding.get("origin")
+    origin: DescribedTensors | None = result.encoding.get("origin")
     with paused_collector():
         names, rows = tensor_rows(result)
         is_chosen = _untied(names, origin)
@@ -193,7 +193,7 @@ def by(
     return _dataset(variables, coords, outside, missing, result)
 
 
-def _untied(names: Sequence[str], origin: Origin | None) -> Array:
+def _untied(names: Sequence[str], origin: DescribedTensors | None) -> Array:
     """Return which tensors count: all but copies of tensors that are there, too."""
     shared = origin.shared if origin else {}
     present = set(names)

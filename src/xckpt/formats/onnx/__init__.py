@@ -45,7 +45,7 @@ from typing import Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable
-from xckpt.formats.onnx.tensors import TYPES, TensorReader
+from xckpt.formats.onnx.tensors import TYPES, ProtoReader
 from xckpt.formats.onnx.wire import BYTES, VARINT, signed
 from xckpt.index import Index, Tensor
 
@@ -90,7 +90,7 @@ class Onnx(Format):
         """
         if not source.size:
             raise FormatError("the file is empty", offset=0, rule="Empty")
-        model = _Model(source, constants=constants)
+        model = _ModelReader(source, constants=constants)
         model.read()
         return Index(
             self.name,
@@ -104,7 +104,7 @@ class Onnx(Format):
         )
 
 
-class _Model(TensorReader):
+class _ModelReader(ProtoReader):
     """The model of a file, whose tensors are collected by name."""
 
     __slots__ = ("_constants", "_results", "_room", "_tensors", "_users", "attrs")

@@ -70,7 +70,7 @@ class _Proto:
     external: dict[str, str] = field(default_factory=dict)
 
 
-class TensorReader(Wire):
+class ProtoReader(Wire):
     """A reader of the tensors of a model."""
 
     __slots__ = ("_inline", "_siblings", "notes", "shards")
