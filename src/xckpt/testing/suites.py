@@ -277,15 +277,14 @@ class Damage(Suite):
                 for name, values in read(samples, data[:length]).items():
                     assert values.size == 0 or np.array_equal(values, full[name], equal_nan=True)
 
-    @pytest.mark.parametrize("mask", [0x01, 0x20, 0x80, 0xFF])
-    def test_every_byte_changed(self, small: Small, mask: int) -> None:
+    def test_every_byte_inverted(self, small: Small) -> None:
         samples, _, data = small
         ends = {*range(min(len(data), 700)), *range(max(0, len(data) - 700), len(data))}
         for at in sorted(ends):
             if data[at] == 0 and not any(data[max(0, at - 40) : at + 40]):
                 continue  # padding
             changed = bytearray(data)
-            changed[at] ^= mask
+            changed[at] ^= 0xFF
             if isinstance(outcome(samples, bytes(changed)), Index) and at % 7 == 0:
                 read(samples, bytes(changed))
 
