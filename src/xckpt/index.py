@@ -609,6 +609,19 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
+def strides_of(shape: Sequence[int], order: str = "C") -> tuple[int, ...]:
+    """Return the strides of an array without gaps, counted in elements."""
+    is_fortran = order == "F"
+    return tuple(
+        [prod(shape[:axis] if is_fortran else shape[axis + 1 :]) for axis in range(len(shape))]
+    )
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first one of a strided array to the last one."""
+    return 1 + sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
+
+
 def runs_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """Return keys of the blocks that make up a range of elements in C order."""
     if len(shape) < 2:

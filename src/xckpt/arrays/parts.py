@@ -22,7 +22,7 @@ from xckpt.arrays.keys import (
 )
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
-from xckpt.index import runs_of
+from xckpt.index import runs_of, strides_of
 from xckpt.storage import digests, encodings
 from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
 from xckpt.storage.source import StoredRange
@@ -237,7 +237,7 @@ class PartReader:
             chosen = Strided(
                 lambda start, stop: self._stored_bytes(start, stop, nbytes),
                 shape,
-                part.strides or [prod(shape[axis + 1 :]) for axis in range(len(shape))],
+                part.strides or strides_of(shape),
                 nbytes_of(part.dtype, 1),
                 at_once=part.encoding is not None or self.source.worth_skipping is None,
             ).select(key)

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
-from xckpt.index import Tensor
+from xckpt.index import Tensor, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +38,11 @@ def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
         unfinished.append((origin, ends))
 
 
+def clipped(origin: Shape, chunk: Shape, shape: Shape) -> Shape:
+    """Return the extents of a chunk of a regular grid, without its elements beyond the shape."""
+    return tuple([min(n, end - at) for at, n, end in zip(origin, chunk, shape, strict=True)])
+
+
 def _ends(origin: Shape, extents: Shape) -> Shape:
     return tuple([start + extent for start, extent in zip(origin, extents, strict=True)])
 
@@ -61,8 +66,7 @@ def joined(name: str, shape: Shape, chunks: Mapping[Shape, Tensor]) -> Tensor:
     for number, (origin, chunk) in enumerate(chunks.items()):
         part = chunk.parts["data"]
         if chunk.order == "F":
-            strides = tuple([prod(chunk.shape[:axis]) for axis in range(chunk.ndim)])
-            part = replace(part, strides=strides, digest=None)
+            part = replace(part, strides=strides_of(chunk.shape, "F"), digest=None)
         parts[str(number)] = replace(part, origin=origin)
     return Tensor(name, first.dtype, shape, parts, "chunked", attrs=first.attrs)
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable, kit
-from xckpt.index import Index, Part, Tensor, runs_of
+from xckpt.index import Index, Part, Tensor, runs_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -340,7 +340,7 @@ def _dense(
         reason = f"{nbytes} bytes of data, but {spelled} {list(shape)} has {needed}"
         raise FormatError(reason, offset=offset, rule="DataLength")
     is_narrow = ELEMENT_TYPES[spelled].bits < 8
-    strides = tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))]) if is_narrow else None
+    strides = strides_of(shape) if is_narrow else None
     part = Part(spelled, shape, offset, nbytes, strides=strides)
     return Tensor(name, spelled, shape, {"data": part}, path=path)
 

@@ -27,7 +27,7 @@ from xckpt.arrays.parts import decoded_shape, has_byte_each
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart, WantedTensor
-from xckpt.index import Arrangement, Quantization
+from xckpt.index import Arrangement, Quantization, strides_of
 from xckpt.progress import report
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import open_file
@@ -524,7 +524,7 @@ def _write_run(
         target = np.memmap(path, block.dtype, "r+", region.offset, shape)
         target[tuple(slice(a, a + n) for a, n in zip(start, block.shape, strict=True))] = block
         return
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    strides = strides_of(shape)
     for position in np.ndindex(block.shape[:split]):
         inside = (*position, *(0 for _ in shape[split:]))
         first = sum((a + i) * s for a, i, s in zip(start, inside, strides, strict=True))

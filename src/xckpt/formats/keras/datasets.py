@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats import kit
-from xckpt.index import Part, Tensor
+from xckpt.formats.chunks import clipped
+from xckpt.index import Part, Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +110,7 @@ def _chunked(
     decoded = itemsize * prod(chunk)
     if not 0 < decoded <= _LARGEST_CHUNK:
         raise FormatError(f"chunks of {decoded} bytes", rule="Chunks")
-    steps = tuple([prod(chunk[axis + 1 :]) for axis in range(len(chunk))])
+    steps = strides_of(chunk)
     origins = set()
     for number, stored in enumerate(dataset.chunks):
         origin = stored.origin
@@ -118,14 +119,14 @@ def _chunked(
         if any(at % n for at, n in zip(origin, chunk, strict=True)) or origin in origins:
             raise FormatError(f"a chunk at {list(origin)} overlaps another one", rule="Chunks")
         origins.add(origin)
-        part = replace(base, shape=_extents(origin, chunk, shape), origin=origin)
+        part = replace(base, shape=clipped(origin, chunk, shape), origin=origin)
         encoding = _encoding(dataset, stored.skipped, itemsize)
         if encoding is None:
             if stored.nbytes != decoded:
                 reason = f"a chunk at {list(origin)} has {stored.nbytes} bytes, not {decoded}"
                 raise FormatError(reason, rule="Chunks")
-            span = sum((n - 1) * step for n, step in zip(part.shape or (), steps, strict=True)) + 1
-            part = _placed(part, stored.at, span * itemsize, image)
+            span = span_of(part.shape or (), steps) * itemsize
+            part = _placed(part, stored.at, span, image)
         elif image.outer is not None:
             reason = "its chunks are compressed, in a compressed member of an archive"
             raise UnsupportedError(reason, rule="Method", hint="Store the member uncompressed")
@@ -152,13 +153,7 @@ def _absent(
         raise UnsupportedError(reason, rule="Chunks", hint="Pack the file again with h5repack")
     for origin in product(*grid) if count else ():
         if origin not in origins:
-            yield origin, _extents(origin, chunk, shape)
-
-
-def _extents(
-    origin: tuple[int, ...], chunk: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    return tuple([min(n, end - at) for at, n, end in zip(origin, chunk, shape, strict=True)])
+            yield origin, clipped(origin, chunk, shape)
 
 
 def _encoding(dataset: Dataset, skipped: int, itemsize: int) -> str | None:

@@ -11,7 +11,7 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import Readable, kit
 from xckpt.formats.onnx.wire import BYTES, FIXED_32, FIXED_64, VARINT, Wire, signed
-from xckpt.index import Part, Shard, Tensor
+from xckpt.index import Part, Shard, Tensor, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -297,7 +297,7 @@ class ProtoReader(Wire):
         numbers = [
             int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)
         ]
-        steps = [prod(shape[axis + 1 :]) for axis in range(ndim)]
+        steps = strides_of(shape)
         if is_linear:
             if any(not 0 <= number < prod(shape) for number in numbers):
                 raise FormatError(f"an index is not in the shape {list(shape)}", rule="Indices")

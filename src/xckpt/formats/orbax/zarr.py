@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from xckpt.elements import ELEMENT_TYPES, NUMPY_CODES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.index import Part, Tensor
+from xckpt.formats.chunks import clipped
+from xckpt.index import Part, Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -319,18 +320,15 @@ def tensor(name: str, array: Array, store: Store) -> Tensor:
 
 def _part(array: Array, origin: Shape, chunk: Shape, value: Value) -> Part:
     """Return the part of a chunk, without the elements beyond the shape."""
-    decoded, shape = array.itemsize * prod(chunk), _cut(array, origin, chunk)
+    decoded, shape = array.itemsize * prod(chunk), clipped(origin, chunk, array.shape)
     if decoded > _DENSEST[array.compressor] * value.nbytes or decoded > kit.LARGEST >> 1:
         reason = f"the chunk at {list(origin)} has {value.nbytes} bytes, which cannot be {decoded}"
         raise FormatError(reason, rule="ChunkSize")
     if array.compressor is None and value.nbytes != decoded:
         reason = f"the chunk at {list(origin)} has {value.nbytes} bytes, not {decoded}"
         raise FormatError(reason, rule="ChunkSize")
-    steps = [
-        prod(chunk[:axis]) if array.is_fortran else prod(chunk[axis + 1 :])
-        for axis in range(len(chunk))
-    ]
-    strides: Shape | None = tuple(steps)
+    steps = strides_of(chunk, "F" if array.is_fortran else "C")
+    strides: Shape | None = steps
     if shape == chunk and array.dtype not in _SMALL and (not array.is_fortran or len(shape) < 2):
         strides = None
     part = Part(
@@ -347,14 +345,10 @@ def _part(array: Array, origin: Shape, chunk: Shape, value: Value) -> Part:
         origin=origin,
     )
     if strides is not None and array.compressor is None:
-        span = array.itemsize * (1 + sum((n - 1) * m for n, m in zip(shape, steps, strict=True)))
+        span = array.itemsize * span_of(shape, steps)
         inline = None if value.inline is None else value.inline[:span]
         part = replace(part, nbytes=span, inline=inline)
     return part
-
-
-def _cut(array: Array, origin: Shape, chunk: Shape) -> Shape:
-    return tuple([min(n, m - at) for n, m, at in zip(chunk, array.shape, origin, strict=True)])
 
 
 def _pieces(array: Array, value: Value, store: Store) -> Iterator[tuple[Shape, Value]]:
@@ -406,5 +400,5 @@ def _absent(array: Array, origins: set[Shape], store: Store) -> Iterator[Part]:
         return
     for origin in product(*grid):
         if origin not in origins:
-            shape = _cut(array, origin, extents)
+            shape = clipped(origin, extents, array.shape)
             yield replace(base, shape=shape, strides=(0,) * len(shape), origin=origin)

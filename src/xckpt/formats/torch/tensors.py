@@ -34,7 +34,7 @@ from xckpt.formats.torch.records import (
     sizes_of,
     spelled,
 )
-from xckpt.index import Part, Quantization, Tensor
+from xckpt.index import Part, Quantization, Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -197,9 +197,7 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout | str:
         else:
             return Layout(order, None, count)
     steps = tuple([stride[axis] if size[axis] > 1 else 0 for axis in range(len(size))])
-    return Layout(
-        "C", steps, sum([(n - 1) * step for n, step in zip(size, steps, strict=True)]) + 1
-    )
+    return Layout("C", steps, span_of(size, steps))
 
 
 class _TensorView(NamedTuple):
@@ -341,7 +339,7 @@ class Tensors:
             part = self._part(view, dtype, strides)
             return Tensor(self.name, dtype, size, {"data": part})
         if order == "F" and not ordered:
-            order, strides = "C", _fortran(size)
+            order, strides = "C", strides_of(size, "F")
         if dtype in _HALVES:
             return self._halves(view, dtype)
         element = _STORED.get(dtype)
@@ -387,7 +385,7 @@ class Tensors:
     def _halves(self, view: _TensorView, dtype: str) -> Tensor:
         """Return complex numbers of 16-bit floats, which numpy lacks, as two parts."""
         size, (order, strides, _) = view.size, view.layout
-        steps = strides or (_fortran(size) if order == "F" else _fortran(size[::-1])[::-1])
+        steps = strides or strides_of(size, order)
         steps, half = tuple([2 * step for step in steps]), _HALVES[dtype]
         nbytes = max(0, view.nbytes - 2)
         parts = {}
@@ -421,11 +419,6 @@ class Tensors:
         masks = [bytes(nbytes - 1) + bytes((0x80 * sign,)) for sign in signs]
         inverted = b"".join(masks if self._byteorder == "little" else [m[::-1] for m in masks])
         return replace(part, inverted=inverted, digest=None)
-
-
-def _fortran(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of an array in Fortran order."""
-    return tuple([prod(size[:axis]) for axis in range(len(size))])
 
 
 # --- builders: functions of a call and the number of tensors around it ----------------------------
@@ -590,7 +583,7 @@ def _in_c_order(tensor: Tensor) -> Part:
     part = tensor.parts["data"]
     if tensor.order == "C":
         return part
-    return replace(part, strides=_fortran(tensor.shape), digest=None)
+    return replace(part, strides=strides_of(tensor.shape, "F"), digest=None)
 
 
 def _meta(o: Tensors, call: Call, _: int) -> Tensor:
