@@ -361,14 +361,16 @@ def print_document(document: Mapping[str, Any]) -> None:
     print_text(json.dumps(_plain(document), allow_nan=False))
 
 
-def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table as JSON objects, with null for NaN."""
-    rows = zip(frame.index, frame.to_dict("records"), strict=True)
+def json_rows(frame: pd.DataFrame, *, index: str | None = "name") -> list[dict[str, Any]]:
+    """Return the rows of a table as JSON objects, with null for NaN; `index` names its index."""
     # NaN is not equal to itself.
-    return [
-        {"name": name, **{k: v if v == v else None for k, v in row.items()}}  # noqa: PLR0124
-        for name, row in rows
+    records = [
+        {key: value if value == value else None for key, value in row.items()}  # noqa: PLR0124
+        for row in frame.to_dict("records")
     ]
+    if index is None:
+        return records
+    return [{index: label, **row} for label, row in zip(frame.index, records, strict=True)]
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xckpt.cli.common import Column, complain, print_document, print_table, usage_errors
+from xckpt.cli.common import (
+    Column,
+    complain,
+    json_rows,
+    print_document,
+    print_table,
+    usage_errors,
+)
 from xckpt.formatting import figure
 
 if TYPE_CHECKING:
@@ -52,10 +59,7 @@ def print_groups(
     notes = {key: frame.attrs[key] for key in _NOTES if key in frame.attrs}
     keys = frame.attrs["by"]
     if document is not None:
-        records = frame.to_dict("records")
-        # NaN is not equal to itself.
-        rows = [{k: v if v == v else None for k, v in row.items()} for row in records]  # noqa: PLR0124
-        print_document({**document, "by": keys, "groups": rows, **notes})
+        print_document({**document, "by": keys, "groups": json_rows(frame, index=None), **notes})
         return
     columns = [*keys, "tensors", *(name for name in chosen if name in frame)]
     texts = [

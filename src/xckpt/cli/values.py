@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pandas as pd
+    import xarray as xr
 
     from xckpt.index import Index
 
@@ -353,7 +354,6 @@ def compare(
     """
     from xckpt.comparison import compare as compute
     from xckpt.statistics import matched_names, table
-    from xckpt.statistics import stats as compute_stats
 
     matching = _matching(rename, names)
     of_tensors = {"--explain": explain, "--codes": codes, "--write-names": write_names is not None}
@@ -391,11 +391,7 @@ def compare(
         is_good = bool((frame["outcome"] == "explained").all())
         conclusion |= {"explained": is_good, "explanation": result.attrs["explanation"]}
     if keys:
-        # Groups need the norms of equal tensors, which the comparison may have skipped.
-        needs_norms = {"same", "changed"} <= set(frame["status"])
-        norms = (
-            compute_stats(ours, progress=is_terminal(), cache=not no_cache) if needs_norms else None
-        )
+        norms = _stats_for_groups(frame, ours, cache=not no_cache)
         groups = grouped_table(result, keys, sort, stats=norms).head(limit)
         document = {"a": a, "b": b, **conclusion} if as_json else None
         print_groups(groups, ["changed", "only_a", "only_b", *chosen], document)
@@ -428,6 +424,15 @@ def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> 
         columns = ",".join(_EXPLAINED)
     chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
     return list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
+
+
+def _stats_for_groups(frame: pd.DataFrame, ours: xr.Dataset, *, cache: bool) -> xr.Dataset | None:
+    """Return statistics with the norms of equal tensors, if groups of a comparison need them."""
+    from xckpt.statistics import stats as compute_stats
+
+    # The comparison may have skipped the values of equal tensors.
+    needs_norms = {"same", "changed"} <= set(frame["status"])
+    return compute_stats(ours, progress=is_terminal(), cache=cache) if needs_norms else None
 
 
 def _write_names(path: str, names: dict[str, str]) -> None:
