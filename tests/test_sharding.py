@@ -19,7 +19,7 @@ import xckpt
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, FormatError, MissingShardError
-from xckpt.opening.sharding import natural_key
+from xckpt.formats.kit import natural_key
 
 A = {"embed": np.arange(12, dtype="<f4").reshape(3, 4), "layers.0.w": np.ones((2, 2), "<f4")}
 B = {"layers.1.w": np.full((2, 2), 2, "<f4"), "head": np.arange(4, dtype="<f4")}
@@ -277,11 +277,17 @@ def test_an_index_of_shards_stays_in_its_folder(tmp_path: Path, name: str) -> No
         xr.open_dataset(sharded(tmp_path, embed=name), engine="safetensors")
 
 
+def test_an_index_of_shards_names_a_number_of_any_length(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="999"):
+        xr.open_dataset(sharded(tmp_path, embed="9" * 5000), engine="safetensors")
+
+
 def test_numbers_sort_by_value() -> None:
     names = ["a10", "a9b2", "a9b10", "b", "1", "a009", "10", "9", "a"]
     assert sorted(names, key=natural_key) == [
         "1", "9", "10", "a", "a009", "a9b2", "a9b10", "a10", "b"
     ]  # fmt: skip
+    assert natural_key("9" * 4999) < natural_key("1" + "0" * 4999)
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -232,3 +232,11 @@ def test_one_element_of_a_chunked_tensor() -> None:
     assert ds["w"][3, 5].values == 23
     assert ds["w"].data[3, 5].compute() == 23
     assert ds["v"][5].values == 1
+
+
+@pytest.mark.parametrize("make", [hdf5, lambda arrays: archive(hdf5(arrays))])
+def test_numbers_of_any_length_are_sorted(make: Any) -> None:
+    numbers = ["2", "10", "10" * 2200]
+    names = [f"layers/dense_{number}/vars/0" for number in numbers]
+    ds = xckpt.open(make(dict.fromkeys(reversed(names), B)))
+    assert list(ds.variables) == names

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.formats import chunks
+from xckpt.formats.kit import natural_key
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantization.config import parse_json
 from xckpt.storage import (
@@ -43,7 +44,6 @@ __all__ = [
     "list_files",
     "list_set",
     "merge",
-    "natural_key",
     "read_sibling",
 ]
 
@@ -249,12 +249,6 @@ def _config(file: Path | Source) -> dict[str, Any]:
             return {"config": parse_json(_read_small(source))}
     except (FileNotFoundError, PermissionError, ValueError):
         return {}
-
-
-def natural_key(text: str) -> tuple[Any, ...]:
-    """Return a key that sorts numbers in texts by their values."""
-    parts = re.split(r"([0-9]+)", text)
-    return tuple([(int(p), p) if at % 2 else (-1, p) for at, p in enumerate(parts)])
 
 
 def _listed(objects: Sequence[Any], storage_options: Mapping[str, Any] | None) -> FileList:

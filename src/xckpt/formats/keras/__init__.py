@@ -51,7 +51,6 @@ _LARGEST_TEXT, _LARGEST_MEMBER = 64 << 20, 1 << 30
 _LONGEST_TEXT = 256  # in a configuration
 _LISTS = ("layer_names", "weight_names")  # which repeat the names of groups and datasets
 _CONFIGS = {"model_config": "config", "training_config": "training_config"}
-_NUMBERS = re.compile("([0-9]+)")
 
 
 class Keras(Format):
@@ -171,10 +170,7 @@ def _in_shard(tensor: Tensor, shard: str) -> Tensor:
 
 def _natural(path: tuple[str, ...]) -> list[Any]:
     """Return a key that sorts numbers in paths by their values."""
-    return [
-        [(int(text), text) if text.isdecimal() else (-1, text) for text in _NUMBERS.split(part)]
-        for part in path
-    ]
+    return [kit.natural_key(name) for name in path]
 
 
 # --- contents -------------------------------------------------------------------------------------
