@@ -19,7 +19,7 @@ import xckpt
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, FormatError, MissingShardError
-from xckpt.formats.kit import natural_key
+from xckpt.formatting import natural_key
 
 A = {"embed": np.arange(12, dtype="<f4").reshape(3, 4), "layers.0.w": np.ones((2, 2), "<f4")}
 B = {"layers.1.w": np.full((2, 2), 2, "<f4"), "head": np.arange(4, dtype="<f4")}

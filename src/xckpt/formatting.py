@@ -1,8 +1,9 @@
-"""Numbers, shapes, values and names from a file as short text that is safe to print."""
+"""Numbers, shapes, values and names from a file: short text that is safe to print, and order."""
 
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal
@@ -15,6 +16,7 @@ TIMES = "×"
 #: The element type of a tensor in a file that is missing.
 UNKNOWN = "unknown"
 
+_NUMBERS = re.compile("([0-9]+)")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS = ("", "K", "M", "B", "T")
 _LONGEST_FILE_NAME = 80
@@ -69,6 +71,15 @@ def base_name(source: str) -> str:
         source = host.rpartition("@")[2] + slash + path
     name = source.replace("\\", "/").rstrip("/").rpartition("/")[2]
     return shortened(printable(name), _LONGEST_FILE_NAME)
+
+
+def natural_key(text: str) -> tuple[Any, ...]:
+    """Return a key that sorts numbers in texts by their values, however many digits they have."""
+    pieces: list[tuple[int, str, str]] = []
+    for position, piece in enumerate(_NUMBERS.split(text)):
+        digits = piece.lstrip("0")
+        pieces.append((len(digits), digits, piece) if position % 2 else (-1, piece, ""))
+    return tuple(pieces)
 
 
 def binary_size(nbytes: int) -> str:

@@ -40,8 +40,6 @@ _SHORT_JUMP = 1 << 14
 
 TRUNCATED = "The file may be truncated"
 
-_NUMBERS = re.compile("([0-9]+)")
-
 
 class Cursor:
     """A reader of consecutive fields, through a window of the file.
@@ -420,15 +418,6 @@ def file_stem(path: str, *suffixes: str) -> str:
     """
     name = file_name(path)
     return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
-
-
-def natural_key(text: str) -> tuple[Any, ...]:
-    """Return a key that sorts numbers in texts by their values, however many digits they have."""
-    pieces: list[tuple[int, str, str]] = []
-    for position, piece in enumerate(_NUMBERS.split(text)):
-        digits = piece.lstrip("0")
-        pieces.append((len(digits), digits, piece) if position % 2 else (-1, piece, ""))
-    return tuple(pieces)
 
 
 def shard_names(stem: str, count: int, suffix: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, shown
-from xckpt.formats.kit import natural_key
+from xckpt.formatting import natural_key
 from xckpt.opening.sharding import INDEX_SUFFIX, SeveralFilesError
 from xckpt.storage import is_remote, local_path
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.formats import chunks
-from xckpt.formats.kit import natural_key
+from xckpt.formatting import natural_key
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantization.config import parse_json
 from xckpt.storage import (

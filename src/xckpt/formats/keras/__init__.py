@@ -39,6 +39,7 @@ from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.keras import hdf5, library
 from xckpt.formats.keras.datasets import read_tensor
 from xckpt.formats.keras.layers import Layers
+from xckpt.formatting import natural_key
 from xckpt.index import Index, Shard, Tensor, is_json
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
@@ -170,7 +171,7 @@ def _in_shard(tensor: Tensor, shard: str) -> Tensor:
 
 def _natural(path: tuple[str, ...]) -> list[Any]:
     """Return a key that sorts numbers in paths by their values."""
-    return [kit.natural_key(name) for name in path]
+    return [natural_key(name) for name in path]
 
 
 # --- contents -------------------------------------------------------------------------------------
