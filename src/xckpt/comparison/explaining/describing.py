@@ -104,7 +104,7 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
             elif isinstance(step, Padded):
                 view = arranged(a.reader.array, best.steps[:position])
                 place = part_of(b.reader.array, (0,) * len(b.shape), tuple(view.shape))
-                order = (Side.of(view, a.reader), Side(place, (b.reader,)))
+                order = (Side.of(view, a.reader), Side(place, b.reader))
                 added = replace(step, is_zero=False)
                 links.append((n, Link((a.name, b.name), [order]), (*best.steps[:position], added)))
     examine([link for _, link, _ in links], work.bar)

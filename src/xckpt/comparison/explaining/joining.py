@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xckpt.comparison.explaining.arrangements import (
+    Layer,
     Padded,
     arranged,
     part_of,
-    stacked,
     undone,
-    unstacked,
 )
 from xckpt.comparison.explaining.joints import Joint, JointPart, joints
 from xckpt.comparison.explaining.names import Order, analogous, out_of_order
@@ -86,28 +85,25 @@ def _link(work: Work, joint: Joint, member: JointPart, side: int) -> Link:
     start, shape = [0] * len(whole.shape), _place(joint, member)
     start[joint.axis] = member.start
     place = part_of(arranged(whole.reader.array, joint.steps), tuple(start), shape)
-    is_run = joint.axis == 0 and not joint.steps
-    run = member.start * prod(whole.shape[1:]) if is_run else None
-    in_whole, in_part = Side(place, (whole.reader,), run), Side.whole(part.reader)
-    view = arranged(part.reader.array, member.steps)
-    if _is_padded(joint, member) and side:
-        padded = Padded(tuple(view.shape), shape).view(view)
-        orders = [(Side(padded, (part.reader,)), in_whole)]
+    run = member.start * prod(whole.shape[1:]) if joint.axis == 0 and not joint.steps else None
+    in_whole, in_part = Side(place, whole.reader, run), Side.whole(part.reader)
+    steps = (*member.steps, Layer()) if joint.is_stack else member.steps
+    view, back = arranged(part.reader.array, steps), undone(place, steps)
+    is_padded = _is_padded(joint, member)
+    if not is_padded:
+        at_part = Side(back, whole.reader, None if member.steps else run)
+        orders = [(Side.of(view, part.reader), in_whole), (in_part, at_part)]
+    elif side:
+        padded = arranged(view, [Padded(tuple(view.shape), shape)])
+        orders = [(Side(padded, part.reader), in_whole)]
+    elif back is not None and all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
+        padded = arranged(back, [Padded(tuple(back.shape), part.shape)])
+        orders = [(in_part, Side(padded, whole.reader))]
     else:
-        back: Any = undone(unstacked(place) if joint.is_stack else place, member.steps)
-        at_part = Side(back, (whole.reader,), None if member.steps else run)
-        if not _is_padded(joint, member):
-            arranged_part = stacked(view) if joint.is_stack else view
-            orders = [(Side.of(arranged_part, part.reader), in_whole), (in_part, at_part)]
-        elif all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
-            padded = Padded(tuple(back.shape), part.shape).view(back)
-            orders = [(in_part, Side(padded, (whole.reader,)))]
-        else:
-            orders = []  # numbers are missing
+        orders = []  # numbers are missing
     names = (part.name, whole.name)
     if not side:
         orders, names = [order[::-1] for order in orders], names[::-1]
-    is_padded = _is_padded(joint, member)
     return Link(names, orders, work.architecture.offset(names), is_padded)
 
 

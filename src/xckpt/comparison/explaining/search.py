@@ -202,7 +202,7 @@ def rope_orders(length: int) -> Mapping[tuple[int, bool], Array]:
     sizes = [size for size in range(_SMALLEST_HEAD, length + 1, 2) if length % size == 0]
     ordered = dict.fromkeys([*(size for size in _USUAL_HEADS if size in sizes), *sizes])
     return {
-        (length // size, is_undone): RopePermuted(0, length // size, is_undone).order(length)
+        (length // size, is_undone): RopePermuted(0, length // size, is_undone).positions(length)
         for size in ordered
         for is_undone in (False, True)
         if not is_undone or size > _SMALLEST_HEAD

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.comparison.explaining.arrangements import leaves, reader_of_view
+from xckpt.comparison.explaining.arrangements import parts_of_view, reader_of_view
 from xckpt.comparison.explaining.causes import LIKELY, SampledPairs, correlation, suspect
 from xckpt.comparison.explaining.quantisers import graded
 from xckpt.comparison.measures import as_floats
@@ -39,25 +39,22 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A view of tensors of one side, with their readers.
-
-    `run` is the position of the first element if the view is a contiguous run of a single tensor,
-    else None.
-    """
+    """A view of a tensor of one side."""
 
     view: Any
-    readers: tuple[Reader, ...]
+    tensor: Reader
+    #: Position of the first element if the view is a contiguous run of the tensor, else None.
     run: int | None = None
 
     @classmethod
     def whole(cls, reader: Reader) -> Side:
         """Return a side that is a whole tensor."""
-        return cls(reader.array, (reader,), 0)
+        return cls(reader.array, reader, 0)
 
     @classmethod
     def of(cls, view: Any, reader: Reader) -> Side:
         """Return a side that is a view of a tensor."""
-        return cls.whole(reader) if view is reader.array else cls(view, (reader,))
+        return cls.whole(reader) if view is reader.array else cls(view, reader)
 
     @property
     def size(self) -> int:
@@ -66,22 +63,20 @@ class Side:
 
     @property
     def block_type(self) -> str:
-        """Type of the blocks that store the numbers; empty without blocks or with several types."""
-        kinds = {leaf.block_type if isinstance(leaf, BlockArray) else "" for leaf in
-                 leaves(self.view)}  # fmt: skip
-        return kinds.pop() if len(kinds) == 1 else ""
+        """Type of the blocks that store the numbers; empty without blocks."""
+        array, _ = parts_of_view(self.view)
+        return array.block_type if isinstance(array, BlockArray) else ""
 
     def reader(self, name: str) -> Reader:
         """Return a reader of the elements in C order."""
-        return reader_of_view(self.view, self.readers, name)
+        return reader_of_view(self.view, self.tensor, name)
 
     def graded(self) -> Reader | None:
         """Return a reader of the elements with the distances that stored scales allow."""
         if self.run is None:
             return None
-        reader = self.readers[0]
-        is_whole = self.size == reader.size
-        return graded(reader, self.run, None if is_whole else self.size)
+        is_whole = self.size == self.tensor.size
+        return graded(self.tensor, self.run, None if is_whole else self.size)
 
 
 @dataclass(slots=True)

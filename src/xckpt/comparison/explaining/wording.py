@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from xckpt.comparison.explaining.arrangements import RopePermuted
 from xckpt.comparison.explaining.causes import Requantised, WithinScales, percent
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 
@@ -45,7 +46,7 @@ def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
     """Add the steps that precede the comparison of the numbers to an explanation."""
     if not steps:
         return explanation
-    heads = next((step.heads for step in reversed(steps) if step.heads is not None), None)
+    heads = next((s.heads for s in reversed(steps) if isinstance(s, RopePermuted)), None)
     done = " and ".join(step.words for step in steps)
     causes_of_numbers = tuple([cause for cause in explanation.causes if cause != "equal"])
     text = f"{explanation.text}, after {done}" if causes_of_numbers else f"equal after {done}"

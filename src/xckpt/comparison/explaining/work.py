@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from xckpt.comparison.explaining.arrangements import Padded, Transposed, arranged, undone
 from xckpt.comparison.explaining.sketches import Sketched, sketched
 from xckpt.comparison.explaining.verification import Link, Side, examine
@@ -104,9 +102,9 @@ class Work:
             orders.append((Side.whole(ours), Side.of(undone_view, theirs)))
         elif steps and isinstance(steps[0], Transposed):
             # Zeros were added before the axes were transposed.
-            turn = Transposed(tuple(np.argsort(steps[0].axes).tolist()))
-            views = turn.view(arranged(ours.array, steps)), turn.view(theirs.array)
-            orders.append((Side(views[0], (ours,)), Side(views[1], (theirs,))))
+            turn = steps[0].inverse()
+            turned = arranged(ours.array, [*steps, turn]), arranged(theirs.array, [turn])
+            orders.append((Side(turned[0], ours), Side(turned[1], theirs)))
         names = (a.name, b.name)
         is_padded = any(isinstance(step, Padded) for step in steps)
         return Link(names, orders, self.architecture.offset(names), is_padded)
