@@ -43,3 +43,4 @@ def copy_notebooks(source: Path, target: Path) -> None:
 _HERE = Path(__file__).parent
 copy_notebooks(_HERE.parent / "notebooks", _HERE / "notebooks")
 myst_heading_anchors = 3  # links to sections
+myst_enable_extensions = ["attrs_inline"]  # pictures for the light and the dark theme

@@ -1,4 +1,6 @@
-"""Draw the pictures of ``docs/how-to/plots.md``: ``python docs/images/draw_plots.py [FOLDER]``.
+"""Draw the plots of ``docs/gallery.md``: ``python docs/images/draw_plots.py [FOLDER [NAME...]]``.
+
+Each has a variant for light and one for dark pages.
 
 The checkpoints are random numbers in the shapes of known models, small, with what real ones have:
 spreads that drift with depth, channels of outliers, and a fault here and there.
@@ -7,6 +9,7 @@ spreads that drift with depth, channels of outliers, and a fault here and there.
 from __future__ import annotations
 
 import sys
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ import xarray as xr
 import xckpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     Tensors = Iterator[tuple[str, Array]]
 
 BFLOAT16 = ml_dtypes.bfloat16
+# Styles of matplotlib by the theme of the page.
+THEMES = {"light": "default", "dark": "dark_background"}
 
 
 def weights(seed: int) -> Callable[..., Array]:
@@ -153,15 +158,16 @@ def pictures(folder: Path) -> dict[str, Callable[[], Any]]:
         if str(name).endswith("proj.weight")
     }
     steps = training_run(folder)
+    name = "model.layers.5.mlp.gate_proj.weight"
     return {
         "plot-layers": lambda: dense.ckpt.plot.layers("std"),
         "plot-error": lambda: dense.ckpt.plot.error(xr.Dataset(rounded)),
         "plot-steps": steps.ckpt.plot.steps,
         "plot-experts": lambda: moe.ckpt.plot.layers("std", "*.experts.*"),
         "plot-histogram": lambda: moe.ckpt.plot.histogram("*.experts.*.up_proj.weight"),
-        "plot-heatmap": lambda: dense.ckpt.plot.heatmap(
-            "model.layers.5.mlp.gate_proj.weight", rows=128, robust=True
-        ),
+        "plot-heatmap": lambda: dense.ckpt.plot.heatmap(name, rows=128, robust=True),
+        "plot-spectrum": lambda: dense.ckpt.plot.spectrum(name),
+        "plot-compare": lambda: dense.ckpt.plot.compare(xr.Dataset(rounded)),
         "plot-treemap": dense.ckpt.plot.treemap,
     }
 
@@ -185,16 +191,28 @@ def training_run(folder: Path, layers: int = 8, count: int = 12) -> xr.Dataset:
     return xckpt.open_steps(str(folder / "step-*.zt"))
 
 
-def draw_all(target: Path, folder: Path) -> None:
-    """Draw every picture, on a transparent ground."""
+def draw_all(target: Path, folder: Path, names: Collection[str] = ()) -> None:
+    """Draw the named pictures, or all, on a transparent ground, in both variants."""
     from matplotlib import pyplot as plt
 
     for name, draw in pictures(folder).items():
-        draw().figure.savefig(target / f"{name}.png", dpi=90)
-        plt.close("all")
+        for theme, style in THEMES.items() if name in (names or {name}) else ():
+            with plt.style.context(style):
+                save(draw().figure, target / f"{name}-{theme}.png")
+            plt.close("all")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Save a figure with 256 colours, which takes a third of the bytes."""
+    from PIL import Image
+
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=90, transparent=True)
+    Image.open(buffer).quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
 
 if __name__ == "__main__":
     mpl.use("Agg")
     with TemporaryDirectory() as temporary:
-        draw_all(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent), Path(temporary))
+        target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+        draw_all(target, Path(temporary), sys.argv[2:])
