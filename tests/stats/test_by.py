@@ -6,11 +6,13 @@ import json
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
 
 import xckpt
+from tests.stats.checkpoints import settled
 from xckpt.cli import main
 from xckpt.statistics.definitions import STATISTICS
 
@@ -124,6 +126,7 @@ def test_stacked_tensors_have_the_same_groups(tmp_path: Path) -> None:
         for word in ("a", "b")
     }
     xckpt.save(tensors, tmp_path / "m.zt")
+    settled(tmp_path / "m.zt")
     flat = xckpt.stats(tmp_path / "m.zt").ckpt.by("layer")
     stacked = xckpt.open(tmp_path / "m.zt", stack=True).ckpt.stats().ckpt.by("layer")
     xr.testing.assert_identical(flat.drop_attrs(), stacked.drop_attrs())
@@ -219,6 +222,135 @@ def test_saved_results(tmp_path: Path) -> None:
         assert any("rel_l2" in reason for reason in grouped.attrs["missing"])
 
 
+def spectra(count: int = 3) -> dict[str, Any]:
+    """Return matrices of several shapes in layers, the last of which has a NaN."""
+    rng = np.random.default_rng(3)
+    shapes = {"a": (9, 5), "b": (4, 11)}
+    tensors: dict[str, Any] = {
+        f"h.{layer}.{name}.weight": rng.normal(size=shape) * (1 + layer)
+        for layer in range(count)
+        for name, shape in shapes.items()
+    }
+    return tensors | {
+        "embed.weight": rng.normal(size=(5, 5)),
+        "h.0.c.weight": np.full((3, 3), np.nan),
+    }
+
+
+def test_spectra_equal_those_of_block_diagonal_matrices() -> None:
+    tensors = spectra()
+    result = xckpt.spectrum(tensors)
+    grouped = result.ckpt.by("layer")
+    table = result.ckpt.table()
+    for layer in range(3):
+        first, second = (tensors[f"h.{layer}.{name}.weight"] for name in "ab")
+        own = [np.linalg.svd(matrix, compute_uv=False) for matrix in (first, second)]
+        group = grouped.sel(layer=layer)
+        norms = table.loc[[f"h.{layer}.a.weight", f"h.{layer}.b.weight"]]
+        whole = np.sqrt((np.concatenate([first.ravel(), second.ravel()]) ** 2).sum())
+        np.testing.assert_allclose(group["frobenius"], whole, rtol=1e-12)
+        assert group["spectral_norm"] == norms["spectral_norm"].max()
+        values = np.concatenate(own)
+        expected = (values**2).sum() / values.max() ** 2
+        np.testing.assert_allclose(group["stable_rank"], expected, rtol=1e-6)
+        np.testing.assert_allclose(group["condition"], values.max() / values.min(), rtol=1e-6)
+        assert group["rank"] == len(values)
+        assert group["tensors"] == 2
+    assert "embed.weight" in grouped.attrs["outside"]
+    assert "h.0.c.weight" in grouped.attrs["outside"]  # it has no spectrum
+    missing = "effective_rank, alpha: it needs the singular values of all matrices"
+    assert grouped.attrs["missing"] == [missing]
+
+
+def test_some_statistics_of_spectra() -> None:
+    result = xckpt.spectrum(spectra(), statistics=["stable_rank", "rank"])
+    grouped = result.ckpt.by("layer")
+    assert list(grouped.data_vars) == ["tensors", "rank"]
+    assert grouped.attrs["missing"] == ["stable_rank: it needs the statistic frobenius"]
+
+
+@pytest.fixture
+def several_types(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a file with tensors of 8, 16 and 32 bits in layers, and its tensors."""
+    rng = np.random.default_rng(4)
+    tensors: dict[str, Any] = {}
+    for layer in range(3):
+        tensors[f"h.{layer}.a.weight"] = rng.normal(size=(40, 30)).astype("float16")
+        tensors[f"h.{layer}.b.weight"] = rng.normal(size=(50, 20)).astype(ml_dtypes.bfloat16)
+        tensors[f"h.{layer}.c.ids"] = rng.integers(-9, 9, (7, 7)).astype("int8")
+    tensors["h.0.d.weight"] = np.array([np.nan, np.inf, -3.25, 0.0, -0.0], "float16")
+    tensors["h.0.e.weight"] = np.zeros((0, 3), "float16")
+    tensors["h.2.d.weight"] = rng.normal(size=(60, 50)).astype("float32")
+    path = tmp_path / "m.zt"
+    xckpt.save(tensors, path)
+    return settled(path), tensors
+
+
+def test_quantiles_follow_from_the_counts_of_all_elements(
+    several_types: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path, tensors = several_types
+    levels = (0.0, 0.01, 0.25, 0.5, 0.9, 1.0)
+    result = xckpt.stats(path, quantiles=levels)
+    grouped = result.ckpt.by("layer")
+    for layer in range(3):
+        own = [v.astype("float64").ravel() for n, v in tensors.items() if f"h.{layer}." in n]
+        values = np.concatenate(own)
+        values = values[np.isfinite(values)]
+        # Elements of float32 have eight significant bits, except for the extremes.
+        bound = 0.0 if layer < 2 else 2.0**-8
+        for level in levels:
+            actual = grouped[f"q{level:g}"].sel(layer=layer)
+            expected = np.quantile(values, level, method="nearest")
+            np.testing.assert_allclose(actual, expected, rtol=bound if 0 < level < 1 else 0.0)
+    assert [reason.split(":")[0] for reason in grouped.attrs["missing"]] == ["unique"]
+    # A group of one tensor has its quantiles.
+    modules = result.ckpt.by("layer", "module")["q0.9"].sel(layer=1, module="h.a").item()
+    assert modules == result["h.1.a.weight"].sel(statistic="q0.9").item()
+    again = pickle.loads(pickle.dumps(result)).ckpt.by("layer")
+    xr.testing.assert_identical(again, grouped)
+    result.drop_attrs().to_netcdf(tmp_path / "s.nc", engine="h5netcdf")
+    with xr.open_dataset(tmp_path / "s.nc", engine="h5netcdf") as saved:
+        missing = saved.ckpt.by("layer").attrs["missing"]
+    assert any("q0.5" in reason and "cache" in reason for reason in missing)
+
+
+def test_quantiles_without_cached_counts_are_missing(
+    several_types: tuple[Path, dict[str, Any]],
+) -> None:
+    path, tensors = several_types
+    for result in (xckpt.stats(path, cache=False), xckpt.stats(tensors)):
+        grouped = result.ckpt.by("layer")
+        assert "q0.5" not in grouped
+        assert any("q0.5" in reason and "cache" in reason for reason in grouped.attrs["missing"])
+
+
+def test_findings_are_counted() -> None:
+    tensors = model()
+    findings = xckpt.findings(tensors)
+    grouped = findings.ckpt.by("layer")
+    assert grouped["layer"].values.tolist() == list(range(LAYERS))
+    nan = [1 if layer in {3, 4} else 0 for layer in range(LAYERS)]
+    assert grouped["nan"].values.tolist() == nan
+    assert grouped["inf"].values.tolist() == [int(layer == 3) for layer in range(LAYERS)]
+    assert int(grouped["error"].sum()) == (findings["severity"] == "error").sum()
+    assert (
+        grouped["tensors"].values.tolist()
+        == xckpt.stats(tensors).ckpt.by("layer")["tensors"].values.tolist()
+    )
+    assert (grouped["affected"] <= grouped["tensors"]).all()
+    part = pickle.loads(pickle.dumps(findings[findings["rule"] == "inf"])).ckpt.by("layer", "role")
+    assert set(part.data_vars) == {"tensors", "affected", "error", "warning", "info", "inf"}
+    assert int(part["error"].sum()) == 1
+
+
+def test_no_findings_are_counted_as_zero(tmp_path: Path) -> None:
+    xckpt.save({"h.0.w": np.array([1.0, 2.0]), "h.1.w": np.array([2.0, 3.0])}, tmp_path / "m.zt")
+    findings = xckpt.open(tmp_path / "m.zt").ckpt.findings()
+    assert findings.empty
+    assert findings.ckpt.by("layer")["error"].values.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
@@ -262,6 +394,24 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "no tensor has a number for 'expert'" in capsys.readouterr().err
 
 
+def test_findings_and_spectra_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "m.zt")
+    xckpt.save(spectra(), path)
+    assert main(["stats", path, "--findings", "--by", "layer"]) == 1
+    head, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[:5] == ["layer", "tensors", "affected", "error", "warning"]
+    assert first.split()[:4] == ["0", "3", "1", "1"]
+    assert main(["spectrum", path, "--by", "layer", "--columns", "rank,spectral_norm"]) == 0
+    head, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["layer", "tensors", "rank", "spectral_norm"]
+    assert first.split()[:3] == ["0", "2", "9"]
+    assert main(["spectrum", path, "--by", "layer", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [group["rank"] for group in document["groups"]] == [9, 9, 9]
+
+
 def test_pickled_results_keep_their_roles() -> None:
     tensors = {"layers.0.mlp.weight": np.zeros(4, "int8"), "layers.0.mlp.scales": np.ones(4)}
     result = pickle.loads(pickle.dumps(xckpt.stats(tensors)))
@@ -271,6 +421,7 @@ def test_pickled_results_keep_their_roles() -> None:
 def test_a_file_and_its_dataset_have_the_same_groups(tmp_path: Path) -> None:
     tensors = model() | {"model.mask": np.ones((3, 3), bool), "steps": np.array(3)}
     xckpt.save(tensors, tmp_path / "m.zt")
+    settled(tmp_path / "m.zt")
     by_path = xckpt.stats(tmp_path / "m.zt").ckpt.by("role")
     by_dataset = xckpt.open(tmp_path / "m.zt").ckpt.stats().ckpt.by("role")
     xr.testing.assert_identical(by_path, by_dataset)

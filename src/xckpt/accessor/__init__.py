@@ -739,10 +739,13 @@ class CheckpointAccessor(Generic[Obj]):
         return matched_names(self._obj)
 
     def by(self, *keys: str, stats: xr.Dataset | None = None) -> Dataset:
-        """Merge a result of `stats`, `compare` or `histogram` by layer, role or numbered module.
+        """Merge a result by layer, role or numbered module.
 
-        The numbers of a group are those of all its elements together, computed from counts, moments
-        and sums of squares; they are not averages over tensors. Tied copies count once.
+        The result is one of `stats`, `compare`, `histogram` or `spectrum`; `findings` has a method
+        of the same name. The numbers of a group are those of all its elements together, computed
+        from counts, moments and sums of squares; they are not averages over tensors. Those of
+        several matrices are of the matrix with all of them along its diagonal. Tied copies count
+        once.
 
         Parameters
         ----------
@@ -761,8 +764,10 @@ class CheckpointAccessor(Generic[Obj]):
         xarray.Dataset
             A variable for each statistic, along the keys, and ``tensors``, the number of tensors.
             Comparisons also have the number of tensors of each status. A histogram has ``count``.
+            Quantiles follow from the counts of elements that `stats` cached for unchanged files.
             ``attrs["missing"]`` lists the statistics that do not follow from those of the tensors,
-            with reasons; ``attrs["outside"]`` names tensors that have no number for a key.
+            with reasons; ``attrs["outside"]`` names tensors that have no number for a key, or no
+            spectrum.
 
         Raises
         ------
@@ -780,7 +785,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         obj = self._obj
         if isinstance(obj, xr.DataTree) or not {"statistic", "bin"} & set(obj.dims):
-            raise TypeError("by() merges a result: call stats(), compare() or histogram() first")
+            raise TypeError("by() merges a result: call stats(), compare(), ... first")
         if "status" in self._statistics:
             from xckpt.comparison.merging import compared_by
 

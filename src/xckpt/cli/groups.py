@@ -1,4 +1,4 @@
-"""The option ``--by`` of ``xckpt stats`` and ``xckpt compare``."""
+"""The option ``--by`` of ``xckpt stats``, ``spectrum`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def print_groups(
     if document is not None:
         print_document({**document, "by": keys, "groups": json_rows(frame, index=None), **notes})
         return
-    columns = [*keys, "tensors", *(name for name in chosen if name in frame)]
+    chosen = [name for name in chosen if name in frame and name not in {*keys, "tensors"}]
+    columns = [*keys, "tensors", *chosen]
     texts = [
         [value if isinstance(value, str) else figure(value) for value in frame[name].tolist()]
         for name in columns

@@ -127,7 +127,8 @@ def stats(
 
     With --findings, print suspicious values instead: NaN, dead rows and heads, copied layers,
     saturated codes, ...; the exit status is 1 if any finding is an error or a warning. With --json,
-    print both, with all columns. With --by, print a row for each layer, role, ... instead.
+    print both, with all columns. With --by, print a row for each layer, role, ... instead; with
+    --findings, their numbers.
     """
     from xckpt.health import examine, findings
     from xckpt.statistics import QUANTILES, statistic_names, table
@@ -136,8 +137,6 @@ def stats(
     existing = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
     chosen = _chosen(columns, existing, None if sort in _NAMES else sort)
     require_rules(ignore)
-    if keys and only_findings:
-        raise click.UsageError("--findings are of single tensors: leave --by out")
     index = reading.index(file)
     options: dict[str, Any] = {
         "exact_quantiles": exact_quantiles,
@@ -147,6 +146,11 @@ def stats(
     }
     if only_findings:
         result, findings_frame = examine(reading.dataset(file), ignore=ignore, **options)
+        if keys:
+            document = {"source": index.source, "format": index.format}
+            groups = grouped_table(findings_frame, keys, sort, ascending=ascending).head(limit)
+            print_groups(groups, list(groups), document if as_json else None)
+            return int(calls_for_action(findings_frame))
     else:
         result = compute(reading.dataset(file), **options)
         if keys:
@@ -234,6 +238,7 @@ def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
 @click.option("--minus", metavar="FILE", help="Analyse the differences from this checkpoint.")
 @click.option("--columns", default="all", metavar="A,B,...", help="Columns to print; default all.")
 @_order_options
+@by_option
 @_cache_option
 @reading_options
 @json_option
@@ -246,13 +251,15 @@ def spectrum(
     sort: str | None,
     ascending: bool,
     limit: int | None,
+    keys: str | None,
     no_cache: bool,
     as_json: bool,
 ) -> int:
     """Print ranks, norms, condition and alpha, from the singular values of every matrix in FILE.
 
     A convolution counts as a matrix of out rows and in * kernel columns. Matrices with more than
-    2**27 elements, usually embeddings, are left out unless --tensors selects them.
+    2**27 elements, usually embeddings, are left out unless --tensors selects them. With --by, print
+    a row for each layer, role, ... instead.
     """
     from xckpt.statistics import OF_MATRICES, table
     from xckpt.statistics import spectrum as compute
@@ -268,6 +275,10 @@ def spectrum(
         progress=is_terminal(),
         cache=not no_cache,
     )
+    if keys:
+        groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
+        print_groups(groups, chosen, {"source": index.source} if as_json else None)
+        return 0
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:
         print_document({"source": index.source, "tensors": json_rows(frame)})

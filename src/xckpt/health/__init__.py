@@ -11,8 +11,8 @@ from xckpt.interrupts import uninterrupted
 # Importing numba takes long, and an interrupt in the middle would break later imports.
 with uninterrupted():
     from xckpt.health.evidence import out_of_line
-    from xckpt.health.examining import examine, findings
+    from xckpt.health.examining import FindingsAccessor, examine, findings
     from xckpt.health.rules import RULES
     from xckpt.health.runs import changes_of
 
-__all__ = ["RULES", "changes_of", "examine", "findings", "out_of_line"]
+__all__ = ["RULES", "FindingsAccessor", "changes_of", "examine", "findings", "out_of_line"]

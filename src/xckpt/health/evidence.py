@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from xckpt.datasets.tensors import DescribedTensors
     from xckpt.progress import ProgressOption
     from xckpt.scan.readers import Reader
 
@@ -112,6 +113,8 @@ class Evidence:
         self.readers = readers
         self.progress = progress
         self.cache = cache
+        #: Types of the tensors of the checkpoint, for their roles in groups.
+        self.origin: DescribedTensors | None = None
         self._computed: dict[Any, Any] = {}
 
     @classmethod
@@ -130,7 +133,9 @@ class Evidence:
             shape = np.atleast_1d(variable.attrs.get("shape", ())).astype(int)
             shapes += [tuple(shape.tolist())] * count
         has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
-        return cls(names, columns, dtypes, shapes, run if has_steps else None, **options)
+        evidence = cls(names, columns, dtypes, shapes, run if has_steps else None, **options)
+        evidence.origin = result.encoding.get("origin")
+        return evidence
 
     def __getitem__(self, statistic: str) -> Array:
         if statistic not in self.columns:

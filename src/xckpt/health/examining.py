@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import pandas as pd
@@ -18,20 +18,90 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import select, suggest_names
 from xckpt.scan.entries import contents_of, entries_of
 from xckpt.statistics.computing import QUANTILES, stats
+from xckpt.statistics.grouping import Merged, merge_columns, place_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xckpt.datasets.tensors import DescribedTensors
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
+    from xckpt.statistics.group_sums import Groups
+    from xckpt.typing import Dataset
 
 _SEVERITIES = ("error", "warning", "info")
 _COLUMNS = ("tensor", "rule", "value", "severity", "explanation")
 _REQUIRED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
 
 
+class FindingsAccessor:
+    """Methods of xckpt for a table of findings.
+
+    Parameters
+    ----------
+    frame : Findings
+        Result of `findings`, or a selection of its rows.
+    """
+
+    def __init__(self, frame: Findings) -> None:
+        self._frame = frame
+
+    def by(self, *keys: str) -> Dataset:
+        """Count the findings of each layer, role or numbered module.
+
+        Parameters
+        ----------
+        *keys : str
+            One or more keys, as for `CheckpointAccessor.by`.
+
+        Returns
+        -------
+        xarray.Dataset
+            The number of findings along the keys: of each severity (``error``, ``warning``,
+            ``info``) and of each rule that holds for any tensor. ``tensors`` is the number of
+            tensors of a group, and ``affected`` how many of them have a finding.
+
+        Raises
+        ------
+        ValueError
+            If no tensor has a key.
+
+        Examples
+        --------
+        >>> xckpt.findings("m.zt").ckpt.by("layer")["warning"]  # doctest: +SKIP
+        """
+        frame, rows = self._frame, {name: row for row, name in enumerate(self._frame.names)}
+        for name in frame["tensor"]:  # rows of several tables may have been joined
+            rows.setdefault(name, len(rows))
+        at = [rows[name] for name in frame["tensor"]]
+        columns = {name: np.zeros(len(rows)) for name in ("affected", *_SEVERITIES)}
+        columns |= {rule: np.zeros(len(rows)) for rule in RULES if rule in set(frame["rule"])}
+        for row, *names in zip(at, frame["severity"], frame["rule"], strict=True):
+            columns["affected"][row] = 1
+            for name in names:
+                columns[name][row] += 1
+        places = place_tensors(list(rows), keys, frame.origin)
+        columns = {name: values[places.rows] for name, values in columns.items()}
+
+        def merge(groups: Groups) -> Merged:
+            return Merged({n: groups.total(n).astype(np.int64) for n in columns}, {})
+
+        return cast("Dataset", merge_columns(places, columns, merge))
+
+
 class Findings(pd.DataFrame):
     """A table of findings that shows sentences in full, in a notebook and in a terminal."""
+
+    # pandas passes these on to selections, and pickles them.
+    _metadata: ClassVar[list[str]] = ["names", "origin"]
+    #: Names of all tensors that were examined, and their types; for `FindingsAccessor.by`.
+    names: Sequence[str] = ()
+    origin: DescribedTensors | None = None
+
+    @property
+    def ckpt(self) -> FindingsAccessor:
+        """Methods of xckpt for this table."""
+        return FindingsAccessor(self)
 
     @property
     def _constructor(self) -> type[Findings]:
@@ -92,7 +162,8 @@ def findings(
     pandas.DataFrame
         With the columns ``tensor, rule, value, severity, explanation``; errors first, then
         warnings, each in the order of the tensors. A step of a run counts as a tensor. In a
-        notebook it shows explanations in full.
+        notebook it shows explanations in full. ``.ckpt.by("layer")`` counts the findings of each
+        layer, role or numbered module.
 
     Raises
     ------
@@ -162,7 +233,9 @@ def _judge(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.
         key=lambda f: (_SEVERITIES.index(RULES[f.rule].severity), f.row, order.index(f.rule)),
     )
     rows = [(f.tensor, f.rule, f.value, RULES[f.rule].severity, f.explanation) for f in ranked]
-    return Findings(rows, columns=list(_COLUMNS))
+    frame = Findings(rows, columns=list(_COLUMNS))
+    frame.names, frame.origin = evidence.names, evidence.origin
+    return frame
 
 
 def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:

@@ -105,10 +105,17 @@ def gather(
     return outcome.results
 
 
-def load_cached(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
-    """Return the accumulator that a stretched scan cached for each tensor, or None."""
+def load_cached(
+    readers: Sequence[Any],
+    operation: type[Accumulator],
+    finish: Callable[[int, Any], Any] = lambda _, accumulator: accumulator,
+) -> list[Any]:
+    """Return what a function makes of the accumulator that a scan cached for each tensor, or None.
+
+    `finish` is called in the order of the tensors, with their numbers. Scans are stretched ones.
+    """
     with open_records(readers, operation.record, enabled=True) as records:
-        outcome = _Outcome(readers, operation, records, lambda _, accumulator: accumulator)
+        outcome = _Outcome(readers, operation, records, finish)
         outcome.load_cached(stretched=True)
     return outcome.results
 

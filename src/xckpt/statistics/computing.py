@@ -28,6 +28,7 @@ from xckpt.statistics.definitions import (
     statistic_names,
 )
 from xckpt.statistics.describe import describe_all
+from xckpt.statistics.group_quantiles import cached_tensors
 from xckpt.statistics.refine import refine, targets_of
 from xckpt.statistics.rows import describe_rows
 
@@ -143,7 +144,11 @@ def stats(
         find = partial(_statistics, options=options, progress=progress)
         values = deferred(find, entries, shapes)
     with paused_collector():
-        return laid_out(options.names, entries, values, attrs, contents)
+        result = laid_out(options.names, entries, values, attrs, contents)
+        if compute and cache:
+            readers = (reader for entry in entries for reader in entry.readers)
+            result.encoding["counts"] = cached_tensors(readers)  # for quantiles of groups
+        return result
 
 
 stats.__doc__ = (stats.__doc__ or "").replace(

@@ -58,6 +58,10 @@ class Groups:
         highest: Array = np.maximum.reduceat(values, self._starts)
         return highest
 
+    def norm(self, name: str) -> Array:
+        """Return the root of the sum of the squares of a statistic over each group."""
+        return self._root(self[name])
+
     def least(self, name: str) -> Array:
         """Return the smallest of a statistic over the tensors with finite elements."""
         return -self._extreme(-self[name])
@@ -97,12 +101,12 @@ class Groups:
     @property
     def rms(self) -> Array:
         """Root of the mean square of each group."""
-        return self._root("rms", self._share)
+        return self._root(self._of_finite("rms"), self._share)
 
     @property
     def l2(self) -> Array:
         """Root of the sum of the squares of each group; zero without finite elements."""
-        return np.where(self.all_finite > 0, self._root("l2", np.ones(len(self.finite))), 0.0)
+        return np.where(self.all_finite > 0, self._root(self._of_finite("l2")), 0.0)
 
     @property
     def skew(self) -> Array:
@@ -152,9 +156,8 @@ class Groups:
             fourth = self.sum(self._share * terms)
         return second, third, fourth
 
-    def _root(self, name: str, weights: Array) -> Array:
-        """Return the root of the weighted sum of the squares of a statistic."""
-        values = self._of_finite(name)
+    def _root(self, values: Array, weights: Array | float = 1.0) -> Array:
+        """Return the root of the weighted sum of the squares of each group."""
         exponent = np.frexp(self.highest(values))[1]
         squares = np.ldexp(values, -self.spread(exponent)) ** 2
         root: Array = np.ldexp(np.sqrt(self.sum(weights * squares)), exponent)

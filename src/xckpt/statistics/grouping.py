@@ -7,6 +7,7 @@ which they follow; `definitions` states how statistics merge, `comparison.mergin
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,10 @@ from xckpt.labels.numbering import drop_indices, parse_name, split_leaf
 from xckpt.labels.roles import Role, roles_of
 from xckpt.notebook.folding import ascending
 from xckpt.statistics.definitions import STATISTICS
+from xckpt.statistics.group_quantiles import group_quantiles
 from xckpt.statistics.group_sums import Groups
+from xckpt.statistics.singular import MERGES as MERGES_OF_SPECTRA
+from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.tables import named_tensors, tensor_rows
 
 if TYPE_CHECKING:
@@ -35,9 +39,15 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _ROLES = [role.value for role in Role]
 _NEVER = {
     "unique": "distinct values of several tensors do not follow from their numbers",
-    "quantile": "quantiles of several tensors do not follow from their quantiles",
+    "effective_rank": "it needs the singular values of all matrices",
+    "alpha": "it needs the singular values of all matrices",
     "": "the statistic describes a single tensor",
 }
+_NO_COUNTS = (
+    "quantiles follow from counts of the elements, which are in the cache for files that did not "
+    "change since stats()"
+)
+_SOURCES = ("source", "compared_with")
 _SAVED = "computed from a saved result: roles follow from names alone, and tied copies count"
 
 
@@ -51,21 +61,37 @@ class Merged(NamedTuple):
 # --- merging -------------------------------------------------------------------------------------
 
 
-def merge_statistics(groups: Groups, names: Sequence[str]) -> Merged:
-    """Merge the statistics of tensors that have these names, as their definitions state."""
-    merges = {statistic.name: statistic.merge for statistic in STATISTICS}
+def merge_statistics(
+    groups: Groups, names: Sequence[str], quantiles: Callable[[Array], Array] | None = None
+) -> Merged:
+    """Merge the statistics of tensors that have these names, as their definitions state.
+
+    `quantiles` returns the quantiles of all groups at levels, in a column for each level.
+    """
+    merges = {statistic.name: statistic.merge for statistic in STATISTICS} | MERGES_OF_SPECTRA
+    levels = [name for name in names if name.startswith("q") and name[1:2].isdigit()]
     columns, missing = {}, {}
+    if levels and quantiles is not None:
+        of_levels = quantiles(np.array([float(name[1:]) for name in levels]))
+        columns = dict(zip(levels, of_levels.T, strict=True))
     for name in names:
         merge = merges.get(name)
-        if merge is None:
-            kind = "quantile" if name.startswith("q") and name[1:2].isdigit() else name
-            missing[name] = _NEVER.get(kind, _NEVER[""])
-            continue
-        try:
-            columns[name] = merge(groups)
-        except KeyError as error:
-            missing[name] = f"it needs the statistic {error.args[0]}"
-    return Merged(columns, missing)
+        if name in levels:
+            absent = len(groups.present)
+            if name in columns:
+                absent = int(np.isnan(columns[name][groups.all_finite > 0]).sum())
+            if absent:
+                missing[name] = _NO_COUNTS
+            if absent == len(groups.present):
+                columns.pop(name, None)
+        elif merge is None:
+            missing[name] = _NEVER.get(name, _NEVER[""])
+        else:
+            try:
+                columns[name] = merge(groups)
+            except KeyError as error:
+                missing[name] = f"it needs the statistic {error.args[0]}"
+    return Merged({name: columns[name] for name in names if name in columns}, missing)
 
 
 # --- keys ----------------------------------------------------------------------------------------
@@ -134,7 +160,7 @@ def _sorted(key: str, labels: Iterable[Any]) -> list[Any]:
 def by(
     result: xr.Dataset,
     keys: Sequence[str],
-    merge: Callable[[Groups, Sequence[str]], Merged] = merge_statistics,
+    merge: Callable[..., Merged] | None = None,
     extra: Callable[[Sequence[str]], dict[str, Array]] | None = None,
 ) -> xr.Dataset:
     """Return the statistics of all elements of each group; see `CheckpointAccessor.by`.
@@ -142,55 +168,122 @@ def by(
     Parameters
     ----------
     result : xarray.Dataset
-        Statistics, measures or a histogram of whole tensors.
+        Statistics, measures, spectra or a histogram of whole tensors.
     keys : sequence of str
         Keys of the groups, which become dimensions.
     merge : callable, optional
-        Merges the columns of several tensors.
+        Merges the columns of several tensors; by default as the statistics state.
     extra : callable, optional
         Returns columns besides the statistics, for the names of the tensors.
     """
-    if not keys or len(set(keys)) < len(keys):
-        raise ValueError("by() takes different keys: 'layer', 'role', 'module', 'expert', ...")
     for variable, _ in named_tensors(result):
         record = stack_of(variable)
         if set(variable.dims[1:]) - set(record.dims if record else ()):
             raise ValueError("by() merges statistics of whole tensors, computed without dim=")
-    origin: DescribedTensors | None = result.encoding.get("origin")
     with paused_collector():
         names, rows = tensor_rows(result)
-        is_chosen = _untied(names, origin)
+    origin = result.encoding.get("origin")
+    if "bin" in result.dims:
+        return _histogram(result, rows, place_tensors(names, keys, origin))
+    has_values: Array | None = None
+    statistics = result["statistic"].to_numpy().tolist()
+    if set(OF_MATRICES) & set(statistics):  # without those that are not decomposed
+        has_values = np.logical_not(np.isnan(rows).all(axis=1))
+    places = place_tensors(names, keys, origin, has_values)
+    columns: dict[str, Array] = extra(places.names) if extra else {}
+    columns |= dict(zip(statistics, rows[places.rows].T, strict=True))
+    counts = result.encoding.get("counts")
+    if merge is None:
+        of_tensors = [counts.get(name) for name in places.names] if counts else []
+        quantiles = partial(group_quantiles, of_tensors, places.groups) if counts else None
+        merge = partial(merge_statistics, quantiles=quantiles)
+    grouped = merge_columns(places, columns, partial(merge, names=statistics))
+    return _with_origin(grouped, result)
+
+
+class Places(NamedTuple):
+    """Tensors in the groups that their keys make."""
+
+    #: The tensors that have all keys, and their rows among all tensors.
+    names: list[str]
+    rows: list[int]
+    #: Number of the group of each of them, on a grid along the labels of the keys.
+    groups: Array
+    labels: dict[str, list[Any]]
+    #: Tensors that belong to no group.
+    outside: list[str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the grid."""
+        return tuple(map(len, self.labels.values()))
+
+    def dataset(self, variables: Mapping[Any, Any], missing: Mapping[str, str]) -> xr.Dataset:
+        """Return variables on the grid as a Dataset, with the reasons for missing ones."""
+        import xarray as xr
+
+        attrs: dict[Hashable, Any] = {"outside": some(self.outside)} if self.outside else {}
+        if missing:
+            reasons: dict[str, list[str]] = {}
+            for name, reason in missing.items():
+                reasons.setdefault(reason, []).append(name)
+            attrs["missing"] = [f"{', '.join(names)}: {why}" for why, names in reasons.items()]
+        coords = {key: np.array(labels) for key, labels in self.labels.items()}
+        return xr.Dataset(variables, coords, attrs)
+
+
+def place_tensors(
+    names: Sequence[str],
+    keys: Sequence[str],
+    origin: DescribedTensors | None,
+    has_values: Array | None = None,
+) -> Places:
+    """Return the groups of tensors; tied copies, and tensors without values, have none."""
+    if not keys or len(set(keys)) < len(keys):
+        raise ValueError("by() takes different keys: 'layer', 'role', 'module', 'expert', ...")
+    with paused_collector():
         labels = {key: _labels(key, names, origin) for key in keys}
         has_label = np.array([None not in place for place in zip(*labels.values(), strict=True)])
+        if has_values is not None:
+            has_label &= has_values
         outside = [n for n, has in zip(names, has_label.tolist(), strict=True) if not has]
-        picked = np.flatnonzero(is_chosen & has_label).tolist()
+        picked = np.flatnonzero(_untied(names, origin) & has_label).tolist()
+        if not picked:
+            raise ValueError(f"no tensor has all keys {', '.join(map(repr, keys))}")
         coords = {key: _sorted(key, (labels[key][n] for n in picked)) for key in keys}
-        shape = tuple(map(len, coords.values()))
         places = []
         for key, coord in coords.items():
             positions = {label: position for position, label in enumerate(coord)}
-            places.append([positions[labels[key][n]] for n in picked])
-        picked_names = [names[n] for n in picked]
-    if not picked:
-        raise ValueError(f"no tensor has all keys {', '.join(map(repr, keys))}")
-    columns: dict[str, Array] = extra(picked_names) if extra else {}
-    groups_of = np.ravel_multi_index(tuple(np.array(p, np.int64) for p in places), shape)
-    if "bin" in result.dims:
-        return _histogram(result, rows[picked], groups_of, coords, outside)
-    statistics = result["statistic"].to_numpy().tolist()
-    columns |= dict(zip(statistics, rows[picked].T, strict=True))
-    groups = Groups(columns, groups_of)
+            places.append(np.array([positions[labels[key][n]] for n in picked], np.int64))
+        groups = np.ravel_multi_index(tuple(places), tuple(map(len, coords.values())))
+        return Places([names[n] for n in picked], picked, groups, coords, outside)
+
+
+def merge_columns(
+    places: Places, columns: Mapping[str, Array], merge: Callable[[Groups], Merged]
+) -> xr.Dataset:
+    """Return the merged columns of each group, and its number of tensors."""
+    groups = Groups(columns, places.groups)
     with np.errstate(all="ignore"):
-        merged, missing = merge(groups, statistics)
+        merged, missing = merge(groups)
     whole = {"tensors", *(s.name for s in STATISTICS if s.whole)}
+    size = prod(places.shape)
     variables: dict[str, Any] = {}
     for name, values in {"tensors": groups.tensors, **merged}.items():
         is_whole = name in whole and bool(np.isfinite(values).all())
         is_whole |= values.dtype.kind == "i"
-        grid = np.zeros(prod(shape), np.int64) if is_whole else np.full(prod(shape), np.nan)
+        grid = np.zeros(size, np.int64) if is_whole else np.full(size, np.nan)
         grid[groups.present] = values
-        variables[name] = (tuple(keys), grid.reshape(shape))
-    return _dataset(variables, coords, outside, missing, result)
+        variables[name] = (tuple(places.labels), grid.reshape(places.shape))
+    return places.dataset(variables, missing)
+
+
+def _with_origin(grouped: xr.Dataset, result: xr.Dataset) -> xr.Dataset:
+    """Add the attributes of the result that was merged."""
+    attrs = {name: result.attrs[name] for name in _SOURCES if name in result.attrs}
+    note = {} if "origin" in result.encoding else {"note": _SAVED}
+    grouped.attrs = {**attrs, **note, **grouped.attrs}
+    return grouped
 
 
 def _untied(names: Sequence[str], origin: DescribedTensors | None) -> Array:
@@ -200,43 +293,12 @@ def _untied(names: Sequence[str], origin: DescribedTensors | None) -> Array:
     return np.array([shared.get(name, "") not in present for name in names], np.bool_)
 
 
-def _histogram(
-    result: xr.Dataset,
-    rows: Array,
-    numbers: Array,
-    coords: Mapping[str, Sequence[Any]],
-    outside: Sequence[str],
-) -> xr.Dataset:
+def _histogram(result: xr.Dataset, rows: Array, places: Places) -> xr.Dataset:
     """Return the sums of the counts of each bin."""
-    shape = tuple(map(len, coords.values()))
-    counts = np.zeros((prod(shape), rows.shape[1]), rows.dtype)
-    np.add.at(counts, numbers, rows)
-    variables = {"count": ((*coords, "bin"), counts.reshape(*shape, -1))}
-    grouped = _dataset(variables, coords, outside, {}, result)
+    counts = np.zeros((prod(places.shape), rows.shape[1]), rows.dtype)
+    np.add.at(counts, places.groups, rows[places.rows])
+    variables = {"count": ((*places.labels, "bin"), counts.reshape(*places.shape, -1))}
+    grouped = _with_origin(places.dataset(variables, {}), result)
     return grouped.assign_coords(
         {name: coord for name, coord in result.coords.items() if coord.dims == ("bin",)}
     )
-
-
-def _dataset(
-    variables: Mapping[Any, Any],
-    coords: Mapping[str, Sequence[Any]],
-    outside: Sequence[str],
-    missing: Mapping[str, str],
-    result: xr.Dataset,
-) -> xr.Dataset:
-    import xarray as xr
-
-    attrs: dict[Hashable, Any] = {
-        name: result.attrs[name] for name in ("source", "compared_with") if name in result.attrs
-    }
-    if "origin" not in result.encoding:
-        attrs["note"] = _SAVED
-    if outside:
-        attrs["outside"] = some(list(outside))
-    if missing:
-        reasons: dict[str, list[str]] = {}
-        for name, reason in missing.items():
-            reasons.setdefault(reason, []).append(name)
-        attrs["missing"] = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return xr.Dataset(variables, {key: np.array(labels) for key, labels in coords.items()}, attrs)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from xckpt.scan.kinds import Kind
+    from xckpt.statistics.group_sums import Groups
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,6 +31,18 @@ STATISTICS = (
     "alpha",
     "noise_floor",
 )
+#: Statistics of several matrices as the blocks of a block-diagonal matrix, which has all of their
+#: singular values. Only the rank is the sum of theirs, with the floor of each.
+MERGES: dict[str, Callable[[Groups], Array]] = {
+    "spectral_norm": lambda g: g.highest(g["spectral_norm"]),
+    "frobenius": lambda g: g.norm("frobenius"),
+    "stable_rank": lambda g: (g.norm("frobenius") / g.highest(g["spectral_norm"])) ** 2,
+    "rank": lambda g: g.total("rank"),
+    "condition": lambda g: (
+        g.highest(g["spectral_norm"]) / -g.highest(-g["spectral_norm"] / g["condition"])
+    ),
+    "noise_floor": lambda g: g.highest(g["noise_floor"]),
+}
 #: Singular values below this share of the largest are reported as NaN.
 FLOOR = 1e-9
 

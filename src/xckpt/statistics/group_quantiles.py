@@ -1,0 +1,109 @@
+"""Quantiles of groups of tensors, from the counts of bit patterns that `stats` cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.scan.readers import ChunkedTensor
+from xckpt.scan.scanning import load_cached
+from xckpt.statistics.counts import Sketch
+from xckpt.statistics.describe import Spectrum, spectrum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from xckpt.scan.kinds import Kind
+    from xckpt.scan.readers import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class CachedTensor(NamedTuple):
+    """A tensor whose sketch may be in the cache: the attributes of its reader that name it."""
+
+    kind: Kind
+    size: int
+    whole: bool
+    identity: tuple[Any, ...]
+
+
+def cached_tensors(readers: Iterable[Reader]) -> dict[str, CachedTensor]:
+    """Return the tensors of real numbers that the cache can identify, by name."""
+    return {
+        r.name: CachedTensor(r.kind, r.size, r.whole or isinstance(r, ChunkedTensor), r.identity)
+        for r in readers
+        if r.identity is not None and not r.complex
+    }
+
+
+def group_quantiles(tensors: Sequence[CachedTensor | None], numbers: Array, levels: Array) -> Array:
+    """Return the quantiles of the elements of each group, in ascending order of the groups.
+
+    A group is NaN if the counts of a tensor are missing. Elements of more than 16 bits are rounded,
+    as in `stats`.
+
+    Parameters
+    ----------
+    tensors : sequence of CachedTensor or None
+        Tensors, None for those without counts.
+    numbers : array of int
+        Group of each tensor.
+    levels : array of float
+        Quantiles to compute.
+    """
+    present, groups = np.unique(numbers, return_inverse=True)
+    quantiles = np.full((len(present), len(levels)), np.nan)
+    remaining = np.bincount(groups)
+    # Group by group, because the counts of all tensors may not fit in memory.
+    order = [n for n in np.argsort(groups, kind="stable").tolist() if tensors[n] is not None]
+    spectra: dict[int, list[Spectrum]] = {}
+
+    def add(position: int, sketch: Sketch) -> None:
+        group = int(groups[order[position]])
+        for incomplete in [number for number in spectra if number != group]:
+            del spectra[incomplete]
+        spectra[group] = _united([*spectra.get(group, []), spectrum(sketch)])
+        remaining[group] -= 1
+        if not remaining[group]:
+            quantiles[group] = _quantiles(spectra.pop(group), levels)
+
+    load_cached([tensors[n] for n in order], Sketch, add)
+    return quantiles
+
+
+def _united(spectra: list[Spectrum]) -> list[Spectrum]:
+    """Add the last distribution to the one of the same kind."""
+    *earlier, last = spectra
+    if not len(last.codes):
+        return earlier
+    for position, prior in enumerate(earlier):
+        if prior.kind == last.kind:
+            # Zeros have the code -1.
+            counts = np.zeros((1 << last.kind.code_bits) + 1, np.int64)
+            for part in (prior, last):
+                counts[part.codes + 1] += part.counts
+            codes = np.flatnonzero(counts)
+            low, high = min(prior.low, last.low), max(prior.high, last.high)
+            earlier[position] = Spectrum(last.kind, codes - 1, counts[codes], low, high)
+            return earlier
+    return spectra
+
+
+def _quantiles(spectra: list[Spectrum], levels: Array) -> Array:
+    """Return the quantiles of several distributions together; NaN without elements."""
+    if not spectra:
+        return np.full(len(levels), np.nan)
+    of_parts = [part.values() for part in spectra]
+    values, counts = np.concatenate(of_parts), np.concatenate([part.counts for part in spectra])
+    order = np.argsort(values, kind="stable")
+    ends = np.cumsum(counts[order])
+    ranks = np.rint((ends[-1] - 1) * levels).astype(np.int64)
+    quantiles = values[order][ends.searchsorted(ranks, side="right")]
+    # The extremes of rounded elements are known exactly; for other kinds they are infinite here.
+    low = min(v.min() if np.isinf(p.low) else p.low for p, v in zip(spectra, of_parts, strict=True))
+    high = max(
+        v.max() if np.isinf(p.high) else p.high for p, v in zip(spectra, of_parts, strict=True)
+    )
+    return np.where(ranks == 0, low, np.where(ranks == ends[-1] - 1, high, quantiles))
