@@ -1,20 +1,30 @@
-"""Each code block of the documentation runs as printed, alone, in a fresh process."""
+"""Each code block and each example of the documentation runs as printed, alone."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
+import json
+import os
 import re
+import shutil
+import warnings
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 import pytest
+import xarray as xr
 
+import xckpt
 from tests import documented
 from tests.conftest import GOLDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.fresh import FreshProcesses
 
@@ -111,6 +121,68 @@ def test_all_pages_were_checked() -> None:
     assert len(PAGES) > 25
     assert sum(map(len, PAGES.values())) > 100
     assert len(PAGES["docs/how-to/same-content"]) == 5
+
+
+# A function, class or error of the API page, with its options.
+DIRECTIVE = re.compile(r"^\.\. auto[a-z]+:: (\S+)\n((?: +:.*\n)*)", re.MULTILINE)
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    """Return the functions, classes and methods of the API page by their names there."""
+    for name, options in DIRECTIVE.findall((ROOT / "docs/api.md").read_text(encoding="utf-8")):
+        full_name = name if name.startswith("xckpt.") else f"xckpt.{name}"
+        module, _, attribute = full_name.rpartition(".")
+        obj = getattr(import_module(module), attribute)
+        yield full_name, obj
+        if ":members:" in options:
+            members = (member for member in dir(obj) if not member.startswith("_"))
+            yield from ((f"{full_name}.{m}", inspect.getattr_static(obj, m)) for m in members)
+
+
+EXAMPLES = {
+    name: examples
+    for name, obj in public_objects()
+    if (examples := inspect.cleandoc(obj.__doc__ or "").partition("Examples\n--------\n")[2])
+}
+
+
+class ShownOutput(doctest.OutputChecker):
+    """Examples need not show what they return."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_docstrings_run(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot as plt
+
+    here = shutil.copytree(folder, tmp_path / "here", copy_function=os.link)
+    monkeypatch.chdir(here)
+    text = EXAMPLES[name]
+    for pattern, instead in INSTEAD.items():
+        text = re.sub(pattern, instead, text)
+    names = {"xckpt": xckpt, "ds": xckpt.open("m.zt"), "np": np, "xr": xr, "Path": Path}
+    names |= {"json": json, "warnings": warnings}
+    messages: list[str] = []
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner = doctest.DocTestRunner(ShownOutput(), optionflags=options)
+    test = doctest.DocTestParser().get_doctest(text, names, name, name, 0)
+    with warnings.catch_warnings():  # which an example may filter
+        runner.run(test, out=messages.append)
+    plt.close("all")
+    assert runner.tries
+    assert not "".join(messages)
+
+
+def test_public_functions_and_errors_have_examples() -> None:
+    functions = {f"xckpt.{n}" for n in xckpt.__all__ if inspect.isroutine(getattr(xckpt, n))}
+    assert functions <= EXAMPLES.keys()
+    errors = {f"xckpt.{n}" for n in xckpt.__all__ if n.endswith(("Error", "Warning"))}
+    assert errors <= EXAMPLES.keys()
 
 
 def test_the_command_line() -> None:

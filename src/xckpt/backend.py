@@ -140,8 +140,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-        >>> ds["blocks.0.attn.w"].mean().compute()  # doctest: +SKIP
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+        >>> ds["lm_head.weight"].mean().compute()
         """
         with uninterrupted():
             from xckpt.datasets.making import described, make_dataset

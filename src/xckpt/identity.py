@@ -51,6 +51,7 @@ def base_id(name: str) -> int:
 
     Examples
     --------
+    >>> from xckpt.identity import base_id
     >>> f"{base_id('lm_head'):032x}"
     'a962c72e0d59ef7a13ff91bdee235d58'
     """
@@ -92,6 +93,7 @@ def param_key(namespace: int, base_id: int) -> int:
 
     Examples
     --------
+    >>> from xckpt.identity import base_id, param_key
     >>> param_key(1, base_id("lm_head")) == param_key(2, base_id("lm_head"))
     False
     """

@@ -73,8 +73,9 @@ def write_checkpoint(
 
     Examples
     --------
-    >>> xckpt.sample.write_checkpoint("m.zt", layers=2, width=64)  # doctest: +SKIP
-    PosixPath('m.zt')
+    >>> from xckpt.sample import write_checkpoint
+    >>> write_checkpoint("tiny.zt", layers=2, width=64).name
+    'tiny.zt'
     """
     import xarray as xr
 

@@ -85,9 +85,9 @@ class CheckpointAccessor(Generic[Obj]):
 
     Examples
     --------
-    >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-    >>> ds.ckpt  # doctest: +SKIP
-    <Checkpoint m.zt>  ztensor 1.0 · 111 tensors · 150.2 M params · 300.1 MiB · lazy
+    >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+    >>> ds.ckpt
+    <Checkpoint m.zt>  ztensor 1.0 · 65 tensors · 297.0 K params · 421.9 KiB · lazy
       ...
     """
 
@@ -195,7 +195,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
+        >>> ds.ckpt.summary("dtype")["nbytes"]
         """
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.summary import sizes_table
@@ -238,7 +238,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.footprint()["precision_nbytes"].sel(precision="bfloat16")  # doctest: +SKIP
+        >>> ds.ckpt.footprint()["precision_nbytes"].sel(precision="bfloat16")
         """
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.footprint import footprint_dataset, footprint_of
@@ -272,8 +272,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xckpt.open("adapter/adapter_model.safetensors")  # doctest: +SKIP
-        >>> ds.ckpt.adapters().groupby("rank").size()  # doctest: +SKIP
+        >>> ds = xckpt.open("adapter/adapter_model.safetensors")
+        >>> ds.ckpt.adapters().groupby("rank").size()
         """
         from xckpt.datasets.adapters import adapter_table
 
@@ -308,8 +308,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xckpt.open("adapter/adapter_model.safetensors")  # doctest: +SKIP
-        >>> ds.ckpt.updates().ckpt.spectrum().ckpt.table()  # doctest: +SKIP
+        >>> ds = xckpt.open("adapter/adapter_model.safetensors")
+        >>> ds.ckpt.updates().ckpt.spectrum().ckpt.table()
         """
         from xckpt.datasets.adapters import update_dataset
 
@@ -340,7 +340,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.tree(4)  # doctest: +SKIP
+        >>> ds.ckpt.tree(4)
         """
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.summary import ModuleTree
@@ -362,8 +362,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.ckpt.modules()  # doctest: +SKIP
+        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)
+        >>> ds.ckpt.modules()
         """
         import pandas as pd
 
@@ -412,8 +412,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-        >>> ds.ckpt.stack()["layers.mlp.w"].sel(layers=5)  # doctest: +SKIP
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+        >>> ds.ckpt.stack()["model.layers.mlp.up_proj.weight"].sel(layers=5)
         """
         from xckpt.datasets.stacking import stack_modules
 
@@ -435,8 +435,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.sel(layers=[0, 1]).ckpt.unstack()  # doctest: +SKIP
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)
+        >>> ds.sel(layers=[0, 1]).ckpt.unstack()
         """
         from xckpt.datasets.stacking import unstack_modules
 
@@ -462,8 +462,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.ckpt["layers.17.mlp.w"].std().compute()  # doctest: +SKIP
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)
+        >>> ds.ckpt["model.layers.3.mlp.up_proj.weight"].std().compute()
         """
         from xckpt.datasets.tensors import OpenTensors
 
@@ -508,8 +508,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.ckpt.sel(layers=17, experts=3)  # doctest: +SKIP
+        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)
+        >>> ds.ckpt.sel(layers=17, experts=3)
         """
         from xckpt.datasets.stacking import select_modules
 
@@ -537,8 +537,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.ckpt.isel(layers=-1)  # doctest: +SKIP
+        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)
+        >>> ds.ckpt.isel(layers=-1)
         """
         from xckpt.datasets.stacking import select_modules
 
@@ -582,8 +582,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-        >>> ds.ckpt.find("*.q_proj.*", dtype="bfloat16", min_bytes="1 MiB")  # doctest: +SKIP
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+        >>> ds.ckpt.find("*.q_proj.*", dtype="bfloat16", min_bytes="1 MiB")
         """
         from xckpt.datasets.tensors import find
 
@@ -638,7 +638,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.findings(ignore="constant")  # doctest: +SKIP
+        >>> ds.ckpt.findings(ignore="constant")
         """
         from xckpt.health import findings
 
@@ -703,7 +703,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.compare("tuned.safetensors").ckpt.table()  # doctest: +SKIP
+        >>> ds.ckpt.compare("tuned.safetensors").ckpt.table()
         """
         from xckpt.comparison import compare
 
@@ -728,9 +728,9 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> result = xckpt.compare("hf.safetensors", "model.gguf", names="auto")  # doctest: +SKIP
-        >>> Path("names.json").write_text(json.dumps(result.ckpt.names))  # doctest: +SKIP
-        >>> xckpt.convert("hf.safetensors", "new.gguf", names=result.ckpt.names)  # doctest: +SKIP
+        >>> result = xckpt.compare("base.safetensors", "renamed.zt", names="auto")
+        >>> Path("names.json").write_text(json.dumps(result.ckpt.names))
+        >>> done = xckpt.convert("base.safetensors", "as-renamed.zt", names=result.ckpt.names)
         """
         from xckpt.statistics import matched_names
 
@@ -778,8 +778,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.stats().ckpt.by("layer", "role")["std"]  # doctest: +SKIP
-        >>> ds.ckpt.compare("tuned.zt").ckpt.by("layer")["rel_l2"].plot()  # doctest: +SKIP
+        >>> ds.ckpt.stats().ckpt.by("layer", "role")["std"]
+        >>> ds.ckpt.compare("tuned.zt").ckpt.by("layer")["rel_l2"].plot()
         """
         from xckpt.statistics.grouping import by
 
@@ -817,8 +817,9 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> explorer = ds.ckpt.explore()  # doctest: +SKIP
-        >>> explorer.selected  # doctest: +SKIP
+        >>> explorer = ds.ckpt.explore()
+        >>> explorer.selected = "lm_head.weight"
+        >>> explorer.selected
         'lm_head.weight'
         """
         with uninterrupted():  # ipywidgets and what they need
@@ -836,7 +837,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.plot.layers("std", "*.q_proj.weight")  # doctest: +SKIP
+        >>> ds.ckpt.plot.layers("std", "*.q_proj.weight")
         """
         from xckpt.plots import Plots
 
@@ -899,8 +900,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("model.bin", engine="gptrs")  # doctest: +SKIP
-        >>> ds.ckpt.plain().to_netcdf("model.nc")  # doctest: +SKIP
+        >>> ds = xr.open_dataset("model.bin", engine="gptrs")
+        >>> ds.ckpt.plain().to_netcdf("model.nc")
         """
         from xckpt.writing.plain import plain
 
@@ -929,8 +930,8 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds = xr.open_dataset("model.bin", engine="gptrs")  # doctest: +SKIP
-        >>> ds.ckpt.by_base_id("a962c72e0d59ef7a13ff91bdee235d58").name  # doctest: +SKIP
+        >>> ds = xr.open_dataset("model.bin", engine="gptrs")
+        >>> ds.ckpt.by_base_id("a962c72e0d59ef7a13ff91bdee235d58").name
         'lm_head'
         """
         from xckpt.datasets.tensors import OpenTensors
@@ -975,8 +976,8 @@ class CheckpointAccessor(Generic[Obj]):
         Examples
         --------
         >>> cache = {}
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-        >>> cache[ds.ckpt.param_key("lm_head")] = ds["lm_head"].std()  # doctest: +SKIP
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+        >>> cache[ds.ckpt.param_key("lm_head.weight")] = ds["lm_head.weight"].std()
         """
         namespace = self._encoding.get("namespace")
         if namespace is None:

@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Examples
     --------
-    >>> main(["verify", "m.zt"])  # doctest: +SKIP
+    >>> from xckpt.cli import main
+    >>> main(["verify", "--json", "m.zt"])
+    {...
     0
     """
     # Characters that the terminal's encoding lacks are printed as escapes, also surrogates.

@@ -202,8 +202,8 @@ def compare(
 
     Examples
     --------
-    >>> result = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
-    >>> result.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
+    >>> result = xckpt.compare("base.safetensors", "tuned.zt")
+    >>> result.ckpt.table().query("status == 'changed'").head(3)
     """
     explain = explain or adapter is not None
     if (codes or explain) and (dim is not None or not compute):

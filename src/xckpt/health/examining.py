@@ -176,9 +176,11 @@ def findings(
 
     Examples
     --------
-    >>> xckpt.findings("m.zt", ignore=["constant", "dead_rows:*.delta"])  # doctest: +SKIP
-       tensor       rule   value severity                explanation
-    0  blocks.3.w    nan     1.0    error  1 of 4,096 elements is NaN
+    >>> findings = xckpt.findings("m.zt", ignore=["outlier_channels", "dead_rows:*.delta"])
+    >>> for finding in findings.itertuples():
+    ...     print(finding.severity, finding.tensor, finding.explanation)
+    error model.layers.3.mlp.up_proj.weight 7 of 6,336 elements are NaN
+    warning model.layers.2.self_attn.q_proj.bias all 48 elements are 0, unlike those of 5 siblings
     """
     ignored = ignored_rules(ignore)
     if isinstance(obj, xr.Dataset) and "statistic" in obj.dims:

@@ -203,8 +203,8 @@ class Explorer(ipywidgets.VBox):
 
     Examples
     --------
-    >>> explorer = ds.ckpt.explore()  # doctest: +SKIP
-    >>> explorer.selected = "lm_head.weight"  # doctest: +SKIP
+    >>> explorer = ds.ckpt.explore()
+    >>> explorer.selected = "lm_head.weight"
     """
 
     selected = traitlets.Unicode(None, allow_none=True)

@@ -460,7 +460,7 @@ class ModuleTree:
 
     Examples
     --------
-    >>> ds.ckpt.tree(depth=3)  # doctest: +SKIP
+    >>> ds.ckpt.tree(depth=3)
     model                   134 tensors   14.0 MiB
       embed_tokens            2 tensors    2.2 MiB
       layers                120 tensors   11.8 MiB

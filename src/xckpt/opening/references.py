@@ -83,9 +83,9 @@ def references(
 
     Examples
     --------
-    >>> refs = xckpt.references("m.zt")  # doctest: +SKIP
-    >>> Path("m.json").write_text(json.dumps(refs))  # doctest: +SKIP
-    >>> xr.open_dataset(  # doctest: +SKIP
+    >>> refs = xckpt.references("m.zt")
+    >>> Path("m.json").write_text(json.dumps(refs))
+    >>> xr.open_dataset(
     ...     "reference://", engine="zarr",
     ...     backend_kwargs={"consolidated": False, "storage_options": {"fo": "m.json"}},
     ... )

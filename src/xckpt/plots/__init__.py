@@ -57,8 +57,8 @@ class Plots:
 
     Examples
     --------
-    >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
-    >>> ds.ckpt.plot.layers("std", "*_proj.weight")  # doctest: +SKIP
+    >>> ds = xr.open_dataset("m.zt", engine="ztensor")
+    >>> ds.ckpt.plot.layers("std", "*_proj.weight")
     """
 
     def __init__(self, obj: xr.Dataset | xr.DataTree, stats: xr.Dataset | None = None) -> None:
@@ -146,7 +146,8 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.layers("absmax", "*.mlp.*", hue="experts")  # doctest: +SKIP
+        >>> moe = xckpt.open("moe.zt")
+        >>> moe.ckpt.plot.layers("absmax", "*.experts.*", hue="experts")
         """
         from xckpt.plots.layers import draw_layers
 
@@ -205,7 +206,7 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.histogram("*.q_proj.weight")  # doctest: +SKIP
+        >>> ds.ckpt.plot.histogram("*.q_proj.weight")
         """
         from xckpt.plots.distribution import draw_histogram
 
@@ -239,7 +240,7 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.treemap()  # doctest: +SKIP
+        >>> ds.ckpt.plot.treemap()
         """
         from xckpt.plots.treemap import draw_treemap
 
@@ -286,7 +287,7 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.spectrum("layers.3.mlp.w")  # doctest: +SKIP
+        >>> ds.ckpt.plot.spectrum("model.layers.0.mlp.up_proj.weight")
         """
         from xckpt.plots.distribution import draw_spectrum
 
@@ -349,7 +350,7 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.heatmap("layers.5.mlp.gate_proj.weight", robust=True)  # doctest: +SKIP
+        >>> ds.ckpt.plot.heatmap("model.layers.5.mlp.gate_proj.weight", robust=True)
         """
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.plots.heatmap import draw_heatmap
@@ -400,7 +401,7 @@ class Plots:
 
         Examples
         --------
-        >>> xckpt.open_steps("run/step-*.zt").ckpt.plot.steps()  # doctest: +SKIP
+        >>> xckpt.open_steps("run/step-*.zt").ckpt.plot.steps()
         """
         from xckpt.plots.steps import draw_steps
 
@@ -449,7 +450,7 @@ class Plots:
 
         Examples
         --------
-        >>> base.ckpt.plot.compare(tuned)  # doctest: +SKIP
+        >>> ds.ckpt.plot.compare("tuned.zt")
         """
         from xckpt.plots.comparisons import draw_differences
 
@@ -503,7 +504,7 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.error("model.gguf", names="*.q_proj.weight")  # doctest: +SKIP
+        >>> ds.ckpt.plot.error("quantised.safetensors", names="*.q_proj.weight")
         """
         from xckpt.plots.channels import draw_error
 

@@ -137,8 +137,8 @@ def histogram(
 
     Examples
     --------
-    >>> h = xckpt.histogram("m.zt")  # doctest: +SKIP
-    >>> h["lm_head"].plot.step(x="bin")  # doctest: +SKIP
+    >>> h = xckpt.histogram("m.zt")
+    >>> h["lm_head.weight"].plot.step(x="bin")
     """
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")

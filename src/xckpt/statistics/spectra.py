@@ -162,8 +162,8 @@ def spectrum(
 
     Examples
     --------
-    >>> spectra = xckpt.spectrum("m.zt", "*.mlp.*")  # doctest: +SKIP
-    >>> spectra.ckpt.table().nsmallest(3, "stable_rank")  # doctest: +SKIP
+    >>> spectra = xckpt.spectrum("m.zt", "*.mlp.*")
+    >>> spectra.ckpt.table().nsmallest(3, "stable_rank")
     """
     names = STATISTICS if statistics is None else tuple(statistics)
     for name in names:

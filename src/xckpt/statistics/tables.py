@@ -78,7 +78,7 @@ def table(result: xr.Dataset) -> pd.DataFrame:
 
     Examples
     --------
-    >>> table(xckpt.stats("m.zt")).nlargest(3, "absmax")  # doctest: +SKIP
+    >>> xckpt.table(xckpt.stats("m.zt")).nlargest(3, "absmax")
     """
     import pandas as pd
     import xarray as xr
