@@ -187,20 +187,3 @@ def _add_tables(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[int, Array]
         target[:, :-1] += rows[:, :-1]
         np.maximum(target[:, -1], rows[:, -1], out=target[:, -1])
     return first, total
-
-
-def measures_of(table: Array) -> Array:
-    """Return the statistics of cells: one row for each cell, one column for each measure."""
-    count, equal, finite, nan, inf, d, a, b, product, largest = table.T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        nmse = np.where(d > 0, d / a, 0.0)
-        cosine = np.clip(product / (np.sqrt(a) * np.sqrt(b)), -1.0, 1.0)
-        cosine = np.where(d == 0, 1.0, cosine)
-        sqnr = -10 * np.log10(nmse)
-        tail = [largest, np.sqrt(d / finite), np.sqrt(nmse), cosine, sqnr, nmse]
-        # In a cell without elements, all elements are equal.
-        head = [equal < count, count, np.where(count, equal / count, 1.0), nan, inf]
-    is_undefined = (finite == 0) & (equal < count)
-    differences = np.where(is_undefined, np.nan, np.stack(tail))
-    differences[1] = np.where(equal == count, 0.0, differences[1])
-    return np.stack([*head, *differences]).T

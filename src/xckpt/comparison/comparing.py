@@ -13,12 +13,17 @@ from xckpt.comparison.cells import (
     CELL_NBYTES,
     Channels,
     grid_of,
-    measures_of,
     pair_in_order,
     reduced_lengths,
 )
 from xckpt.comparison.matching import matched
-from xckpt.comparison.measures import MEASURES, PAIR_SUMS, Comparison, measures, pair_sums
+from xckpt.comparison.measures import (
+    MEASURES,
+    PAIR_COLUMNS,
+    PAIR_SUMS,
+    Comparison,
+    measures_of,
+)
 from xckpt.comparison.pairs import ChunkedPair, PairReader, SameBytes, stored_pair
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.typing import Dataset
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def compare(
@@ -303,7 +310,7 @@ def _add_explanations(
 
     def measure(pairs: Sequence[PairReader | ChunkedPair]) -> list[dict[str, float]]:
         rows = compare_pairs(pairs, progress=False, cache=False)
-        return [dict(zip(MEASURES, row, strict=True)) for row in rows]
+        return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
     names = (name for case in cases for name in (case.match.name, case.other_name))
     architecture = Architecture([side.attrs for side in sides], names)
@@ -328,11 +335,12 @@ def _compare_all(
     """
     matches = [row for rows, _, _ in inputs for row in rows if row.pair is not None]
     pairs = [row.pair for row in matches if row.pair is not None]
-    table = _measured(pairs, progress=progress, cache=cache)
-    statistics = iter(table[:, : len(MEASURES)].tolist())
+    table = _summed(pairs, progress=progress, cache=cache)
+    statistics = iter(measures_of(table[:, :-1], table[:, -1].astype(np.int64)).tolist())
     if sums is not None:
-        of_pairs = table[:, len(MEASURES) :].tolist()
-        sums |= {row.name: tuple(of) for row, of in zip(matches, of_pairs, strict=True)}
+        columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
+        sums_of_pairs = map(tuple, table[:, columns].tolist())
+        sums |= zip([row.name for row in matches], sums_of_pairs, strict=True)
     values = []
     for rows, shape, gone in inputs:
         measures = [_unread(row) if row.pair is None else next(statistics) for row in rows]
@@ -363,29 +371,25 @@ def _with_codes(
 
 def compare_pairs(
     pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
-) -> list[list[float]]:
-    """Return the statistics of each pair of tensors, in the order of `MEASURES`."""
-    rows = _measured(pairs, progress=progress, cache=cache)
-    table: list[list[float]] = rows[:, : len(MEASURES)].tolist()
-    return table
+) -> Array:
+    """Return the statistics of each pair of tensors, as rows in the order of `MEASURES`."""
+    table = _summed(pairs, progress=progress, cache=cache)
+    return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
 
 
-def _measured(
+def _summed(
     pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
-) -> Any:
-    """Return a row for each pair of tensors: its statistics, then its `PAIR_SUMS`."""
+) -> Array:
+    """Return the `PAIR_COLUMNS` of each pair of tensors."""
     with Progress(progress, "comparison") as bar:
 
         def find(numbers: list[int]) -> list[list[float]]:
             batch = [pairs[number] for number in numbers]
             compare_bytes = partial(_with_same_bytes, batch, bar)
+            finish = lambda _, comparison: comparison.row()  # noqa: E731
             return gather(batch, Comparison, finish, bar, cache=cache, shortcut=compare_bytes)
 
-        def finish(_: int, comparison: Comparison) -> list[float]:
-            return [*measures(comparison), *pair_sums(comparison)]
-
-        cache_key = ("comparison", *MEASURES, *PAIR_SUMS)
-        return rows_of(pairs, cache_key, len(cache_key) - 1, find, enabled=cache)
+        return rows_of(pairs, ("comparison", *PAIR_COLUMNS), len(PAIR_COLUMNS), find, enabled=cache)
 
 
 def _with_same_bytes(

@@ -17,7 +17,6 @@ from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named
 from xckpt.scan.trees import LEAF, MergeTree, runs
 from xckpt.statistics.counts import prepared
-from xckpt.statistics.describe import scaled
 from xckpt.statistics.vector_kernel import LANES
 
 if TYPE_CHECKING:
@@ -31,9 +30,14 @@ MEASURES = (
     *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
 
-#: Numbers of a pair from which the measures of several pairs follow, in the order of `pair_sums`:
-#: the pairs of finite elements; the sums of the squares of the differences, of the squares of each
-#: side, and of the products; and the exponent of the power of two that divides the elements.
+#: Numbers of a pair of tensors from which its measures follow: counts of elements; the sums of the
+#: squares of the differences, of the squares of each side, and of the products; the largest
+#: difference; and the exponent of the power of two that divides the elements in the sums.
+PAIR_COLUMNS = (
+    *("count", "equal", "finite", "nan", "inf"),
+    *("differences", "first", "second", "products", "largest", "exponent"),
+)
+#: The numbers of these that the measures of several pairs need besides their own measures.
 PAIR_SUMS = ("finite", "differences", "first", "second", "products", "exponent")
 
 #: Number of sums of a leaf of pairs: the squares of the differences, the squares of each side, and
@@ -341,6 +345,18 @@ class Comparison(Accumulator):
         self.largest = max(self.largest, other.largest)
         super().merge(other)
 
+    def row(self) -> list[float]:
+        """Return the counts and sums, in the order of `PAIR_COLUMNS`.
+
+        Some are NaN for tensors with the same bytes, because their elements were not decoded.
+        """
+        finite: float = self.finite
+        *sums, exponent = self.tree.total()
+        if self.count and not self.tree.nodes and self.equal == self.count:
+            finite, sums = math.nan, [0.0, *[math.nan] * 3]
+        counts = (self.count, self.equal, finite, self.nan, self.inf)
+        return [*counts, *sums, self.largest, exponent]
+
     def pack(self) -> bytes:
         """Serialise the comparison for the cache."""
         import msgpack
@@ -545,38 +561,25 @@ def _scaled_sums(x: Array, y: Array) -> list[float]:
     return [*lanes[: SUMS * LANES : LANES].tolist(), float(exponent)]
 
 
-def pair_sums(comparison: Comparison) -> list[float]:
-    """Return the sums of a pair of tensors of one shape, in the order of `PAIR_SUMS`.
+def measures_of(table: Array, exponent: Array | int = 0) -> Array:
+    """Return the statistics of pairs of tensors, or of cells, a row for each, as in `MEASURES`.
 
-    Those of tensors with the same bytes are unknown, because their elements were not decoded: only
-    the sum of their differences is a number.
+    The columns of the table are the `PAIR_COLUMNS` without the exponent.
     """
-    if comparison.count and not comparison.tree.nodes and comparison.equal == comparison.count:
-        return [math.nan, 0.0, *[math.nan] * 3, 0.0]
-    return [float(comparison.finite), *comparison.tree.total()]
-
-
-def measures(comparison: Comparison) -> list[float]:
-    """Return the statistics of a pair of tensors of one shape, in the order of `MEASURES`."""
-    if comparison.equal == comparison.count:
-        return [0.0, comparison.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
-    head = [
-        1.0,
-        comparison.count,
-        comparison.equal / comparison.count,
-        comparison.nan,
-        comparison.inf,
-    ]
-    if not comparison.finite:
-        return [*head, *[math.nan] * 6]
-    d, a, b, product, exponent = comparison.tree.total()
-    rmse = scaled(math.sqrt(d / comparison.finite), int(exponent))
-    nmse = d / a if a else math.inf if d else 0.0
-    sqnr = math.inf if not d else -math.inf
-    if a and d:
-        is_in_range = 0.0 < a / d < math.inf
-        sqnr = 10 * (math.log10(a / d) if is_in_range else math.log10(a) - math.log10(d))
-    cosine = 1.0 if not d else math.nan
-    if d and a and b:
-        cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
-    return [*head, comparison.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
+    count, equal, finite, nan, inf, d, a, b, product, largest = table.T
+    with np.errstate(all="ignore"):
+        rmse = np.ldexp(np.sqrt(d / finite), exponent)
+        nmse = np.where(d > 0, d / a, 0.0)
+        cosine = np.clip(product / (np.sqrt(a) * np.sqrt(b)), -1.0, 1.0)
+        ratio = a / d
+        is_in_range = (ratio > 0) & np.isfinite(ratio)
+        sqnr = 10 * np.where(is_in_range, np.log10(ratio), np.log10(a) - np.log10(d))
+        # Without elements, all elements are equal.
+        equal_fraction = np.where(count, equal / count, 1.0)
+    cosine, sqnr = np.where(d == 0, [[1.0], [np.inf]], [cosine, sqnr])
+    # Counts of 2**53 and more are rounded, and may be equal by that.
+    is_same = (equal == count) & (d == 0) & (nan + inf == 0)
+    differences = np.stack([largest, rmse, np.sqrt(nmse), cosine, sqnr, nmse])
+    differences = np.where((finite == 0) & ~is_same, np.nan, differences)
+    differences[1] = np.where(is_same, 0.0, differences[1])
+    return np.stack([~is_same, count, equal_fraction, nan, inf, *differences]).T

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.cells import measures_of
-from xckpt.comparison.measures import MEASURES, PAIR_SUMS
+from xckpt.comparison.measures import MEASURES, PAIR_SUMS, measures_of
 from xckpt.statistics import STATUSES, tensor_names
 from xckpt.statistics.grouping import Merged, by
 from xckpt.statistics.tables import tensor_rows
@@ -98,8 +97,8 @@ def _merge(groups: Groups, names: Sequence[str]) -> Merged:
     squares = [groups.sum(np.ldexp(sums[name], down)) for name in PAIR_SUMS[1:5]]
     finite = groups.sum(sums["finite"])
     table = np.stack([count, equal, finite, nan, inf, *squares, largest])
-    values = dict(zip(MEASURES, measures_of(table.T).T, strict=True))
-    values["rmse"] = np.ldexp(values["rmse"], exponent.astype(np.int64))
+    measures = measures_of(table.T, exponent.astype(np.int64))
+    values = dict(zip(MEASURES, measures.T, strict=True))
     is_empty = groups.sum(is_pair) == 0
     for name in MEASURES[1:]:
         if name not in missing:

@@ -71,9 +71,8 @@ class StepChanges:
             pair_of(readers[new], readers[old], names[new])
             for old, new in zip(before[exists].tolist(), after[exists].tolist(), strict=True)
         ]
-        measures = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
         table = np.full((*before.shape, len(MEASURES)), np.nan)
-        table[exists] = np.array(measures, np.float64).reshape(-1, len(MEASURES))
+        table[exists] = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
         by_measure = {name: table[..., column] for column, name in enumerate(MEASURES)}
         self.same = by_measure["status"] == 0
         #: Norm of the change; also divided by the norm at the later step.
