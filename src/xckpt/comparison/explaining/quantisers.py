@@ -14,7 +14,6 @@ after the search. The search may sacrifice extreme numbers, so these may exceed 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -323,7 +322,8 @@ class _GradedCodes:
         scale = np.broadcast_to(self.array.scales(start, stop), values.shape)
         grades = np.empty(values.shape, GRADED)
         grades["value"] = values
-        table = _table_of(self.array)
+        codes = self.array.code_values
+        table = np.unique(codes[np.isfinite(codes)]).astype(F32)
         # Quantisers round the scales to the type of activations before they divide by them.
         graded = _grade_by_table(grades, values, scale, table, (F32(0.5), F32(0.5)))
         rounding = np.abs(values) * F32(2**-8)
@@ -331,11 +331,6 @@ class _GradedCodes:
             graded["below"] += rounding.reshape(-1)
             graded["above"] += rounding.reshape(-1)
         return graded.reshape(values.shape)
-
-
-def _table_of(array: QuantizedArray) -> Array:
-    values: Array = np.unique(array.code_values[np.isfinite(array.code_values)])
-    return values.astype(F32)
 
 
 class _GradedReader(ArrayReader):
@@ -370,9 +365,3 @@ def _is_graded(lazy: QuantizedArray) -> bool:
     """Return whether every number is a code times a scale."""
     scheme = lazy.quantization
     return scheme.bits <= 8 and not scheme.biases and scheme.zero is not None
-
-
-@cache
-def scheme_name(block_type: str) -> str:
-    """Return the name of a block type in capitals, as GGUF's users write it."""
-    return block_type.upper()

@@ -12,8 +12,10 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.comparison.explaining.arrangements import parts_of_view, reader_of_view
-from xckpt.comparison.explaining.causes import LIKELY, SampledPairs, correlation, suspect
+from xckpt.comparison.explaining.causes import LIKELY, SampledPairs
+from xckpt.comparison.explaining.quantised_causes import WithinScales
 from xckpt.comparison.explaining.quantisers import graded
+from xckpt.comparison.explaining.suspecting import correlation, suspect
 from xckpt.comparison.measures import as_floats
 from xckpt.comparison.pairs import ChunkedPair, pair_of
 from xckpt.scan.accumulators import Accumulator
@@ -148,11 +150,9 @@ class RelationCounts(Accumulator):
         sides = [values[name] for name in "ab"]
         count = len(sides[0])
         self.count += count
-        first = 0
         block = max(relation.block for relation in self.relations)
-        if block and start % block:
-            # Elements before the first whole block stay unverified.
-            first = min(count, -start % block)
+        # Elements outside whole blocks stay unverified.
+        first = min(count, -start % block)
         for offset in range(first, count, _PIECE):
             x, y = (
                 side[offset : offset + _PIECE]
@@ -160,10 +160,8 @@ class RelationCounts(Accumulator):
                 else as_floats(np.ascontiguousarray(side[offset : offset + _PIECE]), kind)
                 for side, kind in zip(sides, self.kinds, strict=True)
             )
-            if block and len(x) % block:
-                whole_blocks_size = len(x) // block * block
-                x, y = x[:whole_blocks_size], y[:whole_blocks_size]
-            self._add(x, y)
+            size = len(x) // block * block
+            self._add(x[:size], y[:size])
 
     def _add(self, x: Array, y: Array) -> None:
         if not len(x):
@@ -173,8 +171,7 @@ class RelationCounts(Accumulator):
             self.zeros += int(np.count_nonzero((x if backwards else y) == 0))
         with np.errstate(all="ignore"):
             for number, relation in enumerate(self.relations):
-                pair = (y, x) if relation.backwards else (x, y)
-                count = relation.count_matches(*pair)
+                count = relation.count_in(x, y)
                 if count == len(x):
                     # The remaining relations are more lenient.
                     self.matches[number:] += count
@@ -190,7 +187,7 @@ class RelationCounts(Accumulator):
         """Add pairs of zeros that neither side stores."""
         self.count += zeros
         self.zeros += zeros
-        block = np.zeros(max(1, *(relation.block for relation in self.relations)), np.float32)
+        block = np.zeros(max(relation.block for relation in self.relations), np.float32)
         for number, relation in enumerate(self.relations):
             if relation.count_matches(block, block) == len(block):
                 self.matches[number] += zeros
@@ -236,10 +233,9 @@ def _suggest(link: Link) -> None:
         graded_pair = _graded_pair(ours, theirs, link.names[0])
         graded_sample = None if graded_pair is None else _sample(graded_pair, ours, theirs)
         relations = suspect(sample, graded_sample, link.offset)
-        share = _share_of(relations, sample)
-        is_graded = bool(relations) and type(relations[0]).__name__ == "WithinScales"
-        if is_graded:
-            share = 1.0
+        is_graded = bool(relations) and isinstance(relations[0], WithinScales)
+        # Graded relations hold for their whole sample.
+        share = 1.0 if is_graded else _share_of(relations, sample)
         if relations and (share > link.share or not link.relations):
             link.relations, link.order, link.share = relations, order, share
             link.pair = graded_pair if is_graded else pair
@@ -258,13 +254,11 @@ def _graded_pair(ours: Side, theirs: Side, name: str) -> PairReader | ChunkedPai
 
 def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
     """Return the share of a sample for which the first relation holds."""
-    if not relations or type(relations[0]).__name__ == "WithinScales":
+    if not relations:
         return 0.0
-    relation = relations[0]
-    x, y = (sample.y, sample.x) if relation.backwards else (sample.x, sample.y)
-    size = len(x) // relation.block * relation.block if relation.block else len(x)
     with np.errstate(all="ignore"):
-        return relation.count_matches(x[:size], y[:size]) / max(1, len(x))
+        pairs = sample.first(len(sample.x), relations[0].block)
+        return relations[0].count_in(*pairs) / max(1, len(sample.x))
 
 
 def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> SampledPairs:
@@ -286,5 +280,4 @@ def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> Sampled
             for part in (block[side] for block in blocks)
         ]
         sides.append(np.concatenate(parts))
-    row = theirs.view.shape[-1] if theirs.view.shape else 1
-    return SampledPairs(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type), row)
+    return SampledPairs(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type))

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xckpt.comparison.explaining.arrangements import RopePermuted
-from xckpt.comparison.explaining.causes import Requantised, WithinScales, percent
+from xckpt.comparison.explaining.causes import percent
 from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.quantised_causes import Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,13 +24,11 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
     evidence = link.evidence
     zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
     text = relation.words(zeros)
-    if evidence is not None and isinstance(relation, Requantised | WithinScales):
+    if evidence is not None and isinstance(relation, Quantised):
         text += f"; signal to noise {evidence.decibels:.3g} dB"
     explanation = Explanation(relation.causes or ("equal",), text)
-    moved = getattr(relation, "transform", None)
-    if isinstance(relation, Requantised | WithinScales):
-        moved = relation.before.transform
-    if moved is not None and (moved.offset or moved.scale != 1.0):
+    moved = relation.transform
+    if moved.offset or moved.scale != 1.0:
         cause = "offset" if moved.offset else "scaled"
         source, result = link.names[:: -1 if relation.backwards else 1]
         explanation = replace(

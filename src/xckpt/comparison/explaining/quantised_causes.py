@@ -1,0 +1,233 @@
+"""Relations between numbers and quantised numbers; see `causes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.comparison.explaining.causes import LIKELY, Relation, SampledPairs
+from xckpt.comparison.explaining.levels import count_levels
+from xckpt.comparison.explaining.quantisers import OF_BLOCKS, REPEATED
+from xckpt.comparison.explaining.rounding import FRACTION_BITS, UNCHANGED, Transform
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Types that numbers are rounded to before they are quantised.
+_ROUNDED_TO = ("float16", "bfloat16", "float8_e4m3fn")
+# Types that the results of a quantiser may be rounded to, by the stored type.
+_ENDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "float16": (("float16",),),
+    "bfloat16": (("bfloat16",),),
+    "float32": ((), ("float16",), ("bfloat16",)),
+}
+# Elements of the sample that are quantised again, in blocks.
+_IN_BLOCKS = 2048
+_LEVELS_BLOCKS = (256, 128, 64, 32, 16)
+# Elements of the sample in which evenly spaced levels are searched for.
+_LEVELLED = 4096
+# Margin by which a smaller block has to fit better than a larger one.
+_BETTER = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A change of numbers before they were quantised."""
+
+    transform: Transform = UNCHANGED
+    #: Scheme of an earlier quantiser, if any.
+    scheme: str = ""
+
+    def __call__(self, x: Array) -> Array:
+        """Apply the change to whole blocks."""
+        values = self.transform(x)
+        return OF_BLOCKS[self.scheme].round_trip(values) if self.scheme else values
+
+    @property
+    def block(self) -> int:
+        """Elements of a block of the first quantiser, 1 without one."""
+        return OF_BLOCKS[self.scheme].block if self.scheme else 1
+
+    @property
+    def words(self) -> str:
+        """The change in words, to precede "quantised"."""
+        transform, text = self.transform, ""
+        if transform.offset:
+            text = f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
+        types = [name for name in transform.types if name not in {"float32", "float64"}]
+        if types:
+            text += f" rounded to {' and then to '.join(types)} and"
+        return text + (f" quantised to {self.scheme.upper()} and then" if self.scheme else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised(Relation):
+    """Blocks of `b` are quantised from `a`, after a change of its numbers."""
+
+    scheme: str
+    before: Before = Before()
+    backwards: bool = False
+
+    @property
+    def transform(self) -> Transform:  # type: ignore[override]  # read-only here
+        """The change of single numbers before they were quantised."""
+        return self.before.transform
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Elements of a block of the first quantiser, 1 without one."""
+        return self.before.block
+
+    def words(self, zeros: float) -> str:
+        """Describe how one side derives from the other."""
+        source, result = self.sides
+        return f"{result} is {source}{self.before.words} quantised to {self.scheme.upper()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Requantised(Quantised):
+    """A quantiser makes each block of `b` from `a`, with the same codes and scales."""
+
+    #: The types that the result was rounded to.
+    after: tuple[str, ...] = ()
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Elements of a block."""
+        return max(OF_BLOCKS[self.scheme].block, self.before.block)
+
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs in whole blocks for which the relation holds."""
+        quantiser, values = OF_BLOCKS[self.scheme], self.before(x)
+        if self.after:
+            rounded = Transform(types=self.after)(quantiser.round_trip(values))
+            return int(np.count_nonzero(rounded == y))
+        return int(np.count_nonzero(quantiser.holds(values, y)))
+
+    def words(self, zeros: float) -> str:
+        """Describe how one side derives from the other."""
+        text = Quantised.words(self, zeros)
+        if self.after:
+            text += f" and rounded to {' and then to '.join(self.after)}"
+        return f"{text}, with the codes that its quantiser makes"
+
+    @staticmethod
+    def suspected(sample: SampledPairs, before: Sequence[Before]) -> Iterator[Requantised]:
+        """Yield the quantisers that reproduce the whole sample."""
+        stored = sample.blocks[1]
+        names = [stored] if stored in OF_BLOCKS else [] if stored else [q.name for q in REPEATED]
+        ends = ((),) if stored else _ENDS.get(sample.kinds[1], ())
+        for name, first, after in product(names, before, ends):
+            relation = Requantised(name, first, after=after)
+            block = relation.block
+            x, y = sample.first(_IN_BLOCKS, block)
+            # The first block rules most quantisers out.
+            is_possible = len(x) and relation.count_matches(x[:block], y[:block]) == block
+            if is_possible and relation.count_matches(x, y) == len(x):
+                yield relation
+
+
+@dataclass(frozen=True, slots=True)
+class WithinScales(Quantised):
+    """Each element of `a` is within the distance that the stored scales of `b` allow."""
+
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs for which the relation holds; `y` has the dtype `GRADED`."""
+        expected = self.before(x)
+        difference = expected - y["value"]
+        return int(np.count_nonzero((difference <= y["above"]) & (-difference <= y["below"])))
+
+    def words(self, zeros: float) -> str:
+        """Describe how one side derives from the other."""
+        text = Quantised.words(self, zeros)
+        return f"{text}: every element is within the bound of its block's scales"
+
+
+@dataclass(frozen=True, slots=True)
+class Levelled(Relation):
+    """Each element of `b` is the evenly spaced level of its block that is nearest to `a`."""
+
+    block: int
+    #: Bits of the fraction with which the levels are stored.
+    digits: int = 21
+    backwards: bool = False
+
+    def count_matches(self, x: Array, y: Array) -> int:
+        """Count the pairs for which the relation holds."""
+        # One type, so that the loop is compiled only once.
+        x, y = (np.ascontiguousarray(values, np.float64) for values in (x, y))
+        count: int = count_levels(x, y, self.block, 2.0**-self.digits)
+        return count
+
+    def words(self, zeros: float) -> str:
+        """Describe how one side derives from the other."""
+        source, result = self.sides
+        levels = f"the nearest of evenly spaced levels to {source}"
+        return f"{result} is {levels}, in blocks of {self.block} elements"
+
+    @staticmethod
+    def suspected(sample: SampledPairs) -> tuple[float, Levelled] | None:
+        """Return the best size of blocks, after the share of the sample that it explains."""
+        digits = min(21, FRACTION_BITS.get(sample.kinds[1], 21))
+        best: tuple[float, Levelled] | None = None
+        for block in _LEVELS_BLOCKS:
+            x, y = sample.first(_LEVELLED, block)
+            # A single block may have levels by chance.
+            if len(x) < 2 * block:
+                continue
+            relation = Levelled(block, digits)
+            share = relation.count_matches(x, y) / len(x)
+            if share >= LIKELY and (best is None or share > best[0] + _BETTER):
+                best = share, relation
+        return best
+
+
+# --- relations that a sample suggests -------------------------------------------------------------
+
+
+def suspect_quantised(
+    sample: SampledPairs, graded: SampledPairs | None, offset: float | None
+) -> Relation | None:
+    """Return a relation of quantised numbers that holds for the whole sample, the strictest first."""
+    for side, backwards in ((sample, False), (sample.reverse, True)):
+        before = list(_before_quantisers(side, offset))
+        for relation in Requantised.suspected(side, before):
+            return replace(relation, backwards=backwards)
+    if graded is not None:
+        backwards = graded.y.dtype.names is None
+        side = graded.reverse if backwards else graded
+        scheme = graded.blocks[not backwards] or "codes with scales"
+        for first in _before_quantisers(side, offset):
+            within = WithinScales(scheme, first, backwards)
+            x, y = side.first(len(side.x), within.block)
+            if len(x) and within.count_matches(x, y) == len(x):
+                return within
+    levels = suspect_levels(sample)
+    return levels[1] if levels is not None and levels[0] == 1.0 else None
+
+
+def suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:
+    """Return the best evenly spaced levels, after the share of the sample that they explain."""
+    best: tuple[float, Levelled] | None = None
+    for side, backwards in ((sample, False), (sample.reverse, True)):
+        candidate = None if any(sample.blocks) else Levelled.suspected(side)
+        if candidate is not None and (best is None or candidate[0] > best[0]):
+            best = candidate[0], replace(candidate[1], backwards=backwards)
+    return best
+
+
+def _before_quantisers(sample: SampledPairs, offset: float | None) -> Iterator[Before]:
+    """Yield changes that may precede quantisation, likely ones first."""
+    source_bits = FRACTION_BITS.get(sample.kinds[0], 23)
+    coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < source_bits]
+    chains = [(), *((name,) for name in coarser), *permutations(coarser, 2)]
+    for added in (0.0, *([offset] if offset else [])):
+        for chain in chains:
+            yield Before(Transform(1.0, added, ("float32", *chain) if added else chain))
+    for quantiser in REPEATED:
+        yield Before(scheme=quantiser.name)
