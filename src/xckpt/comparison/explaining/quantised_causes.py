@@ -193,7 +193,7 @@ class Levelled(Relation):
 def suspect_quantised(
     sample: SampledPairs, graded: SampledPairs | None, offset: float | None
 ) -> Relation | None:
-    """Return a relation of quantised numbers that holds for the whole sample, the strictest first."""
+    """Return a relation of quantised numbers that holds for the whole sample, strictest first."""
     for side, backwards in ((sample, False), (sample.reverse, True)):
         before = list(_before_quantisers(side, offset))
         for relation in Requantised.suspected(side, before):
