@@ -153,6 +153,25 @@ def test_newer_files_need_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
         ds["w"].values  # noqa: B018
 
 
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", ">c16"])
+def test_newer_files_have_fill_values_in_their_byte_order(dtype: str) -> None:
+    values = np.full((4, 6), 13, dtype)
+    chunked = {"chunks": (2, 3), "maxshape": (None, None), "fillvalue": values[0, 0]}
+    file = io.BytesIO()
+    with h5py.File(file, "w", libver="latest") as root:
+        root.create_dataset("w", (4, 6), dtype, **chunked)[:2] = values[:2]
+    np.testing.assert_array_equal(xckpt.open(file.getvalue())["w"], values)
+
+
+def test_positions_of_chunks_that_h5py_reports_wrongly_are_refused() -> None:
+    options = {"chunks": (2, 3), "maxshape": (4, None)}
+    narrow = {"chunks": (4, 3), "maxshape": (4, None)}
+    ds = xckpt.open(hdf5({"v": (W, narrow), "w": (W, options)}, libver="latest"))
+    np.testing.assert_array_equal(ds["v"], W)
+    with pytest.raises(xckpt.UnsupportedError, match="positions of its chunks"):
+        ds["w"].compute()
+
+
 def test_shards_are_one_model(tmp_path: Path) -> None:
     """A layer may have variables in two files, and its name in the first of them only."""
     parts: dict[str, Any] = {"m_00000.weights.h5": {"layers/dense/vars/0": W}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,12 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.index import Tensor, strides_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     Shape = tuple[int, ...]
+
+# Chunks of a grid that are not stored, beyond twice as many as those that are.
+_MOST_MISSING = 4096
 
 
 def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> None:
@@ -41,6 +45,23 @@ def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
 def clipped(origin: Shape, chunk: Shape, shape: Shape) -> Shape:
     """Return the extents of a chunk of a regular grid, without its elements beyond the shape."""
     return tuple([min(n, end - at) for at, n, end in zip(origin, chunk, shape, strict=True)])
+
+
+def missing(shape: Shape, chunk: Shape, stored: Collection[Shape]) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the origins and extents of the chunks of a regular grid that are not stored.
+
+    If no chunk is stored, yield the whole tensor as one; raise if far more are missing than stored.
+    """
+    if not stored:
+        yield (0,) * len(shape), shape
+        return
+    grid = [range(0, n, step) for n, step in zip(shape, chunk, strict=True)]
+    count = prod([len(axis) for axis in grid]) - len(stored)
+    if count > 2 * len(stored) + _MOST_MISSING:
+        raise UnsupportedError(f"{count} of its chunks are not stored", rule="Chunks")
+    for origin in product(*grid) if count else ():
+        if origin not in stored:
+            yield origin, clipped(origin, chunk, shape)
 
 
 def _ends(origin: Shape, extents: Shape) -> Shape:

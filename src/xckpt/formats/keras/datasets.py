@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats import kit
-from xckpt.formats.chunks import clipped
+from xckpt.formats.chunks import clipped, missing
 from xckpt.index import Part, Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 # Numbers of filters, and their names in `Part.encoding`.
 _FILTERS = {1: "zlib", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 _ORDER = ["shuffle", "zlib", "lzf", "fletcher32"]
-# Chunks that were never written, beyond twice as many as those that were.
-_MOST_ABSENT = 4096
 _LARGEST_CHUNK = 1 << 32
 
 
@@ -134,26 +131,9 @@ def _chunked(
             part = _placed(part, stored.at, stored.nbytes, image)
             part = replace(part, encoding=encoding, decoded_nbytes=decoded)
         yield str(number), part if part.shape == chunk else replace(part, strides=steps)
-    for origin, extents in _absent(origins, chunk, shape):
+    for origin, extents in missing(shape, chunk, origins):
         part = replace(base, shape=extents, origin=origin)
         yield f"fill {origin}", _filled(dataset, part, itemsize)
-
-
-def _absent(
-    origins: set[tuple[int, ...]], chunk: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the origins and extents of the chunks that were never written."""
-    if not origins:
-        yield (0,) * len(shape), shape
-        return
-    grid = [range(0, n, step) for n, step in zip(shape, chunk, strict=True)]
-    count = prod([len(axis) for axis in grid]) - len(origins)
-    if count > 2 * len(origins) + _MOST_ABSENT:
-        reason = f"{count} of its chunks were never written"
-        raise UnsupportedError(reason, rule="Chunks", hint="Pack the file again with h5repack")
-    for origin in product(*grid) if count else ():
-        if origin not in origins:
-            yield origin, clipped(origin, chunk, shape)
 
 
 def _encoding(dataset: Dataset, skipped: int, itemsize: int) -> str | None:

@@ -14,6 +14,8 @@ from xckpt.formats.keras.hdf5 import Chunk, Contents, Dataset, Image, NewerError
 from xckpt.formats.keras.types import element
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from xckpt.formats import kit
 
 _MOST_NAMES = 1_000_000
@@ -132,18 +134,17 @@ def _dataset(h5py: Any, obj: Any, address: int, image: Image) -> Dataset:
         if layout == h5py.h5d.VIRTUAL:
             raise UnsupportedError("its data are those of other datasets, or files", rule="Virtual")
         if obj.fillvalue is not None and dataset.element.dtype is not None:
-            order = ">" if dataset.element.byteorder == "big" else "<"
-            dataset.fill = (
-                obj.dtype.type(obj.fillvalue).astype(obj.dtype.newbyteorder(order)).tobytes()
-            )
+            # As an array, because a scalar of numpy always has native byte order.
+            dataset.fill = obj.fillvalue.reshape(1).astype(obj.dtype).tobytes()
         if layout == h5py.h5d.CHUNKED:
             dataset.chunk = obj.chunks
             filters = [created.get_filter(number) for number in range(created.get_nfilters())]
             dataset.filters = [(number, tuple(values)) for number, _, values, _ in filters]
-            for number in range(obj.id.get_num_chunks()):
-                info = obj.id.get_chunk_info(number)
-                place = (info.byte_offset, info.size, info.filter_mask)
-                dataset.chunks.append(Chunk(tuple(info.chunk_offset), *place))
+            obj.id.chunk_iter(lambda info: dataset.chunks.append(_chunk(info)))
+            if _is_ambiguous(obj, dataset.chunks):
+                reason = "HDF5 does not report the positions of its chunks"
+                hint = "Pack the file again with h5repack"
+                raise UnsupportedError(reason, rule="Chunks", hint=hint)
         elif layout == h5py.h5d.COMPACT:
             raise UnsupportedError("its data are in the header of a newer file", rule="Compact")
         else:
@@ -151,3 +152,21 @@ def _dataset(h5py: Any, obj: Any, address: int, image: Image) -> Dataset:
     except CheckpointError as error:
         dataset.problem = error.located(offset=image.offset(address))
     return dataset
+
+
+def _chunk(info: Any) -> Chunk:
+    return Chunk(tuple(info.chunk_offset), info.byte_offset, info.size, info.filter_mask)
+
+
+def _is_ambiguous(obj: Any, chunks: Sequence[Chunk]) -> bool:
+    """Return whether positions may be wrong, which are those of chunks in an extensible array.
+
+    If one axis is unlimited, and not the first, the library counts chunks along that axis only.
+    """
+    unlimited = [axis for axis, size in enumerate(obj.maxshape) if size is None]
+    if len(unlimited) != 1:
+        return False
+    before = range(unlimited[0])
+    is_split = any(obj.maxshape[axis] > obj.chunks[axis] for axis in before)
+    is_along = any(chunk.origin[unlimited[0]] for chunk in chunks)
+    return is_split and is_along and not any(chunk.origin[n] for chunk in chunks for n in before)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xckpt.elements import ELEMENT_TYPES, NUMPY_CODES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.chunks import clipped
+from xckpt.formats.chunks import clipped, missing
 from xckpt.index import Part, Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ DOCUMENTS = (".zarray", "zarr.json")
 _ENCODINGS = {"zstd": "zstd", "gzip": "gzip", "zlib": "zlib"}
 # Most decoded bytes for each stored byte.
 _DENSEST = {None: 1, "zstd": 1 << 15, "gzip": 1 << 11, "zlib": 1 << 11}
-_MOST_ABSENT, _ABSENT = 4096, (1 << 64) - 1
+_ABSENT = (1 << 64) - 1
 _TYPES = ELEMENT_TYPES.keys() - {"bool32"}
 _SMALL = {name for name, row in ELEMENT_TYPES.items() if row.bits < 8}
 _NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -381,24 +381,15 @@ def _pieces(array: Array, value: Value, store: Store) -> Iterator[tuple[Shape, V
 def _absent(array: Array, origins: set[Shape], store: Store) -> Iterator[Part]:
     """Yield parts of the fill value for the chunks that are not stored."""
     extents = array.inner or array.chunk
-    grid = [range(0, n, m) for n, m in zip(array.shape, extents, strict=True)]
-    count = prod(map(len, grid)) - len(origins)
-    if not count:
-        return
-    if store.is_complete:
+    count = prod([-(-n // m) for n, m in zip(array.shape, extents, strict=True)]) - len(origins)
+    if count and store.is_complete:
         reason = f"{count} of its chunks are not stored, but _METADATA states that all are"
         raise FormatError(reason, rule="ChunkMissing")
-    if array.fill is None or (origins and count > 2 * len(origins) + _MOST_ABSENT):
-        reason = f"{count} chunks are not stored, or their fill value is unsupported"
+    if count and array.fill is None:
+        reason = f"{count} of its chunks are not stored, and their fill value is unsupported"
         raise UnsupportedError(reason, rule="ChunkMissing", hint=_HINT)
-    base = Part(array.dtype, array.shape, 0, array.itemsize, byteorder=array.byteorder)
-    base = replace(base, inline=array.fill)
-    if not origins:
-        zeros = (0,) * len(array.shape)
-        strides = zeros if zeros or array.dtype in _SMALL else None
-        yield replace(base, strides=strides, origin=zeros)
-        return
-    for origin in product(*grid):
-        if origin not in origins:
-            shape = clipped(origin, extents, array.shape)
-            yield replace(base, shape=shape, strides=(0,) * len(shape), origin=origin)
+    base = Part(array.dtype, (), 0, array.itemsize, byteorder=array.byteorder, inline=array.fill)
+    for origin, shape in missing(array.shape, extents, origins) if count else ():
+        # Strides even without axes, for types whose elements are not packed here.
+        strides = (0,) * len(shape) if shape or array.dtype in _SMALL else None
+        yield replace(base, shape=shape, strides=strides, origin=origin)
