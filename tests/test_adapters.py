@@ -13,6 +13,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+from xckpt.cli import main
 from xckpt.errors import CheckpointWarning
 
 if TYPE_CHECKING:
@@ -307,6 +308,24 @@ class TestMerges:
         path = tmp_path / "adapter/adapter_model.safetensors"
         again = base.ckpt.compare(tmp_path / "merged.safetensors", adapter=path, progress=False)
         assert again.ckpt.table()["outcome"].unique().tolist() == ["explained"]
+
+    def test_the_command_line_verifies_a_merge(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        merge = Merge(tmp_path, np.float32).lora(Q)
+        merge.compare()
+        paths = [str(tmp_path / f"{name}.safetensors") for name in ("base", "merged")]
+        options = ["--adapter", str(tmp_path / "adapter/adapter_model.safetensors")]
+        assert main(["compare", *paths, *options]) == 0
+        assert capsys.readouterr().out.startswith("all 6 tensors are explained: 1 merged, 5 equal")
+        merge.merged[Q] = merge.merged[Q] + 1
+        merge.compare()
+        assert main(["compare", *paths, *options]) == 1
+        assert capsys.readouterr().out.startswith("1 of 6 tensors differs")
+        assert main(["compare", *paths, *options, "--dim", "-1"]) == 2
+        assert "--adapter is of whole tensors" in capsys.readouterr().err
+        assert main(["compare", *paths, "--adapter", str(tmp_path / "missing.safetensors")]) == 2
+        assert "missing.safetensors" in capsys.readouterr().err
 
     @pytest.mark.parametrize("dtype", TYPES)
     @pytest.mark.parametrize("magnitude", [None, np.full(24, 0.6, np.float32)])

@@ -194,6 +194,11 @@ class TestResult:
         result = ds.ckpt.compare(both[1], explain=True)
         lines = repr(result.ckpt).splitlines()
         assert lines[1] == result.attrs["explanation"]
+        assert len(lines) <= 20
+        assert "in a" in lines[2]
+        few = ds.ckpt.compare(both[1], explain=True, tensors="0/rope.scaled")
+        lines = repr(few.ckpt).splitlines()
+        assert lines[1] == few.attrs["explanation"]
         assert "cause" in lines[2]
 
     def test_has_lists_along_stacked_dimensions(self, tmp_path: Path) -> None:

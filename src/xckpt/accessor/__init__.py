@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
+    from xckpt.statistics import ResultView
     from xckpt.typing import DataArray, Dataset
 
 __all__ = ["CheckpointAccessor"]
@@ -129,7 +130,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         result = self._result()
         if result is not None:
-            return result
+            return result.text()
         return render(self._summary()) if self._has_summary else _not_ours(self._given)
 
     def _repr_html_(self) -> str:
@@ -137,7 +138,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         result = self._result()
         if result is not None:
-            return f"<pre style='line-height:1.4'>{escape(result)}</pre>"
+            return result.html()
         if not self._has_summary:
             return f"<p>{escape(_not_ours(self._given))}</p>"
         return self._html(self._summary())
@@ -997,13 +998,13 @@ class CheckpointAccessor(Generic[Obj]):
         variables = OpenTensors(self._obj).variables.values()
         return [data_of(variable) for variable in variables]
 
-    def _result(self) -> str | None:
-        """Return statistics as text, None for tensors."""
+    def _result(self) -> ResultView | None:
+        """Return the view of a result of statistics, None for tensors."""
         if isinstance(self._obj, xr.DataTree) or not {"statistic", "bin"} & set(self._obj.dims):
             return None
-        from xckpt.statistics import result_text
+        from xckpt.statistics import ResultView
 
-        return result_text(self._obj)
+        return ResultView.of(self._obj)
 
     @property
     def _has_summary(self) -> bool:

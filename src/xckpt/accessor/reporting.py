@@ -125,7 +125,7 @@ def relate(
     draw: Callable[..., Axes],
 ) -> None:
     """Write the differences between two checkpoints, the largest ones, and both summaries."""
-    from xckpt.statistics import table
+    from xckpt.statistics import comparison_lines, table
 
     frame = table(comparison)
     names = {"a": summaries[0].title or "the first", "b": summaries[1].title or "the second"}
@@ -137,6 +137,11 @@ def relate(
     document.paragraph(f"{counted(len(frame), 'tensor')}: {', '.join(parts) or 'none in common'}.")
     if sentence := comparison.attrs.get("explanation"):
         document.paragraph(str(sentence))
+    lines = comparison_lines(frame)
+    if lines:
+        fields = [Field("tensors", "name"), Field("difference"), Field("number")]
+        rows = [(line.subject, line.predicate, line.number.strip(" ()")) for line in lines]
+        _add_table(document, fields, rows)
     if "cause" in frame:
         document.heading("Causes")
         pairs = zip(frame["outcome"], frame["cause"], strict=True)
@@ -149,14 +154,16 @@ def relate(
     different = frame[
         frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
     ]
+    # The lines above name the tensors of one side.
+    on_both = different[~different["status"].isin(["only_a", "only_b"])]
     document.heading("What changed most")
     if different.empty:
         is_equal = bool((frame["status"] == "same").all())
         text = "all elements are equal" if is_equal else "every tensor is explained"
         document.paragraph(f"Nothing: {text}.")
     else:
-        _add_changes(document, different)
-        _add_trends(document, different, ("rel_l2",), partial(draw, stats=comparison))
+        _add_changes(document, on_both)
+        _add_trends(document, on_both, ("rel_l2",), partial(draw, stats=comparison))
     for summary, name in zip(summaries, names.values(), strict=True):
         document.heading(name)
         document.summary(summary)

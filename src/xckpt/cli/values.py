@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -52,6 +53,7 @@ _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
 _WORDY = ("status", "outcome", "cause", "explanation", "other_names")
+_MOST_ROWS = 20
 _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
 _WORDS = {
     "changed": "changed",
@@ -296,6 +298,11 @@ def spectrum(
 @click.option("--all", "everything", is_flag=True, help="Also list equal tensors.")
 @click.option("--explain", is_flag=True, help="Also explain why tensors differ.")
 @click.option(
+    "--adapter",
+    metavar="PATH",
+    help="Verify that B is A with this LoRA or DoRA adapter merged into it. Implies --explain.",
+)
+@click.option(
     "--columns",
     default=",".join(_MEASURES),
     show_default=True,
@@ -343,6 +350,7 @@ def compare(
     *,
     everything: bool,
     explain: bool,
+    adapter: str | None,
     columns: str,
     sort: str | None,
     limit: int | None,
@@ -362,13 +370,17 @@ def compare(
     the unexplained tensors, and patterns of the explained ones: rounded, transposed, renamed, ...
     The exit status is then 0 if every tensor is explained. With --json, list all tensors.
     With --by, print a row for each layer, role, ... instead.
+
+    More than twelve differences are also summarised in sentences: which modules changed, and by how
+    much. In a terminal the table then has twenty rows, unless --limit states another number.
     """
     from xckpt.comparison import compare as compute
-    from xckpt.statistics import matched_names, table
+    from xckpt.statistics import comparison_lines, matched_names, table
 
+    explain = explain or adapter is not None
     matching = _matching(rename, names)
-    of_tensors = {"--explain": explain, "--codes": codes, "--write-names": write_names is not None}
-    _require_whole_tensors(dims, {**of_tensors, "--by": keys})
+    of_tensors = {"--adapter": adapter, "--explain": explain, "--codes": codes, "--by": keys}
+    _require_whole_tensors(dims, {**of_tensors, "--write-names": write_names})
     if keys and explain:
         raise click.UsageError("--explain describes single tensors: leave --by out")
     chosen = _compared(columns, sort, codes=codes, explain=explain)
@@ -385,36 +397,59 @@ def compare(
             dim=_lengths(dims) or None,
             codes=codes,
             explain=explain,
+            adapter=adapter,
             progress=is_terminal(),
             cache=not no_cache,
+            storage_options=reading.storage_options,
         )
     frame = table(result)
+    frame.attrs = {"channels": bool(dims), "explanation": result.attrs.get("explanation")}
     if write_names is not None:
         _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
         frame = frame.sort_values(sort, ascending=False, kind="stable")
-    different = frame[frame["status"] != "same"]
-    is_good = bool(different.empty)
+    is_good = bool((frame["status"] == "same").all())
     conclusion: dict[str, Any] = {"same": is_good}
     if explain:
         is_good = bool((frame["outcome"] == "explained").all())
         conclusion |= {"explained": is_good, "explanation": result.attrs["explanation"]}
+    sentences = [] if dims else [str(line) for line in comparison_lines(frame)]
     if keys:
         norms = _stats_for_groups(frame, ours, cache=not no_cache)
         groups = grouped_table(result, keys, sort, stats=norms).head(limit)
         document = {"a": a, "b": b, **conclusion} if as_json else None
         print_groups(groups, ["changed", "only_a", "only_b", *chosen], document)
     elif as_json:
-        print_document({"a": a, "b": b, **conclusion, "tensors": json_rows(frame)})
-    elif explain:
-        print_text(printable(str(conclusion["explanation"])))
-        _print_explanations(frame, chosen, limit, everything=everything)
+        rows = json_rows(frame)
+        print_document({"a": a, "b": b, **conclusion, "summary": sentences, "tensors": rows})
     else:
-        listed = (frame if everything else different).head(limit)
-        _print_comparison(frame, listed, chosen, "channels" if dims else "tensors")
+        _print_differences(frame, chosen, sentences, limit, everything=everything)
     return int(not is_good)
+
+
+def _print_differences(
+    frame: pd.DataFrame,
+    chosen: list[str],
+    sentences: Sequence[str],
+    limit: int | None,
+    *,
+    everything: bool,
+) -> None:
+    """Print sentences about many differences, then a table of them."""
+    from xckpt.notebook.changes import FEW_TENSORS
+
+    is_explained = "outcome" in frame
+    if is_explained:
+        print_text(printable(str(frame.attrs["explanation"])))
+    is_listed = frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
+    if is_listed.sum() > FEW_TENSORS and sentences:
+        print_text("\n".join(sentences))
+    if limit is None and sys.stdout.isatty():
+        limit = _MOST_ROWS
+    print_frame = _print_explanations if is_explained else _print_comparison
+    print_frame(frame, chosen, limit, everything=everything)
 
 
 def _require_whole_tensors(dims: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -484,17 +519,12 @@ def _print_explanations(
 ) -> None:
     """Print the unexplained tensors, then patterns of the names of the explained ones."""
     from xckpt.notebook.folding import fold
+    from xckpt.statistics import represented
     from xckpt.tensor_rows import Row
 
     is_good = frame["outcome"] == "explained"
     exceptions, explained = frame[~is_good], frame[is_good]
-    # A matched pair has two rows, one for each name. The row of A represents both.
-    partners = {
-        name
-        for names in frame["other_names"][frame["status"] != "only_b"]
-        for name in names.split(", ")
-    }
-    is_represented = (frame["status"] == "only_b") & frame.index.isin(partners)
+    is_represented = represented(frame)
     exceptions = exceptions[~is_represented[~is_good]]
     if not exceptions.empty:
         _print_rows(exceptions.head(limit), chosen)
@@ -520,13 +550,15 @@ def _print_explanations(
 
 
 def _print_comparison(
-    frame: pd.DataFrame, listed: pd.DataFrame, chosen: list[str], unit: str
+    frame: pd.DataFrame, chosen: list[str], limit: int | None, *, everything: bool
 ) -> None:
-    """Print the listed rows, and the number of all rows by status."""
+    """Print the rows of tensors that differ, and the number of all rows by status."""
+    listed = frame if everything else frame[frame["status"] != "same"]
     if not listed.empty:
-        _print_rows(listed, chosen)
+        _print_rows(listed.head(limit), chosen)
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
+    unit = "channels" if frame.attrs.get("channels") else "tensors"
     complain(f"{len(frame):,} {unit}: {', '.join(facts) or 'all are the same'}")
 
 

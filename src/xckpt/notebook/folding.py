@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
 from os.path import commonprefix
@@ -80,6 +80,7 @@ class Family:
     count: int = 0
     nbytes: int = 0
     parameters: int = 0
+    places: list[int] = field(default_factory=list)  # of all rows
 
     @property
     def size(self) -> int:
@@ -177,6 +178,7 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
                 indices[key] = [set() for _ in cuts]
             family = families[key]
             family.count += len(group)
+            family.places += group
             family.nbytes += sum([nbytes[place] for place in group])
             spellings = [names[place] for place in group] if cuts else []
             for cut, values in zip(cuts, indices[key], strict=True):
@@ -222,6 +224,7 @@ def united(families: Sequence[Family]) -> list[Family]:
                 first.components = (*before, tuple(words), *after)
             for sibling in siblings:
                 first.count += sibling.count
+                first.places += sibling.places
                 first.nbytes += sibling.nbytes
                 first.parameters += sibling.parameters
         families = [group[0] for group in groups.values()]
@@ -245,6 +248,31 @@ def _all_but(position: int, family: Family) -> Hashable:
 def indices_text(indices: Iterable[str]) -> str:
     """Write indices in short, as in a pattern."""
     return _component_text(frozenset(indices))
+
+
+def numbered_path(family: Family) -> str:
+    """Return the pattern up to the first indices: ``model.layers``; empty without indices."""
+    position = next((n for n, p in enumerate(family.components) if isinstance(p, frozenset)), 0)
+    return _text(family.components[:position]).rstrip(_JOINTS) if position else ""
+
+
+def phrase(family: Family, *, is_short: bool = False) -> str:
+    """Write the pattern of several modules in words: ``mlp of model.layers 24 to 31``.
+
+    `is_short` leaves out the path to the modules: ``mlp of layers 24 to 31``.
+    """
+    path = numbered_path(family)
+    position = next((n for n, p in enumerate(family.components) if isinstance(p, frozenset)), 0)
+    numbers = family.components[position]
+    if not path or isinstance(numbers, str) or len(numbers) == 1:
+        return _text(family.components)
+    ranges = _ranges(numbers)
+    is_listed = len(ranges) <= _MOST_MEMBERS
+    listed = ", ".join(ranges).replace("..", " to ") if is_listed else _braced(ranges)
+    modules = re.split(r"[./]", path)[-1] if is_short and "{" not in path else path
+    inner = _text(family.components[position + 1 :]) if family.components[position + 1 :] else ""
+    inner = strip_separator(inner)
+    return f"{inner} of {modules} {listed}" if inner else f"{modules} {listed}"
 
 
 def _text(components: Sequence[_Component]) -> str:

@@ -107,6 +107,18 @@ def render(summary: Summary, calls: Sequence[str] = ()) -> str:
     )
 
 
+def sentences(heading: str, conclusion: str, items: Iterable[tuple[str, bool]], more: str) -> str:
+    """Return a heading and sentences as HTML, with a mark at those that are exceptions."""
+    lines = [f'<div style="{_ROOT};{_WRAPPED}"><div><b>{_text(heading)}</b></div>']
+    lines += [f'<div style="margin-top:4px">{_text(conclusion)}</div>'] if conclusion else []
+    for sentence, is_exception in items:
+        color = _WARNING if is_exception else "#8886"
+        style = f"border-left:3px solid {color};padding-left:8px;margin-top:4px"
+        lines.append(f'<div style="{style}">{_text(sentence)}</div>')
+    lines.append(f'<div style="margin-top:4px;{_MUTED}">{_text(more)}</div></div>')
+    return "".join(lines)
+
+
 def _text(text: str) -> str:
     return escape(printable(text))
 

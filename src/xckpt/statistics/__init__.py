@@ -20,11 +20,11 @@ with uninterrupted():
         STATUSES,
         channel_values,
         matched_names,
-        result_text,
         table,
         tensor_names,
         tensor_rows,
     )
+    from xckpt.statistics.views import ResultView, comparison_lines, represented
 
 __all__ = [
     "EXPLANATION_COLUMNS",
@@ -32,11 +32,13 @@ __all__ = [
     "OF_MATRICES",
     "QUANTILES",
     "STATUSES",
+    "ResultView",
     "channel_values",
+    "comparison_lines",
     "histogram",
     "known_stats",
     "matched_names",
-    "result_text",
+    "represented",
     "spectrum",
     "statistic_names",
     "stats",

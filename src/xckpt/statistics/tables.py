@@ -1,4 +1,4 @@
-"""Results of statistics and comparisons by tensor: as a table, rows, names, or a short text."""
+"""Results of statistics and comparisons by tensor: as a table, rows, or names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.scan.entries import member_names
 from xckpt.statistics.definitions import STATISTICS
-from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -32,15 +31,6 @@ EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"}
 
 # Statuses by the size of the change, largest last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
-# Columns of the short text of a result.
-_SHOWN = (
-    *("status", "outcome", "cause", "count", "equal_fraction", "nan", "inf"),
-    *("max_abs", "rmse", "rel_l2", "cosine"),
-    *("sqnr_db", "min", "max", "mean", "std"),
-)
-_MOST_ROWS = 10
-_WIDEST_NAME = 48
-
 # Statuses of tensors that are on both sides.
 _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
 # Attributes of a comparison that become columns of a table, with the values for missing ones.
@@ -145,8 +135,7 @@ def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
 
 def matched_names(result: xr.Dataset) -> dict[str, str]:
     """Return the names in `b` of the tensors of a comparison that both sides have, by name."""
-    stacks = [(v.dims[1:], stack_of(v)) for _, v in _described(result)]
-    if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
+    if has_channels(result):
         raise ValueError("names need a comparison of whole tensors, without dim=")
     names, values = tensor_rows(result)
     position = result["statistic"].to_numpy().tolist().index("status")
@@ -156,6 +145,12 @@ def matched_names(result: xr.Dataset) -> dict[str, str]:
         for name, partner, status in zip(names, partners, values[:, position], strict=True)
         if status in _ON_BOTH_SIDES
     }
+
+
+def has_channels(result: xr.Dataset) -> bool:
+    """Return whether a result has values for parts of tensors, computed with ``dim=``."""
+    stacks = [(v.dims[1:], stack_of(v)) for _, v in _described(result)]
+    return any(set(dims) - set(record.dims if record else ()) for dims, record in stacks)
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
@@ -180,51 +175,6 @@ def named_tensors(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | 
     coords = {name: result.variables[name] for name in result.coords}
     for name, variable in _described(result):
         yield variable, member_names(name, variable, variable.dims[1:], coords)
-
-
-def result_text(result: xr.Dataset) -> str | None:
-    """Return a heading and the first rows of a result as text; None for another Dataset."""
-    kind = _kind_of(result)
-    if kind is None:
-        return None
-    from xckpt.formatting import base_name, counted, printable, shortened
-
-    files = [result.attrs.get("source"), result.attrs.get("compared_with")]
-    file_names = " with ".join(base_name(str(file)) for file in files if file)
-    head = f"<{' of '.join(filter(None, (kind, file_names)))}>  {{}}"
-    names = tensor_names(result)
-    tensors = counted(len(names), "tensor")
-    if kind == "Histogram":
-        return head.format(f"{tensors} · {result.sizes['bin']} bins")
-    if any(hasattr(data_of(variable), "dask") for variable, _ in named_tensors(result)):
-        return head.format(f"{tensors} · not computed yet")
-    frame = table(result)
-    fact = f"{len(result['statistic'])} statistics"
-    if "status" in frame:
-        counts = frame["status"].value_counts()
-        fact = ", ".join(f"{n:,} {status}" for status, n in counts.items() if n) or "none in common"
-    shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
-    top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
-    top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
-    sentence = result.attrs.get("explanation")
-    text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
-    more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
-    # The sentence may contain names from files.
-    sentence = sentence and printable(str(sentence))
-    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), sentence, text, more)))
-
-
-def _kind_of(result: xr.Dataset) -> str | None:
-    axis = next((dim for dim in ("statistic", "bin") if dim in result.dims), None)
-    variables = [v for name, v in result.variables.items() if name not in result.coords]
-    if axis is None or axis not in result.coords or any(axis not in v.dims for v in variables):
-        return None
-    if axis == "bin":
-        return "Histogram" if "bin_left" in result.coords else None
-    names = result[axis].to_numpy().tolist()
-    if "status" in names:
-        return "Comparison"
-    return "Spectrum" if {"spectral_norm", "stable_rank"} & set(names) else "Statistics"
 
 
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:

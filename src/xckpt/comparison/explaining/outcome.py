@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import nan
 from typing import TYPE_CHECKING, Any, Literal
 
-from xckpt.comparison.explaining.arrangements import heads_text
 from xckpt.errors import shown, some
 from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
+from xckpt.statistics.views import cause_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -251,11 +252,5 @@ def _tensors(count: int) -> str:
 
 def _short(explanation: Explanation) -> str:
     """Summarise the causes of a tensor, as a key that tensors with the same causes share."""
-    facts = []
-    if explanation.offset is not None:
-        facts.append(f"{explanation.offset:+.4g}")
-    if explanation.scale is not None:
-        facts.append(f"* {explanation.scale:.4g}")
-    if explanation.heads is not None:
-        facts.append(heads_text(explanation.heads))
-    return f"{explanation.cause} ({', '.join(facts)})" if facts else explanation.cause
+    facts = (explanation.offset, explanation.scale, explanation.heads)
+    return cause_text(explanation.cause, *[nan if fact is None else fact for fact in facts])

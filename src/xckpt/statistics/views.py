@@ -1,0 +1,156 @@
+"""Results as short texts and as HTML: a heading, then sentences or the first rows of the table."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from xckpt.formatting import base_name, counted, printable, shortened
+from xckpt.index import paused_collector
+from xckpt.notebook.changes import FEW_TENSORS, Compared, change_lines
+from xckpt.notebook.html import sentences as sentences_html
+from xckpt.statistics.tables import has_channels, named_tensors, table, tensor_names
+from xckpt.upstream.xarray_variables import data_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+    from xckpt.notebook.changes import ChangeLine
+
+# Columns of the short text of a result.
+_SHOWN = (
+    *("status", "outcome", "cause", "count", "equal_fraction", "nan", "inf"),
+    *("max_abs", "rmse", "rel_l2", "cosine"),
+    *("sqnr_db", "min", "max", "mean", "std"),
+)
+_MOST_ROWS = 10
+_WIDEST_NAME = 48
+_TABLE = ".ckpt.table()"
+
+
+class ResultView(NamedTuple):
+    """A result as it is shown: lines for a large comparison, otherwise rows of the table.
+
+    `heading` and `rows` are printable; `conclusion` may contain names from files.
+    """
+
+    heading: str
+    conclusion: str = ""
+    lines: tuple[ChangeLine, ...] = ()
+    rows: str = ""
+    more: str = ""
+
+    @classmethod
+    def of(cls, result: xr.Dataset) -> Self | None:
+        """Return the view of a result; None for another Dataset."""
+        kind = _kind_of(result)
+        if kind is None:
+            return None
+        files = [result.attrs.get("source"), result.attrs.get("compared_with")]
+        file_names = " with ".join(base_name(str(file)) for file in files if file)
+        head = f"<{' of '.join(filter(None, (kind, file_names)))}>  {{}}"
+        names = tensor_names(result)
+        tensors = counted(len(names), "tensor")
+        if kind == "Histogram":
+            return cls(head.format(f"{tensors} · {result.sizes['bin']} bins"))
+        if any(hasattr(data_of(variable), "dask") for variable, _ in named_tensors(result)):
+            return cls(head.format(f"{tensors} · not computed yet"))
+        frame = table(result)
+        fact = f"{len(result['statistic'])} statistics"
+        if "status" in frame:
+            counts = frame["status"].value_counts()
+            statuses = [f"{count:,} {status}" for status, count in counts.items() if count]
+            fact = ", ".join(statuses) or "none in common"
+        heading = head.format(f"{tensors}: {fact}")
+        conclusion = printable(str(result.attrs.get("explanation", "")))
+        if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
+            more = f"every tensor: {_TABLE}"
+            return cls(heading, conclusion, tuple(comparison_lines(frame)), more=more)
+        columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
+        top = frame[columns].head(_MOST_ROWS).rename_axis(None)
+        top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
+        rows = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
+        more = f"… {len(frame) - len(top):,} more: {_TABLE}" if len(frame) > len(top) else ""
+        return cls(heading, conclusion, (), rows, more)
+
+    def text(self) -> str:
+        """Return the view as text."""
+        indent = "  " if self.lines else ""
+        lines = [indent + str(line) for line in self.lines]
+        more = self.more and indent + self.more
+        return "\n".join(filter(None, (self.heading, self.conclusion, *lines, self.rows, more)))
+
+    def html(self) -> str:
+        """Return the view as HTML."""
+        if not self.lines:
+            return f"<pre style='line-height:1.4'>{escape(self.text())}</pre>"
+        items = [(str(line), line.is_exception) for line in self.lines]
+        return sentences_html(self.heading, self.conclusion, items, self.more)
+
+
+def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
+    """Summarise the table of a comparison in a few sentences, exceptions first."""
+    with paused_collector():
+        explained = "outcome" in frame
+        rows = frame[~represented(frame)] if explained else frame
+        missing: list[Any] = [float("nan")] * len(rows)
+        sizes = rows["rel_l2"].tolist() if "rel_l2" in rows else missing
+        spoilt = rows[[name for name in ("nan", "inf") if name in rows]].sum(axis=1) > 0
+        statuses = rows["status"].astype(str).where(~spoilt, "not_finite").tolist()
+        if not explained:
+            compared = list(map(Compared, rows.index, statuses, sizes))
+            return change_lines(compared)
+        columns = [rows[name] for name in ("outcome", "cause", "offset", "scale", "heads")]
+        compared = [
+            _explained(name, status, size, *facts)
+            for name, status, size, *facts in zip(
+                rows.index, statuses, sizes, *columns, strict=True
+            )
+        ]
+        return change_lines(compared)
+
+
+def _explained(
+    name: str, status: str, size: float, outcome: str, cause: str, *facts: Any
+) -> Compared:
+    """Return a tensor with its explanation: admitted causes, or a description of the change."""
+    if outcome == "explained":
+        return Compared(
+            name, "explained", size, "" if cause == "equal" else cause_text(cause, *facts)
+        )
+    if outcome == "changed":
+        kind = "not_finite" if status == "not_finite" else "changed"
+        return Compared(name, kind, size, "" if cause == "changed" else cause)
+    return Compared(name, status, size)
+
+
+def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:
+    """Write the causes of a difference with their numbers, which are NaN if they have none."""
+    facts = [f"{offset:+.4g}"] if offset == offset else []  # noqa: PLR0124  NaN
+    facts += [f"* {scale:.4g}"] if scale == scale else []  # noqa: PLR0124  NaN
+    facts += [counted(int(heads), "head")] if heads == heads else []  # noqa: PLR0124  NaN
+    return f"{cause} ({', '.join(facts)})" if facts else cause
+
+
+def represented(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Return which rows of an explained comparison the row of another name already covers.
+
+    A matched pair of different names has two rows. The row of `a` represents both.
+    """
+    is_of_b = frame["status"] == "only_b"
+    partners = {name for names in frame["other_names"][~is_of_b] for name in names.split(", ")}
+    return is_of_b & frame.index.isin(partners)
+
+
+def _kind_of(result: xr.Dataset) -> str | None:
+    axis = next((dim for dim in ("statistic", "bin") if dim in result.dims), None)
+    variables = [v for name, v in result.variables.items() if name not in result.coords]
+    if axis is None or axis not in result.coords or any(axis not in v.dims for v in variables):
+        return None
+    if axis == "bin":
+        return "Histogram" if "bin_left" in result.coords else None
+    names = result[axis].to_numpy().tolist()
+    if "status" in names:
+        return "Comparison"
+    return "Spectrum" if {"spectral_norm", "stable_rank"} & set(names) else "Statistics"
