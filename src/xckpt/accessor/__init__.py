@@ -834,7 +834,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Plots: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
+        """Plots: ``layers``, ``by``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------

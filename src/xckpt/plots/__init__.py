@@ -25,6 +25,7 @@ _INSTEAD = {
     "histogram": "hist density kde distribution violin box",
     "layers": "line lines depth trend",
     "heatmap": "imshow image matrix pcolormesh show",
+    "by": "groups grid layer module role",
     "treemap": "sizes tree pie bar memory",
     "spectrum": "svd singular_values rank",
     "steps": "run training history",
@@ -359,6 +360,62 @@ class Plots:
         return draw_heatmap(
             *(self._obj, name),
             **{"size": (rows, columns), "robust": robust, "known": self._stats, "ax": ax, **kwargs},
+        )
+
+    def by(
+        self,
+        statistic: str = "std",
+        *keys: str,
+        stats: xr.Dataset | None = None,
+        ax: Axes | None = None,
+        **kwargs: Any,
+    ) -> Axes:
+        """Draw a statistic of groups of tensors as a heat map, such as layers against modules.
+
+        The object is a checkpoint, a result of `stats`, `compare` or `spectrum`, or groups from
+        ``.ckpt.by``, also those of findings. The colours do not span a few values far beyond the
+        others: these are marked with a cross, and the heading names them. They are logarithmic if
+        the values span more than two powers of ten, and have zero in the middle if there are
+        values of both signs.
+
+        Parameters
+        ----------
+        statistic : str, default "std"
+            A statistic of the result; of a checkpoint, one of `xckpt.stats` or `xckpt.spectrum`.
+        *keys : str
+            One or two keys, as for ``.ckpt.by``: rows, then columns. By default ``"layer"`` and
+            ``"module"``. Groups have their own.
+        stats : xarray.Dataset, optional
+            Result of `xckpt.stats` for a checkpoint; by default the last one, else computed or
+            taken from the cache.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default in a new figure.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.imshow`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes, with labels at equal intervals. Cells without tensors are transparent, those
+            whose value is infinite grey, and undefined ones pink.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        ValueError
+            If there are more than two keys, no tensor has them, or the groups lack the statistic.
+
+        Examples
+        --------
+        >>> ds.ckpt.plot.by("kurtosis", "layer", "role")  # doctest: +SKIP
+        >>> ds.ckpt.compare("tuned.zt").ckpt.plot.by("rel_l2")  # doctest: +SKIP
+        """
+        from xckpt.plots.groups import draw_groups
+
+        return draw_groups(
+            *(self._obj, statistic, keys),
+            **{"stats": stats, "known": self._stats, "ax": ax, **kwargs},
         )
 
     def steps(

@@ -181,7 +181,7 @@ class Label(NamedTuple):
 
 def label_ends(ax: Axes, labels: Sequence[Label], width: int = _WIDTH) -> None:
     """Write labels at the right of the axes, for the ends of lines, without overlap."""
-    height = _inches(ax)[1]
+    height = inches(ax)[1]
     gap = _GAP_OF_LABELS * _SMALL / 72 / height
     ends = sorted(labels, key=lambda label: label.y)
     positions = _fractions(ax, ends)[:, 1]
@@ -213,7 +213,7 @@ def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
     """Write labels at the left of the rows of an image, without overlap."""
     from matplotlib import rcParams
 
-    gap = _GAP_OF_LABELS * _SMALL / 72 / _inches(ax)[1]
+    gap = _GAP_OF_LABELS * _SMALL / 72 / inches(ax)[1]
     positions = _fractions(ax, [Label(0.0, row, "", "") for row in rows])[:, 1]
     order = np.argsort(positions, kind="stable")
     for number, y in zip(order.tolist(), spread(positions[order], gap), strict=True):
@@ -255,7 +255,7 @@ def spread(positions: Any, gap: float) -> list[float]:
 
 def label_points(ax: Axes, labels: Sequence[Label]) -> None:
     """Write labels next to points, inside the axes and without overlap if there is room."""
-    width, height = _inches(ax)
+    width, height = inches(ax)
     used: list[tuple[float, float, float, float]] = []
     line = _SMALL * 1.3 / 72 / height
     for label, (x, y) in zip(labels, _fractions(ax, labels), strict=True):
@@ -288,7 +288,7 @@ def _fractions(ax: Axes, labels: Sequence[Label]) -> Any:
     return (ax.transScale + ax.transLimits).transform(points)
 
 
-def _inches(ax: Axes) -> tuple[float, float]:
+def inches(ax: Axes) -> tuple[float, float]:
     """Return the width and height of axes, before the layout makes room for labels."""
     figure: Any = ax.get_figure(root=True)
     place, size = ax.get_position(), figure.get_size_inches()

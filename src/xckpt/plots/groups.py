@@ -1,0 +1,217 @@
+"""A statistic of groups of tensors as a heat map, layers against modules: ``ds.ckpt.plot.by``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from xckpt.formatting import counted
+from xckpt.notebook.short_names import short_names
+from xckpt.plots.axes import (
+    add_heading,
+    inches,
+    luminance,
+    new_axes,
+    number_text,
+    require_drawable,
+    safe,
+)
+from xckpt.plots.layers import WIDE_SPAN, require_statistic
+from xckpt.plots.theme import themed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_INCHES_PER_ROW, _INCHES_PER_COLUMN, _FRAME = 0.2, 0.34, 2.2
+_TALLEST, _WIDEST = 11.0, 14.0
+# Smallest distance between labels.
+_INCHES_OF_LABEL, _POINTS_OF_CHARACTER = 0.15, 5.2
+_WIDEST_LABEL = 28
+# Intervals of labels that are easy to count.
+_STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
+_INFINITE, _UNDEFINED, _MARK = "#9e9e9e", "#e6007e", "x"
+_MOST_NAMED = 3
+# The share of the values at each end that may be left out of the colours, and how few suffice.
+_FRINGE, _FEWEST, _FAR = 0.1, 5, 2.0
+
+
+@themed
+def draw_groups(
+    obj: Any,
+    statistic: str,
+    keys: Sequence[str],
+    *,
+    stats: xr.Dataset | None,
+    known: xr.Dataset | None,
+    ax: Axes | None,
+    **style: Any,
+) -> Axes:
+    """Draw a statistic of groups; see `xckpt.plots.Plots.by`."""
+    require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
+    if len(keys) > 2:
+        raise ValueError(f"a picture has rows and columns, and no {len(keys)} keys")
+    grouped = _groups_of(obj, statistic, keys, known if stats is None else stats)
+    values = grouped[statistic].to_numpy().astype(np.float64)
+    labels = [grouped[key].to_numpy().tolist() for key in grouped[statistic].dims]
+    names = [str(key) for key in grouped[statistic].dims]
+    if values.ndim == 1:
+        values, labels = values[:, None], [labels[0], [""]]
+    rows, columns = values.shape
+    texts = [_label_texts(axis_labels) for axis_labels in labels]
+    width = _FRAME + max(4.0, _INCHES_PER_COLUMN * columns)
+    height = _FRAME + max(1.2, _INCHES_PER_ROW * rows)
+    ax = new_axes(ax, min(width, _WIDEST), min(height, _TALLEST))
+    image = ax.imshow(np.ma.masked_invalid(values), **_colours(values) | style)
+    beyond = _mark_beyond(ax, image, values)
+    is_above = {bool(values[place] > image.norm.vmax) for place in beyond}
+    extend = "both" if len(is_above) == 2 else "max" if True in is_above else "min"
+    bar = ax.figure.colorbar(image, ax=ax, extend=extend if beyond else "neither")
+    bar.set_label(safe(statistic))
+    has_tensors = grouped["tensors"].to_numpy().reshape(values.shape) > 0
+    notes = _fill_others(ax, values, has_tensors)
+    if beyond:
+        notes.append(f"{_MARK} beyond the colours")
+        for row, column in beyond[:_MOST_NAMED]:
+            place = f"{texts[0][row]} {texts[1][column]}".strip()
+            notes.append(f"{number_text(values[row, column])} at {place}")
+        if len(beyond) > _MOST_NAMED:
+            notes.append(f"{len(beyond) - _MOST_NAMED:,} more")
+    _label_axis(ax, "y", texts[0], names[0])
+    _label_axis(ax, "x", texts[1], names[1] if len(names) > 1 else "")
+    count = counted(int(grouped["tensors"].sum()), "tensor")
+    add_heading(ax, f"{statistic} of {count} by {' and '.join(names)}", *notes, left=110)
+    return ax
+
+
+def _groups_of(
+    obj: Any, statistic: str, keys: Sequence[str], known: xr.Dataset | None
+) -> xr.Dataset:
+    """Return the groups to draw: the object itself, or a result by `keys`."""
+    from xckpt.comparison.merging import compared_by
+    from xckpt.statistics import OF_MATRICES, QUANTILES, spectrum, statistic_names, stats
+    from xckpt.statistics.grouping import by
+
+    if isinstance(obj, xr.Dataset) and "tensors" in obj and obj["tensors"].dims == tuple(obj.sizes):
+        grouped = obj
+        if keys:
+            raise ValueError("the groups have keys already: leave them out")
+    else:
+        result = obj
+        if not (isinstance(obj, xr.Dataset) and "statistic" in obj.dims):
+            require_statistic(statistic, [*statistic_names(QUANTILES), *OF_MATRICES])
+            result = known
+            if statistic in OF_MATRICES:
+                result = spectrum(obj)
+            elif result is None:
+                result = stats(obj)
+        merge = compared_by if "status" in result["statistic"].to_numpy() else by
+        grouped = merge(result, keys or ("layer", "module"))
+    if statistic not in grouped or statistic in grouped.coords:
+        reasons = [text for text in grouped.attrs.get("missing", ()) if statistic in text]
+        if reasons:
+            raise ValueError(f"groups have no {statistic!r}; {'; '.join(reasons)}")
+        require_statistic(statistic, [str(name) for name in grouped.data_vars])
+    return grouped
+
+
+def _label_texts(labels: Sequence[Any]) -> list[str]:
+    """Return labels without the words that all of them share."""
+    texts = [str(label) for label in labels]
+    if len(texts) > 1 and any("." in text for text in texts):
+        texts = short_names(texts)[1]
+    return texts
+
+
+def _colours(values: Array) -> dict[str, Any]:
+    """Return options for the colours, which a few extreme values do not spoil."""
+    from matplotlib.colors import LogNorm
+
+    options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
+    finite = np.sort(values[np.isfinite(values)])
+    if not finite.size:
+        return options | {"vmin": 0.0, "vmax": 1.0}
+    if finite[0] > 0:
+        low, high = np.exp(_limits(np.log(finite)))
+        if high > WIDE_SPAN * low:
+            return options | {"norm": LogNorm(low, high)}
+    low, high = _limits(finite)
+    if low < 0 < high:
+        limit = max(-low, high)
+        return options | {"vmin": -limit, "vmax": limit, "cmap": "RdBu_r"}
+    return options | {"vmin": low, "vmax": high if high > low else low + (abs(low) or 1.0)}
+
+
+def _limits(ascending: Array) -> tuple[float, float]:
+    """Return the ends of the colours: those of the values without far ones at the fringes.
+
+    A value is far if it is beyond the others by more than twice their span.
+    """
+    low, high = float(ascending[0]), float(ascending[-1])
+    if len(ascending) < _FEWEST:
+        return low, high
+    fringe = max(1, int(_FRINGE * len(ascending)))
+    inner = ascending[fringe:-fringe]
+    first, last = float(inner[0]), float(inner[-1])
+    if first == last:  # most values are the same, and the others interesting
+        distinct = np.unique(ascending)
+        if len(distinct) == len(ascending) or len(distinct) < _FEWEST:
+            return low, high
+        low, high = _limits(distinct)
+        return min(low, first), max(high, first)
+    span = _FAR * (last - first)
+    near = ascending[(ascending >= first - span) & (ascending <= last + span)]
+    return float(near[0]), float(near[-1])
+
+
+def _mark_beyond(ax: Axes, image: Any, values: Array) -> list[tuple[int, int]]:
+    """Mark the values beyond the colours, and return their places, the farthest first."""
+    low, high = image.norm.vmin, image.norm.vmax
+    margin = 1e-9 * (abs(low) + abs(high))
+    with np.errstate(invalid="ignore"):
+        is_beyond = np.isfinite(values) & ((values < low - margin) | (values > high + margin))
+    places = [(row, column) for row, column in np.argwhere(is_beyond).tolist()]
+    places.sort(key=lambda place: -abs(values[place] - (low + high) / 2))
+    cells = [image.cmap(image.norm(values[place])) for place in places]
+    colours = ["black" if luminance(cell) > 0.5 else "white" for cell in cells]
+    rows, columns = np.array(places).reshape(-1, 2).T
+    ax.scatter(columns, rows, marker=_MARK, s=14, color=colours, linewidths=0.9)
+    return places
+
+
+def _fill_others(ax: Axes, values: Array, has_tensors: Array) -> list[str]:
+    """Draw groups without a finite value in other colours, and return notes on them."""
+    from matplotlib.colors import to_rgba
+
+    colours = np.zeros((*values.shape, 4))
+    notes = []
+    is_infinite, is_undefined = np.isinf(values), np.isnan(values) & has_tensors
+    for mask, colour, text in (
+        (is_infinite, _INFINITE, "grey: infinite"),
+        (is_undefined, _UNDEFINED, "pink: undefined"),
+    ):
+        if mask.any():
+            colours[mask] = to_rgba(colour)
+            notes.append(text)
+    if notes:
+        ax.imshow(colours, aspect="auto", interpolation="nearest")
+    return notes
+
+
+def _label_axis(ax: Axes, axis: Literal["x", "y"], texts: Sequence[str], name: str) -> None:
+    """Label rows or columns, at equal intervals if there is no room for all labels."""
+    room = inches(ax)[axis == "y"]
+    stride = next(n for n in _STRIDES if len(texts) * _INCHES_OF_LABEL <= n * room)
+    shown = [safe(text, _WIDEST_LABEL) for text in texts[::stride]]
+    target = ax.yaxis if axis == "y" else ax.xaxis
+    target.set_ticks(list(range(0, len(texts), stride)), shown)
+    ax.tick_params(axis, length=0, labelsize="small")
+    longest = max(map(len, shown)) * _POINTS_OF_CHARACTER / 72
+    if axis == "x" and longest > stride * room / len(texts):
+        ax.tick_params("x", rotation=90)
+    target.set_label_text(safe(name))
