@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_many_layers_have_labels_at_equal_intervals() -> None:
     figure.canvas.draw()
     boxes = [text.get_window_extent() for text in ax.get_yticklabels()]
     heights = sorted(boxes, key=lambda box: box.y0)
-    assert all(a.y1 <= b.y0 + 1 for a, b in zip(heights, heights[1:], strict=False))
+    assert all(a.y1 <= b.y0 + 1 for a, b in pairwise(heights))
 
 
 def test_one_extreme_value_does_not_spoil_the_colours() -> None:

@@ -834,7 +834,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Plots: ``layers``, ``by``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
+        """``layers``, ``by``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------

@@ -148,7 +148,7 @@ def _colours(values: Array) -> dict[str, Any]:
 
 
 def _limits(ascending: Array) -> tuple[float, float]:
-    """Return the ends of the colours: those of the values without far ones at the fringes.
+    """Return the smallest and the largest value that the colours span, without far ones.
 
     A value is far if it is beyond the others by more than twice their span.
     """
