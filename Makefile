@@ -11,6 +11,9 @@ UV ?= $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,\
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install)
 PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
+# Tests start hundreds of processes: without this, where the variable is set, as in many containers,
+# each of them compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 # make torture MINUTES=5 SEED=1 PARTS=reading PAGE=no
 MINUTES ?= 10
 
@@ -76,6 +79,7 @@ docs: $(VENV)/.docs
 clean:
 	rm -rf $(VENV) $(VENV_MIN) $(VENV_NIGHTLY) demo docs/_build .hypothesis .mypy_cache \
 		.pytest_cache .ruff_cache torture-failures
+	find benchmarks src tests torture -name __pycache__ -prune -exec rm -rf {} +
 
 
 $(VENV)/.user: pyproject.toml | $(BIN)/python
