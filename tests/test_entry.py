@@ -8,11 +8,13 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sparse
 import xarray as xr
 
 import xckpt
@@ -349,3 +351,16 @@ def test_hints_on_the_command_line_are_commands(capsys: pytest.CaptureFixture[st
     assert main(["gpt2/"]) == 2
     assert "'xckpt hf://openai-community/gpt2' opens" in capsys.readouterr().err
     assert main(["none.npz"]) == 2
+
+
+def test_sparse_chunks_without_sparse_name_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense arrays of the same file need no extra."""
+    dense = np.diag(np.arange(1.0, 4.0))
+    stored = sparse.COO.from_numpy(dense)
+    xckpt.save(xr.Dataset({"w": (("r", "c"), stored)}), tmp_path / "m.zt")
+    monkeypatch.setitem(sys.modules, "sparse", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'xckpt[sparse]'")):
+        xckpt.open(tmp_path / "m.zt", sparse=True)
+    np.testing.assert_array_equal(xckpt.open(tmp_path / "m.zt")["w"], dense)

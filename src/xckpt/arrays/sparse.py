@@ -73,6 +73,15 @@ _kept: Pool[StoredElements] = Pool(_KEPT_NBYTES, lambda elements: elements.nbyte
 _loading = Locks(16)
 
 
+def require_sparse() -> Any:
+    """Return the package pydata/sparse."""
+    try:
+        import sparse
+    except ImportError as error:
+        raise ImportError("sparse=True needs sparse: pip install 'xckpt[sparse]'") from error
+    return sparse
+
+
 class SparseArray(LazyArray):
     """Base class of sparse tensors, whose selections are dense arrays or `sparse.COO`."""
 
@@ -138,10 +147,8 @@ class SparseArray(LazyArray):
         """Return an array without elements; see `LazyArray.empty`."""
         if not self.sparse:
             return super().empty(shape)
-        import sparse
-
         coords = np.empty((len(shape), 0), np.int64)
-        return sparse.COO(coords, np.empty(0, self.dtype), shape=shape)
+        return require_sparse().COO(coords, np.empty(0, self.dtype), shape=shape)
 
     def select(self, key: tuple[AxisKey, ...]) -> Any:
         """Return a selection; see `LazyArray.select`."""
@@ -177,8 +184,6 @@ class SparseArray(LazyArray):
             block = np.zeros(count, self.dtype)
             block[flat_positions(places, shape)] = values
             return block.reshape(shape)
-        import sparse
-
         if count > sys.maxsize:
             reason = f"{count} elements are too many for one array"
             raise TooLargeError(reason, rule="Memory", hint="Select less of it at once")
@@ -189,7 +194,7 @@ class SparseArray(LazyArray):
         coords = np.stack(places)
         # A copy, so that changes to this result do not reach the cached elements.
         values = values if values.flags.owndata else values.copy()
-        return sparse.COO(coords, values, shape=shape, has_duplicates=False, sorted=True)
+        return require_sparse().COO(coords, values, shape=shape, has_duplicates=False, sorted=True)
 
     def _part(self, role: str, start: int, stop: int, count: int) -> Array:
         """Return elements `start` to `stop` of a part that has `count` of them."""
