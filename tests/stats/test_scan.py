@@ -24,7 +24,7 @@ from xckpt.statistics.counts import Sketch
 from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
@@ -80,9 +80,9 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     ds, reads = opened(path), []
     read_into = LocalSource.read_into
 
-    def counting(source: LocalSource, offset: int, memory: memoryview) -> None:
+    def counting(source: LocalSource, offsets: Sequence[int], memory: memoryview) -> None:
         reads.append(len(memory))
-        read_into(source, offset, memory)
+        read_into(source, offsets, memory)
 
     monkeypatch.setattr(LocalSource, "read_into", counting)
     result = stats(ds, cache=False)

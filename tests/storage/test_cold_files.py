@@ -46,10 +46,10 @@ def test_advice_stays_slightly_ahead_of_reading(
     with reading_ahead((source, at, MIB) for at in range(0, 200 * MIB, MIB)):
         assert advised[-1][1] == HELD
         for at in range(0, 100 * MIB, MIB):
-            source.read_into(at, memory)
+            source.read_into([at], memory)
             assert at + MIB <= advised[-1][1] <= at + HELD + 9 * MIB
     count = len(advised)
-    source.read_into(100 * MIB, memory)
+    source.read_into([100 * MIB], memory)
     assert len(advised) == count  # no reading was announced
 
 

@@ -194,7 +194,7 @@ def test_an_unknown_size_is_an_error(filesystem: ScriptedFileSystem, size: objec
 
 def test_ranges_are_merged_and_read_at_the_same_time(filesystem: ScriptedFileSystem) -> None:
     source = open_source("scripted://" + uuid4().hex)
-    pieces = source.read_ranges([(8, 2), (0, 1), (2, 1)], gap=1)
+    pieces = source.read_ranges([(8, 2), (0, 1), (2, 1)])
     assert [bytes(piece) for piece in pieces] == [b"\x08\x09", b"\x00", b"\x02"]
     assert sorted(filesystem.fetched) == [(0, 3), (8, 10)]
 

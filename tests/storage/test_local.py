@@ -509,7 +509,7 @@ def test_a_stale_file_handle_is_reopened(path: Path, monkeypatch: pytest.MonkeyP
 def test_ranges_and_blocks_equal_single_reads(source: Source) -> None:
     offsets = [(1 << 20) - 10, 0, 500, 501, 0]
     memory = np.zeros(50, np.uint8)
-    source.read_pieces(offsets, 10, memory.data)
+    source.read_into(offsets, memory.data)
     assert memory.tobytes() == b"".join(DATA[at : at + 10] for at in offsets)
     for nbytes in (1, 1000, 1 << 20):
         blocks = [bytes(block) for block in source.blocks(7, 2500, nbytes)]
@@ -517,7 +517,7 @@ def test_ranges_and_blocks_equal_single_reads(source: Source) -> None:
         assert {len(block) for block in blocks[:-1]} <= {nbytes}
     assert list(source.blocks(7, 0)) == []
     with pytest.raises(FormatError):
-        source.read_pieces([0, 1 << 20], 10, memory.data[:20])
+        source.read_into([0, 1 << 20], memory.data[:20])
     with pytest.raises(FormatError):
         next(iter(source.blocks(7, 1 << 62)))
 

@@ -327,9 +327,7 @@ class TestOtherReads:
 class Far(CountingSource):
     """Bytes in memory that count as far away."""
 
-    @property
-    def far(self) -> Any:
-        return self
+    is_far = True
 
     def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
         future: Future[memoryview] = Future()

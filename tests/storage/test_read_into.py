@@ -24,12 +24,12 @@ def test_read_into_fills_exactly_the_given_memory(tmp_path: Path, kind: str) -> 
     location: Any = {"bytes": DATA, "object": io.BytesIO(DATA)}.get(kind, path)
     source = open_source(location, mmap=kind != "no maps")
     buffer = np.full(1000, 255, np.uint8)
-    source.read_into(77, buffer[10:500].data)
+    source.read_into([77], buffer[10:500].data)
     assert buffer[10:500].tobytes() == DATA[77:567]
     assert (buffer[:10] == 255).all()
     assert (buffer[500:] == 255).all()
     with pytest.raises(FormatError):
-        source.read_into(len(DATA) - 5, buffer.data)
+        source.read_into([len(DATA) - 5], buffer.data)
 
 
 def test_a_file_that_changed(tmp_path: Path) -> None:
@@ -38,4 +38,4 @@ def test_a_file_that_changed(tmp_path: Path) -> None:
     source = open_source(path)
     path.write_bytes(DATA[:100])
     with pytest.raises(FileChangedError):
-        source.read_into(0, memoryview(bytearray(200)))
+        source.read_into([0], memoryview(bytearray(200)))

@@ -91,7 +91,7 @@ class TestReading:
 
     def test_ranges_are_few_requests(self, web: WebServer, source: Source) -> None:
         ranges = [(2_500_000, 10), (0, 10), (100, 10), (2_500_005, 100)]
-        pieces = source.read_ranges(ranges, gap=1000)
+        pieces = source.read_ranges(ranges)
         assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in ranges]
         assert sorted(map(str, web.gets)) == ["bytes=0-109", "bytes=2500000-2500104"]
 

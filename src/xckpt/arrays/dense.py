@@ -299,7 +299,7 @@ class DenseArray(OnePartArray):
         for number in range(0, count, step):
             offsets = part.offset + starts[number : number + step] * itemsize
             memory = buffer[: len(offsets) * nbytes].data
-            source.read_pieces(offsets.tolist(), nbytes, memory)
+            source.read_into(offsets.tolist(), memory)
             pieces = self.decoded(memory, 0).reshape(-1, *run.shape)
             out[number : number + step] = take(pieces, (slice(None), *run.key))
         return out.reshape(result_shape(shape, key))
@@ -324,7 +324,7 @@ class DenseArray(OnePartArray):
         self.reader.check(self.part_nbytes)
         offset = part.offset + nbytes_of(part.dtype, start)
         if self._is_native:
-            source.read_into(offset, flat.view(np.uint8).data)
+            source.read_into([offset], flat.view(np.uint8).data)
             return
         count = 0
         for block in source.blocks(offset, nbytes_of(part.dtype, flat.size), _BLOCK_NBYTES):

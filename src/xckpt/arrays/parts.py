@@ -25,7 +25,6 @@ from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
 from xckpt.index import runs_of, strides_of
 from xckpt.storage import digests, encodings
 from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
-from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -163,7 +162,7 @@ class PartReader:
                 blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
             elif part.encoding in encodings.STREAMS and not self.is_arranged:
                 codec = encodings.STREAMS[part.encoding]
-                stored = digests.PassingBytes(of_stored, self.stored_blocks())
+                stored = self._stored_blocks(of_stored)
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
             else:
                 starts = range(0, nbytes, block_nbytes)
@@ -172,14 +171,14 @@ class PartReader:
             yield from blocks if of_decoded is None else digests.checked(of_decoded, blocks)
             if of_stored is not None:
                 if stored is None:  # frames are decoded in any order, so the part is read again
-                    stored = digests.PassingBytes(of_stored, self.stored_blocks())
+                    stored = self._stored_blocks(of_stored)
                 stored.finish()
 
     def compared_blocks(self) -> Iterator[memoryview]:
         """Read all bytes as they are stored, and compare them with a digest of these."""
         of_stored = self.part.digest if self.is_checked and not self._covers_decoded else None
         with self._placing():
-            yield from digests.PassingBytes(of_stored, self.stored_blocks())
+            yield from self._stored_blocks(of_stored)
 
     def _due_digests(self, *, raw: bool) -> tuple[str | None, str | None]:
         """Return the digests to be compared when all stored, or all decoded bytes have passed."""
@@ -257,11 +256,14 @@ class PartReader:
             return memoryview(self.part.inline or b"")  # an empty part needs no file
         return self.source.view(self.part.offset, self.part.nbytes)
 
-    def stored_blocks(self) -> memoryview | StoredRange:
+    def _stored_blocks(self, digest: str | None = None) -> digests.PassingBytes:
         """Return all bytes as they are stored, to be read block by block."""
-        if self.part.inline is not None or not self.part.nbytes:
-            return memoryview(self.part.inline or b"")
-        return StoredRange(self.source, self.part.offset, self.part.nbytes)
+        offset, nbytes, inline = self.part.offset, self.part.nbytes, self.part.inline
+        if inline is not None or not nbytes:
+            data = memoryview(inline or b"")
+            return digests.PassingBytes([data], len(data), digest)
+        self.source.check_range(offset, nbytes)  # before anything is made of that size
+        return digests.PassingBytes(self.source.blocks(offset, nbytes), nbytes, digest)
 
     def _stated_nbytes(self) -> int | None:
         """Return the decoded size that the file or the headers of zstd frames state, or None."""
@@ -283,7 +285,7 @@ class PartReader:
             return stated
         with self._placing():
             try:
-                return encodings.decompressed_nbytes(self.stored_blocks(), limit)
+                return encodings.decompressed_nbytes(self._stored_blocks(), limit)
             except encodings.LongStreamError as error:
                 raise UnsupportedError(
                     f"its size is not stated, and counting ends after {limit} decoded bytes",
@@ -331,7 +333,7 @@ class PartReader:
             if (start, stop) == (0, nbytes) and part.skip is None:
                 return codec.decompress(self.stored() if stored is None else stored, nbytes)
             first = (part.skip or 0) + start
-            data = self.stored_blocks() if stored is None else stored
+            data = self._stored_blocks() if stored is None else stored
             total = nbytes if part.skip is None else None
             return codec.decompress_range(data, first, first + stop - start, total)
         if part.encoding != "zstd-seekable":

@@ -140,7 +140,7 @@ def _read_together(group: list[Cut]) -> Array | None:
     start = first % _ALIGNMENT
     memory: Array = _thread.buffer[start : start + reader.place[1] + reader.nbytes - first]
     with suppress(OSError, CheckpointError):
-        reader.shared_source.read_into(first, memory.data)
+        reader.shared_source.read_into([first], memory.data)
         return memory
     return None
 

@@ -135,8 +135,8 @@ class TensorReader(Reader):
             part = self.array.reader.part
             if part.nbytes == self.nbytes <= _SMALL_NBYTES and part.digest is None:
                 with suppress(OSError, CheckpointError):  # reading it raises them
-                    near: Source | None = self.array.reader.source.near
-                    return near
+                    file: Source = self.array.reader.source.file
+                    return file if file.is_near else None
         return None
 
     @property

@@ -290,7 +290,7 @@ def _run_on_cluster(
 
 def _is_far(source: Source) -> bool:
     with suppress(OSError, CheckpointError):  # the first read raises the error
-        return source.far is not None
+        return source.file.is_far
     return False
 
 

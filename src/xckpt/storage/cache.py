@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.interrupts import uninterrupted
 from xckpt.storage.partial import alone
-from xckpt.storage.source import Source, empty
+from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -244,21 +244,20 @@ class HeaderSource(Source):
             self.segments.pop(drop)
             self.complete = False
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes; see `Source.read`."""
-        self._check_range(offset, nbytes)
-        memory = empty(nbytes)
-        position, stop = offset, offset + nbytes
-        while position < stop:
-            start, data = self._segment_at(position, stop)
-            overlap = data[position - start : stop - start]
-            memory[position - offset : position - offset + len(overlap)] = overlap
-            position += len(overlap)
-        return memory.toreadonly()
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Read ranges of bytes into given memory; see `Source.read_into`."""
+        nbytes, done = len(memory) // len(offsets), 0
+        for offset in offsets:
+            self.check_range(offset, nbytes)
+            position, stop = offset, offset + nbytes
+            while position < stop:
+                start, data = self._segment_at(position, stop)
+                overlap = data[position - start : stop - start]
+                memory[done : done + len(overlap)] = overlap
+                position += len(overlap)
+                done += len(overlap)
 
-    def read_ranges(
-        self, ranges: Sequence[tuple[int, int]], *, gap: int | None = None
-    ) -> list[memoryview]:
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read several ranges of bytes with few requests, without read-ahead."""
         missing: list[tuple[int, int]] = []
         end = 0
@@ -266,9 +265,7 @@ class HeaderSource(Source):
             if nbytes and start >= end and not self._overlaps(start, start + nbytes):
                 missing.append((start, nbytes))
                 end = start + nbytes
-        for (start, _), data in zip(
-            missing, self.source.read_ranges(missing, gap=gap), strict=True
-        ):
+        for (start, _), data in zip(missing, self.source.read_ranges(missing), strict=True):
             self.keep(start, memoryview(bytes(data)))
         self.requests += len(missing)
         return [self.read(start, nbytes) for start, nbytes in ranges]

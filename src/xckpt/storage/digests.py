@@ -28,8 +28,6 @@ from xckpt.storage.limits import Locks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from xckpt.storage.source import StoredRange
-
 # The libraries release the GIL while they hash. Ctrl-C takes effect after one block.
 _BLOCK_NBYTES = 8 << 20
 
@@ -133,13 +131,14 @@ class Hasher:
 
 
 class PassingBytes:
-    """An iterator of blocks that compares their digest after the last block."""
+    """An iterator of blocks of known size, which compares their digest after the last block."""
 
     __slots__ = ("_blocks", "nbytes")
 
-    def __init__(self, digest: str | None, data: memoryview | StoredRange) -> None:
-        self.nbytes = len(data)
-        blocks = [data] if isinstance(data, memoryview) else data
+    def __init__(
+        self, blocks: Iterable[memoryview], nbytes: int, digest: str | None = None
+    ) -> None:
+        self.nbytes = nbytes
         self._blocks = iter(blocks) if digest is None else checked(digest, blocks)
 
     def __len__(self) -> int:
@@ -154,10 +153,10 @@ class PassingBytes:
             pass
 
 
-def check(digest: str, data: bytes | bytearray | memoryview | StoredRange) -> None:
+def check(digest: str, data: bytes | bytearray | memoryview) -> None:
     """Raise `IntegrityError` if bytes do not match a digest."""
-    data = memoryview(data) if isinstance(data, bytes | bytearray) else data
-    PassingBytes(digest, data).finish()
+    for _ in checked(digest, [memoryview(data)]):
+        pass
 
 
 def checked(digest: str, blocks: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -61,9 +61,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from xckpt.storage.digests import PassingBytes
-    from xckpt.storage.source import StoredRange
 
-    Stored = memoryview | bytes | StoredRange | PassingBytes
+    Stored = memoryview | bytes | PassingBytes
 
 T = TypeVar("T")
 

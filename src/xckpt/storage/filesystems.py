@@ -25,8 +25,6 @@ from xckpt.storage.stores import store_kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.storage.source import Source
-
 T = TypeVar("T")
 
 # Names that file systems use for the version of a file.
@@ -63,9 +61,9 @@ class FsspecSource(RemoteSource):
         self._last_check().time = time.monotonic()
 
     @property
-    def far(self) -> Source | None:
-        """See `Source.far`."""
-        return None if self._is_here() else self
+    def is_far(self) -> bool:  # type: ignore[override]  # it depends on the file system
+        """See `Source.is_far`."""
+        return not self._is_here()
 
     def _requested(self, offset: int, nbytes: int) -> memoryview:
         if self._is_here() and nbytes:

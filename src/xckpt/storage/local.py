@@ -21,10 +21,10 @@ from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, na
 from xckpt.interrupts import uninterrupted
 from xckpt.storage.limits import Pool, most_open
 from xckpt.storage.prefetch import is_being_read
-from xckpt.storage.source import Source, components, empty
+from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 _FILE = "file://"
 # One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
@@ -205,6 +205,7 @@ class LocalSource(Source):
     __slots__ = ("_version", "mmap")
 
     is_free_to_check = True
+    is_near = True
     identity: tuple[int, ...]
 
     def __init__(self, path: str, *, mmap: bool = False) -> None:
@@ -226,51 +227,25 @@ class LocalSource(Source):
         """See `Source.worth_skipping`; None for maps, which read only the pages in use."""
         return None if self.mmap else _WORTH_SKIPPING
 
-    @property
-    def near(self) -> LocalSource:
-        """See `Source.near`."""
-        return self
-
     def expect(self, offset: int, nbytes: int) -> None:
         """Start reading bytes that are needed soon; see `Source.expect`."""
         with suppress(OSError, CheckpointError):
             self.descriptor().expect(offset, nbytes)
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into new memory; see `Source.read`."""
-        self._check_range(offset, nbytes)
-        memory = empty(nbytes)
-        self.read_into(offset, memory)
-        return memory
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into given memory; see `Source.read_into`."""
-        self._check_range(offset, len(memory))
-        self._fill(offset, memory)
-        self.check(offset)  # only a check after the read covers it
-
-    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
-        """Read ranges of equal length; see `Source.read_pieces`."""
-        for offset in (min(offsets), max(offsets)):
-            self._check_range(offset, nbytes)
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Read ranges of bytes into given memory; see `Source.read_into`."""
+        nbytes = len(memory) // len(offsets)
+        self.check_range(min(offsets), nbytes)
+        self.check_range(max(offsets), nbytes)
         for number, offset in enumerate(offsets):
             self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
-        self.check(offsets[0])
-
-    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Yield blocks of a range of bytes, all in the same memory; see `Source.blocks`."""
-        self._check_range(offset, nbytes)
-        buffer = empty(min(nbytes, block_nbytes))
-        for start in range(0, nbytes, block_nbytes):
-            memory = buffer[: min(block_nbytes, nbytes - start)]
-            self.read_into(offset + start, memory)
-            yield memory
+        self.check(offsets[0])  # only a check after the reads covers them
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes of the file's memory map; see `Source.view`."""
         if not self.mmap:
             return self.read(offset, nbytes)
-        self._check_range(offset, nbytes)
+        self.check_range(offset, nbytes)
         self.check(offset)
         is_being_read(self.name, nbytes)
         if nbytes == 0:  # an empty file cannot be mapped
@@ -407,16 +382,15 @@ class BytesSource(Source):
     def __reduce__(self) -> tuple[type[BytesSource], tuple[bytes]]:
         return BytesSource, (bytes(self._data),)
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Copy a range of the bytes; see `Source.read`."""
-        view = self.view(offset, nbytes)
-        memory = empty(nbytes)
-        memory[:] = view
-        return memory
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Copy ranges of the bytes; see `Source.read_into`."""
+        nbytes = len(memory) // len(offsets)
+        for number, offset in enumerate(offsets):
+            memory[number * nbytes : (number + 1) * nbytes] = self.view(offset, nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of the bytes without a copy; see `Source.view`."""
-        self._check_range(offset, nbytes)
+        self.check_range(offset, nbytes)
         return self._data[offset : offset + nbytes]
 
     def sibling(self, name: str) -> Source:
@@ -470,26 +444,29 @@ class FileObjectSource(Source):
             setattr(self, name, value)
         self._lock = threading.Lock()
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes; see `Source.read`."""
-        self._check_range(offset, nbytes)
-        memory = empty(nbytes)
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Read ranges of bytes into given memory; see `Source.read_into`."""
+        nbytes = len(memory) // len(offsets)
+        for number, offset in enumerate(offsets):
+            self.check_range(offset, nbytes)
+            self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
+        self.check(offsets[0])
+
+    def _fill(self, offset: int, memory: memoryview) -> None:
         try:
             with self._lock:
                 position = self._file.tell()
                 try:
                     self._file.seek(offset)
-                    count = _read_fully(memory, self._read_into)
+                    count = _read_fully(memory, self._read_some)
                 finally:
                     self._file.seek(position)
         except OSError as error:
             raise named(error, self.name) from error
-        if count < nbytes:
+        if count < len(memory):
             raise self._changed(offset)
-        self.check(offset)
-        return memory
 
-    def _read_into(self, memory: memoryview, _: int) -> int:
+    def _read_some(self, memory: memoryview, _: int) -> int:
         if hasattr(self._file, "readinto"):
             return self._file.readinto(memory) or 0
         data = self._file.read(len(memory))

@@ -295,23 +295,26 @@ def _by_distance(
 
     A piece is a file, a start and a stop.
     """
-    places: dict[int, tuple[Any, Source | None]] = {}
+    files: dict[int, tuple[Source, bool] | None] = {}
     far: Counter[tuple[Source, int, int]] = Counter()
     near: list[tuple[Source, int, int]] = []
     for source, offset, nbytes in ranges:
-        if id(source) not in places:
-            places[id(source)] = None, None
+        if id(source) not in files:
+            files[id(source)] = None
             with suppress(OSError, CheckpointError):  # raised when it is read
-                places[id(source)] = source.far, source.near
-        far_file, near_file = places[id(source)]
-        if far_file is not None and nbytes and offset + nbytes <= far_file.size:
-            far[far_file, offset, nbytes] += 1
-        elif near_file is not None and nbytes:
-            at, stop = offset, min(offset + nbytes, near_file.size)
-            if near and near[-1][0] is near_file and 0 <= at - near[-1][2] <= _PAGE_NBYTES:
+                files[id(source)] = source.file, source.file.is_far
+        place = files[id(source)]
+        if place is None or not nbytes:
+            continue
+        file, is_far = place
+        if is_far and offset + nbytes <= file.size:
+            far[file, offset, nbytes] += 1
+        elif file.is_near:
+            at, stop = offset, min(offset + nbytes, file.size)
+            if near and near[-1][0] is file and 0 <= at - near[-1][2] <= _PAGE_NBYTES:
                 at = near.pop()[1]
             while at < stop:
-                near.append((near_file, at, min(stop, at + _PIECE_NBYTES)))
+                near.append((file, at, min(stop, at + _PIECE_NBYTES)))
                 at = near[-1][2]
     return far, near
 

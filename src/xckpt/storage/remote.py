@@ -27,10 +27,10 @@ from xckpt.storage.requests import (
     submit,
     wait_for,
 )
-from xckpt.storage.source import Source, components, empty
+from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
@@ -62,6 +62,7 @@ class RemoteSource(Source):
 
     __slots__ = ("_first", "limits", "storage_options")
 
+    is_far = True
     storage_options: dict[str, Any]
     limits: Limits
     _first: memoryview | bytes  # the beginning of the file, until its header is read
@@ -79,25 +80,18 @@ class RemoteSource(Source):
         """See `Source.is_remote`."""
         return True
 
-    @property
-    def far(self) -> Source | None:
-        """See `Source.far`."""
-        return self
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Read ranges of bytes into given memory; see `Source.read_into`."""
+        nbytes = len(memory) // len(offsets)
+        for number, offset in enumerate(offsets):
+            self.check_range(offset, nbytes)
+            self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into new memory; see `Source.read`."""
-        self._check_range(offset, nbytes)
-        memory = empty(nbytes)
-        self.read_into(offset, memory)
-        return memory
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into given memory; see `Source.read_into`."""
-        self._check_range(offset, len(memory))
+    def _fill(self, offset: int, memory: memoryview) -> None:
         if prefetch.is_active(self) and prefetch.fill(self, offset, memory):
             return
         if self._is_long(len(memory)):
-            with prefetch.reading_ahead([(self, offset, len(memory))]):
+            with self.reading_ahead([(offset, len(memory))]):
                 if prefetch.fill(self, offset, memory):
                     return
         data = self._requested(offset, len(memory))
@@ -105,7 +99,7 @@ class RemoteSource(Source):
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes, read-only; without a copy if one request fetched it."""
-        self._check_range(offset, nbytes)
+        self.check_range(offset, nbytes)
         is_active = prefetch.is_active(self)
         data = prefetch.view(self, offset, nbytes) if is_active else None
         if data is None and not is_active and not self._is_long(nbytes):
@@ -114,18 +108,20 @@ class RemoteSource(Source):
 
     def _is_long(self, nbytes: int) -> bool:
         """Return whether a range is fetched by several requests."""
-        return nbytes >= 2 * REQUEST_NBYTES and self.far is not None
+        return nbytes >= 2 * REQUEST_NBYTES and self.is_far
 
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Return a range of bytes block by block; see `Source.blocks`."""
-        self._check_range(offset, nbytes)
-        is_alone = self._is_long(nbytes) and not prefetch.is_active(self)
-        with prefetch.reading_ahead([(self, offset, nbytes)] if is_alone else []):
-            if not prefetch.is_active(self):
-                yield from super().blocks(offset, nbytes, block_nbytes)
-                return
+        """Yield a range of bytes block by block; see `Source.blocks`."""
+        self.check_range(offset, nbytes)
+        # Ranges that are requested already would be requested twice.
+        is_requested = prefetch.is_active(self)
+        with self.reading_ahead([] if is_requested else [(offset, nbytes)]):
             for start in range(offset, offset + nbytes, block_nbytes):
                 yield self.view(start, min(block_nbytes, offset + nbytes - start))
+
+    def reading_ahead(self, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Request ranges before they are read; see `Source.reading_ahead`."""
+        return prefetch.reading_ahead([(self, *extent) for extent in ranges])
 
     def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
         """Request a range of bytes on another thread."""

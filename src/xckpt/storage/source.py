@@ -14,7 +14,6 @@ import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
 from xckpt.storage.limits import Pool
-from xckpt.storage.prefetch import reading_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -78,14 +77,14 @@ class Source(ABC):
 
     #: Whether `check` costs no request.
     is_free_to_check: ClassVar[bool] = False
+    #: Whether each read is a request to another machine, which `request` makes ahead of the reader.
+    is_far = False
+    #: Whether the file is on a disk that `expect` can prepare.
+    is_near = False
 
     name: str  # absolute path or URL, for messages and for ``encoding["source"]``
     size: int  # in bytes, when it was opened
     identity: Hashable  # of this version of the file: size, time, inode, or ETag
-
-    @abstractmethod
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into memory of its own."""
 
     @property
     def worth_skipping(self) -> int | None:
@@ -98,57 +97,60 @@ class Source(ABC):
         return False
 
     @property
-    def far(self) -> Source | None:
-        """The file itself if each read is a request to another machine, else None."""
-        return None
+    def file(self) -> Source:
+        """The file that has the bytes: this one, except for a shard."""
+        return self
 
     def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
         """Request a range of bytes of a far file on another thread."""
         raise NotImplementedError
 
-    @property
-    def near(self) -> Source | None:
-        """The file itself if it is on a disk that `expect` can prepare, else None."""
-        return None
-
     def expect(self, offset: int, nbytes: int) -> None:  # noqa: B027  a hint
         """Ask the disk to load bytes that are read soon; errors are left to the read."""
+
+    @abstractmethod
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Fill memory with a range of bytes, or several of equal length, one after another."""
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes into memory of its own."""
+        self.check_range(offset, nbytes)
+        memory = empty(nbytes)
+        self.read_into([offset], memory)
+        return memory
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes without a copy where the file is mapped, else read it."""
         return self.read(offset, nbytes)
 
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill memory of the caller with a range of bytes."""
-        memory[:] = self.view(offset, len(memory))
-
-    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
-        """Read ranges of `nbytes` bytes each, one after another, into memory for all of them."""
-        for number, offset in enumerate(offsets):
-            self.read_into(offset, memory[number * nbytes : (number + 1) * nbytes])
-
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Return a range of bytes block by block; a block is valid until the next one."""
-        data = self.view(offset, nbytes)
+        """Yield a range of bytes block by block; a block is valid until the next one."""
+        self.check_range(offset, nbytes)
+        buffer = empty(min(nbytes, block_nbytes))
         for start in range(0, nbytes, block_nbytes):
-            yield data[start : start + block_nbytes]
+            memory = buffer[: nbytes - start]
+            self.read_into([offset + start], memory)
+            yield memory
 
-    def read_ranges(
-        self, ranges: Sequence[tuple[int, int]], *, gap: int | None = None
-    ) -> list[memoryview]:
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read several ranges of bytes with few requests."""
         for offset, nbytes in ranges:
-            self._check_range(offset, nbytes)
-        spans = _merged(ranges, (self.worth_skipping or _GAP) if gap is None else gap)
+            self.check_range(offset, nbytes)
+        spans = _merged(ranges, self.worth_skipping or _GAP)
         pieces = [memoryview(b"")] * len(ranges)
         places = [(start, stop - start) for start, stop, _ in spans]
-        with reading_ahead([(self, *place) for place in places] if self.far is not None else []):
+        with self.reading_ahead(places):
             read = [self.view(*place) for place in places]
         for (start, _, members), block in zip(spans, read, strict=True):
             for member in members:
                 offset, nbytes = ranges[member]
                 pieces[member] = block[offset - start :][:nbytes]
         return pieces
+
+    def reading_ahead(self, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Request ranges of a far file before they are read; see `xckpt.storage.prefetch`."""
+        del ranges
+        return nullcontext()
 
     def check(self) -> None:  # noqa: B027  bytes in memory do not change
         """Raise `FileChangedError` if the file is no longer the one that was opened."""
@@ -163,11 +165,6 @@ class Source(ABC):
     @abstractmethod
     def sibling(self, name: str) -> Source:
         """Open another file by its path relative to the folder of this one."""
-
-    @property
-    def is_link_out(self) -> bool:
-        """Whether the file is a link that leads out of its folder."""
-        return self.leads_out_of(self)
 
     def leads_out_of(self, other: Source) -> bool:
         """Whether this file is, through links, outside of the folder of another one."""
@@ -188,7 +185,8 @@ class Source(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
-    def _check_range(self, offset: int, nbytes: int) -> None:
+    def check_range(self, offset: int, nbytes: int) -> None:
+        """Raise `FormatError` if a range of bytes is not in the file."""
         if not 0 <= offset <= offset + nbytes <= self.size:
             raise FormatError(
                 f"the {nbytes} bytes from here on are not in the file, which has {self.size}",
@@ -213,22 +211,6 @@ def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int,
     return spans
 
 
-class StoredRange:
-    """A range of bytes of a file that is read block by block; a block is valid until the next."""
-
-    __slots__ = ("nbytes", "offset", "source")
-
-    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
-        source._check_range(offset, nbytes)  # noqa: SLF001  before anything is made of that size
-        self.source, self.offset, self.nbytes = source, offset, nbytes
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return self.source.blocks(self.offset, self.nbytes)
-
-
 # Files of shards that were unpickled in this process: a pickle does not contain the file.
 _files: Pool[Source] = Pool(limit=1024)
 
@@ -240,7 +222,7 @@ class ShardSource(Source):
     `label` is its name in the referring file.
     """
 
-    __slots__ = ("_found", "label", "root", "shard_entry")
+    __slots__ = ("_file", "label", "root", "shard_entry")
 
     def __init__(self, root: Source, shard: Shard, label: str) -> None:
         self.root = root
@@ -248,18 +230,18 @@ class ShardSource(Source):
         self.label = label
         self.name = f"{root.name} (shard {label})"
         self.size = shard.size
-        self._found: Source | None = None
+        self._file: Source | None = None
         version: Hashable = shard.digest
         if version is None:
             with suppress(OSError, CheckpointError):
-                self._found = self._find()
-            version = None if self._found is None else self._found.identity
+                self._file = self._find()
+            version = None if self._file is None else self._file.identity
         self.identity = (root.name, root.identity, label, shard.size, version)
 
     @property
     def worth_skipping(self) -> int | None:
         """See `Source.worth_skipping`."""
-        return self.found.worth_skipping
+        return self.file.worth_skipping
 
     @property
     def is_remote(self) -> bool:
@@ -267,45 +249,50 @@ class ShardSource(Source):
         return self.root.is_remote
 
     @property
-    def far(self) -> Source | None:
-        """See `Source.far`."""
-        return self.found.far
+    def file(self) -> Source:
+        """The shard itself; see `Source.file`."""
+        if self._file is None:
+            self._file = _files.get(self.identity, self._find)
+        return self._file
 
-    @property
-    def near(self) -> Source | None:
-        """See `Source.near`."""
-        return self.found.near
+    @contextmanager
+    def _reading(self) -> Iterator[Source]:
+        try:
+            yield self.file
+        except FileChangedError:
+            _files.discard(self.identity)
+            raise
+
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
+        """Read ranges of bytes into given memory; see `Source.read_into`."""
+        with self._reading() as file:
+            file.read_into(offsets, memory)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes; see `Source.read`."""
-        with self._file() as file:
+        with self._reading() as file:
             return file.read(offset, nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes without a copy where the shard is mapped; see `Source.view`."""
-        with self._file() as file:
+        with self._reading() as file:
             return file.view(offset, nbytes)
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into given memory; see `Source.read_into`."""
-        with self._file() as file:
-            file.read_into(offset, memory)
-
-    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
-        """Read ranges of equal length; see `Source.read_pieces`."""
-        with self._file() as file:
-            file.read_pieces(offsets, nbytes, memory)
 
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
         """Read a range of bytes block by block; see `Source.blocks`."""
-        with self._file() as file:
+        with self._reading() as file:
             yield from file.blocks(offset, nbytes, block_nbytes)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Read several ranges of bytes; see `Source.read_ranges`."""
+        with self._reading() as file:
+            return file.read_ranges(ranges)
 
     def check(self) -> None:
         """Look at the referring file, and at the shard; see `Source.check`."""
         self.root.check()
-        if self._found is not None:
-            self._found.check()
+        if self._file is not None:
+            self._file.check()
 
     def sibling(self, name: str) -> Source:
         """Open another file next to the referring one."""
@@ -313,42 +300,28 @@ class ShardSource(Source):
 
     def close(self) -> None:
         """Close the file; see `Source.close`."""
-        if self._found is not None:
-            self._found.close()
-
-    @property
-    def found(self) -> Source:
-        """The file itself."""
-        if self._found is None:
-            self._found = _files.get(self.identity, self._find)
-        return self._found
-
-    @contextmanager
-    def _file(self) -> Iterator[Source]:
-        try:
-            yield self.found
-        except FileChangedError:
-            _files.discard(self.identity)
-            raise
+        if self._file is not None:
+            self._file.close()
 
     def _find(self) -> Source:
         shard = self.shard_entry
         for candidate in shard.candidates:
             try:
-                found = self.root.sibling(candidate)
+                file = self.root.sibling(candidate)
             except FileNotFoundError:
                 continue
-            if shard.is_confined and found.leads_out_of(self.root) and not self.root.is_link_out:
+            leads_out = shard.is_confined and file.leads_out_of(self.root)
+            if leads_out and not self.root.leads_out_of(self.root):
                 reason = f"{shown(candidate)} is a link that leads out of the folder"
                 raise FormatError(reason, path=self.root.name, rule="FileName")
-            if found.size != shard.size:
+            if file.size != shard.size:
                 raise FormatError(
-                    f"shard {self.label!r} has {found.size} bytes, but {self.root.name} states "
+                    f"shard {self.label!r} has {file.size} bytes, but {self.root.name} states "
                     f"{shard.size}",
-                    path=found.name,
+                    path=file.name,
                     rule="ShardIdentity",
                 )
-            return found
+            return file
         places = ", ".join(shard.candidates)
         raise MissingShardError(
             f"shard {self.label!r} is missing",
@@ -368,10 +341,10 @@ class ShardedSource(Source):
         self.size = sum(file.size for file in files.values())
         self.identity = tuple([(label, f.name, f.identity) for label, f in files.items()])
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
         """Raise `FormatError`: only the shards have bytes."""
         raise FormatError(
-            f"no {nbytes} bytes at {offset}: these are several files, and data are in each",
+            f"no {len(memory)} bytes at {offsets[0]}: these are several files with their own bytes",
             path=self.name,
         )
 
@@ -399,13 +372,13 @@ class ShardedSource(Source):
 
 def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, Source]:
     """Return the files that contain parts, by `Part.shard`; None is the source itself."""
-    found: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}
-    if found and source.is_free_to_check:
+    sources: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}
+    if sources and source.is_free_to_check:
         # Writers replace the referring file before its shards. If it is unchanged, the shards that
         # were just opened are not newer.
         source.check()
-    found[None] = source
-    return found
+    sources[None] = source
+    return sources
 
 
 def files_of(source: Source) -> list[Source]:
@@ -413,5 +386,5 @@ def files_of(source: Source) -> list[Source]:
     if isinstance(source, ShardSource):
         return files_of(source.root)
     if isinstance(source, ShardedSource):
-        return [file for each in source.files.values() for file in files_of(each)]
+        return [file for shard in source.files.values() for file in files_of(shard)]
     return [source]

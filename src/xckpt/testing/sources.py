@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
-from xckpt.errors import FormatError
 from xckpt.storage import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _serial = itertools.count()
 
@@ -25,12 +28,14 @@ class CountingSource(Source):
         """Bytes read so far."""
         return sum(nbytes for _, nbytes in self.reads)
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
         """Read and count."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise FormatError(f"{nbytes} bytes are not in a file of {self.size}", offset=offset)
-        self.reads.append((offset, nbytes))
-        return memoryview(self.data)[offset : offset + nbytes]
+        nbytes = len(memory) // len(offsets)
+        for number, offset in enumerate(offsets):
+            self.check_range(offset, nbytes)
+            self.reads.append((offset, nbytes))
+            data = memoryview(self.data)[offset : offset + nbytes]
+            memory[number * nbytes : (number + 1) * nbytes] = data
 
     def sibling(self, name: str) -> Source:
         """There is no folder."""
