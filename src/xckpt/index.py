@@ -7,13 +7,14 @@ All three types are immutable, and pickle to about the size of their names.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
 from math import prod
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "Shard",
     "StoredList",
     "Tensor",
+    "is_file_name",
     "is_json",
     "paused_collector",
     "runs_of",
@@ -479,6 +481,18 @@ class Arrangement:
         order = [name for name in self.order if name not in names]
         order += names if order else ()
         return Arrangement((*coords, *more.coords), tuple(order), {**self.modules, **more.modules})
+
+
+# Drives, streams and patterns of Windows, control characters, and lone surrogates that are not a
+# byte.
+_UNSAFE_IN_NAMES = re.compile(r'[\x00-\x1f\\/:*?"<>|\ud800-\udc7f\udd00-\udfff]')
+
+
+def is_file_name(name: object) -> TypeGuard[str]:
+    """Return whether a value from a file is a text that names a file in the same folder."""
+    if not isinstance(name, str) or name in {"", ".", ".."}:
+        return False
+    return _UNSAFE_IN_NAMES.search(name) is None
 
 
 def is_json(value: Any, levels: int = DEEPEST_ATTRS) -> bool:

@@ -203,9 +203,8 @@ class PartReader:
         part = self.part
         if part.strides is not None:
             require_expansion(nbytes, part.nbytes)
-        if self.verify and part.within is not None:
-            whole = replace(self, part=part.within)
-            whole.check(whole.decoded_nbytes())
+        if self.verify and self.whole is not None:
+            self.whole.check(self.whole.decoded_nbytes())
         if part.digest is not None and self.verify is not False:
             with self._placing():
                 digests.parse(part.digest)  # a malformed digest is always an error
@@ -217,6 +216,12 @@ class PartReader:
                 offset=part.offset,
                 rule="LayoutData",
             )
+
+    @property
+    def whole(self) -> PartReader | None:
+        """The reader of the longer part that a digest covers, if this part lies within one."""
+        within = self.part.within
+        return None if within is None else replace(self, part=within)
 
     @property
     def is_raw(self) -> bool:

@@ -5,7 +5,6 @@ Shards that another file refers to, and several files as one checkpoint, are sou
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
+from xckpt.index import is_file_name
 from xckpt.storage.limits import Pool
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 _GAP = 1 << 20
 _LARGEST_MERGED = 64 << 20
 
-# Drives, streams and patterns of Windows, control characters, and lone surrogates that are not a
-# byte. Separators are handled by `components`.
-_UNSAFE = re.compile(r'[\x00-\x1f\\:*?"<>|\ud800-\udc7f\udd00-\udfff]')
-
 
 def components(name: str) -> list[str]:
     """Split a relative path from a file; raise `FormatError` if it leads out of the folder.
@@ -38,7 +34,7 @@ def components(name: str) -> list[str]:
     Hugging Face, git-annex and DVC consist of links that lead out of the folder.
     """
     parts = name.split("/")
-    if _UNSAFE.search(name) or any(part in {"", ".", ".."} for part in parts):
+    if not all(map(is_file_name, parts)):
         reason = f"{shown(name)} is not the name of a file in the same folder"
         raise FormatError(reason, rule="FileName")
     return parts

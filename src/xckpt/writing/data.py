@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
+from xckpt.arrays import LazyArray
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import ChunkedArray, DenseArray, OnePartArray, dense_array
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Layout, Tensor
-    from xckpt.storage import Source
     from xckpt.storage.digests import Hasher
     from xckpt.storage.prefetch import Range
     from xckpt.storage.sink import Place
@@ -58,7 +57,6 @@ __all__ = [
     "Stored",
     "StoredData",
     "as_bytes",
-    "dense_values",
     "is_scattered",
     "lazy_dask_array",
     "part_data",
@@ -161,18 +159,6 @@ class Stored(NamedTuple):
             self.values,
             tuple([stored.payload() for stored in self.replacements()]),
         )
-
-
-def dense_values(
-    tensor: Tensor, sources: Mapping[str | None, Source], *, verify: bool | None
-) -> Callable[[], Any]:
-    """Return a function that makes a dense dask array of the values of a tensor."""
-
-    def values() -> Any:
-        lazy = lazy_arrays(tensor, sources, ReadOptions(verify=verify))
-        return lazy_dask_array(lazy[None])
-
-    return values
 
 
 def _part_array(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xarray as xr
 
 from xckpt import formats
-from xckpt.arrays import read_later
+from xckpt.arrays import ReadOptions, lazy_arrays, read_later
 from xckpt.arrays.parts import part_readers
 from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
@@ -36,7 +36,7 @@ from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.writing.casting import holds
-from xckpt.writing.data import Gathered, Stored, dense_values
+from xckpt.writing.data import Gathered, Stored, lazy_dask_array
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Target, WriteJob
@@ -274,7 +274,7 @@ def convert(
                 Stored(
                     tensor,
                     part_readers(tensor, sources, verify=verify),
-                    dense_values(tensor, sources, verify=verify),
+                    partial(_dense_array, tensor, sources, verify),
                 ).payload()
                 for tensor in selected
             ]
@@ -301,6 +301,15 @@ def convert(
     source_nbytes = sum([tensor.nbytes for tensor in selected])
     count = len(job.tensors)
     return Conversion(job.target.path, fitting.writer.name, count, nbytes, source_nbytes, recasts)
+
+
+def _dense_array(
+    tensor: Tensor,
+    sources: Mapping[str | None, Source],
+    verify: bool | None,  # noqa: FBT001  bound by `partial`
+) -> Any:
+    """Return a dense dask array of the values of a tensor."""
+    return lazy_dask_array(lazy_arrays(tensor, sources, ReadOptions(verify=verify))[None])
 
 
 def _select_tensors(

@@ -40,7 +40,7 @@ from xckpt.formats.keras import hdf5, library
 from xckpt.formats.keras.datasets import read_tensor
 from xckpt.formats.keras.layers import Layers
 from xckpt.formatting import natural_key
-from xckpt.index import Index, Shard, Tensor, is_json
+from xckpt.index import Index, Shard, Tensor, is_file_name, is_json
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
 _SHARDS = re.compile(
@@ -49,6 +49,8 @@ _SHARDS = re.compile(
 )
 _SCIENCE = (".nc", ".nc4", ".cdf", ".netcdf")
 _LARGEST_TEXT, _LARGEST_MEMBER = 64 << 20, 1 << 30
+# A name of 256 bytes or more cannot be opened.
+_LONGEST_FILE_NAME = 255
 _LONGEST_TEXT = 256  # in a configuration
 _LISTS = ("layer_names", "weight_names")  # which repeat the names of groups and datasets
 _CONFIGS = {"model_config": "config", "training_config": "training_config"}
@@ -142,8 +144,7 @@ def _file_names(weight_map: dict[str, Any]) -> dict[str, None]:
     names: dict[str, None] = {}
     for listed in weight_map.values():
         for name in listed if type(listed) is list else [listed]:
-            is_text = type(name) is str and len(name) < 256
-            if not is_text or "/" in name or ":" in name or not name.strip("."):
+            if not is_file_name(name) or len(name) > _LONGEST_FILE_NAME:
                 reason = f"{shown(str(name))} is not the name of a file in the folder"
                 raise FormatError(reason, offset=0, rule="FileName")
             names[name] = None

@@ -29,7 +29,7 @@ from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.pickles import Machine
 from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
-from xckpt.index import Index, Shard, Tensor
+from xckpt.index import Index, Shard, Tensor, is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -160,11 +160,7 @@ class _MetadataReader:
             place = _fields(info, "filesystem._StorageInfo")
             at, nbytes = place.get("offset"), place.get("length")
             file = place.get("relative_path")
-            if (
-                type(file) is not str
-                or file in {"", ".", ".."}
-                or any(mark in file for mark in "/\\\0:")
-            ):
+            if not is_file_name(file):
                 reason = f"{spelled(file)} is not the name of a file in the folder"
                 raise _broken(reason, "FileName")
             if type(at) is not int or type(nbytes) is not int or at < 0 or nbytes < 0:
