@@ -24,7 +24,7 @@ from xckpt.storage.prefetch import is_being_read
 from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
 _FILE = "file://"
 # One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
@@ -392,6 +392,12 @@ class BytesSource(Source):
         """Return a range of the bytes without a copy; see `Source.view`."""
         self.check_range(offset, nbytes)
         return self._data[offset : offset + nbytes]
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Yield blocks of the bytes without a copy; see `Source.blocks`."""
+        data = self.view(offset, nbytes)
+        for start in range(0, nbytes, block_nbytes):
+            yield data[start : start + block_nbytes]
 
     def sibling(self, name: str) -> Source:
         """Raise `UnsupportedError`: bytes have no folder; see `Source.sibling`."""
