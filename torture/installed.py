@@ -1,7 +1,8 @@
 """First steps of a user, run with the installed package.
 
-``python -I installed.py README TORCH`` is run outside of the checkout, by an interpreter that has
-the wheel and its dependencies. It prints each step, and stops at the first error.
+``python -I installed.py README ENGINE=FILE ...`` is run outside of the checkout, by an interpreter
+that has the wheel and its dependencies. The files are for engines that cannot write. It prints each
+step, and stops at the first error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _COMMANDS = (
 )
 
 
-def main(readme: str, torch_file: str) -> None:
+def main(readme: str, *read_only: str) -> None:
     """Check the installed package: its location, the README, every engine, the commands."""
     import xckpt
     from xckpt.sample import write_checkpoint
@@ -42,7 +43,8 @@ def main(readme: str, torch_file: str) -> None:
     warnings.filterwarnings("ignore", category=xckpt.CheckpointWarning)
     lines = _session(Path(readme).read_text("utf-8"))
     print(f"README: {lines} statements ran")
-    print(f"engines: {', '.join(_engines(distribution, torch_file))} opened by their entry points")
+    paths = dict(argument.split("=", 1) for argument in read_only)
+    print(f"engines: {', '.join(_engines(distribution, paths))} opened by their entry points")
     for command in _COMMANDS:
         program = Path(sysconfig.get_path("scripts"), "xckpt")
         done = subprocess.run([program, *command.split()], check=False, capture_output=True)  # noqa: S603  ours
@@ -67,7 +69,7 @@ def _session(text: str) -> int:
     return len(body)
 
 
-def _engines(distribution: importlib.metadata.Distribution, torch_file: str) -> list[str]:
+def _engines(distribution: importlib.metadata.Distribution, read_only: dict[str, str]) -> list[str]:
     """Open a file with every engine, by name and by detection; return the names."""
     import numpy as np
     import xarray as xr
@@ -83,7 +85,7 @@ def _engines(distribution: importlib.metadata.Distribution, torch_file: str) -> 
     ]
     for name in names:
         form = formats.get(name)
-        path = torch_file
+        path = read_only.get(name, "")
         if form.can.types:
             suffix = next(
                 candidate for candidate in form.suffixes if candidate not in form.shared_suffixes
@@ -92,10 +94,11 @@ def _engines(distribution: importlib.metadata.Distribution, torch_file: str) -> 
             xckpt.save(xr.Dataset({"w": (("out", "in"), values)}), path, name)
         for engine in (name, None):
             with xr.open_dataset(path, engine=engine) as ds:
-                if not np.array_equal(ds["w"].values, values):
-                    raise RuntimeError(f"{name}: {ds['w'].values}")
+                (array,) = ds.data_vars.values()
+                if not np.array_equal(array.values, values):
+                    raise RuntimeError(f"{name}: {array.values}")
         with xr.open_datatree(path, engine=name) as tree:
-            tree["w"].load()
+            tree.load()
     return sorted(names)
 
 

@@ -3,7 +3,8 @@
 Builds both archives from what is checked out, checks their metadata and files, and installs the
 wheel into two empty environments outside of the checkout, with the lowest and with the newest
 dependencies. In each, the examples of the README, every engine and the commands are run
-(`torture.installed`). Needs Python, git and an index of packages.
+(`torture.installed`). The command also runs without an installation, in an empty home. Needs
+Python, git and an index of packages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.formats import torch_files
+from tests.contracts.keras import archive, hdf5
+from tests.formats import flax_files, onnx_files, orbax_files, torch_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +38,7 @@ _IN_SOURCE = (
     *("tests/conftest.py", "docs/index.md", "environment.yml", "PKG-INFO", "Makefile"),
     *("benchmarks/__init__.py", "torture/__init__.py"),
 )
-_EXTRAS = ("plot", "widgets")
+_EXTRAS = ("plot", "sparse", "widgets")
 
 
 def main() -> None:
@@ -54,6 +56,7 @@ def main() -> None:
         check_files(wheel, source)
         for resolution in ("lowest-direct", "highest"):
             _check_installed(uv, wheel, folder / resolution, resolution)
+        _check_run_without_install(uv, wheel, folder / "lowest-direct" / "work")
     _solve_environment()
 
 
@@ -161,15 +164,15 @@ def _check_installed(uv: Path, wheel: Path, folder: Path, resolution: str) -> No
     )
     work = folder / "work"
     work.mkdir()
-    values = np.arange(6, dtype="f4").reshape(2, 3)
-    (work / "model.pt").write_bytes(torch_files.checkpoint({"w": values}))
+    paths = write_read_only(work, np.arange(6, dtype="f4").reshape(2, 3))
     for path in (ROOT / "README.md", ROOT / "torture" / "installed.py"):
         shutil.copy(path, work)
     environment = {
         name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ
     }
     output = run(
-        *(python, "-I", "installed.py", "README.md", "model.pt"),
+        *(python, "-I", "installed.py", "README.md"),
+        *(f"{engine}={path.relative_to(work)}" for engine, path in paths.items()),
         cwd=work,
         env=environment | {"MPLBACKEND": "agg", "XCKPT_CACHE_DIR": os.fspath(work / "cache")},
     )
@@ -177,6 +180,37 @@ def _check_installed(uv: Path, wheel: Path, folder: Path, resolution: str) -> No
         f"with the {resolution.partition('-')[0]} versions:\n"
         + re.sub("(?m)^", "  ", output.rstrip())
     )
+
+
+def _check_run_without_install(uv: Path, wheel: Path, work: Path) -> None:
+    """Run the command as ``uvx xckpt`` does, in an empty home."""
+    home = work / "home"
+    home.mkdir()
+    cache = run(uv, "cache", "dir").strip()
+    environment = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
+    environment |= {name: os.fspath(home) for name in ("HOME", "USERPROFILE")}
+    environment["UV_CACHE_DIR"] = cache
+    for words in (["--help"], ["info", "m.zt"]):
+        command = (uv, "tool", "run", "--quiet", "--python", sys.executable, "--from", wheel)
+        if not run(*command, "xckpt", *words, cwd=work, env=environment):
+            sys.exit(f"xckpt {' '.join(words)} prints nothing")
+    print("uvx: runs the command in an empty home")
+
+
+def write_read_only(folder: Path, values: np.ndarray[Any, Any]) -> dict[str, Path]:
+    """Write a file with one tensor for each engine that cannot write; return their paths."""
+    contents = {
+        "flax": flax_files.flax_file({"w": flax_files.array(values)}),
+        "keras": archive(hdf5({"layers/dense/vars/0": values})),
+        "onnx": onnx_files.model(onnx_files.initializer("w", values)),
+        "torch": torch_files.checkpoint({"w": values}),
+    }
+    suffixes = {"flax": ".msgpack", "keras": ".keras", "onnx": ".onnx", "torch": ".pt"}
+    paths = {}
+    for engine, data in contents.items():
+        paths[engine] = folder / f"model{suffixes[engine]}"
+        paths[engine].write_bytes(data)
+    return paths | {"orbax": orbax_files.write(folder / "orbax", {"w": values}).parent}
 
 
 def _solve_environment() -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from xckpt.statistics import histogram, spectrum, stats, table
     from xckpt.writing import Manifest, append, convert, manifest, save, verify
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointError",
