@@ -294,7 +294,7 @@ def test_common_first_mistakes_have_hints(call: Any, error: type[Exception], hin
 
 
 @pytest.mark.parametrize(
-    ("owner", "synonyms"), [("ckpt", accessor._INSTEAD), ("ckpt.plot", plots._INSTEAD)]
+    ("owner", "synonyms"), [("ckpt", accessor._INSTEAD), ("ckpt.plot", plots._PICTURES)]
 )
 def test_misspelled_attributes_have_hints(owner: str, synonyms: dict[str, str]) -> None:
     obj = operator.attrgetter(owner)(xckpt.open(ARRAYS))

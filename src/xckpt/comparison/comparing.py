@@ -37,7 +37,7 @@ from xckpt.statistics.tables import STATUSES
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from xckpt.comparison.cells import ChannelGrid, Reduced
     from xckpt.comparison.merges import Merges
@@ -327,8 +327,8 @@ def _compare_all(
     *,
     progress: ProgressOption,
     cache: bool,
-    sums: dict[str, tuple[float, ...]] | None = None,
-) -> list[Any]:
+    sums: dict[str, tuple[float, ...]],
+) -> list[Array]:
     """Compare all pairs; return the array of each variable, in the shape of its input.
 
     `sums` receives the `PAIR_SUMS` of each tensor.
@@ -336,17 +336,23 @@ def _compare_all(
     matches = [row for rows, _, _ in inputs for row in rows if row.pair is not None]
     pairs = [row.pair for row in matches if row.pair is not None]
     table = _summed(pairs, progress=progress, cache=cache)
-    statistics = iter(measures_of(table[:, :-1], table[:, -1].astype(np.int64)).tolist())
-    if sums is not None:
-        columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
-        sums_of_pairs = map(tuple, table[:, columns].tolist())
-        sums |= zip([row.name for row in matches], sums_of_pairs, strict=True)
-    values = []
-    for rows, shape, gone in inputs:
-        measures = [_unread(row) if row.pair is None else next(statistics) for row in rows]
-        measured = np.array(measures, np.float64).reshape(len(rows), len(MEASURES))
-        values.append(laid(measured, shape, gone))
-    return values
+    columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
+    sums |= zip([row.name for row in matches], map(tuple, table[:, columns].tolist()), strict=True)
+    return _by_variable(inputs, _measures_of_pairs(table), _unread)
+
+
+def _by_variable(
+    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
+    statistics: Iterable[Sequence[float]],
+    unread: Callable[[Match], Sequence[float]],
+) -> list[Array]:
+    """Return the array of each variable, from a row for each pair; `unread` makes other rows."""
+    remaining = iter(statistics)
+    arrays = []
+    for matches, shape, gone in inputs:
+        rows = [unread(match) if match.pair is None else next(remaining) for match in matches]
+        arrays.append(laid(np.array(rows, np.float64), shape, gone))
+    return arrays
 
 
 def _with_codes(
@@ -360,20 +366,20 @@ def _with_codes(
     readers = [row.both[1] for rows, _, _ in inputs for row in rows if row.both]
     # A progress function follows only one pass, the comparison.
     with Progress(False if callable(progress) else progress, "codes") as bar:
-        uses = iter(use_of_codes(readers, bar, cache=cache))
-    extended = []
-    for (rows, shape, gone), measured in zip(inputs, values, strict=True):
-        table = [next(uses) if row.both else [nan] * len(OF_CODES) for row in rows]
-        code_statistics = np.array(table, np.float64).reshape(len(rows), len(OF_CODES))
-        extended.append(np.concatenate([measured, laid(code_statistics, shape, gone)]))
-    return extended
+        uses = use_of_codes(readers, bar, cache=cache)
+    of_codes = _by_variable(inputs, uses, lambda _: [nan] * len(OF_CODES))
+    return [np.concatenate(arrays) for arrays in zip(values, of_codes, strict=True)]
 
 
 def compare_pairs(
     pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
 ) -> Array:
     """Return the statistics of each pair of tensors, as rows in the order of `MEASURES`."""
-    table = _summed(pairs, progress=progress, cache=cache)
+    return _measures_of_pairs(_summed(pairs, progress=progress, cache=cache))
+
+
+def _measures_of_pairs(table: Array) -> Array:
+    """Return the `MEASURES` of pairs of tensors, from rows of `PAIR_COLUMNS`."""
     return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
 
 

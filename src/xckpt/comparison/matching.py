@@ -7,14 +7,14 @@ model, are paired by the naming conventions of known projects.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions
 from xckpt.comparison.explaining.search import partners
-from xckpt.comparison.explaining.sketches import sketched
+from xckpt.comparison.explaining.sketches import groups_of, sketched
 from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
@@ -129,26 +129,17 @@ def _partners(
             del free_a[name], free_b[name_of_b]
 
     # Read only tensors whose number of elements occurs on both sides.
-    sizes = {reader.size for reader in free_a.values()} & {
-        reader.size for reader in free_b.values()
-    }
-    readers = [r for side in (free_a, free_b) for r in side.values() if r.size in sizes]
-    sketches = {id(r): sketch for r, sketch in zip(readers, sketched(readers, progress),
-                                                   strict=True)}  # fmt: skip
+    sides = [list(side.values()) for side in (free_a, free_b)]
+    sizes = set.intersection(*({reader.size for reader in side} for side in sides))
+    readers = [reader for side in sides for reader in side if reader.size in sizes]
+    sketches = dict(zip(map(id, readers), sketched(readers, progress), strict=True))
 
     def unmatched() -> list[list[Sketched]]:
         """Return the sketches of unmatched tensors."""
-        return [
-            [s for r in side.values() if (s := sketches.get(id(r)))] for side in (free_a, free_b)
-        ]
+        sketches_of_sides = (map(sketches.get, map(id, s.values())) for s in (free_a, free_b))
+        return [list(filter(None, side)) for side in sketches_of_sides]
 
-    copies = _copies(unmatched())
-    exact = [
-        (candidate.a.name, candidate.b.name, _rule_of(candidate))
-        for candidate in partners(*unmatched(), extended=False)
-        if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies
-    ]
-    exact += _same_elements(unmatched(), {name for pair in exact for name in pair[:2]})
+    exact = _same_values(unmatched())
     shapes: dict[str, object] = {r.name: r.array.shape for r in free_b.values()}
     rules = Rules((name, name_of_b) for name, name_of_b, _ in exact)
     broken = rules.broken(free_a, free_b, shapes, usual)
@@ -160,13 +151,10 @@ def _partners(
         small, large = sorted((ours[name].size, theirs[name_of_b].size))
         if rule == "prefix" or large < 2 * small or small == large:
             take(name, name_of_b, rule)
-    renamed = [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
     # Constants and copies, whose values alone are ambiguous.
-    sides = unmatched()
-    for a, b in _in_order(sides[0], sides[1], Rules(renamed), [*free_b]):
+    for a, b in _in_order(unmatched(), Rules(_renamed(pairs)), [*free_b]):
         take(a.name, b.name, "values")
-    renamed = [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
-    for name, name_of_b in _nearly_equal(unmatched(), renamed, shapes, usual):
+    for name, name_of_b in _nearly_equal(unmatched(), _renamed(pairs), shapes, usual):
         take(name, name_of_b, "alike")
     return pairs
 
@@ -192,6 +180,22 @@ def _nearly_equal(
     return [pair for pair in likely if pair[0] not in broken]
 
 
+def _renamed(pairs: Mapping[str, Partner]) -> list[tuple[str, str]]:
+    """Return the names of matching tensors that differ."""
+    return [(name, partner.name) for name, partner in pairs.items() if partner.name != name]
+
+
+def _same_values(sides: Sequence[Sequence[Sketched]]) -> list[tuple[str, str, str]]:
+    """Pair tensors with the same numbers, if each side has them once; return the rules too."""
+    copies = _copies(sides)
+    pairs = [
+        (candidate.a.name, candidate.b.name, _rule_of(candidate))
+        for candidate in partners(*sides, extended=False)
+        if candidate.is_exact and not {id(candidate.a), id(candidate.b)} & copies
+    ]
+    return pairs + _same_elements(sides, {name for pair in pairs for name in pair[:2]})
+
+
 def _rule_of(candidate: Candidate) -> str:
     """Return the name of the rule that pairs two tensors with the same numbers."""
     causes = [step.cause for step in candidate.arrangement.steps]
@@ -208,15 +212,11 @@ def _same_elements(
     sides: Sequence[Sequence[Sketched]], paired: set[str]
 ) -> list[tuple[str, str, str]]:
     """Pair tensors with the same numbers in any order, if no other tensor has them."""
-    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
-    for side, group in zip(sides, groups, strict=True):
-        for tensor in side:
-            if not tensor.is_constant and tensor.name not in paired:
-                group[tensor.size, tensor.sketch.low, tensor.sketch.high].append(tensor)
-    candidates = [(tensors, groups[1].get(key, [])) for key, tensors in groups[0].items()]
+    unpaired = ([t for t in side if not t.is_constant and t.name not in paired] for side in sides)
+    groups = groups_of(unpaired, lambda t: (t.size, t.sketch.low, t.sketch.high))
     return [
         (a[0].name, b[0].name, _rule_of_elements(a[0], b[0]))
-        for a, b in candidates
+        for a, b in groups
         if len(a) == len(b) == 1 and a[0].is_like(b[0])
     ]
 
@@ -237,13 +237,8 @@ _NEARLY = 1e-9
 
 def _copies(sides: Sequence[Sequence[Sketched]]) -> set[int]:
     """Return the ids of tensors that one side has several times."""
-    copies: set[int] = set()
-    for side in sides:
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for tensor in side:
-            groups[_contents(tensor)].append(id(tensor))
-        copies.update(number for ids in groups.values() if len(ids) > 1 for number in ids)
-    return copies
+    groups = chain.from_iterable(groups_of(sides, _contents))
+    return {id(tensor) for group in groups if len(group) > 1 for tensor in group}
 
 
 def _contents(tensor: Sketched) -> Any:
@@ -252,17 +247,13 @@ def _contents(tensor: Sketched) -> Any:
 
 
 def _in_order(
-    ours: Sequence[Sketched], theirs: Sequence[Sketched], rules: Rules, names: Sequence[str]
+    sides: Sequence[Sequence[Sketched]], rules: Rules, names: Sequence[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Pair equal tensors by rules of names, else in file order, if their counts are equal."""
-    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
-    for side, group in zip((ours, theirs), groups, strict=True):
-        for tensor in side:
-            group[_contents(tensor)].append(tensor)
-    for key, copies in groups[0].items():
-        copies_of_b = {copy.name: copy for copy in groups[1].get(key, [])}
-        if len(copies) != len(copies_of_b):
+    for copies, equals in groups_of(sides, _contents):
+        if len(copies) != len(equals):
             continue
+        copies_of_b = {copy.name: copy for copy in equals}
         unexpected = []
         for copy in copies:
             match = rules.expected(copy.name, names)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Plots"]
 
-# Names that people try, by the picture.
-_INSTEAD = {
-    "histogram": "hist density kde distribution violin box",
+# The pictures, with the names that people try for them.
+_PICTURES = {
     "layers": "line lines depth trend",
-    "heatmap": "imshow image matrix pcolormesh show",
-    "by": "groups grid layer module role",
+    "histogram": "hist density kde distribution violin box",
     "treemap": "sizes tree pie bar memory",
     "spectrum": "svd singular_values rank",
+    "heatmap": "imshow image matrix pcolormesh show",
+    "by": "groups grid layer module role",
     "steps": "run training history",
     "compare": "diff difference changes scatter",
     "error": "quantization quantisation sqnr",
@@ -73,18 +73,16 @@ class Plots:
                 raise AttributeError(name)
             from xckpt.labels.filters import suggest_word
 
-            meant = suggest_word(name, _INSTEAD, kinds := [n for n in vars(Plots) if n[0] != "_"])
-            hint = f"did you mean .plot.{meant}?" if meant else f"it has {', '.join(kinds)}"
+            meant = suggest_word(name, _PICTURES, _PICTURES)
+            hint = f"did you mean .plot.{meant}?" if meant else f"it has {', '.join(_PICTURES)}"
             raise AttributeError(f".plot has no picture {name!r}; {hint}")
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise a TypeError that lists the pictures."""
-        kinds = [f".plot.{name}()" for name in vars(Plots) if not name.startswith("_")]
-        raise TypeError(f"choose a picture: {', '.join(kinds)}")
+        raise TypeError(f"choose a picture: {', '.join(f'.plot.{name}()' for name in _PICTURES)}")
 
     def __repr__(self) -> str:
-        kinds = [name for name in vars(Plots) if not name.startswith("_")]
-        return f"<Plots: {', '.join(kinds)}>"
+        return f"<Plots: {', '.join(_PICTURES)}>"
 
     def layers(
         self,
@@ -152,10 +150,8 @@ class Plots:
         """
         from xckpt.plots.layers import draw_layers
 
-        return draw_layers(
-            *(self._obj, statistic, names),
-            **{"x": x, "hue": hue, "stats": stats, "known": self._stats, "ax": ax, **kwargs},
-        )
+        options: Any = {"x": x, "hue": hue, "stats": stats, "ax": ax, **kwargs}
+        return draw_layers(self._obj, statistic, names, known=self._stats, **options)
 
     def histogram(
         self,
@@ -357,10 +353,8 @@ class Plots:
         from xckpt.plots.heatmap import draw_heatmap
 
         name = OpenTensors(self._obj).only if name is None else name
-        return draw_heatmap(
-            *(self._obj, name),
-            **{"size": (rows, columns), "robust": robust, "known": self._stats, "ax": ax, **kwargs},
-        )
+        options: Any = {"size": (rows, columns), "robust": robust, "ax": ax, **kwargs}
+        return draw_heatmap(self._obj, name, known=self._stats, **options)
 
     def by(
         self,
@@ -413,10 +407,8 @@ class Plots:
         """
         from xckpt.plots.groups import draw_groups
 
-        return draw_groups(
-            *(self._obj, statistic, keys),
-            **{"stats": stats, "known": self._stats, "ax": ax, **kwargs},
-        )
+        options: Any = {"stats": stats, "ax": ax, **kwargs}
+        return draw_groups(self._obj, statistic, keys, known=self._stats, **options)
 
     def steps(
         self,

@@ -181,57 +181,32 @@ class Label(NamedTuple):
 
 def label_ends(ax: Axes, labels: Sequence[Label], width: int = _WIDTH) -> None:
     """Write labels at the right of the axes, for the ends of lines, without overlap."""
-    height = inches(ax)[1]
-    gap = _GAP_OF_LABELS * _SMALL / 72 / height
-    ends = sorted(labels, key=lambda label: label.y)
-    positions = _fractions(ax, ends)[:, 1]
-    for label, y in zip(ends, spread(positions, gap), strict=True):
-        text = ax.annotate(
-            "",
-            (label.x, label.y),
-            (1.02, y),
-            "data",
-            "axes fraction",
-            {
-                "arrowstyle": "-",
-                "color": label.colour,
-                "lw": 0.6,
-                "alpha": 0.6,
-                "shrinkA": 0,
-                "shrinkB": 0,
-                "relpos": (0, 0.5),
-            },
-            annotation_clip=False,
-            va="center",
-            fontsize=_SMALL,
-            color=label.colour,
-        )
-        write(text, label.text, width)
+    _label_margin(ax, labels, 1.02, "data", width)
 
 
 def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
     """Write labels at the left of the rows of an image, without overlap."""
     from matplotlib import rcParams
 
+    ink = rcParams["text.color"]
+    points = [Label(0.0, row, text, ink) for row, text in zip(rows, labels, strict=True)]
+    _label_margin(ax, points, -0.03, ax.get_yaxis_transform(), _WIDTH)
+
+
+def _label_margin(ax: Axes, labels: Sequence[Label], x: float, points: Any, width: int) -> None:
+    """Write labels at `x`, in widths of the axes, with lines to their points."""
     gap = _GAP_OF_LABELS * _SMALL / 72 / inches(ax)[1]
-    positions = _fractions(ax, [Label(0.0, row, "", "") for row in rows])[:, 1]
-    order = np.argsort(positions, kind="stable")
-    for number, y in zip(order.tolist(), spread(positions[order], gap), strict=True):
-        line = {"arrowstyle": "-", "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 0}
-        line |= {"relpos": (1, 0.5), "color": rcParams["text.color"]}
-        text = ax.annotate(
-            "",
-            (0, positions[number]),
-            (-0.03, y),
-            "axes fraction",
-            "axes fraction",
-            line,
-            annotation_clip=False,
-            ha="right",
-            va="center",
-            fontsize=_SMALL,
-        )
-        write(text, labels[number], _WIDTH)
+    heights = _fractions(ax, labels)[:, 1]
+    order = np.argsort(heights, kind="stable")
+    is_left = x < 0
+    for number, y in zip(order.tolist(), spread(heights[order], gap), strict=True):
+        label = labels[number]
+        line = {"arrowstyle": "-", "color": label.colour, "lw": 0.6, "alpha": 0.6}
+        line |= {"shrinkA": 0, "shrinkB": 0, "relpos": (int(is_left), 0.5)}
+        place = (label.x, label.y), (x, y), points, "axes fraction"
+        text = ax.annotate("", *place, line, annotation_clip=False, va="center", fontsize=_SMALL)
+        text.set(color=label.colour, ha="right" if is_left else "left")
+        write(text, label.text, width)
 
 
 def spread(positions: Any, gap: float) -> list[float]:

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.labels.conventions import match_names
@@ -90,12 +90,8 @@ class Rules:
                 (stem, leaf), (new_stem, last) = _split(first.template), _split(second.template)
                 if leaf == last:
                     self._stems[stem][new_stem] += 1
-                front = _fronts(a, b)
-                if front is not None:
-                    self._fronts[front] += 1
-                end = _ends(a, b)
-                if end is not None:
-                    self._ends[end] += 1
+                self._fronts.update(_fronts(a, b))
+                self._ends.update(_ends(a, b))
 
     def _numbers(self, name: Spelled) -> tuple[int, ...]:
         return (name.numbers[0] + self.shift, *name.numbers[1:]) if name.numbers else ()
@@ -105,10 +101,9 @@ class Rules:
         first, second = spelled(a), spelled(b)
         if self._numbers(first) != second.numbers:
             return 0
-        count = self._templates[first.template][second.template]
-        front, end = _fronts(a, b), _ends(a, b)
-        count = max(count, self._fronts[front] if front is not None else 0)
-        return max(count, self._ends[end] if end is not None else 0)
+        counts = [self._fronts[front] for front in _fronts(a, b)]
+        counts += [self._ends[end] for end in _ends(a, b)]
+        return max(self._templates[first.template][second.template], *counts, 0)
 
     def expected(self, name: str, names_of_b: Collection[str]) -> tuple[str, int] | None:
         """Return the name in `b` that most pairs support, and their number; None if it is open."""
@@ -123,27 +118,23 @@ class Rules:
                 votes[_filled(template_of_b + leaf, numbers)] += count
         for (front, new), count in self._fronts.items():
             if name.startswith(front):
-                candidate = new + name[len(front) :]
+                candidate = new + name.removeprefix(front)
                 votes[candidate] = max(votes[candidate], count)
         for (end, new), count in self._ends.items():
             if name.endswith(end):
-                candidate = name[: len(name) - len(end)] + new
+                candidate = name.removesuffix(end) + new
                 votes[candidate] = max(votes[candidate], count)
-        ranked = [
-            (template_of_b, count)
-            for template_of_b, count in votes.most_common()
-            if template_of_b in names_of_b
-        ]
+        ranked = [vote for vote in votes.most_common() if vote[0] in names_of_b]
         if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
             return None
         return ranked[0]
 
-    @property
-    def keep_numbers(self) -> bool:
-        """True if most pairs have the same numbers."""
+    def _keep_numbers(self) -> bool:
+        """Return whether most pairs have the same numbers."""
+        pairs = [(spelled(a), spelled(b)) for a, b in self.pairs]
         counts = Counter(
             self._numbers(first) == second.numbers
-            for first, second in ((spelled(a), spelled(b)) for a, b in self.pairs)
+            for first, second in pairs
             if first.numbers and len(first.numbers) == len(second.numbers)
         )
         return counts[True] > 1 and counts[True] > counts[False]
@@ -169,7 +160,7 @@ class Rules:
         value in `shapes` can have been exchanged. `conventions` maps names of `a` to the equivalent
         names of `b` in known projects.
         """
-        keeps_numbers = keeps_numbers or self.keep_numbers
+        keeps_numbers = keeps_numbers or self._keep_numbers()
         broken = {}
         back = Rules((b, a) for a, b in self.pairs)
         for a, b in self.pairs:
@@ -250,23 +241,18 @@ def _split(template: str) -> tuple[str, str]:
     return stem, dot + leaf
 
 
-def _fronts(a: str, b: str) -> tuple[str, str] | None:
-    """Return two names without their common last words; None if there are none."""
-    first, second = re.split(r"(?<=[./])", a), re.split(r"(?<=[./])", b)
-    count = 0
-    while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
-        count += 1
-    if not count:
-        return None
-    return "".join(first[: len(first) - count]), "".join(second[: len(second) - count])
+def _fronts(a: str, b: str) -> list[tuple[str, str]]:
+    """Return two names without their common last words, if there are any."""
+    first, second = (re.split(r"(?<=[./])", name) for name in (a, b))
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return [("".join(first[:-count]), "".join(second[:-count]))] if count else []
 
 
-def _ends(a: str, b: str) -> tuple[str, str] | None:
-    """Return the last words of two names; None unless the names are equal up to there."""
-    first, second = re.split(r"(?=[./])", a), re.split(r"(?=[./])", b)
-    if len(first) < 2 or first[:-1] != second[:-1]:
-        return None
-    return first[-1], second[-1]
+def _ends(a: str, b: str) -> list[tuple[str, str]]:
+    """Return the last words of two names, if the names are equal up to there."""
+    first, second = (re.split(r"(?=[./])", name) for name in (a, b))
+    return [(first[-1], second[-1])] if len(first) > 1 and first[:-1] == second[:-1] else []
 
 
 # --- joined parts ---------------------------------------------------------------------------------
@@ -364,7 +350,7 @@ def _is_usual(templates: tuple[str, ...], siblings: Counter[tuple[str, ...]] | N
     for usual in _USUAL_ORDERS:
         places = [[n for n, word in enumerate(usual) if word in part] for part in words]
         if all(len(place) == 1 for place in places):
-            return [place[0] for place in places] == sorted(place[0] for place in places)
+            return places == sorted(places)
     return False
 
 

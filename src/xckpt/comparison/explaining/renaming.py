@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from xckpt.comparison.explaining.low_rank import low_ranks
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements, partners
+from xckpt.comparison.explaining.sketches import groups_of
 from xckpt.comparison.explaining.wording import both, changed, related, unlike
 from xckpt.comparison.explaining.work import ALIGNED, ALONE
 from xckpt.comparison.pairs import pair_of
@@ -33,7 +33,7 @@ def renamed(work: Work) -> Explanations:
     sides = [list(work.sketch(work.alone(side), side).values()) for side in (0, 1)]
     candidates = partners(*sides)
     results = work.try_arrangements([
-        (n, a, b, [arrangement for arrangement in arrangements(a, b) if arrangement.score >= ALIKE])
+        (n, a, b, [chain for chain in arrangements(a, b) if chain.score >= ALIKE])
         for n, (a, b, *_) in enumerate(candidates)
     ])  # fmt: skip
     verified = {n: candidates[n] for n, (link, _) in results.items() if link.relation is not None}
@@ -48,7 +48,7 @@ def renamed(work: Work) -> Explanations:
         for case in work.cases
         if case.match.theirs is not None and case.match.ours is not None and not case.other_name
     )
-    names = [[candidate.name for candidate in side] for side in sides]
+    names = [[tensor.name for tensor in side] for side in sides]
     broken = rules.broken(
         names_of_a, names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers
     )
@@ -99,18 +99,17 @@ class _Tried(NamedTuple):
 def expected(work: Work) -> Explanations:
     """Explain tensors of one side by the partner that other renamed tensors suggest."""
     ours, theirs = (list(work.sketch(work.alone(side), side).values()) for side in (0, 1))
-    rules, by_name = Rules(_known_pairs(work)), {candidate.name: candidate for candidate in theirs}
+    rules, by_name = Rules(_known_pairs(work)), {tensor.name: tensor for tensor in theirs}
     pairs: list[_Pair] = []
     for a in ours:
         match = rules.expected(a.name, by_name)
         if match is not None:
             pairs.append((a, by_name.pop(match[0])))
     for find in (_constants, _nearly_equal, _alike_by_name):
-        paired = {id(candidate) for pair in pairs for candidate in pair}
-        pairs += find(
-            [candidate for candidate in ours if id(candidate) not in paired],
-            [candidate for candidate in theirs if id(candidate) not in paired],
-        )
+        paired = {id(tensor) for pair in pairs for tensor in pair}
+        unpaired = ([tensor for tensor in side if id(tensor) not in paired]
+                    for side in (ours, theirs))  # fmt: skip
+        pairs += find(*unpaired)
     described = work.descriptions.keys()
     pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
     results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
@@ -119,7 +118,7 @@ def expected(work: Work) -> Explanations:
     for a, b, link, steps in trials:
         if link.relation is not None:
             explanations |= both(a, b, related(work, link, link.relation, steps))
-    failed = [candidate for candidate in trials if candidate.link.relation is None]
+    failed = [trial for trial in trials if trial.link.relation is None]
     for n, (a, b) in enumerate(pairs):
         if n not in results:
             explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
@@ -128,53 +127,40 @@ def expected(work: Work) -> Explanations:
 
 def _ways(a: Sketched, b: Sketched) -> list[StepChain]:
     """Return the arrangements to try for a pair that belongs together by name, identity first."""
-    likely = [arrangement for arrangement in arrangements(a, b) if not arrangement.is_cut]
+    likely = [chain for chain in arrangements(a, b) if not chain.is_cut]
     if a.shape == b.shape:
-        return [StepChain(1.0, ()), *[arrangement for arrangement in likely if arrangement.steps]]
+        return [StepChain(1.0, ()), *[chain for chain in likely if chain.steps]]
     return likely
 
 
 def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
     """Pair equal constants in file order, if both sides have the same number of them."""
-    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
-    for side, group in zip((ours, theirs), groups, strict=True):
-        for tensor in side:
-            if tensor.is_constant:
-                group[tensor.shape, tensor.sketch.low].append(tensor)
+    constants = ([tensor for tensor in side if tensor.is_constant] for side in (ours, theirs))
     return [
-        pair
-        for key, constants in groups[0].items()
-        if len(groups[1].get(key, ())) == len(constants)
-        for pair in zip(constants, groups[1][key], strict=True)
-        if not are_other_roles(pair[0].name, pair[1].name)
+        (a, b)
+        for ours_of_key, theirs_of_key in groups_of(constants, lambda t: (t.shape, t.sketch.low))
+        if len(ours_of_key) == len(theirs_of_key)
+        for a, b in zip(ours_of_key, theirs_of_key, strict=True)
+        if not are_other_roles(a.name, b.name)
     ]
 
 
 def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
     """Pair tensors with nearly the same sums, which were renamed and then changed."""
     candidates = partners(ours, theirs, extended=False)
-    return [
-        (candidate.a, candidate.b)
-        for candidate in candidates
-        if candidate.arrangement.score >= ALIGNED
-    ]
+    return [(a, b) for a, b, _, arrangement in candidates if arrangement.score >= ALIGNED]
 
 
 def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
     """Pair constants whose names resemble each other more than any other names."""
-    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
-    for side, group in zip((ours, theirs), groups, strict=True):
-        for tensor in side:
-            if tensor.is_constant:
-                group[tensor.shape].append(tensor)
+    constants = ([tensor for tensor in side if tensor.is_constant] for side in (ours, theirs))
     pairs = []
-    for shape, constants in groups[0].items():
-        theirs_of_shape = groups[1].get(shape, [])
-        table = np.array([[likeness(a.name, b.name) for b in theirs_of_shape] for a in constants])
+    for tensors, tensors_of_b in groups_of(constants, lambda tensor: tensor.shape):
+        table = np.array([[likeness(a.name, b.name) for b in tensors_of_b] for a in tensors])
         for n, m in np.argwhere(table > 0).tolist():
             alternatives = np.concatenate([np.delete(table[n], m), np.delete(table[:, m], n)])
             if table[n, m] > alternatives.max(initial=0):
-                pairs.append((constants[n], theirs_of_shape[m]))
+                pairs.append((tensors[n], tensors_of_b[m]))
     return pairs
 
 

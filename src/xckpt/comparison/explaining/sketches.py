@@ -14,6 +14,7 @@ Sketches suggest how numbers are arranged. They prove nothing.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.scanning import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
@@ -229,6 +230,17 @@ class Sketched:
             and bool(np.allclose(a.totals[1], b.totals[1], rtol=1e-9, atol=0))
             and abs(a.totals[0] - b.totals[0]) <= 1e-9 * np.sqrt(a.totals[1] * self.size)
         )
+
+
+def groups_of(
+    sides: Iterable[Iterable[Sketched]], key: Callable[[Sketched], Any]
+) -> list[tuple[list[Sketched], list[Sketched]]]:
+    """Return the tensors of both sides that share a key, for each key."""
+    groups: dict[Any, tuple[list[Sketched], list[Sketched]]] = defaultdict(lambda: ([], []))
+    for number, tensors in enumerate(sides):
+        for tensor in tensors:
+            groups[key(tensor)][number].append(tensor)
+    return list(groups.values())
 
 
 def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> list[Sketched | None]:
