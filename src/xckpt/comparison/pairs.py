@@ -474,7 +474,7 @@ class Match(NamedTuple):
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the tensor was selected for the comparison."""
+        """True if the tensor was selected for the comparison."""
         return self.ours is not None or self.theirs is not None
 
     @property

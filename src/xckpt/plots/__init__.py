@@ -151,7 +151,7 @@ class Plots:
         from xckpt.plots.layers import draw_layers
 
         options: Any = {"x": x, "hue": hue, "stats": stats, "ax": ax, **kwargs}
-        return draw_layers(self._obj, statistic, names, known=self._stats, **options)
+        return draw_layers(self._obj, statistic, names, computed=self._stats, **options)
 
     def histogram(
         self,

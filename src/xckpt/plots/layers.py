@@ -92,7 +92,7 @@ class _Panel(NamedTuple):
 
     @property
     def is_banded(self) -> bool:
-        """Whether a line stands for several values at a position."""
+        """True if a line combines several values at a position."""
         return any(line.most > 1 for line in self.lines)
 
 
@@ -105,7 +105,7 @@ def draw_layers(
     x: str | None,
     hue: str | Callable[[str], Any] | None,
     stats: xr.Dataset | None,
-    known: xr.Dataset | None,
+    computed: xr.Dataset | None,
     ax: Axes | None,
     **style: Any,
 ) -> Axes:
@@ -122,7 +122,7 @@ def draw_layers(
     kind = hue if callable(hue) else None
     positions = _require_positions(chosen.names, x, hue_module)
     numbered = positions.names
-    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(numbered))
+    column = _column(obj, statistic, stats, computed, chosen.tensors.variables_of(numbered))
     column = {numbered[name]: column[name] for name in numbered if name in column}
     rows = [row._replace(name=numbered[row.name]) for row in chosen.rows if row.name in numbered]
     rows = [row for row in rows if row.name in column]

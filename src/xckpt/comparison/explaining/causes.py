@@ -1,4 +1,4 @@
-"""Relations between numbers at the same places, and those of single elements.
+"""Relations between numbers at the same places: one class for each kind of cause.
 
 A relation derives `b` from `a`, or `a` from `b`, element by element. Each class suggests relations
 from a sample, counts the elements for which they hold, and describes them in words:

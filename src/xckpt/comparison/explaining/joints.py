@@ -114,7 +114,7 @@ def joints(
 def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> Iterator[Joint]:
     shape = whole.shape
     if len(shape) == 3 and whole.rows is not None:
-        oriented = [oriented_part for part in parts for oriented_part in _layers(part, shape)]
+        oriented = [layer for part in parts for layer in _layers(part, shape)]
         near = _Parts(oriented, 0, are_permuted=True) if len(oriented) > 1 else None
         members = _walk(whole.rows, near) if near else []
         if members:
@@ -126,9 +126,7 @@ def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> I
         if along is None:
             continue
         oriented = [
-            oriented_part
-            for part in parts
-            for oriented_part in _slabs(part, shape, axis, are_larger=are_larger)
+            slab for part in parts for slab in _slabs(part, shape, axis, are_larger=are_larger)
         ]
         if len(oriented) < 2:
             continue
@@ -174,7 +172,7 @@ def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iter
 
 
 def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
-    """Find the parts that cover the sums of a whole, in order; empty if there is no such chain."""
+    """Find the parts that cover the sums of a whole, in order; empty if no chain of parts does."""
     parts.used.clear()
     members: list[JointPart] = []
     start = 0
@@ -205,21 +203,17 @@ class _Parts:
         self.are_permuted = are_permuted
         #: Ids of the parts that have a place.
         self.used: set[int] = set()
-        lengths = sorted({len(oriented_part.sums) for oriented_part in oriented}, reverse=True)
-        self.groups = {
-            n: [oriented_part for oriented_part in oriented if len(oriented_part.sums) == n]
-            for n in lengths
-        }
+        lengths = sorted({len(part.sums) for part in oriented}, reverse=True)
+        self.groups = {n: [part for part in oriented if len(part.sums) == n] for n in lengths}
         self.tables = {
-            n: standardised([oriented_part.sums for oriented_part in group], n)
-            for n, group in self.groups.items()
+            n: standardised([part.sums for part in group], n) for n, group in self.groups.items()
         }
 
     def at(self, sums: Array, place: int) -> JointPart | None:
         """Return the free part whose sums agree best with the sums from a place on, if any do."""
         best: JointPart | None = None
         for n, group in self.groups.items():
-            is_free = np.array([id(oriented_part.part) not in self.used for oriented_part in group])
+            is_free = np.array([id(oriented.part) not in self.used for oriented in group])
             if place + n > len(sums) or not is_free.any():
                 continue
             segment = standardised([sums[place : place + n]], n)[0]
@@ -230,7 +224,7 @@ class _Parts:
                 steps += [(RopePermuted(self.axis, *key),) for key in rope_orders(n)]
                 segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
             scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
-            scores[[oriented_part.is_trimmed for oriented_part in group], 1:] = -1.0
+            scores[[oriented.is_trimmed for oriented in group], 1:] = -1.0
             # Prefer the part without a permutation.
             plain = float(scores[:, 0].max())
             row, order = divmod(int(np.argmax(scores)), len(steps))
@@ -238,14 +232,8 @@ class _Parts:
                 row, order = int(np.argmax(scores[:, 0])), 0
             score = float(scores[row, order])
             if score >= _required(n) and (best is None or score > best.score + _CLEARLY):
-                oriented_part = group[row]
-                best = JointPart(
-                    oriented_part.part,
-                    place,
-                    place + n,
-                    (*oriented_part.steps, *steps[order]),
-                    score,
-                )
+                part, _, own_steps, _ = group[row]
+                best = JointPart(part, place, place + n, (*own_steps, *steps[order]), score)
         return best
 
     def gap(self, sums: Array, place: int) -> int:
@@ -278,17 +266,10 @@ def _filled(members: list[JointPart], parts: list[_Oriented], used: set[int]) ->
             complete.append(member)
             continue
         length = member.stop - member.start
-        free = [
-            oriented_part
-            for oriented_part in parts
-            if id(oriented_part.part) not in used and len(oriented_part.sums) == length
-        ]
-        ranked = sorted(
-            free,
-            key=lambda oriented_part: -sum(likeness(oriented_part.part.name, n) for n in names),
-        )
-        if not ranked:
+        free = [p for p in parts if id(p.part) not in used and len(p.sums) == length]
+        if not free:
             return []
-        used.add(id(ranked[0].part))
-        complete.append(member._replace(part=ranked[0].part, steps=ranked[0].steps or steps))
+        best = max(free, key=lambda place: sum(likeness(place.part.name, n) for n in names))
+        used.add(id(best.part))
+        complete.append(member._replace(part=best.part, steps=best.steps or steps))
     return complete

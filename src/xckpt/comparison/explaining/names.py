@@ -53,7 +53,7 @@ class Spelled(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def spelled(name: str) -> Spelled:
-    """Replace the numbers in a name that are words of their own by placeholders."""
+    """Replace the separate numbers in a name by placeholders."""
     numbers = tuple([int(digits) for digits in _NUMBER.findall(name)])
     return Spelled(_NUMBER.sub("{}", name), numbers)
 

@@ -69,11 +69,9 @@ def arrangements(a: Sketched, b: Sketched) -> list[StepChain]:
     """Return arrangements that may turn `a` into `b`, best first."""
     likely = []
     if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
-        for axes in permutations(range(len(a.shape))):
-            arrangement = _along_axes(a, b, axes)
-            if arrangement is not None:
-                likely.append(arrangement)
-    return sorted(likely, key=lambda arrangement: -arrangement.score)
+        chains = (_along_axes(a, b, axes) for axes in permutations(range(len(a.shape))))
+        likely = [chain for chain in chains if chain is not None]
+    return sorted(likely, key=lambda chain: -chain.score)
 
 
 def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> StepChain | None:
@@ -133,7 +131,7 @@ def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[
 
 
 def _order(x: Array, y: Array) -> tuple[int, ...] | None:
-    """Return the order of the rows of `x` that makes the sums equal; None if there is none."""
+    """Return the order of the rows of `x` that makes the sums equal; None if no order does."""
     if not _FEWEST_ROWS <= len(x) <= _MOST_ROWS:
         return None
     first, second = np.argsort(x, kind="stable"), np.argsort(y, kind="stable")
@@ -264,14 +262,12 @@ def _candidates(
     candidates = []
     for shape, ours_of_shape in groups[0].items():
         for shape_of_b, theirs_of_shape in groups[1].items():
-            if (
-                len(shape) != len(shape_of_b)
-                or (sorted(shape) == sorted(shape_of_b)) == is_extended
-            ):
+            is_permuted = sorted(shape) == sorted(shape_of_b)
+            if len(shape) != len(shape_of_b) or is_permuted == is_extended:
                 continue
             for a, b in _screened(ours_of_shape, theirs_of_shape, is_extended=is_extended):
                 best = next(iter(arrangements(a, b)), None)
-                if best is not None and (best.score >= ALIKE):
+                if best is not None and best.score >= ALIKE:
                     candidates.append(Candidate(a, b, a.is_like(b), best))
     return candidates
 
@@ -299,7 +295,7 @@ def _screened(  # noqa: C901  one table of scores
                 scores = np.maximum(scores, x[:, order] @ y.T)
     for row, a in enumerate(ours):
         # Keep several candidates, because equal tensors are indistinguishable here.
-        for at in np.argsort(-scores[row], kind="stable")[: max(_CLOSER, 1)].tolist():
+        for at in np.argsort(-scores[row], kind="stable")[:_CLOSER].tolist():
             if scores[row, at] >= ALIKE:
                 yield a, theirs[at]
     for column, b in enumerate(theirs):
