@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.comparison.measures import Comparison, as_floats, compare_cells
+from xckpt.comparison.measures import Comparison, as_floats
+from xckpt.comparison.pair_loops import compare_cells
 from xckpt.comparison.pairs import ChunkedPair, PairReader, in_c_order
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names

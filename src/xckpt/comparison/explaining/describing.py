@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xckpt.comparison.explaining.arrangements import Padded, Truncated, arranged, part_of
-from xckpt.comparison.explaining.low_rank import low_ranks
+from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.search import ALIKE, arrangements, partners
 from xckpt.comparison.explaining.verification import Link, Side, examine
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.work import Explanations, Work
     from xckpt.scan.readers import Reader
 
-# The least correlation of the sides of a low-rank update.
-_NEAR = 0.5
 # Smaller tensors may have the numbers of another tensor by chance.
 _SMALLEST = 8
 # The most tensors of one shape that are tested for equality with a tensor.
@@ -38,10 +36,7 @@ def misplaced(work: Work) -> Explanations:
         for candidate in partners(*sides, extended=False)
         if candidate.a.number != candidate.b.number and candidate.a.size >= _SMALLEST
     ]
-    pairs = [
-        (n, candidate.a, candidate.b, [candidate.arrangement])
-        for n, candidate in enumerate(candidates)
-    ]
+    pairs = [(n, a, b, [chain]) for n, (a, b, _, chain) in enumerate(candidates)]
     explanations: Explanations = {}
     for n, (link, steps) in work.try_arrangements(pairs).items():
         done = None if link.relation is None else related(work, link, link.relation, steps)
@@ -65,9 +60,7 @@ def misplaced(work: Work) -> Explanations:
 
 def described(work: Work) -> Explanations:
     """Describe changed tensors by a likely cause, or by the size of the difference."""
-    explanations: Explanations = {
-        n: work.descriptions[n] for n in work.open if n in work.descriptions
-    }
+    explanations = {n: work.descriptions[n] for n in work.open if n in work.descriptions}
     unexplained = [
         n for n in work.open if n not in explanations and work.cases[n].status not in ALONE
     ]
@@ -76,7 +69,7 @@ def described(work: Work) -> Explanations:
         link, pair = work.in_place.get(n), work.cases[n].match.both
         if link is not None and link.likely is not None:
             explanations[n] = Explanation(("changed",), unlike(link), holds=False)
-        elif pair is not None and (link is None or link.correlation >= _NEAR):
+        elif pair is not None and (link is None or link.correlation >= NEAR):
             near[n] = pair
     explanations |= low_ranks(near, work.bar)
     explanations |= _extended(work, [n for n in unexplained if n not in explanations])
@@ -89,14 +82,10 @@ def described(work: Work) -> Explanations:
 def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
     """Describe pairs in which one tensor is the beginning of the other."""
     numbers = [n for n in numbers if work.cases[n].status == "shape"]
-    ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
     links: list[tuple[int, Link, tuple[Step, ...]]] = []
-    for n in [n for n in numbers if n in ours and n in theirs]:
-        a, b = ours[n], theirs[n]
-        best = next(
-            (arrangement for arrangement in arrangements(a, b) if arrangement.score >= ALIKE), None
-        )
-        if best is None:
+    for n, (a, b) in work.sketch_pairs(numbers).items():
+        best = next(iter(arrangements(a, b)), None)
+        if best is None or best.score < ALIKE:
             continue
         for position, step in enumerate(best.steps):
             if isinstance(step, Truncated):

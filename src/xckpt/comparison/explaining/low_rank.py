@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+#: The least correlation of the sides of a low-rank update.
+NEAR = 0.5
 # Largest norm of the remainder, relative to the norm of the difference.
 _REMAINDER = 1e-3
 _HIGHEST = 64

@@ -92,16 +92,10 @@ def moved(work: Work) -> Explanations:
         for n in work.open
         if work.cases[n].status in {"changed", "shape"} and not work.is_aligned(n)
     ]
-    ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
     pairs = []
-    for n in [n for n in numbers if n in ours and n in theirs]:
-        likely = arrangements(ours[n], theirs[n])
-        likely = [
-            arrangement
-            for arrangement in likely
-            if arrangement.steps and not arrangement.is_cut and arrangement.score >= ALIKE / 2
-        ]
-        pairs.append((n, ours[n], theirs[n], likely))
+    for n, (a, b) in work.sketch_pairs(numbers).items():
+        chains = [chain for chain in arrangements(a, b) if chain.score >= ALIKE / 2]
+        pairs.append((n, a, b, [chain for chain in chains if chain.steps and not chain.is_cut]))
     return work.settled({
         n: related(work, link, link.relation, steps)
         for n, (link, steps) in work.try_arrangements(pairs).items()

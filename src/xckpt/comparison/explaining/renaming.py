@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.explaining.low_rank import low_ranks
+from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements, partners
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.explaining.work import Explanations, Work
 
-# The least correlation of the sides of a low-rank update.
-_NEAR = 0.5
 _Pair = tuple["Sketched", "Sketched"]
 
 
@@ -171,7 +169,7 @@ def _changed(work: Work, trials: Sequence[_Tried]) -> Explanations:
     near = {
         n: (a.reader, b.reader)
         for n, (a, b, link, steps) in enumerate(same)
-        if link.likely is None and not steps and link.correlation >= _NEAR
+        if link.likely is None and not steps and link.correlation >= NEAR
     }
     low = low_ranks(near, work.bar)
     pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]

@@ -78,20 +78,22 @@ class Work:
 
     def sketch(self, numbers: Iterable[int], side: int) -> dict[int, Sketched]:
         """Return the sketches of tensors of one side, after computing the missing ones."""
-        sketches, readers = self.sketches[side], {}
-        for n in numbers:
-            match = self.cases[n].match
-            reader = match.theirs if side else match.ours
-            if reader is not None:
-                readers[n] = reader
-        missing = [n for n in readers if n not in sketches]
-        for n, sketch in zip(
-            missing, sketched([readers[n] for n in missing], self.bar), strict=True
-        ):
+        sketches = self.sketches[side]
+        matches = {n: self.cases[n].match for n in numbers}
+        sides = {n: match.theirs if side else match.ours for n, match in matches.items()}
+        readers = {n: reader for n, reader in sides.items() if reader is not None}
+        missing = {n: reader for n, reader in readers.items() if n not in sketches}
+        new_sketches = sketched(list(missing.values()), self.bar)
+        for n, sketch in zip(missing, new_sketches, strict=True):
             if sketch is not None:
                 sketch.number = n
                 sketches[n] = sketch
         return {n: sketches[n] for n in readers if n in sketches}
+
+    def sketch_pairs(self, numbers: Sequence[int]) -> dict[int, tuple[Sketched, Sketched]]:
+        """Return the sketches of both tensors of cases, without those that cannot be sketched."""
+        ours, theirs = (self.sketch(numbers, side) for side in (0, 1))
+        return {n: (ours[n], theirs[n]) for n in numbers if n in ours and n in theirs}
 
     def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
         """Return a link between two whole tensors, readable in the order of either."""
@@ -133,13 +135,13 @@ class Work:
         while pending := [entry for entry in pending if entry[3]]:
             untried = [untried.pop(0) for *_, untried in pending]
             links = [
-                self.link(a, b, arrangement.steps)
-                for (_, a, b, _), arrangement in zip(pending, untried, strict=True)
+                self.link(a, b, chain.steps)
+                for (_, a, b, _), chain in zip(pending, untried, strict=True)
             ]
             examine(links, self.bar)
-            for (key, *_), link, arrangement in zip(pending, links, untried, strict=True):
+            for (key, *_), link, chain in zip(pending, links, untried, strict=True):
                 if key not in best or _rank(link) > _rank(best[key][0]):
-                    best[key] = link, arrangement.steps
+                    best[key] = link, chain.steps
             pending = [entry for entry in pending if best[entry[0]][0].relation is None]
         return best
 
