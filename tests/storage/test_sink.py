@@ -25,7 +25,8 @@ from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.storage import partial
 from xckpt.storage.local import LocalSource
 from xckpt.storage.partial import PARTIAL_SUFFIX, alone
-from xckpt.storage.sink import Sink, UploadSink, publish
+from xckpt.storage.sink import Sink, publish
+from xckpt.storage.uploads import UploadSink
 
 pytestmark = pytest.mark.usefixtures("to_the_disk")
 

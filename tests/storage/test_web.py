@@ -185,7 +185,7 @@ class TestOptions:
 
     def test_package_options_are_not_passed_to_globs_and_uploads(self) -> None:
         from xckpt.opening.sharding import list_files
-        from xckpt.storage.sink import UploadSink
+        from xckpt.storage.uploads import UploadSink
 
         memory = "memory://" + uuid4().hex
         sink = UploadSink(f"{memory}/m.zt", storage_options=QUICK)

@@ -98,9 +98,11 @@ def new_file(
 
     `beside` has the other files of the same checkpoint; they share locks, so that few are open.
     """
-    from xckpt.storage.sink import Sink, UploadSink
+    from xckpt.storage.sink import Sink
 
     if is_remote(path):
+        from xckpt.storage.uploads import UploadSink
+
         return UploadSink(path, overwrite=overwrite, beside=beside, storage_options=storage_options)
     return Sink(path, overwrite=overwrite, beside=beside)
 

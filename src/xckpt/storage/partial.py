@@ -26,12 +26,14 @@ import secrets
 import stat
 import sys
 import time
+import weakref
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.errors import CheckpointError
 from xckpt.interrupts import deliver, uninterrupted
-from xckpt.storage.limits import open_file
+from xckpt.storage.limits import Pool, most_open, open_file
 from xckpt.storage.local import let_go
 
 if TYPE_CHECKING:
@@ -47,6 +49,69 @@ _LONGEST_NAME = 255
 _RANDOM_LENGTH = 8
 # O_NOFOLLOW: in a folder that others may write to, a link with this name could lead elsewhere.
 _FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+_NO_ACCESS = "its folder cannot be written to; save to another one"
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or save to another disk"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder first"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
+    errno.EFBIG: "the file system, or a limit of the process, allows no file of this size",
+}
+# Error numbers for exceptions that libraries raise without one.
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    TimeoutError: errno.ETIMEDOUT,
+}
+
+
+class Place(NamedTuple):
+    """A temporary file, and the name for it in errors: the one that the user gave."""
+
+    path: str
+    name: str
+    is_upload: bool = False  # the file is not in the folder of its target
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Make errors of the operating system name the file as the user does."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, CheckpointError) or error.filename == self.name:
+                raise
+            number = error.errno or _NUMBERS.get(type(error), errno.EIO)
+            text = error.strerror or str(error)
+            advice = _ADVICE.get(number)
+            if self.is_upload:
+                advice = f"in {os.path.dirname(self.path)}; TMPDIR names another folder"  # noqa: PTH120
+            text = text if advice is None else f"{text} ({advice})"
+            raise OSError(number, text, self.name) from error
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read back exactly `nbytes` written bytes; raise `OSError` if there are fewer."""
+        with self.named():
+            fileno = open_file(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            with os.fdopen(fileno, "rb") as file:
+                file.seek(offset)
+                data = file.read(nbytes)
+            if len(data) < nbytes:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return data
+
+
+class TemporaryFile:
+    """An open file, which is closed with the last reference to it."""
+
+    __slots__ = ("__weakref__", "close", "fileno")
+
+    def __init__(self, fileno: int) -> None:
+        self.fileno = fileno
+        self.close = weakref.finalize(self, let_go, fileno)
+
+
+# Open temporary files that do not hold a lock.
+descriptors: Pool[TemporaryFile] = Pool(most_open() // 2, files=True)
 
 
 def _shortened(name: str, nbytes: int) -> str:
@@ -166,11 +231,17 @@ def _remove_unlocked(target: Path, name: str, guards: Iterable[str]) -> None:
 
 
 def discard(path: str, owner: int) -> None:
-    """Remove a temporary file of a process, unless it was renamed."""
-    # A forked child has copies of all sinks, and the files are still its parent's.
-    if os.getpid() == owner:
-        with uninterrupted(), contextlib.suppress(OSError):
-            Path(path).unlink()
+    """Remove a temporary file of a process, unless it was renamed, and close it."""
+    with uninterrupted():
+        try:
+            # A forked child has copies of all sinks, and the files are still its parent's.
+            if os.getpid() == owner:
+                with contextlib.suppress(OSError):
+                    Path(path).unlink()
+        finally:
+            descriptor = descriptors.discard(path)
+            if descriptor is not None:  # a traceback may refer to it
+                descriptor.close()
 
 
 @contextlib.contextmanager

@@ -22,27 +22,27 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from xckpt.errors import CheckpointError, UnsupportedError, warn
+from xckpt.errors import UnsupportedError, warn
 from xckpt.interrupts import uninterrupted
-from xckpt.storage.filesystems import as_os_error, file_system
-from xckpt.storage.limits import Pool, most_open, open_file
+from xckpt.storage.limits import open_file
 from xckpt.storage.local import let_go, local_path
 from xckpt.storage.partial import (
+    Place,
+    TemporaryFile,
     alone,
     create,
+    descriptors,
     discard,
     new_aliases,
     remove_aliases,
     remove_left_over,
 )
-from xckpt.storage.requests import TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,79 +58,8 @@ _NOBODY = -1  # not the number of any process
 # Errors that file systems raise for unsupported operations.
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOLCK}
 
-_NO_ACCESS = "its folder cannot be written to; save to another one"
-_ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or save to another disk"),
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder first"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
-    errno.EFBIG: "the file system, or a limit of the process, allows no file of this size",
-}
 # Replaced files that stay open during the renames, at most.
 _MOST_HELD = 8
-# Error numbers for exceptions that libraries raise without one.
-_NUMBERS = {
-    FileNotFoundError: errno.ENOENT,
-    PermissionError: errno.EACCES,
-    TimeoutError: errno.ETIMEDOUT,
-}
-
-
-class Place(NamedTuple):
-    """A temporary file, and the name for it in errors: the one that the user gave."""
-
-    path: str
-    name: str
-    is_upload: bool = False  # the file is not in the folder of its target
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Make errors of the operating system name the file as the user does."""
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, CheckpointError) or error.filename == self.name:
-                raise
-            number = error.errno or _NUMBERS.get(type(error), errno.EIO)
-            text = error.strerror or str(error)
-            advice = _ADVICE.get(number)
-            if self.is_upload:
-                advice = f"in {os.path.dirname(self.path)}; TMPDIR names another folder"  # noqa: PTH120
-            text = text if advice is None else f"{text} ({advice})"
-            raise OSError(number, text, self.name) from error
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read back exactly `nbytes` written bytes; raise `OSError` if there are fewer."""
-        with self.named():
-            with os.fdopen(open_file(self.path, os.O_RDONLY | _O_BINARY), "rb") as file:
-                file.seek(offset)
-                data = file.read(nbytes)
-            if len(data) < nbytes:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return data
-
-
-class _TemporaryFile:
-    """An open file, which is closed with the last reference to it."""
-
-    __slots__ = ("__weakref__", "close", "fileno")
-
-    def __init__(self, fileno: int) -> None:
-        self.fileno = fileno
-        self.close = weakref.finalize(self, let_go, fileno)
-
-
-# Open temporary files that do not hold a lock.
-_descriptors: Pool[_TemporaryFile] = Pool(most_open() // 2, files=True)
-
-
-def _discard(path: str, owner: int) -> None:
-    with uninterrupted():
-        try:
-            discard(path, owner)
-        finally:
-            descriptor = _descriptors.discard(path)
-            if descriptor is not None:  # a traceback may refer to it
-                descriptor.close()
 
 
 class Sink:
@@ -181,29 +110,29 @@ class Sink:
         with uninterrupted():
             remove_left_over(self.target)
             path, fileno = create(self.target, replaced, private=private, guard=guard)
-            self._own(path, _TemporaryFile(fileno), keep=guard is None)
+            self._own(path, TemporaryFile(fileno), keep=guard is None)
 
-    def _own(self, path: str, descriptor: _TemporaryFile, *, keep: bool, owner: int = 0) -> None:
+    def _own(self, path: str, descriptor: TemporaryFile, *, keep: bool, owner: int = 0) -> None:
         """Take ownership of a temporary file, which stays open if `keep`, to hold its lock."""
         self.path = path
         self._descriptor = descriptor if keep else None
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(
-            self, _discard, path, owner or os.getpid()
+            self, discard, path, owner or os.getpid()
         )
         status = os.fstat(descriptor.fileno)
         self._identity = (status.st_ino, status.st_dev)
         if not keep:
-            _descriptors.get(path, lambda: descriptor)
+            descriptors.get(path, lambda: descriptor)
 
-    def opened(self) -> _TemporaryFile:
+    def opened(self) -> TemporaryFile:
         """Return the open file, reopening it if the pool has closed it."""
         if self._descriptor is not None:
             return self._descriptor
-        return _descriptors.get(self.path, self._open)
+        return descriptors.get(self.path, self._open)
 
-    def _open(self) -> _TemporaryFile:
+    def _open(self) -> TemporaryFile:
         with uninterrupted():
-            descriptor = _TemporaryFile(open_file(self.path, os.O_RDWR | _O_BINARY | _O_NOFOLLOW))
+            descriptor = TemporaryFile(open_file(self.path, os.O_RDWR | _O_BINARY | _O_NOFOLLOW))
         status = os.fstat(descriptor.fileno)
         if (status.st_ino, status.st_dev) != self._identity:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -373,7 +302,7 @@ def publish(
                 source.check()
             for sink in sinks:
                 if not sink.overwrite and sink.is_taken():
-                    raise _exists(sink.name)
+                    raise file_exists(sink.name)
             if interim is None or not any(sink.is_taken() for sink in sinks):
                 problem = _take_names(main, companions)
             else:
@@ -510,11 +439,11 @@ def _status_of_target(target: str, name: str, *, overwrite: bool) -> os.stat_res
             "only a regular file can be replaced", path=name, hint="Save to a file and copy it"
         )
     if not overwrite:
-        raise _exists(name)
+        raise file_exists(name)
     return status
 
 
-def _exists(name: str) -> FileExistsError:
+def file_exists(name: str) -> FileExistsError:
     """Return the error for a file that may not be replaced."""
     text = f"{os.strerror(errno.EEXIST)} (overwrite=True replaces it)"
     return FileExistsError(errno.EEXIST, text, name)
@@ -525,11 +454,11 @@ def _rename_to_new(path: str, target: str, name: str) -> None:
     try:
         os.link(path, target)
     except FileExistsError:
-        raise _exists(name) from None
+        raise file_exists(name) from None
     except (OSError, AttributeError):
         # Without hard links, another process may take the name between these two calls.
         if os.path.lexists(target):
-            raise _exists(name) from None
+            raise file_exists(name) from None
         Path(path).rename(target)
     else:
         with suppress(OSError):  # the next writer removes the file
@@ -569,119 +498,6 @@ def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # no
     """Return a sink for the temporary file of another process's sink."""
     sink = object.__new__(Sink)
     sink.name, sink.target, sink.overwrite = name, target, overwrite
-    descriptor = _TemporaryFile(open_file(path, os.O_RDWR | _O_BINARY))
+    descriptor = TemporaryFile(open_file(path, os.O_RDWR | _O_BINARY))
     sink._own(path, descriptor, keep=False, owner=_NOBODY)
     return sink
-
-
-class UploadSink(Sink):
-    """A file on any file system that fsspec can write to.
-
-    Object stores show an object once it is complete; on other file systems, readers may see the
-    file grow during the upload.
-    """
-
-    _is_upload = True
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        overwrite: bool = False,
-        beside: Iterable[Sink] = (),
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        if url.startswith("hf://"):
-            hint = "Save it to a local file, and run `hf upload organisation/model FILE`"
-            raise UnsupportedError("cannot write to the Hub", path=url, hint=hint)
-        self._filesystem, self._remote = file_system(url, storage_options)
-        self._options = storage_options
-        self._alias: str | None = None
-        self._is_there = False
-        if not overwrite and self.is_taken():
-            raise _exists(url)
-        # Temporary files go here: their names cannot be guessed, and other users cannot
-        # read them.
-        self.target = os.path.join(tempfile.gettempdir(), "xckpt-upload")  # noqa: PTH118
-        try:
-            with Place(self.target, url, is_upload=True).named():
-                self._create(url, None, beside, overwrite=overwrite, private=True)
-        except BaseException:
-            self.abort()
-            raise
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(
-            f"{self.name}: only one machine can write a file that is uploaded; save to a shared "
-            "folder, or without a cluster"
-        )
-
-    def another(self) -> Sink:
-        """Create another temporary file for the same URL."""
-        options = self._options
-        return UploadSink(self.name, overwrite=True, beside=[self], storage_options=options)
-
-    # The steps of `publish`.
-
-    @property
-    def folders(self) -> set[str]:
-        """Empty: remote folders need no sync."""
-        return set()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Do nothing: remote file systems have no locks."""
-        yield
-
-    def is_taken(self) -> bool:
-        """Return whether the file exists; see `Sink.is_taken`."""
-        exists: bool = self._filesystem.exists(self._remote)
-        return exists
-
-    def take_name(self) -> None:
-        """Upload the file, or copy it from its alias."""
-        self._is_there = True
-        if self._alias is not None:
-            with suppress(NotImplementedError):
-                self._transfer(self._filesystem.cp_file, self._alias)
-                return
-        self._transfer(self._filesystem.put_file, self.path)
-
-    def has_name(self) -> bool:
-        """Return whether an upload under this name has begun."""
-        return self._is_there
-
-    def remove(self) -> None:
-        """Remove the uploaded file."""
-        self._filesystem.rm_file(self._remote)
-
-    def add_alias(self, name: str) -> None:
-        """Upload the file under another name in the same folder."""
-        alias = self._next_to(name)
-        self._transfer(self._filesystem.put_file, self.path, alias)
-        self._alias = alias
-
-    def remove_alias(self, name: str) -> None:
-        """Remove an alias, if it exists."""
-        with suppress(FileNotFoundError):
-            self._filesystem.rm_file(self._next_to(name))
-
-    def remove_aliases(self, companions: Iterable[Sink]) -> None:
-        """Do nothing: without locks, other writers may still use them."""
-
-    def _next_to(self, name: str) -> str:
-        folder, slash, _ = str(self._remote).rpartition("/")
-        return folder + slash + name.rpartition("/")[2]
-
-    def _transfer(self, method: Any, origin: str, target: str | None = None) -> None:
-        """Copy or upload a file, with errors of libraries converted to `OSError`."""
-        with Place(self.name, self.name).named():
-            try:
-                method(origin, target or self._remote)
-            except Exception as error:
-                problem = as_os_error(error, self.name, "upload")
-                if problem is error:
-                    raise
-                if isinstance(problem, TransientError):
-                    problem = OSError(errno.EIO, str(problem), self.name)
-                raise problem from error

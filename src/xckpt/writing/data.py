@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Layout, Tensor
     from xckpt.storage.digests import Hasher
+    from xckpt.storage.partial import Place
     from xckpt.storage.prefetch import Range
-    from xckpt.storage.sink import Place
     from xckpt.writing.casting import Cast
 
     # The start of a range of the raw bytes, and a function that reads it, on any thread.

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from xckpt.formats.plan import LiteralBytes, Plan
     from xckpt.storage import Source
     from xckpt.storage.local import OpenFile
-    from xckpt.storage.sink import Place, Sink
+    from xckpt.storage.partial import Place
+    from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import PartData, Payload
 
