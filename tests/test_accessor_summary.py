@@ -349,7 +349,9 @@ class TestResults:
         text = repr(xckpt.compare(*paths).ckpt)
         assert text.startswith("<Comparison of a.zt with b.safetensors>  20 tensors: ")
         assert "18 same, 1 changed, 1 only_a" in text.split("\n")[0]
-        assert text.split("\n")[2].startswith("h.0.w")
+        lines = [line.strip() for line in text.split("\n")]
+        assert lines[1] == "h.0.w is only in a"
+        assert lines[2].startswith("h.3.w changed by")
         assert "not computed yet" in repr(xckpt.compare(*paths, compute=False).ckpt)
 
     def test_a_histogram(self, ds: xr.Dataset) -> None:

@@ -174,14 +174,25 @@ class CheckpointAccessor(Generic[Obj]):
         name = self._encoding.get("format")
         return name if name in formats.names() else None
 
-    def summary(self, by: Literal["pattern", "dtype", "layer", "role"] = "pattern") -> pd.DataFrame:
-        """Summarise the tensors in a table, largest first. Nothing is read.
+    def summary(
+        self,
+        by: Literal["pattern", "dtype", "layer", "role", "step"] | None = None,
+        *,
+        changes: bool = False,
+    ) -> pd.DataFrame:
+        """Summarise the tensors in a table, largest first, or a training run by step.
+
+        No tensor is read, unless `changes` asks for it.
 
         Parameters
         ----------
-        by : {"pattern", "dtype", "layer", "role"}
+        by : {"pattern", "dtype", "layer", "role", "step"}, optional
             One row for each pattern of names, stored element type, numbered module, or role
-            (weights, moments of an optimizer, ...).
+            (weights, moments of an optimizer, ...); ``"step"`` for a run. By default ``"step"`` for
+            a Dataset of `open_steps`, ``"pattern"`` otherwise.
+        changes : bool
+            Compare each step of a run with the step before, and add findings. This reads every
+            step, unless results are cached.
 
         Returns
         -------
@@ -189,19 +200,53 @@ class CheckpointAccessor(Generic[Obj]):
             Columns ``tensors``, ``parameters`` (trainable elements), ``nbytes`` and ``share``;
             for patterns also ``shape``, ``dtype`` and ``storage``. Tied tensors count once.
 
+            For a run, a column for each step. Rows are named by kind and name: ``metric`` (varying
+            attributes of the files, and the logs in ``trainer_state.json`` next to them),
+            ``relative change of weights`` (of all, and of each layer), ``relative change of
+            others`` (moments, running statistics, ...) and ``change of counters``.
+            ``attrs["notes"]`` has the findings.
+
         Raises
         ------
         ValueError
-            If `by` has another value.
+            If `by` has another value, or steps are requested of another object.
 
         Examples
         --------
-        >>> ds.ckpt.summary("dtype")["nbytes"]
+        >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
+        >>> run = xckpt.open_steps("run/")  # doctest: +SKIP
+        >>> run.ckpt.summary().loc["metric"].T.plot()  # doctest: +SKIP
         """
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.summary import sizes_table
 
-        return sizes_table(OpenTensors(self._obj).rows, by)
+        rows = OpenTensors(self._obj).rows
+        run = self._run
+        if by is None:
+            by = "pattern" if run is None else "step"
+        if by != "step":
+            if changes:
+                raise ValueError("changes=True is for the steps of a run: leave `by` out")
+            return sizes_table(rows, by)
+        if run is None:
+            raise ValueError("the object has no steps: open several with xckpt.open_steps")
+        from xckpt.health import run_summary
+
+        if changes and self._known_findings() is None:
+            self._examine()
+        count = len(rows) // len(self._obj[run])
+        findings = self._known_findings()
+        return run_summary(cast("xr.Dataset", self._obj), run, count, findings, changes=changes)
+
+    @property
+    def _run(self) -> str | None:
+        """Dimension of the steps of a training run, None for other objects."""
+        from xckpt.datasets.tensors import run_dim
+
+        if isinstance(self._obj, xr.DataTree):
+            return None
+        run = run_dim({name: self._obj.variables[name] for name in self._obj.coords})
+        return run if run in self._obj.dims else None
 
     def footprint(self) -> Dataset:
         """Return the size of the model: as stored, on disk, and in other precisions.
@@ -1067,11 +1112,16 @@ class CheckpointAccessor(Generic[Obj]):
 
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
         from xckpt.datasets.tensors import OpenTensors
+        from xckpt.formatting import counted
         from xckpt.index import paused_collector
         from xckpt.notebook.summary import new_summary, shared_notes, unread_errors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings = self._known_findings()
+        run = self._run
+        if run is not None:
+            steps = counted(self._obj.sizes[run], run)
+            notes = [f"{steps}: {self._called}.ckpt.summary() has their metrics", *notes]
         with paused_collector():
             return new_summary(
                 tensors.rows,

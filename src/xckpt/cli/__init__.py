@@ -16,7 +16,7 @@ import click
 
 from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
-from xckpt.cli.files import convert, info, manifest, verify
+from xckpt.cli.files import convert, info, manifest, steps, verify
 from xckpt.cli.values import compare, report, spectrum, stats
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError, shown
 
@@ -39,6 +39,7 @@ _INSTEAD = {
     "manifest": "hash digest checksum sha256sum sha256",
     "spectrum": "svd rank",
     "report": "html",
+    "steps": "run training history log metrics",
     "--help": "help man usage",
 }
 
@@ -140,7 +141,7 @@ def commands() -> None:
     """
 
 
-for _command in (info, stats, spectrum, compare, report, convert, manifest, verify):
+for _command in (info, steps, stats, spectrum, compare, report, convert, manifest, verify):
     commands.add_command(_command)
 
 

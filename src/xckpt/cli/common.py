@@ -212,11 +212,13 @@ class Column(NamedTuple):
 def complain(message: str) -> None:
     """Print a message to standard error, with unprintable characters escaped."""
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
+    message = _STEPS_IN_PYTHON.sub(r"'xckpt steps \1'", message)
     click.echo(f"xckpt: {printable(message)}", err=True)
 
 
 # Python code in the advice of messages, to be replaced by options of the command line.
 _OPEN_IN_PYTHON = re.compile(r"\bxckpt\.open\('([^']*)'\)")
+_STEPS_IN_PYTHON = re.compile(r"\bxckpt\.open_steps\('([^']*)'\)")
 _IN_PYTHON = re.compile(
     rf"\b(cast|names|engine|version)='(exact|allow|never|auto|[0-9.]+|{'|'.join(names())})'"
 )

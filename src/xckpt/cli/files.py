@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from xckpt.writing import Conversion, Manifest
     from xckpt.writing.verifying import Report
 
-__all__ = ["convert", "info", "manifest", "verify"]
+__all__ = ["convert", "info", "manifest", "steps", "verify"]
 
 # --- info ----------------------------------------------------------------------------------------
 
@@ -72,6 +73,47 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
     index = replace(index, nbytes=0) if reading.tensors else index
     summary = index_summary(index, config)
     print_text(render(summary, most=None) if everything else render(summary))
+    return 0
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.option("--changes", is_flag=True, help="Also compare the steps, and look for findings.")
+@reading_options
+@json_option
+def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json: bool) -> int:
+    """Print the metrics of a training run by step: a folder, a glob, or several files.
+
+    Only headers are read, and trainer_state.json. With --changes, also print the change of each
+    layer from step to step, of moments and of counters, and findings, which reads every step.
+    """
+    from xckpt.opening.steps import open_steps
+
+    with usage_errors():
+        ds = open_steps(
+            paths[0] if len(paths) == 1 else list(paths),
+            reading.engine,
+            tensors=reading.patterns,
+            storage_options=reading.storage_options,
+        )
+    summary: Any = ds.ckpt.summary("step", changes=changes)
+    if not as_json:
+        text = "\n".join(summary.shown_lines())
+        print_text(text.replace("summary(changes=True)", "--changes"))
+        return 0
+    numbers = summary.columns.tolist()
+    rows = [
+        {
+            "kind": kind,
+            "name": name,
+            "values": [None if isnan(value) else value for value in values],
+        }
+        for (kind, name), values in zip(summary.index, summary.to_numpy().tolist(), strict=True)
+    ]
+    print_document({"steps": numbers, "rows": rows, "notes": summary.attrs["notes"]})
     return 0
 
 

@@ -33,7 +33,7 @@ from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 
     from numpy.typing import DTypeLike
 
@@ -623,3 +623,9 @@ def _storage(encoding: Mapping[Any, Any]) -> str:
 def _literal(text: str) -> str:
     plain = text.isprintable() and not set(text) & {'"', "\\"}
     return f'"{text}"' if plain else repr(text)
+
+
+def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
+    """Return the dimension of the steps in a Dataset of `open_steps`; None for other Datasets."""
+    dims = (str(name) for name, coord in coords.items() if coord.encoding.get("steps"))
+    return next(dims, None)

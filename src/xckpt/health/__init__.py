@@ -2,8 +2,8 @@
 
 The room may import comparison, statistics, scan and everything below them. Read `examining` first:
 it gathers the `evidence` (statistics of all tensors with their roles) and applies each rule of
-`rules` to it. `runs` has the rules for changes between steps; `equal_tensors` and `code_ranges`
-have rules that read elements again.
+`rules` to it. `runs` has the rules for changes between steps, `overview` their table;
+`equal_tensors` and `code_ranges` have rules that read elements again.
 """
 
 from xckpt.interrupts import uninterrupted
@@ -12,7 +12,17 @@ from xckpt.interrupts import uninterrupted
 with uninterrupted():
     from xckpt.health.evidence import out_of_line
     from xckpt.health.examining import FindingsAccessor, examine, findings
+    from xckpt.health.overview import RunSummary, run_summary
     from xckpt.health.rules import RULES
     from xckpt.health.runs import changes_of
 
-__all__ = ["RULES", "FindingsAccessor", "changes_of", "examine", "findings", "out_of_line"]
+__all__ = [
+    "RULES",
+    "FindingsAccessor",
+    "RunSummary",
+    "changes_of",
+    "examine",
+    "findings",
+    "out_of_line",
+    "run_summary",
+]

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from xckpt.datasets.tensors import run_dim
 from xckpt.formatting import printable
 from xckpt.health.evidence import Evidence
 from xckpt.health.rules import RULES
-from xckpt.health.runs import run_dim
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select, suggest_names
 from xckpt.scan.entries import contents_of, entries_of

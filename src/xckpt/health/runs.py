@@ -9,27 +9,25 @@ import numpy as np
 from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.measures import MEASURES
 from xckpt.comparison.pairs import pair_of
+from xckpt.datasets.tensors import run_dim
 from xckpt.formatting import counted
 from xckpt.health.equal_tensors import equal_to
 from xckpt.health.evidence import EVERY, Evidence, Rule, RuleFinding, out_of_line
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
+from xckpt.labels.numbering import parse_name
+from xckpt.labels.roles import Role
 from xckpt.scan.entries import contents_of, entries_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping
-
-    import xarray as xr
+    from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.labels import TensorFilter
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
-def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
-    """Return the dimension of the steps in a Dataset of `open_steps`; None for other Datasets."""
-    dims = (str(name) for name, coord in coords.items() if coord.encoding.get("steps"))
-    return next(dims, None)
+#: Roles of tensors that change by whole numbers, which would hide the smaller changes of weights.
+COUNTING = frozenset({Role.COUNTER, Role.STEP, Role.STATE})
 
 
 def step_changes(evidence: Evidence) -> StepChanges | None:
@@ -81,10 +79,32 @@ class StepChanges:
         #: Role of each tensor.
         self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
 
+    def relative_change(self, rows: Sequence[int]) -> Array:
+        """Return the norm of the change of several tensors together, relative to their norm.
+
+        The norm is of the later step, and of the tensors that changed: others are not decoded.
+        """
+        norm = joint_norm(self.norm[rows])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            size = joint_norm((self.norm / self.relative)[rows])
+            return np.where(norm == 0, 0.0, norm / size)
+
+    def layer_of(self, row: int) -> str:
+        """Return the name up to its first index, or the module of a name without one."""
+        parsed = parse_name(self.names[row])
+        return parsed.outermost or "".join(parsed.pieces[:-1]) or self.names[row]
+
     def first_row(self, step: int) -> int:
         """Return the row of the first tensor of a step, for findings about the whole step."""
         places = self.places[:, self.steps.index(step)]
         return int(places[places >= 0][0])
+
+
+def joint_norm(norms: Array) -> Array:
+    """Return the norm of all tensors together at each step; NaN if none of them is finite."""
+    is_finite = np.isfinite(norms)
+    total = np.sqrt((np.where(is_finite, norms, 0.0) ** 2).sum(axis=0))
+    return np.where(is_finite.any(axis=0), total, np.nan)
 
 
 def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:

@@ -119,6 +119,31 @@ def sentences(heading: str, conclusion: str, items: Iterable[tuple[str, bool]], 
     return "".join(lines)
 
 
+def table(
+    heading: str, titles: Sequence[str], rows: Sequence[Sequence[str]], notes: Iterable[str]
+) -> str:
+    """Return a heading, a table of a name and numbers in each row, and notes as HTML.
+
+    A row without numbers is the title of the rows after it.
+    """
+    head = "".join([_head(_text(title), _RIGHT if n else _LEFT) for n, title in enumerate(titles)])
+    lines = []
+    for name, *numbers in rows:
+        cells = f'<td style="{_NAME}">{breaking(printable(name))}</td>'
+        cells += "".join([_cell(_RIGHT, number) for number in numbers])
+        if not any(numbers):
+            cells = f'<th colspan="{len(titles)}" style="{_LEFT};{_MUTED}">{_text(name)}</th>'
+        lines.append(f"<tr>{cells}</tr>")
+    below = [f'<div style="margin-top:4px">{_text(note)}</div>' for note in notes]
+    return (
+        f'<div style="{_ROOT};{_WRAPPED}"><div><b>{_text(heading)}</b></div>'
+        '<div style="overflow-x:auto"><table style="border-collapse:collapse;margin:'
+        '8px 0 4px;font-size:12.5px">'
+        f'<thead><tr style="border-bottom:{_LINE}">{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>{''.join(below)}</div>"
+    )
+
+
 def _text(text: str) -> str:
     return escape(printable(text))
 

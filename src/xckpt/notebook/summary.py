@@ -201,11 +201,11 @@ def new_summary(
         attrs=attrs,
         errors=tuple(errors),
         notes=tuple(notes),
-        findings=None if findings is None else tuple(_folded(findings)),
+        findings=None if findings is None else tuple(folded_findings(findings)),
     )
 
 
-def _folded(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
+def folded_findings(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
     """Fold the findings of each rule in tensors with similar names."""
     by_rule: dict[tuple[int, str, str], list[TensorFinding]] = {}
     for finding in findings:

@@ -68,7 +68,7 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
         [
             _header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
-            *_aligned(groups_text(summary), _ALIGNMENT_OF_GROUPS),
+            *aligned(groups_text(summary), _ALIGNMENT_OF_GROUPS),
             *[_INDENT + shortened(sentence, width) for sentence in sentences],
             *_table(summary, len(summary.patterns) if most is None else most),
             *[_INDENT + shortened(line, width) for line in modules],
@@ -133,12 +133,12 @@ def _table(summary: Summary, most: int) -> Iterator[str]:
         ]
         for pattern in patterns[:listed]
     ]
-    yield from _aligned(rows, _ALIGNMENT)
+    yield from aligned(rows, _ALIGNMENT)
     if remaining := patterns[listed:]:
         yield f"{_INDENT}… {rest_text(remaining)}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
+def aligned(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
     """Pad cells to columns; if they are too wide, drop the shares first, then wrap names."""
     widths = [max(map(columns, cells)) for cells in zip(*rows, strict=True)]
     if widths and _table_width(widths) > _WIDTH:
@@ -222,25 +222,32 @@ def rest_text(patterns: Sequence[Pattern]) -> str:
 def remarks(summary: Summary, width: int = _WIDTH) -> Iterator[tuple[str, str]]:
     """Yield errors, findings and notes, as a kind and a sentence of at most `width` columns."""
     yield from [("error", error) for error in summary.errors[:_MOST_NOTES]]
-    if (findings := summary.findings) is not None:
-        yield "", findings_text(findings)
-        for severity, rule, value, pattern, explanation in findings[:_MOST_FINDINGS]:
-            subject = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"
-            out_of = f" of {pattern.grid:,}" if pattern.grid > pattern.count else ""
-            detail = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
-            if explanation and pattern.count == 1:
-                # Cut the explanation rather than the name, whose end is specific.
-                room = width - columns(f"{severity}: {subject}: {pattern.text} ()") - len(_INDENT)
-                detail = printable(explanation)
-                if columns(detail) > room:
-                    detail = f"{detail[: max(_LEAST_EXPLANATION, room) - 1]}…"
-            yield word(severity), f"{subject}{out_of}: {pattern.text} ({detail})"
-        if remaining := findings[_MOST_FINDINGS:]:
-            count = sum([finding.pattern.count for finding in remaining])
-            yield "", f"… {count:,} more findings"
+    if summary.findings is not None:
+        yield from finding_lines(summary.findings, width)
     yield from [("note", note) for note in summary.notes[:_MOST_NOTES]]
     if summary.size >= _FEWEST_WEIGHED:
         yield "", str(summary.footprint)
+
+
+def finding_lines(
+    findings: Sequence[FoldedFinding], width: int = _WIDTH
+) -> Iterator[tuple[str, str]]:
+    """Yield the number of findings and the first ones, as a kind and a sentence."""
+    yield "", findings_text(findings)
+    for severity, rule, value, pattern, explanation in findings[:_MOST_FINDINGS]:
+        subject = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"
+        out_of = f" of {pattern.grid:,}" if pattern.grid > pattern.count else ""
+        detail = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
+        if explanation and pattern.count == 1:
+            # Cut the explanation rather than the name, whose end is specific.
+            room = width - columns(f"{severity}: {subject}: {pattern.text} ()") - len(_INDENT)
+            detail = printable(explanation)
+            if columns(detail) > room:
+                detail = f"{detail[: max(_LEAST_EXPLANATION, room) - 1]}…"
+        yield word(severity), f"{subject}{out_of}: {pattern.text} ({detail})"
+    if remaining := findings[_MOST_FINDINGS:]:
+        count = sum([finding.pattern.count for finding in remaining])
+        yield "", f"… {count:,} more findings"
 
 
 def findings_text(findings: Sequence[FoldedFinding]) -> str:

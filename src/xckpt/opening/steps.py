@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import index as as_integer
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
@@ -25,7 +28,7 @@ from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files,
 from xckpt.registration import register_formatter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import xarray as xr
 
@@ -187,7 +190,7 @@ def _combined(
     if options.tensors is not None and not any(names):
         raise ValueError(no_match(set().union(*(o.index.tensors for o in opened)), options.tensors))
     common = _common(chosen, [file.label for file in opened], join, options)
-    attrs = stack_attrs([labelled_attrs(file) for file in opened])
+    attrs = stack_attrs([_with_metrics(labelled_attrs(file)) for file in opened])
     # A single step gets no module, because a single tensor is never stacked.
     prefixes = [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
     renamed = [
@@ -203,7 +206,11 @@ def _combined(
         options = _stacking(options, dim, list_arrays(opened[0].source, file_index, options))
     ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
-    ds.variables[dim].encoding["steps"] = True  # to distinguish steps from layers
+    # The encoding distinguishes steps from layers.
+    paths = [obj if isinstance(obj, str | PathLike) else "" for obj in listed.files.values()]
+    labels = dict(zip(listed.files, map(os.fsdecode, paths), strict=True))
+    files = {step: labels[file.label] for step, file in zip(steps, opened, strict=True)}
+    ds.variables[dim].encoding["steps"] = files
     for name, values in attrs.varying.items():
         free = name
         while free in ds.variables:
@@ -215,6 +222,15 @@ def _combined(
         warn(text)
     register_formatter()
     return described(ds, source, index)
+
+
+def _with_metrics(attrs: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a step with its ``metrics``, a mapping in Orbax, as attributes."""
+    metrics = attrs.get("metrics")
+    if not isinstance(metrics, Mapping):
+        return attrs
+    others = {name: value for name, value in attrs.items() if name != "metrics"}
+    return {**{str(name): value for name, value in metrics.items()}, **others}
 
 
 def _common(

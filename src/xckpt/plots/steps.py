@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.formatting import counted
-from xckpt.labels.numbering import parse_name
 from xckpt.labels.roles import Role
 from xckpt.notebook.folding import ascending
 from xckpt.plots.axes import add_heading, new_axes, new_panels, require_drawable, safe
@@ -23,8 +22,6 @@ _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
 _MOST_LAYERS = 40
 _UNCHANGED = "#8886"
-# Counters change by whole numbers, which would hide the smaller changes of weights.
-_COUNTING = frozenset({Role.COUNTER, Role.STEP, Role.STATE})
 
 
 @themed
@@ -58,15 +55,14 @@ def draw_steps(
 
 def _group_rows(changes: StepChanges) -> dict[str, dict[str, list[int]]]:
     """Return the rows of each layer, by group of roles; counters only without other tensors."""
+    from xckpt.health.runs import COUNTING
+
     groups: dict[str, dict[str, list[int]]] = {}
     order = list(Role)
     for row in sorted(range(len(changes.names)), key=lambda row: order.index(changes.roles[row])):
-        role, name = changes.roles[row], changes.names[row]
-        if role not in _COUNTING or _COUNTING.issuperset(changes.roles):
-            # The name up to its first index, or the module of a name without one.
-            parsed = parse_name(name)
-            layer = parsed.outermost or "".join(parsed.pieces[:-1]) or name
-            groups.setdefault(role.group, {}).setdefault(layer, []).append(row)
+        role = changes.roles[row]
+        if role not in COUNTING or COUNTING.issuperset(changes.roles):
+            groups.setdefault(role.group, {}).setdefault(changes.layer_of(row), []).append(row)
     return groups
 
 
@@ -81,12 +77,13 @@ def _draw_group(
     """Draw the layers of a group of roles; return how many of their steps have no change."""
     from matplotlib.colors import LogNorm
 
+    from xckpt.health.runs import joint_norm
+
     names = [list(layers)[number] for number in ascending(list(layers))]
-    norms = np.array([_joint_norm(changes.norm[layers[name]]) for name in names])
     if relative:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            size = changes.norm / changes.relative
-            norms /= np.array([_joint_norm(size[layers[name]]) for name in names])
+        norms = np.array([changes.relative_change(layers[name]) for name in names])
+    else:
+        norms = np.array([joint_norm(changes.norm[layers[name]]) for name in names])
     shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     if shown.count() and shown.max() > shown.min():
@@ -98,13 +95,6 @@ def _draw_group(
     _label_ticks(ax.yaxis, [safe(name) for name in names])
     _label_ticks(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
     return int(np.count_nonzero(norms == 0))
-
-
-def _joint_norm(norms: Any) -> Any:
-    """Return the norm of all tensors together at each step; NaN if none of them is finite."""
-    is_finite = np.isfinite(norms)
-    total = np.sqrt((np.where(is_finite, norms, 0.0) ** 2).sum(axis=0))
-    return np.where(is_finite.any(axis=0), total, np.nan)
 
 
 def _label_ticks(axis: Any, labels: list[str]) -> None:

@@ -1,0 +1,157 @@
+"""A training run at a glance: metrics, changes of the layers, and findings, by step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from xckpt.formatting import base_name, counted, figure, printable, shortened
+from xckpt.health.runs import COUNTING, changes_of, joint_norm
+from xckpt.labels.roles import PARAMETERS, Role
+from xckpt.notebook.folding import ascending
+from xckpt.notebook.html import table as table_html
+from xckpt.notebook.summary import folded_findings
+from xckpt.notebook.text import aligned, finding_lines
+from xckpt.opening.metrics import run_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+    from xckpt.health.runs import StepChanges
+    from xckpt.notebook.summary import TensorFinding
+
+_MOST_STEPS = 6
+_MOST_ROWS = 11  # of a kind, after the first one
+_WIDEST_NOTE = 118
+_WIDEST_NAME = 30
+_ALL = "all"
+_READS = "not compared yet: summary(changes=True) reads each step once, for changes and findings"
+# Names of the rows of tensors that are no weights.
+_ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STATE: "state"}
+
+
+class RunSummary(pd.DataFrame):
+    """A table of a training run, with a column for each step, that shows a selection of its rows.
+
+    ``attrs["run"]`` is its heading, ``attrs["notes"]`` lists findings as sentences.
+    """
+
+    @property
+    def _constructor(self) -> Any:
+        return pd.DataFrame
+
+    def __repr__(self) -> str:
+        heading, *lines = self.shown_lines()
+        return "\n".join([heading, *lines])
+
+    def _repr_html_(self) -> str:
+        titles, rows = self._cells()
+        return table_html(self.attrs["run"], titles, rows, self._notes())
+
+    def shown_lines(self) -> list[str]:
+        """Return the heading, the table and the notes as lines of text."""
+        titles, rows = self._cells()
+        table = aligned([titles, *rows], "<" + ">" * (len(titles) - 1))
+        return [self.attrs["run"], *table, *[f"  {note}" for note in self._notes()]]
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return the titles and the cells of a selection of rows and steps."""
+        columns = _spread(range(self.shape[1]), _MOST_STEPS)
+        numbers = self.to_numpy()
+        kinds: dict[str, list[int]] = {}
+        for row, (kind, _) in enumerate(self.index):
+            kinds.setdefault(kind, []).append(row)
+        rows = []
+        for kind, places in kinds.items():
+            rows.append([f"{kind}:", *[""] * len(columns)])
+            # The first row is the total.
+            for row in [places[0], *_spread(places[1:], _MOST_ROWS)]:
+                name = shortened(printable(self.index[row][1]), _WIDEST_NAME)
+                rows.append([f"  {name}", *[_short(numbers[row, n]) for n in columns]])
+        return [str(self.columns.name), *[f"{self.columns[n]:,}" for n in columns]], rows
+
+    def _notes(self) -> list[str]:
+        rows = sum(name.startswith(" ") for name, *_ in self._cells()[1])
+        hidden = max(0, self.shape[1] - _MOST_STEPS), len(self) - rows
+        facts = [counted(hidden[0], "more step")] if hidden[0] else []
+        facts += [counted(hidden[1], "more row")] if hidden[1] else []
+        more = [f"… {' and '.join(facts)}: the result is a DataFrame"] if facts else []
+        return [*more, *[shortened(printable(note), _WIDEST_NOTE) for note in self.attrs["notes"]]]
+
+
+def run_summary(
+    ds: xr.Dataset, dim: str, count: int, findings: Sequence[TensorFinding] | None, *, changes: bool
+) -> RunSummary:
+    """Return the overview of a Dataset of `open_steps` with `count` tensors in each step.
+
+    `findings` is None if they are unknown. With `changes`, compare the steps.
+    """
+    steps = ds.variables[dim].to_numpy().tolist()
+    rows: dict[tuple[str, str], Any] = {
+        ("metric", name): values for name, values in run_metrics(ds, dim).items()
+    }
+    if changes and len(steps) > 1:
+        compared = changes_of(ds, None)
+        by_step = dict(zip(compared.steps[1:], range(len(compared.steps) - 1), strict=True))
+        places = [by_step.get(step, -1) for step in steps]
+        for key, values in _change_rows(compared).items():
+            rows[key] = np.where(np.array(places) < 0, np.nan, np.append(values, np.nan)[places])
+    notes = [] if changes or len(steps) < 2 else [_READS]
+    if findings is not None:
+        lines = finding_lines(list(folded_findings(findings)))
+        notes += [f"{kind}: {text}" if kind else text for kind, text in lines]
+    index = pd.MultiIndex.from_tuples(list(rows), names=["kind", "name"])
+    columns = pd.Index(steps, name=dim)
+    frame = RunSummary(np.array(list(rows.values())).reshape(-1, len(steps)), index, columns)
+    title = base_name(str(ds.encoding.get("source", "")))
+    span = f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}"
+    heading = f"<Run {title}>  {counted(len(steps), dim)}, {span} · {counted(count, 'tensor')} each"
+    frame.attrs = {"run": printable(heading), "notes": notes}
+    return frame
+
+
+def _change_rows(changes: StepChanges) -> dict[tuple[str, str], Any]:
+    """Return the change of each layer, and of the tensors of other roles, from step to step.
+
+    Changes are relative to the norm of the tensors; changes of counters are not.
+    """
+    weights = [n for n, role in enumerate(changes.roles) if role in PARAMETERS]
+    rows: dict[tuple[str, str], Any] = {}
+    layers: dict[str, list[int]] = {}
+    for row in weights:
+        layers.setdefault(changes.layer_of(row), []).append(row)
+    if weights:
+        rows["relative change of weights", _ALL] = changes.relative_change(weights)
+    names = list(layers)
+    for position in ascending(names):
+        name = names[position]
+        rows["relative change of weights", name] = changes.relative_change(layers[name])
+    others: dict[Role, list[int]] = {}
+    for row, role in enumerate(changes.roles):
+        if role not in PARAMETERS:
+            others.setdefault(role, []).append(row)
+    for role in sorted(others, key=list(Role).index):
+        name = _ROLES.get(role, f"{role.value}s")
+        if role in COUNTING:
+            rows["change of counters", name] = joint_norm(changes.norm[others[role]])
+        else:
+            rows["relative change of others", name] = changes.relative_change(others[role])
+    # Kinds in the order of their first rows, without interleaving.
+    order = list(dict.fromkeys(kind for kind, _ in rows))
+    return dict(sorted(rows.items(), key=lambda item: order.index(item[0][0])))
+
+
+def _short(value: float) -> str:
+    """Write a number with three digits, a whole one in full; a dash for NaN."""
+    return figure(value) if np.isnan(value) or value == round(value) else f"{value:.3g}"
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` items at even distances, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
