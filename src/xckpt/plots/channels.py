@@ -148,10 +148,9 @@ def _by_series(rows: Mapping[str, Array]) -> tuple[dict[str, Array], list[_Block
 
 def _resample(row: Array, width: int, worst: Any) -> Array:
     """Return `width` values: the worst of neighbours in a longer row, or repeated values."""
-    if row.size >= width:
-        reduced: Array = worst.reduceat(row, np.arange(width) * row.size // width)
-        return reduced
-    return row[np.arange(width) * row.size // width]
+    places = np.arange(width) * row.size // width
+    resampled: Array = worst.reduceat(row, places) if row.size >= width else row[places]
+    return resampled
 
 
 def _channels_of(

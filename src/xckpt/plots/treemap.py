@@ -256,27 +256,27 @@ def squarify(sizes: Sequence[float], box: Tile, scale: tuple[float, float] = (1,
     tiles: list[Tile] = []
     remaining = list(sizes)
     while remaining:
-        is_wide = box.width * scale[0] >= box.height * scale[1]
-        side = (box.height * scale[1]) if is_wide else (box.width * scale[0])
-        area = box.width * scale[0] * box.height * scale[1] / sum(remaining)
-        count = _row_length(remaining, side, area)
-        total = sum(remaining[:count])
-        fraction = total / sum(remaining)
+        width, height = box.width * scale[0], box.height * scale[1]
+        area = width * height / sum(remaining)
+        count = _row_length(remaining, min(width, height), area)
+        row, total = remaining[:count], sum(remaining[:count])
+        fraction, offset = total / sum(remaining), 0.0
         # A row of tiles fills the left of a wide box, or the top of a high one.
-        offset, depth = 0.0, fraction * (box.width if is_wide else box.height)
-        for size in remaining[:count]:
-            part = size / total
-            if is_wide:
-                tiles.append(Tile(box.x, box.y + offset * box.height, depth, box.height * part))
-            else:
-                bottom = box.y + box.height - depth
-                tiles.append(Tile(box.x + offset * box.width, bottom, box.width * part, depth))
-            offset += part
-        remaining = remaining[count:]
-        if is_wide:
+        if width >= height:
+            depth = fraction * box.width
+            for size in row:
+                length = box.height * size / total
+                tiles.append(Tile(box.x, box.y + offset, depth, length))
+                offset += length
             box = Tile(box.x + depth, box.y, box.width - depth, box.height)
         else:
+            depth = fraction * box.height
+            for size in row:
+                length = box.width * size / total
+                tiles.append(Tile(box.x + offset, box.y + box.height - depth, length, depth))
+                offset += length
             box = Tile(box.x, box.y, box.width, box.height - depth)
+        remaining = remaining[count:]
     return tiles
 
 

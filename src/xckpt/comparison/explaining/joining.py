@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
@@ -120,24 +120,6 @@ def _is_padded(joint: Joint, member: JointPart) -> bool:
     return not joint.is_stack and tuple(view.shape) != _place(joint, member)
 
 
-@dataclass
-class _Whole:
-    """A summary of the parts of a joined tensor."""
-
-    causes: list[str]
-    facts: list[str] = field(default_factory=list)
-    different: list[str] = field(default_factory=list)
-    parts: list[Explanation] = field(default_factory=list)
-
-    def add(self, explanation: Explanation) -> None:
-        """Add an explained part."""
-        causes = [cause for cause in explanation.causes if cause != "equal"]
-        self.causes += [cause for cause in causes if cause not in self.causes]
-        if causes and explanation.text not in self.facts:
-            self.facts.append(explanation.text)
-        self.parts.append(explanation)
-
-
 def _explanations(
     work: Work, joint: Joint, links: Sequence[Link], side: int, *, is_broken: bool
 ) -> Explanations:
@@ -147,44 +129,42 @@ def _explanations(
     head = f"part of {quoted([whole.name])} of {_SIDES[side]}, {layout}"
     order = f"; {_NOT_IN_ORDER}" if is_broken else ""
     fault = ("misplaced",) if is_broken else ()
-    summary, explanations = _Whole([cause, *fault]), {}
+    explanations: Explanations = {}
+    parts: list[Explanation] = []
+    different: list[str] = []
     for member, link in zip(joint.members, links, strict=True):
-        part = member.part
+        name, number = member.part.name, member.part.number
         if link.relation is None:
-            summary.different.append(part.name)
+            different.append(name)
             causes, text = (cause, "changed"), f"{head}; {unlike(link)}"
-            explanations[part.number] = Explanation(
-                causes, text, holds=False, other_names=(whole.name,)
-            )
+            explanations[number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
             continue
         explanation = related(work, link, link.relation, (*joint.steps, *member.steps))
         if _is_padded(joint, member):
             is_equal = explanation.causes == ("equal",)
             text = "equal after adding zeros" if is_equal else explanation.text
             explanation = replace(explanation, causes=("padded", *explanation.causes), text=text)
-        summary.add(explanation)
-        other_causes = tuple([name for name in explanation.causes if name != "equal"])
-        explanations[part.number] = replace(
+        parts.append(explanation)
+        explanations[number] = replace(
             explanation,
-            causes=(cause, *fault, *other_causes),
-            text=head + (f"; {explanation.text}" if other_causes else "") + order,
+            causes=(cause, *fault, *explanation.changes),
+            text=head + (f"; {explanation.text}" if explanation.changes else "") + order,
             holds=not is_broken,
             other_names=(whole.name,),
         )
     names = tuple([member.part.name for member in joint.members])
-    facts = [f"{quoted(names)} of {_SIDES[1 - side]}, {layout}", *summary.facts[:2]]
-    text = "; ".join(facts) + order
-    if summary.different:
-        summary.causes.append("changed")
-        text += f"; different from {quoted(summary.different)}"
-    heads = {of_part.heads for of_part in summary.parts} - {None}
-    is_known = all(
-        of_part.is_known for of_part in summary.parts if {"offset", "scaled"} & set(of_part.causes)
-    )
+    causes_of_parts = dict.fromkeys(change for part in parts for change in part.changes)
+    texts = dict.fromkeys(part.text for part in parts if part.changes)
+    text = f"{quoted(names)} of {_SIDES[1 - side]}, {layout}"
+    text = "; ".join([text, *list(texts)[:2]]) + order
+    if different:
+        text += f"; different from {quoted(different)}"
+    heads = {part.heads for part in parts} - {None}
+    is_known = all(part.is_known for part in parts if {"offset", "scaled"} & set(part.causes))
     explanations[whole.number] = Explanation(
-        tuple(summary.causes),
+        (cause, *fault, *causes_of_parts, *(("changed",) if different else ())),
         text,
-        holds=not summary.different and not is_broken,
+        holds=not different and not is_broken,
         is_known=is_known,
         heads=heads.pop() if len(heads) == 1 else None,
         other_names=names,

@@ -107,6 +107,11 @@ class Explanation:
         return self.outcome == "explained"
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """The causes besides equality."""
+        return tuple([cause for cause in self.causes if cause != "equal"])
+
+    @property
     def cause(self) -> str:
         """The causes joined by "+", in the order of `CAUSES`."""
         return "+".join(sorted(set(self.causes), key=CAUSES.index))
@@ -118,11 +123,9 @@ class Explanation:
 
     def renamed(self, partner: str, text: str) -> Explanation:
         """Return the explanation of a tensor that has another name on the other side."""
-        causes = tuple([cause for cause in self.causes if cause != "equal"])
-        sentence_text = text if not causes else f"{text}; {self.text}"
-        return replace(
-            self, causes=("renamed", *causes), text=sentence_text, other_names=(partner,)
-        )
+        causes = ("renamed", *self.changes)
+        text = f"{text}; {self.text}" if self.changes else text
+        return replace(self, causes=causes, text=text, other_names=(partner,))
 
 
 def quoted(names: Sequence[str]) -> str:

@@ -47,9 +47,8 @@ def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
         return explanation
     heads = next((s.heads for s in reversed(steps) if isinstance(s, RopePermuted)), None)
     done = " and ".join(step.words for step in steps)
-    causes_of_numbers = tuple([cause for cause in explanation.causes if cause != "equal"])
-    text = f"{explanation.text}, after {done}" if causes_of_numbers else f"equal after {done}"
-    causes = (*dict.fromkeys(step.cause for step in steps), *causes_of_numbers)
+    text = f"{explanation.text}, after {done}" if explanation.changes else f"equal after {done}"
+    causes = (*dict.fromkeys(step.cause for step in steps), *explanation.changes)
     return replace(explanation, causes=causes, text=text, heads=heads)
 
 
