@@ -173,7 +173,7 @@ class _Tree(kit.Cursor):
 
     def _head(self) -> tuple[str, Any]:
         """Read a number, or the kind and the length of anything else, for which there is room."""
-        code = self.take(1, "an object")[0]
+        code = self.byte("an object")
         if code < 0x80 or code >= 0xE0:
             return _VALUE, code if code < 0x80 else code - 0x100
         if code < 0xC0:
@@ -241,7 +241,7 @@ class _Tree(kit.Cursor):
                 self.notes.add("its data are in other files, which are not read", _place(path))
 
     def _extension(self, path: tuple[str, ...], nbytes: int) -> None:
-        [code] = self.take(1, "the code of an extension")
+        code = self.byte("the code of an extension")
         start = self.at
         with self.inside(nbytes, "the extension"):
             if code in _TENSORS:

@@ -92,6 +92,14 @@ class Cursor:
         self.at += nbytes
         return self._buffer[start:stop]
 
+    def byte(self, label: str) -> int:
+        """Read one byte."""
+        place = self.at - self._base
+        if not 0 <= place < len(self._buffer) or self.at >= self._end:
+            return self.take(1, label)[0]
+        self.at += 1
+        return self._buffer[place]
+
     def _fill(self, nbytes: int) -> tuple[int, int]:
         """Move the window to `at`; return the start and stop of the next bytes in it."""
         jump = self.at - self._base - len(self._buffer)
@@ -147,7 +155,7 @@ class Cursor:
 
     def require(self, nbytes: int, label: str) -> None:
         """Raise `FormatError` if fewer bytes are left."""
-        if nbytes > self.left:
+        if nbytes > self._end - self.at:
             raise FormatError(
                 f"{label}: {nbytes} bytes, but {self.left} are left of {self._area}",
                 offset=self.at,

@@ -25,12 +25,12 @@ from __future__ import annotations
 import re
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import (
     CheckpointError,
     FormatError,
-    IntegrityError,
     MissingShardError,
     UnsupportedError,
     shown,
@@ -41,6 +41,9 @@ from xckpt.formats.keras.datasets import read_tensor
 from xckpt.formats.keras.layers import Layers
 from xckpt.formatting import natural_key
 from xckpt.index import Index, Shard, Tensor, is_file_name, is_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
 _SHARDS = re.compile(
@@ -86,7 +89,8 @@ class Keras(Format):
             image = _image(source)
         contents = _read(image, notes)
         attrs = _attributes(contents, notes) | attrs
-        tensors = Layers(contents.groups, attrs.get("config")).named(_tensors(contents, image))
+        tensors = _sorted(_tensors(contents, image))
+        tensors = Layers(contents.groups, attrs.get("config")).named(tensors)
         version = str(attrs.get("keras_version", ""))
         size, texts = source.size, notes.warnings()
         return Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
@@ -116,9 +120,8 @@ class Keras(Format):
         for group in weight_map:
             if group.strip("/") not in known:
                 notes.add("no file has variables of this group", shown(group))
-        tensors = dict(sorted(tensors.items(), key=lambda item: _natural(item[1].path or ())))
         attrs = _attributes(groups, notes)
-        tensors = Layers(groups.groups, attrs.get("config")).named(tensors)
+        tensors = Layers(groups.groups, attrs.get("config")).named(_sorted(tensors))
         size = source.size + sum(shard.size for shard in shards.values())
         texts = notes.warnings()
         return Index(self.name, "", tensors, attrs, source.name, size, shards, texts)
@@ -170,11 +173,6 @@ def _in_shard(tensor: Tensor, shard: str) -> Tensor:
     return replace(tensor, parts=parts)
 
 
-def _natural(path: tuple[str, ...]) -> list[Any]:
-    """Return a key that sorts numbers in paths by their values."""
-    return [natural_key(name) for name in path]
-
-
 # --- contents -------------------------------------------------------------------------------------
 
 
@@ -199,7 +197,7 @@ def _attributes(contents: hdf5.Contents, notes: kit.Notes) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
     for key, value in contents.groups.get((), {}).items():
         if key in _CONFIGS and type(value) is str:
-            config = _config(value.encode("utf-8", "replace"), key, notes)
+            config = _config(partial(value.encode, "utf-8", "replace"), key, notes)
             if config is not None:
                 attrs[_CONFIGS[key]] = config
         elif key.rstrip("0123456789") not in _LISTS and is_json(value):
@@ -209,7 +207,7 @@ def _attributes(contents: hdf5.Contents, notes: kit.Notes) -> dict[str, Any]:
 
 def _tensors(contents: hdf5.Contents, image: hdf5.Image) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for path, dataset in sorted(contents.datasets.items(), key=lambda item: _natural(item[0])):
+    for path, dataset in contents.datasets.items():
         if not path:
             raise image.broken("the root is a dataset", dataset.header, "Name")
         tensor = read_tensor(path, dataset, image)
@@ -217,16 +215,23 @@ def _tensors(contents: hdf5.Contents, image: hdf5.Image) -> dict[str, Tensor]:
     return tensors
 
 
-def _config(data: bytes, label: str, notes: kit.Notes) -> Any:
-    """Return a configuration without long texts; None, with a warning, if it is not JSON."""
+def _sorted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the numbers in their paths in order."""
+
+    def key(item: tuple[str, Tensor]) -> list[Any]:
+        return [natural_key(name) for name in item[1].path or ()]
+
+    return dict(sorted(tensors.items(), key=key))
+
+
+def _config(read: Callable[[], bytes], label: str, notes: kit.Notes) -> Any:
+    """Return a configuration without long texts; None, with a warning, if it cannot be read."""
     try:
-        value = kit.decode_json(data, label, deepest=64, repeated=lambda _: None)
+        value = _short(kit.decode_json(read(), label, deepest=64, repeated=lambda _: None))
+        if not is_json(value):
+            raise FormatError("it is nested too deep")
     except CheckpointError as error:
         notes.add(f"it is left out: {error.reason}", label)
-        return None
-    value = _short(value)
-    if not is_json(value):
-        notes.add("it is left out, because it is nested too deep", label)
         return None
     return value
 
@@ -254,7 +259,7 @@ def _member(source: Readable, notes: kit.Notes) -> tuple[hdf5.Image, dict[str, A
     attrs: dict[str, Any] = {}
     for name in (_METADATA, _CONFIG):
         if name in contents:
-            config = _text(*contents[name], notes)
+            config = _config(partial(_text, *contents[name]), name, notes)
             if name == _CONFIG and config is not None:
                 attrs["config"] = config
             elif type(config) is dict:
@@ -276,16 +281,10 @@ def _member(source: Readable, notes: kit.Notes) -> tuple[hdf5.Image, dict[str, A
     return hdf5.Image(inflated, 0, inflated.size, outer), attrs
 
 
-def _text(member: archive.Member, content: archive.Content, notes: kit.Notes) -> Any:
-    """Return a configuration in an archive; None, with a warning, if it cannot be read."""
+def _text(member: archive.Member, content: archive.Content) -> bytes:
     if member.nbytes > _LARGEST_TEXT:
-        notes.add(f"it is left out: it has {member.nbytes} bytes", member.name)
-        return None
-    try:
-        return _config(content.whole(member.name), member.name, notes)
-    except (FormatError, IntegrityError) as error:
-        notes.add(f"it is left out: {error.reason}", member.name)
-        return None
+        raise UnsupportedError(f"it has {member.nbytes} bytes")
+    return content.whole(member.name)
 
 
 class _Memory:

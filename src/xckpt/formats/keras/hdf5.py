@@ -30,7 +30,7 @@ Specification: HDF5 File Format Specification 3.0, sections II to IV.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from struct import Struct, unpack_from
+from struct import Struct, calcsize, unpack_from
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -53,7 +53,6 @@ _MOST_READ = 8
 _MOST_PATHS = 16
 _ENTRY = Struct("<QQI20x")
 _MESSAGE = Struct("<HHB3x")
-_TREE = Struct("<4sBBHQQ")
 
 Path = tuple[str, ...]
 Attrs = dict[str, Any]
@@ -145,6 +144,13 @@ class Image:
             block = bytes(self.source.read(self.start + begin, min(_BLOCK, self.size - begin)))
             self._blocks[number] = block
         return block[first : first + nbytes]
+
+    def fields(self, kind: str, at: int, label: str, magic: bytes) -> tuple[Any, ...]:
+        """Read the fields of a structure that begins with `magic`."""
+        data = self.take(at, len(magic) + calcsize(kind), label)
+        if not data.startswith(magic):
+            raise self.broken(f"{label} begins {data[: len(magic)]!r}", at, "Signature")
+        return unpack_from(kind, data, len(magic))
 
 
 def find(source: Readable, start: int, size: int) -> int:
@@ -282,19 +288,14 @@ class Walk:
         return name, None if kind else self._fields("<Q", data, place, at)[0]
 
     def _names(self, at: int) -> bytes:
-        image = self._image
-        magic, nbytes, address = unpack_from("<4s4xQ8xQ", image.take(at, 32, "a heap of names"))
-        if magic != b"HEAP":
-            raise image.broken(f"a heap of names begins {magic!r}", at, "Signature")
-        return image.take(address, nbytes, "names")
+        nbytes, address = self._image.fields("<4xQ8xQ", at, "a heap of names", b"HEAP")
+        return self._image.take(address, nbytes, "names")
 
     def _symbols(self, tree: int) -> Iterator[tuple[int, int, int]]:
         """Yield the fields of all entries of an old group."""
         image = self._image
         for _, at in self._leaves(tree, 0, 8):
-            magic, version, count = unpack_from("<4sBxH", image.take(at, 8, "a group's entries"))
-            if magic != b"SNOD" or version != 1:
-                raise image.broken(f"entries of a group begin {magic!r}", at, "Signature")
+            (count,) = image.fields("<xH", at, "a leaf of a group", b"SNOD\1")
             yield from _ENTRY.iter_unpack(image.take(at + 8, count * _ENTRY.size, "entries"))
 
     def _leaves(self, root: int, kind: int, key: int) -> Iterator[tuple[bytes, int]]:
@@ -302,15 +303,12 @@ class Walk:
         image, stack = self._image, [(root, -1)]
         while stack:
             at, expected = stack.pop()
-            magic, own, level, count, _, _ = _TREE.unpack(image.take(at, _TREE.size, "a tree"))
-            if magic != b"TREE" or own != kind:
-                raise image.broken(f"a tree begins {magic!r}, of type {own}", at, "Signature")
+            level, count = image.fields("<BH16x", at, "a tree", b"TREE" + bytes([kind]))
             if expected not in {-1, level} or at in self._visited:
-                raise image.broken(
-                    "a tree refers to a node again, or of another level", at, "Cycle"
-                )
+                reason = "a tree refers to a node again, or of another level"
+                raise image.broken(reason, at, "Cycle")
             self._visited.add(at)
-            data = image.take(at + _TREE.size, count * (key + 8), "a tree")
+            data = image.take(at + 24, count * (key + 8), "a tree")
             for place in range(0, len(data), key + 8):
                 (child,) = unpack_from("<Q", data, place + key)
                 if level:
@@ -379,9 +377,7 @@ class Walk:
         """Return an object of a global heap."""
         if at not in self._heaps:
             image = self._image
-            magic, nbytes = unpack_from("<4s4xQ", image.take(at, 16, "a heap"))
-            if magic != b"GCOL":
-                raise image.broken(f"a heap begins {magic!r}", at, "Signature")
+            (nbytes,) = image.fields("<4xQ", at, "a heap", b"GCOL")
             data, place = image.take(at, nbytes, "a heap"), 16
             objects = self._heaps[at] = {}
             while place + 16 <= nbytes:
@@ -408,10 +404,8 @@ class Walk:
                     raise UnsupportedError(reason, rule="Dataset")
             dataset.element = element(contents[3][0])[0]
             dataset.shape = self._extents(*contents[1])
-            for kind in (4, 5):
-                dataset.fill = (
-                    self._fill(kind, *contents[kind]) if kind in contents else dataset.fill
-                )
+            for kind in sorted(contents.keys() & {4, 5}):
+                dataset.fill = self._fill(kind, *contents[kind])
             if 7 in contents:
                 raise UnsupportedError("its data are in another file", rule="External")
             if 11 in contents:

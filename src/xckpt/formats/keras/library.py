@@ -106,13 +106,8 @@ def _attributes(obj: Any) -> dict[str, Any]:
     for name in obj.attrs:
         try:
             value = obj.attrs[name]
-        except (
-            OSError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            KeyError,
-        ):  # of a type without numpy's
+        # numpy has no such type.
+        except (OSError, TypeError, ValueError, RuntimeError, KeyError):
             continue
         value = value.tolist() if hasattr(value, "tolist") else value
         value = value.decode(errors="replace") if type(value) is bytes else value

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VARINT, FIXED_64, BYTES, GROUP, END, FIXED_32 = range(6)
-
+# Bytes after the tag, or after the size of bytes.
+_NBYTES = {VARINT: 0, FIXED_64: 8, BYTES: 0, FIXED_32: 4}
 _MOST_GROUPS = 100
 _LONGEST_TEXT = 1 << 16
 
@@ -25,7 +26,7 @@ class Wire(kit.Cursor):
         """Read a number of at most 64 bits."""
         value, start = 0, self.at
         for shift in range(0, 70, 7):
-            [byte] = self.take(1, "a number")
+            byte = self.byte("a number")
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value & 0xFFFFFFFFFFFFFFFF
@@ -35,48 +36,29 @@ class Wire(kit.Cursor):
         """Yield number, wire type and value of the fields of the area that was entered.
 
         The value of bytes is their size; the reader is at their start, and goes on after them.
+        The value of a fixed number is its offset. Groups are skipped.
         """
-        while self.left:
+        groups: list[int] = []
+        while self.left or groups:
             offset = self.at
             tag = self.varint()
             number, wire = tag >> 3, tag & 7
-            if wire == GROUP:
-                self._skip_group(number)
+            if wire == GROUP or (wire == END and groups):
+                if wire == GROUP and len(groups) < _MOST_GROUPS:
+                    groups.append(number)
+                elif wire == GROUP or groups.pop() != number:
+                    raise FormatError("groups are nested wrongly", offset=offset, rule="Group")
                 continue
-            start, value = self._value(number, wire, offset)
-            yield number, wire, value
-            self.at = start + (value if wire == BYTES else 0)
-
-    def _value(self, number: int, wire: int, offset: int) -> tuple[int, int]:
-        """Return where a value ends, or bytes start, and the value or the size of the bytes."""
-        if not number or wire not in {VARINT, FIXED_64, BYTES, FIXED_32}:
-            reason = f"no field has number {number} and wire type {wire}"
-            raise FormatError(reason, offset=offset, rule="Wire")
-        if wire in {FIXED_64, FIXED_32}:
-            value = self.at
-            self.skip(8 if wire == FIXED_64 else 4, "a number")
-            return self.at, value
-        value = self.varint()
-        if wire == BYTES:
-            self.require(value, "a field")
-        return self.at, value
-
-    def _skip_group(self, number: int) -> None:
-        """Skip a group, and groups in it."""
-        groups = [number]
-        while groups:
-            offset = self.at
-            tag = self.varint()
-            number, wire = tag >> 3, tag & 7
-            if wire == GROUP and len(groups) < _MOST_GROUPS:
-                groups.append(number)
-            elif wire == END and number == groups[-1]:
-                groups.pop()
-            elif wire in {GROUP, END}:
-                raise FormatError("groups are nested wrongly", offset=offset, rule="Group")
-            else:
-                start, value = self._value(number, wire, offset)
-                self.at = start + (value if wire == BYTES else 0)
+            if not number or wire not in _NBYTES:
+                reason = f"no field has number {number} and wire type {wire}"
+                raise FormatError(reason, offset=offset, rule="Wire")
+            value = self.varint() if wire in {VARINT, BYTES} else self.at
+            nbytes = value if wire == BYTES else _NBYTES[wire]
+            self.require(nbytes, "a field")
+            end = self.at + nbytes
+            if not groups:
+                yield number, wire, value
+            self.at = end
 
     def string(self, nbytes: int, label: str) -> str:
         """Read a text of bounded size, with escapes for bytes that are not UTF-8."""

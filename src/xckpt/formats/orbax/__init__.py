@@ -37,16 +37,13 @@ from xckpt.formats.orbax import ocdbt, zarr
 from xckpt.index import Index, Shard, Tensor, is_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from xckpt.formats.orbax.ocdbt import Value
 
-_MANIFEST, _TREE, _OLD_TREE, _STEP = (
-    "manifest.ocdbt",
-    "_METADATA",
-    "checkpoint",
-    "_CHECKPOINT_METADATA",
-)
+_MANIFEST, _TREE, _OLD_TREE = "manifest.ocdbt", "_METADATA", "checkpoint"
+_STEP = "_CHECKPOINT_METADATA"
+_DOCUMENTS = {name.encode() for name in zarr.DOCUMENTS}
 _LARGEST_JSON, _MOST_FILES = 256 << 20, 100_000
 _EMPTY = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 _PLACEHOLDER = "PLACEHOLDER://"
@@ -65,9 +62,7 @@ class Orbax(Format):
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Return whether a file is a manifest of OCDBT, or one that marks a checkpoint."""
-        if head.startswith(ocdbt.MAGIC):
-            return True
-        if head.startswith((b'{"tree_metadata"', b'{"item_handlers"')):
+        if head.startswith((ocdbt.MAGIC, b'{"tree_metadata"', b'{"item_handlers"')):
             return True
         return (
             kit.file_name(name) == _OLD_TREE and head[:1] in _MAPS and _PLACEHOLDER.encode() in head
@@ -98,9 +93,8 @@ class _Folder:
 
     def step(self, format: str) -> Index:
         """Read the only item of a step."""
-        data = bytes(self._source.read(0, min(self._source.size, _LARGEST_JSON)))
-        fields = kit.decode_json(data, _STEP, deepest=64, offset=0, repeated=lambda _: None)
-        handlers = fields.get("item_handlers") if type(fields) is dict else None
+        fields = _json_object(self._source, _STEP)
+        handlers = fields.get("item_handlers")
         names = [*handlers] if type(handlers) is dict else []
         items = [name for name in names if self._item(name) is not None]
         if len(items) != 1:
@@ -128,9 +122,8 @@ class _Folder:
                 raise UnsupportedError(reason, offset=0, rule="Limit", hint="Save it with OCDBT")
             try:
                 self._files[name] = self._source.sibling(name)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                self._files[name] = None
-            except UnsupportedError:  # bytes have no folder
+            # The last one is that of bytes, which have no folder.
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnsupportedError):
                 self._files[name] = None
             except OSError as error:
                 if error.errno != ENAMETOOLONG:
@@ -146,18 +139,14 @@ class _Folder:
             raise ocdbt.missing(name, self._source)
         return file
 
-    def _json(self, name: str) -> Any:
+    def _json(self, name: str) -> dict[str, Any]:
         """Return a JSON object next to the database; an empty one if it is missing or malformed."""
         file = self._optional(self._prefix + name)
-        if file is None or file.size > _LARGEST_JSON:
-            return {}
         try:
-            data = bytes(file.read(0, file.size))
-            value = kit.decode_json(data, name, deepest=64, repeated=lambda _: None)
-        except FormatError as error:
+            return {} if file is None else _json_object(file, name)
+        except (FormatError, UnsupportedError) as error:
             self._notes.add(f"it is left out: {error.reason}", name)
             return {}
-        return value if type(value) is dict else {}
 
     # --- contents ---------------------------------------------------------------------------------
 
@@ -166,17 +155,13 @@ class _Folder:
         source = source or self._source
         is_database = head.startswith(ocdbt.MAGIC)
         manifest = source if is_database else self._optional(self._prefix + _MANIFEST)
-        values: dict[bytes, Value] = {}
-        if manifest is not None:
-            values = ocdbt.read(manifest, self._prefix, self._open)
+        database = ocdbt.read(manifest, self._prefix, self._open) if manifest is not None else None
         metadata = self._metadata(source if b'"tree_metadata"' in head else None)
         paths, attrs, raw = self._tree(metadata, source, head)
-        documents = _documents(values)
-        if manifest is None:
-            documents, values = self._folders(paths)
+        values = self._folders(paths) if database is None else database
         is_complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
         store = zarr.Store(values, self._open, is_complete=is_complete)
-        tensors = self._tensors(paths, documents, store) | raw
+        tensors = self._tensors(paths, _documents(values), store) | raw
         tensors = self._described(tensors)
         used = {part.shard for tensor in tensors.values() for part in tensor.parts.values()}
         shards = {
@@ -192,26 +177,19 @@ class _Folder:
         file = source or self._optional(self._prefix + _TREE)
         if file is None:
             return {}
-        if file.size > _LARGEST_JSON:
-            raise UnsupportedError(f"{_TREE} has {file.size} bytes", offset=0, rule="Limit")
-        data = bytes(file.read(0, file.size))
-        value = kit.decode_json(data, _TREE, deepest=64, offset=0, repeated=lambda _: None)
-        tree = value.get("tree_metadata") if type(value) is dict else None
-        if type(tree) is not dict:
+        metadata = _json_object(file, _TREE)
+        if type(metadata.get("tree_metadata")) is not dict:
             raise FormatError(f"{_TREE} has no map 'tree_metadata'", offset=0, rule="Metadata")
-        return dict(value)
+        return metadata
 
     def _tree(
         self, metadata: Mapping[str, Any], source: Readable, head: bytes
     ) -> tuple[dict[str, Path], dict[str, Any], dict[str, Tensor]]:
         """Return the paths of arrays by name, attributes, and tensors that are in another file."""
-        attrs: dict[str, Any] = {}
-        custom = metadata.get("custom_metadata")
-        if custom and is_json(custom):
-            attrs["custom_metadata"] = custom
         if not metadata:
-            old_paths, values, raw = self._old_tree(source if head[:1] in _MAPS else None)
-            return old_paths, attrs | values, raw
+            return self._old_tree(source if head[:1] in _MAPS else None)
+        custom = metadata.get("custom_metadata")
+        attrs: dict[str, Any] = {"custom_metadata": custom} if custom and is_json(custom) else {}
         texts = self._json("_strings.json")
         paths: dict[str, Path] = {}
         for entry in metadata["tree_metadata"].values():
@@ -256,25 +234,22 @@ class _Folder:
             tensors[".".join(path)] = replace(tensor, name=".".join(path), parts=parts)
         return paths, attrs, tensors
 
-    def _folders(self, paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[bytes, Value]]:
-        """Return the documents and chunks of arrays that are folders."""
-        documents: dict[str, Any] = {}
+    def _folders(self, names: Iterable[str]) -> dict[bytes, Value]:
+        """Return the files of arrays that are folders, like the values of a database."""
         values: dict[bytes, Value] = {}
-        for name in paths:
+        for name in names:
             for document in zarr.DOCUMENTS:
-                path = f"{self._prefix}{name}/{document}"
-                file = self._optional(path)
-                if file is None:
-                    continue
-                documents[name] = (document, ocdbt.Value(file.size, None, path, 0))
-                for key in self._chunk_keys(file, document):
-                    path = f"{self._prefix}{name}/{key}"
-                    chunk = self._optional(path)
-                    if chunk is not None:
-                        full = f"{name}/{key}".encode()
-                        values[full] = ocdbt.Value(chunk.size, None, path, 0)
-                break
-        return documents, dict(sorted(values.items()))
+                file = self._optional(f"{self._prefix}{name}/{document}")
+                if file is not None:
+                    break
+            else:
+                continue
+            for key in (document, *self._chunk_keys(file, document)):
+                path = f"{self._prefix}{name}/{key}"
+                stored = self._optional(path)
+                if stored is not None:
+                    values[f"{name}/{key}".encode()] = ocdbt.Value(stored.size, None, path, 0)
+        return dict(sorted(values.items()))
 
     def _chunk_keys(self, file: Readable, document: str) -> list[str]:
         if file.size > 1 << 20:
@@ -336,19 +311,25 @@ class _Folder:
         return tensors
 
 
+def _json_object(file: Readable, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one for any other value."""
+    if file.size > _LARGEST_JSON:
+        raise UnsupportedError(f"{name} has {file.size} bytes", offset=0, rule="Limit")
+    data = bytes(file.read(0, file.size))
+    value = kit.decode_json(data, name, deepest=64, offset=0, repeated=lambda _: None)
+    return value if type(value) is dict else {}
+
+
 def _documents(values: Mapping[bytes, Value]) -> dict[str, tuple[str, Value]]:
     """Return the documents of arrays in a database, by the name of the array."""
     documents: dict[str, tuple[str, Value]] = {}
     for key, value in values.items():
-        for document in zarr.DOCUMENTS:
-            if key.endswith(document.encode()) and key[-len(document) - 1 : -len(document)] in {
-                b"",
-                b"/",
-            }:
-                try:
-                    name = key[: max(0, len(key) - len(document) - 1)].decode()
-                except UnicodeDecodeError as error:
-                    reason = f"the name of an array is not UTF-8: {error}"
-                    raise FormatError(reason, offset=0, rule="Utf8") from error
-                documents.setdefault(name, (document, value))
+        folder, _, document = key.rpartition(b"/")
+        if document in _DOCUMENTS:
+            try:
+                name = folder.decode()
+            except UnicodeDecodeError as error:
+                reason = f"the name of an array is not UTF-8: {error}"
+                raise FormatError(reason, offset=0, rule="Utf8") from error
+            documents.setdefault(name, (document.decode(), value))
     return documents

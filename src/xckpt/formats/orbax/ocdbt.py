@@ -69,9 +69,8 @@ class _Node(NamedTuple):
     lead: bytes
 
 
-class _Files(NamedTuple):
-    paths: list[str]
-    bases: list[str]
+# The paths and the bases of the files that a manifest or a node refers to.
+_Files = list[tuple[str, str]]
 
 
 def read(source: Readable, prefix: str, open_file: Callable[[str], Readable]) -> dict[bytes, Value]:
@@ -126,7 +125,7 @@ def _unframed(data: bytes, magic: bytes, label: str, largest: int) -> Any:
     version, compression = fields.varint(), fields.varint()
     if version:
         raise _broken(f"version {version} of {label} is unknown", "Version")
-    body = fields.rest()
+    body = fields.take(fields.left)
     if compression > 1:
         raise _broken(f"compression {compression} of {label} is unknown", "Compression")
     return _decompressed(body, label, min(largest, _DENSEST * len(body))) if compression else body
@@ -161,9 +160,6 @@ class _Fields:
         self.at += nbytes
         return self.data[self.at - nbytes : self.at]
 
-    def rest(self) -> bytes:
-        return self.take(self.left)
-
     def varint(self, most: int = (1 << 64) - 1) -> int:
         value = shift = 0
         while True:
@@ -194,22 +190,21 @@ class _Fields:
             return list(data)
         return [self.varint(most) for _ in range(count)]
 
-    def files(self) -> _Files:
+    def files(self, folder: str) -> _Files:
         count = self.count()
         prefixes = [0, *self.column(max(0, count - 1), _LONGEST_PATH)]
         suffixes, bases = self.column(count, _LONGEST_PATH), self.column(count, _LONGEST_PATH)
-        files, before = _Files([], []), b""
+        files, before = [], b""
         for prefix, suffix, base in zip(prefixes, suffixes, bases, strict=False):
             path = before[:prefix] + self.take(suffix)
             if prefix > len(before) or base > len(path) or len(path) > _LONGEST_PATH:
                 raise _broken(f"the names of files in {self.label} do not fit", "FileName")
             try:
-                files.paths.append(path.decode())
-                files.bases.append(path[:base].decode())
+                files.append((folder + path.decode(), folder + path[:base].decode()))
             except UnicodeDecodeError as error:
                 raise _broken(f"the name of a file is not UTF-8: {error}", "FileName") from error
             before = path
-        if sum(map(len, files.paths)) > 16 * len(self.data):
+        if sum([len(path) - len(folder) for path, _ in files]) > 16 * len(self.data):
             raise _broken(f"the names of files in {self.label} are too long", "Limit")
         return files
 
@@ -226,40 +221,31 @@ def _root(body: bytes, prefix: str) -> _Node | None:
     fields.take(1)
     if fields.varint():
         fields.take(4)
-    files = fields.files()
+    files = fields.files(prefix)
     count = fields.count(16)
     if not count:
         raise _broken("the manifest has no version", "Versions")
     fields.column(count)
     heights = fields.take(count)
-    place = _Range(*(fields.column(count)[-1] for _ in range(3)))
+    number, offset, nbytes = (fields.column(count)[-1] for _ in range(3))
     for _ in range(3):
         fields.column(count)
     fields.take(8 * count)
     if fields.left and not fields.varint() and fields.left:
         raise _broken(f"{fields.left} bytes follow the manifest", "Versions")
-    if place[1:] == (_EMPTY, _EMPTY):
+    if offset == nbytes == _EMPTY:
         return None
-    path, base = _place(files, prefix, place, "the manifest")
-    return _Node(path, base, place.offset, place.nbytes, heights[-1], b"")
+    path, base = _file(files, number, offset, nbytes, "the manifest")
+    return _Node(path, base, offset, nbytes, heights[-1], b"")
 
 
-class _Range(NamedTuple):
-    """A range of a file, by its number in a table."""
-
-    number: int
-    offset: int
-    nbytes: int
-
-
-def _place(files: _Files, base: str, place: _Range, label: str) -> tuple[str, str]:
+def _file(files: _Files, number: int, offset: int, nbytes: int, label: str) -> tuple[str, str]:
     """Return the path and the base of the file of a range."""
-    number, offset, nbytes = place
-    if number >= len(files.paths):
-        raise _broken(f"file {number} in {label}, which has {len(files.paths)}", "FileId")
+    if number >= len(files):
+        raise _broken(f"file {number} in {label}, which has {len(files)}", "FileId")
     if offset + nbytes >= _LARGEST:
         raise _broken(f"{nbytes} bytes at byte {offset} in {label}", "Range")
-    return base + files.paths[number], base + files.bases[number]
+    return files[number]
 
 
 def _children(fields: _Fields, node: _Node, values: dict[bytes, Value]) -> Iterator[_Node]:
@@ -268,7 +254,7 @@ def _children(fields: _Fields, node: _Node, values: dict[bytes, Value]) -> Itera
     height = fields.take(1)[0]
     if height != node.height:
         raise _broken(f"{label} has the height {height}, not {node.height}", "Height")
-    files = fields.files()
+    files = fields.files(node.base)
     count = fields.count(2)
     if not count:
         raise _broken(f"{label} has no entries", "Keys")
@@ -277,13 +263,12 @@ def _children(fields: _Fields, node: _Node, values: dict[bytes, Value]) -> Itera
     common = fields.column(count, _LONGEST_PATH) if height else []
     keys = _keys(fields, prefixes, suffixes, len(node.lead))
     if not height:
-        _add_values(fields, node, files, keys, values)
+        _add_values(fields, node.lead, files, keys, values)
         return
-    places = map(_Range, *(fields.column(count) for _ in range(3)))
-    for key, length, place in zip(keys, common, places, strict=True):
-        path, base = _place(files, node.base, place, label)
-        lead = node.lead + key[:length]
-        yield _Node(path, base, place.offset, place.nbytes, height - 1, lead)
+    columns = [fields.column(count) for _ in range(3)]
+    for key, length, number, offset, nbytes in zip(keys, common, *columns, strict=True):
+        path, base = _file(files, number, offset, nbytes, label)
+        yield _Node(path, base, offset, nbytes, height - 1, node.lead + key[:length])
 
 
 def _keys(fields: _Fields, prefixes: list[int], suffixes: list[int], lead: int) -> list[bytes]:
@@ -300,7 +285,7 @@ def _keys(fields: _Fields, prefixes: list[int], suffixes: list[int], lead: int) 
 
 
 def _add_values(
-    fields: _Fields, node: _Node, files: _Files, keys: list[bytes], values: dict[bytes, Value]
+    fields: _Fields, lead: bytes, files: _Files, keys: list[bytes], values: dict[bytes, Value]
 ) -> None:
     label, count = fields.label, len(keys)
     if len(values) + count > _MOST_KEYS:
@@ -312,12 +297,12 @@ def _add_values(
     stored = sum(kinds)
     places = zip(fields.column(stored), fields.column(stored), strict=True)
     for key, kind, nbytes in zip(keys, kinds, lengths, strict=True):
-        name = node.lead + key
+        name = lead + key
         if name in values:
             raise _broken(f"the key {shown(repr(name))} is there twice", "Keys")
         if kind:
             number, offset = next(places)
-            path, _ = _place(files, node.base, _Range(number, offset, nbytes), label)
+            path, _ = _file(files, number, offset, nbytes, label)
             values[name] = Value(nbytes, None, path, offset)
         else:
             values[name] = Value(nbytes, fields.take(nbytes))

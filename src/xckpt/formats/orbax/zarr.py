@@ -246,22 +246,17 @@ class Store:
                 for cell in product(*grid)
             }
             return {cell: value for cell, value in cells.items() if value is not None}
-        first = bisect_left(self._keys, start.encode())
-        pattern = re.compile(re.escape(start + array.prefix) + _cells(array), re.ASCII)
         chunks = {}
-        for key in self._keys[first:]:
+        for key in self._keys[bisect_left(self._keys, start.encode()) :]:
             if not key.startswith(start.encode()):
                 break
             self._scanned -= 1
             if self._scanned < 0:
                 raise FormatError("the names of arrays contain each other", offset=0, rule="Limit")
-            match = pattern.fullmatch(key.decode(errors="replace"))
-            if match is None:
-                continue
-            cell = tuple([int(n) for n in re.findall("[0-9]+", match[1])]) if grid else ()
-            if len(cell) == len(grid) and all(
-                n in axis for n, axis in zip(cell, grid, strict=True)
-            ):
+            numbers = re.findall(rb"[0-9]{1,19}", key[len(start.encode()) :])
+            cell = tuple(map(int, numbers))
+            is_inside = len(cell) == len(grid) and all(map(range.__contains__, grid, cell))
+            if is_inside and key == (start + _key(array, cell)).encode():
                 chunks[cell] = self.values[key]
         return chunks
 
@@ -277,15 +272,6 @@ def _key(array: Array, cell: Shape) -> str:
     if array.prefix:
         return f"{array.prefix}{array.separator if cell else ''}{numbers}"
     return numbers or "0"
-
-
-def _cells(array: Array) -> str:
-    separator = re.escape(array.separator)
-    number = "(?:0|[1-9][0-9]{0,18})"
-    if not array.shape:
-        return "()" if array.prefix else "(0)"
-    lead = separator if array.prefix else ""
-    return f"{lead}({number}(?:{separator}{number}){{{len(array.shape) - 1}}})"
 
 
 def tensor(name: str, array: Array, store: Store) -> Tensor:
