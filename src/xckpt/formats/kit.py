@@ -124,6 +124,17 @@ class Cursor:
         value: int = kind.unpack(self.take(kind.size, label))[0]
         return value
 
+    def varint(self, label: str, *, longest: int = 10, rule: str = "Varint") -> int:
+        """Read a number in groups of 7 bits, the lowest first, in at most `longest` bytes."""
+        value, start = 0, self.at
+        for shift in range(0, 7 * longest, 7):
+            byte = self.byte(label)
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        reason = f"{label}: a number has more than {longest} bytes"
+        raise FormatError(reason, offset=start, rule=rule)
+
     def text(self, nbytes: int, label: str, rule: str = "Utf8") -> str:
         """Read `nbytes` bytes as UTF-8."""
         at = self.at
@@ -162,6 +173,21 @@ class Cursor:
                 rule="Truncated",
                 hint=TRUNCATED if self._area == "the file" else None,
             )
+
+
+class Memory:
+    """Decoded bytes as a file."""
+
+    def __init__(self, name: str, data: bytes) -> None:
+        self.name, self.size, self._data = name, len(data), memoryview(data)
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range of bytes."""
+        return self._data[offset : offset + nbytes]
+
+    def sibling(self, name: str) -> Readable:
+        """Raise `FileNotFoundError`: decoded bytes refer to no other files."""
+        raise FileNotFoundError(name)
 
 
 # --- JSON -----------------------------------------------------------------------------------------

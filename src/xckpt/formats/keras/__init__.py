@@ -274,7 +274,7 @@ def _member(source: Readable, notes: kit.Notes) -> tuple[hdf5.Image, dict[str, A
         hint = "Store it uncompressed: zip -0"
         raise UnsupportedError(reason, offset=content.at, rule="Method", hint=hint)
     outer = content.rest()
-    inflated = _Memory(source, memoryview(content.whole(_WEIGHTS)))
+    inflated = kit.Memory(source.name, content.whole(_WEIGHTS))
     if hdf5.find(inflated, 0, inflated.size):
         reason = "a user block in a compressed member is unsupported"
         raise UnsupportedError(reason, offset=content.at, rule="Method")
@@ -285,18 +285,3 @@ def _text(member: archive.Member, content: archive.Content) -> bytes:
     if member.nbytes > _LARGEST_TEXT:
         raise UnsupportedError(f"it has {member.nbytes} bytes")
     return content.whole(member.name)
-
-
-class _Memory:
-    """The decoded bytes of a member as a file."""
-
-    def __init__(self, source: Readable, data: memoryview) -> None:
-        self.name, self.size, self._data = source.name, len(data), data
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range of bytes."""
-        return self._data[offset : offset + nbytes]
-
-    def sibling(self, name: str) -> Readable:
-        """Raise `FileNotFoundError`: a member refers to no other files."""
-        raise FileNotFoundError(name)

@@ -104,14 +104,9 @@ class NetCursor(kit.Cursor):
 
     def string(self, label: str) -> str:
         """Read a text after its length in groups of 7 bits, the lowest first."""
-        at, length, shift = self.at, 0, 0
-        while (byte := self.take(1, label)[0]) >= 0x80 and shift < 28:
-            length |= (byte & 0x7F) << shift
-            shift += 7
-        length |= (byte & 0x7F) << shift
-        if byte >= 0x80 or length > _LARGEST_I32:
-            reason = f"{label}: its length has more than 31 bits or 5 bytes"
-            raise FormatError(reason, offset=at, rule="StringLength")
+        at, length = self.at, self.varint(label, longest=5, rule="StringLength")
+        if length > _LARGEST_I32:
+            raise FormatError(f"{label}: {length} bytes", offset=at, rule="StringLength")
         return self.text(length, label)
 
 

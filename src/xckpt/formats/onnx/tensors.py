@@ -130,7 +130,7 @@ class ProtoReader(Wire):
     def _varints(self, most: int) -> Iterator[int]:
         """Yield packed numbers up to the end of the area, at most so many."""
         while self.left and most:
-            yield self.varint()
+            yield self.integer()
             most -= 1
 
     def _tensor(self, proto: _Proto, path: tuple[str, ...], name: str | None) -> Tensor:

@@ -22,15 +22,9 @@ class Wire(kit.Cursor):
 
     __slots__ = ()
 
-    def varint(self) -> int:
-        """Read a number of at most 64 bits."""
-        value, start = 0, self.at
-        for shift in range(0, 70, 7):
-            byte = self.byte("a number")
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value & 0xFFFFFFFFFFFFFFFF
-        raise FormatError("a number has more than 10 bytes", offset=start, rule="Varint")
+    def integer(self) -> int:
+        """Read a number, whose bits after the 64th do not count."""
+        return self.varint("a number") & 0xFFFFFFFFFFFFFFFF
 
     def entries(self) -> Iterator[tuple[int, int, int]]:
         """Yield number, wire type and value of the fields of the area that was entered.
@@ -41,7 +35,7 @@ class Wire(kit.Cursor):
         groups: list[int] = []
         while self.left or groups:
             offset = self.at
-            tag = self.varint()
+            tag = self.integer()
             number, wire = tag >> 3, tag & 7
             if wire == GROUP or (wire == END and groups):
                 if wire == GROUP and len(groups) < _MOST_GROUPS:
@@ -52,7 +46,7 @@ class Wire(kit.Cursor):
             if not number or wire not in _NBYTES:
                 reason = f"no field has number {number} and wire type {wire}"
                 raise FormatError(reason, offset=offset, rule="Wire")
-            value = self.varint() if wire in {VARINT, BYTES} else self.at
+            value = self.integer() if wire in {VARINT, BYTES} else self.at
             nbytes = value if wire == BYTES else _NBYTES[wire]
             self.require(nbytes, "a field")
             end = self.at + nbytes

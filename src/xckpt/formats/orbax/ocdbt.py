@@ -32,6 +32,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, MissingShardError, shown
+from xckpt.formats import kit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,10 +123,10 @@ def _unframed(data: bytes, magic: bytes, label: str, largest: int) -> Any:
     if google_crc32c.value(data[:-4]) != crc:
         raise _broken(f"{label} does not have the checksum {crc:08x}", "Crc32c")
     fields = _Fields(data[12:-4], label)
-    version, compression = fields.varint(), fields.varint()
+    version, compression = fields.integer(), fields.integer()
     if version:
         raise _broken(f"version {version} of {label} is unknown", "Version")
-    body = fields.take(fields.left)
+    body = fields.raw(fields.left)
     if compression > 1:
         raise _broken(f"compression {compression} of {label} is unknown", "Compression")
     return _decompressed(body, label, min(largest, _DENSEST * len(body))) if compression else body
@@ -144,39 +145,32 @@ def _decompressed(data: bytes, label: str, largest: int) -> bytes:
     return body
 
 
-class _Fields:
+class _Fields(kit.Cursor):
     """A reader of the fields of a body, all of which must be in it."""
 
+    __slots__ = ("data", "label")
+
     def __init__(self, data: bytes, label: str) -> None:
-        self.data, self.at, self.label = data, 0, label
+        super().__init__(kit.Memory(label, data))
+        self.enter(len(data), label)
+        self.data, self.label = data, label
 
-    @property
-    def left(self) -> int:
-        return len(self.data) - self.at
+    def raw(self, nbytes: int) -> bytes:
+        return self.take(nbytes, self.label)
 
-    def take(self, nbytes: int) -> bytes:
+    def require(self, nbytes: int, label: str) -> None:
         if nbytes > self.left:
-            raise _broken(f"{self.label} ends within a field", "Truncated")
-        self.at += nbytes
-        return self.data[self.at - nbytes : self.at]
+            raise _broken(f"{label} ends within a field", "Truncated")
 
-    def varint(self, most: int = (1 << 64) - 1) -> int:
-        value = shift = 0
-        while True:
-            byte = self.take(1)[0]
-            value |= (byte & 127) << shift
-            if byte < 128:
-                break
-            shift += 7
-            if shift > 63:
-                raise _broken(f"a number in {self.label} has more than 64 bits", "Varint")
-        if value > most:
-            raise _broken(f"{value} in {self.label} is more than {most}", "Varint")
-        return value
+    def integer(self, most: int = (1 << 64) - 1) -> int:
+        number = self.varint(self.label)
+        if number > most:
+            raise _broken(f"{number} in {self.label} is more than {most}", "Varint")
+        return number
 
     def count(self, nbytes: int = 1) -> int:
         """Read the number of entries, of at least `nbytes` bytes each."""
-        count = self.varint()
+        count = self.integer()
         if count * nbytes > self.left:
             reason = f"{count} entries are in {self.label}, of which {self.left} bytes are left"
             raise _broken(reason, "Truncated")
@@ -188,7 +182,7 @@ class _Fields:
         if len(data) == count and (not count or max(data) < 128):
             self.at += count
             return list(data)
-        return [self.varint(most) for _ in range(count)]
+        return [self.integer(most) for _ in range(count)]
 
     def files(self, folder: str) -> _Files:
         count = self.count()
@@ -196,7 +190,7 @@ class _Fields:
         suffixes, bases = self.column(count, _LONGEST_PATH), self.column(count, _LONGEST_PATH)
         files, before = [], b""
         for prefix, suffix, base in zip(prefixes, suffixes, bases, strict=False):
-            path = before[:prefix] + self.take(suffix)
+            path = before[:prefix] + self.raw(suffix)
             if prefix > len(before) or base > len(path) or len(path) > _LONGEST_PATH:
                 raise _broken(f"the names of files in {self.label} do not fit", "FileName")
             try:
@@ -212,26 +206,26 @@ class _Fields:
 def _root(body: bytes, prefix: str) -> _Node | None:
     """Return the root of the last version in a manifest, None if the database is empty."""
     fields = _Fields(body, "the manifest")
-    fields.take(16)
-    kind = fields.varint()
+    fields.raw(16)
+    kind = fields.integer()
     if kind:
         raise _broken(f"manifests of kind {kind} are unsupported", "Kind")
-    fields.varint()
-    fields.varint()
-    fields.take(1)
-    if fields.varint():
-        fields.take(4)
+    fields.integer()
+    fields.integer()
+    fields.raw(1)
+    if fields.integer():
+        fields.raw(4)
     files = fields.files(prefix)
     count = fields.count(16)
     if not count:
         raise _broken("the manifest has no version", "Versions")
     fields.column(count)
-    heights = fields.take(count)
+    heights = fields.raw(count)
     number, offset, nbytes = (fields.column(count)[-1] for _ in range(3))
     for _ in range(3):
         fields.column(count)
-    fields.take(8 * count)
-    if fields.left and not fields.varint() and fields.left:
+    fields.raw(8 * count)
+    if fields.left and not fields.integer() and fields.left:
         raise _broken(f"{fields.left} bytes follow the manifest", "Versions")
     if offset == nbytes == _EMPTY:
         return None
@@ -251,7 +245,7 @@ def _file(files: _Files, number: int, offset: int, nbytes: int, label: str) -> t
 def _children(fields: _Fields, node: _Node, values: dict[bytes, Value]) -> Iterator[_Node]:
     """Yield the children of an inner node, or add the values of a leaf."""
     label = fields.label
-    height = fields.take(1)[0]
+    height = fields.raw(1)[0]
     if height != node.height:
         raise _broken(f"{label} has the height {height}, not {node.height}", "Height")
     files = fields.files(node.base)
@@ -275,7 +269,7 @@ def _keys(fields: _Fields, prefixes: list[int], suffixes: list[int], lead: int) 
     keys: list[bytes] = []
     before, left = b"", _MOST_KEY_BYTES * len(fields.data)
     for prefix, suffix in zip(prefixes, suffixes, strict=True):
-        key = before[:prefix] + fields.take(suffix)
+        key = before[:prefix] + fields.raw(suffix)
         left -= len(key) + lead
         if prefix > len(before) or left < 0 or (keys and key <= before):
             raise _broken(f"the keys in {fields.label} do not rise, or do not fit", "Keys")
@@ -291,7 +285,7 @@ def _add_values(
     if len(values) + count > _MOST_KEYS:
         raise _broken(f"there are more than {_MOST_KEYS} keys", "Limit")
     lengths = fields.column(count)
-    kinds = fields.take(count)
+    kinds = fields.raw(count)
     if max(kinds) > 1:
         raise _broken(f"{label} has a value of kind {max(kinds)}", "Kind")
     stored = sum(kinds)
@@ -305,7 +299,7 @@ def _add_values(
             path, _ = _file(files, number, offset, nbytes, label)
             values[name] = Value(nbytes, None, path, offset)
         else:
-            values[name] = Value(nbytes, fields.take(nbytes))
+            values[name] = Value(nbytes, fields.raw(nbytes))
 
 
 def missing(name: str, source: Readable) -> MissingShardError:
