@@ -146,6 +146,15 @@ def test_large_varints_are_a_problem_of_their_tensor() -> None:
     assert index["w"].problem is None
 
 
+def test_rows_of_indices_need_axes() -> None:
+    # One value of a sparse tensor without axes, whose indices have no columns.
+    values, indices = initializer("w", np.ones(1, "f4")), initializer("", np.zeros((1, 0), "i8"))
+    sparse = field(1, values) + field(2, indices)
+    index = read(field(1, 10) + field(7, field(15, sparse)))
+    assert index["w"].problem is not None
+    assert index["w"].problem.rule == "Indices"
+
+
 def test_a_model_is_converted_with_its_values(golden: Path, tmp_path: Path) -> None:
     path = golden / "onnx" / "native_fields.onnx"
     xckpt.convert(path, tmp_path / "m.npz")

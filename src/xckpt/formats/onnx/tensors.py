@@ -287,7 +287,8 @@ class ProtoReader(Wire):
             raise indices.problem
         part, ndim, count = indices.parts["data"], len(shape), prod(values)
         is_linear = indices.shape == (count,)
-        if indices.dtype != "int64" or not (is_linear or indices.shape == (count, ndim)):
+        is_rows = ndim > 0 and indices.shape == (count, ndim)
+        if indices.dtype != "int64" or not (is_linear or is_rows):
             reason = f"indices are {indices.dtype} {list(indices.shape)}, of {count} values"
             raise FormatError(reason, rule="Indices")
         if part.nbytes > _MOST_INLINE or part.shard is not None:
