@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.measuring import table, write_section
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 NAMES = (
     "open",
+    "formats",
     "stack",
     "slices",
     "read",
@@ -28,12 +34,14 @@ NAMES = (
     "scale",
 )
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")
+COMPARED_IF_INSTALLED = ("flax", "h5py", "onnx", "tensorstore", "torch")
 
 HEAD = """\
 # Benchmarks
 
 Written by `make bench`. Each figure was measured in the same run as what it is compared with;
-on a busy machine times vary by half, ratios by less. "bound" is what the project promises.
+on a busy machine times vary by half, ratios by less. A ratio of 2 × takes twice the time of what
+stands next to it.
 """
 
 
@@ -42,17 +50,25 @@ def main() -> int:
     for name in sys.argv[1:] or NAMES:
         module = import_module(f"benchmarks.{name}")
         title = (module.__doc__ or name).strip()
-        lines = table(module.run())
-        print(f"\n{title}\n\n{lines}", flush=True)
+        results = module.run()
+        print(f"\n{title}\n\n{table(results)}", flush=True)
+        lines = table(results, bounds=False)
         write_down(name, f"## {name.capitalize()}\n\n{title}\n\n{lines}\n")
     return 0
 
 
 def write_down(name: str, section: str) -> None:
     """Replace a section of the page."""
-    versions = ", ".join(f"{package} {version(package)}" for package in COMPARED)
+    versions = ", ".join(_versions())
     ran = f"Python {platform.python_version()} on {platform.machine()}, {versions}.\n"
     write_section(PAGE, f"{HEAD}\n{ran}", NAMES, name, section)
+
+
+def _versions() -> Iterator[str]:
+    """Return the versions of compared packages."""
+    for package in (*COMPARED, *COMPARED_IF_INSTALLED):
+        with suppress(PackageNotFoundError):
+            yield f"{package} {version(package)}"
 
 
 if __name__ == "__main__":

@@ -101,13 +101,16 @@ def watch():
 """
 
 
-def table(results: list[Result]) -> str:
-    """Lay results out as a Markdown table."""
-    lines = ["| measured | result | against | bound | |", "|---|---:|---|---:|---|"]
+def table(results: list[Result], *, bounds: bool = True) -> str:
+    """Lay results out as a Markdown table, with or without their bounds."""
+    lines = ["| measured | result | against |", "|---|---:|---|"]
+    if bounds:
+        lines = [f"{lines[0]} bound | |", f"{lines[1]}---:|---|"]
     for r in results:
         shown = f"{r.value:.2f} ×" if r.unit == "x" else f"{r.value:,.0f} {r.unit}"
         bound = "" if r.bound is None else f"≤ {r.bound:,g}"
-        lines.append(f"| {r.what} | {shown} | {r.against} | {bound} | {r.verdict} |")
+        line = f"| {r.what} | {shown} | {r.against} |"
+        lines.append(f"{line} {bound} | {r.verdict} |" if bounds else line)
     return "\n".join(lines)
 
 

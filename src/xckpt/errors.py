@@ -115,8 +115,8 @@ class CheckpointError(Exception):
 
     Examples
     --------
-    >>> print(xckpt.FormatError("length 60 != 64", path="m.zt", offset=64, tensor="t1", rule="DenseSize"))
-    m.zt: tensor 't1': byte 64: length 60 != 64 [DenseSize]
+    >>> print(xckpt.FormatError("length 60 != 64", path="m.zt", offset=64, rule="DenseSize"))
+    m.zt: byte 64: length 60 != 64 [DenseSize]
     """
 
     def __init__(
