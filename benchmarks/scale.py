@@ -23,6 +23,8 @@ from xckpt.index import Index, Part, Shard, Tensor, paused_collector
 from xckpt.storage.source import ShardedSource, Source
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import xarray as xr
 
 TENSORS = 92_000
@@ -46,7 +48,7 @@ class AbsentSource(Source):
         self.name, self.size = name, size
         self.identity = (size, ("ETag", f'"{hash(name):032x}"'))
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
+    def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
         """Raise an error, because there are no data."""
         raise FileNotFoundError(self.name)
 

@@ -68,7 +68,7 @@ class FindingsAccessor:
 
         Examples
         --------
-        >>> xckpt.findings("m.zt").ckpt.by("layer")["warning"]  # doctest: +SKIP
+        >>> xckpt.findings("m.zt").ckpt.by("layer")["warning"]
         """
         frame, rows = self._frame, {name: row for row, name in enumerate(self._frame.names)}
         for name in frame["tensor"]:  # rows of several tables may have been joined

@@ -402,8 +402,8 @@ class Plots:
 
         Examples
         --------
-        >>> ds.ckpt.plot.by("kurtosis", "layer", "role")  # doctest: +SKIP
-        >>> ds.ckpt.compare("tuned.zt").ckpt.plot.by("rel_l2")  # doctest: +SKIP
+        >>> ds.ckpt.plot.by("kurtosis", "layer", "role")
+        >>> ds.ckpt.compare("tuned.zt").ckpt.plot.by("rel_l2")
         """
         from xckpt.plots.groups import draw_groups
 
