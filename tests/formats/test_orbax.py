@@ -16,7 +16,7 @@ import xckpt
 from tests.conftest import GOLDEN, golden_files
 from tests.contracts.orbax import mark
 from tests.formats import orbax_files
-from tests.formats.orbax_files import leaf, manifest, write, zarray
+from tests.formats.orbax_files import MANIFEST, frame, leaf, manifest, write, zarray
 from tests.storage.web_server import WebServer
 
 if TYPE_CHECKING:
@@ -225,3 +225,10 @@ def test_names_of_files_that_are_too_long(tmp_path: Path) -> None:
     (folder / "manifest.ocdbt").write_bytes(manifest((0, len(node))))
     with pytest.raises(xckpt.MissingShardError, match="missing"):
         xckpt.open(folder)["w"].values  # noqa: B018
+
+
+def test_errors_in_decoded_bodies_have_no_position_in_them() -> None:
+    body = bytes(16) + b"\xff" * 2000
+    with pytest.raises(xckpt.FormatError, match="Varint") as caught:
+        xckpt.read_index(frame(MANIFEST, body, compression=1))
+    assert caught.value.offset == 0

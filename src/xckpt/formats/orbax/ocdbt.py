@@ -163,7 +163,11 @@ class _Fields(kit.Cursor):
             raise _broken(f"{label} ends within a field", "Truncated")
 
     def integer(self, most: int = (1 << 64) - 1) -> int:
-        number = self.varint(self.label)
+        try:
+            number = self.varint(self.label)
+        except FormatError as error:
+            error.offset = 0  # a position in the body is none in the file
+            raise
         if number > most:
             raise _broken(f"{number} in {self.label} is more than {most}", "Varint")
         return number
