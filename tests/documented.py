@@ -15,6 +15,7 @@ from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztenso
 from tests.conftest import GOLDEN
 from tests.formats import flax_files, onnx_files, primitiv_files, torch_files
 from tests.formats.burnpack_files import burnpack, dense
+from tests.formats.deepspeed_files import Run
 from tests.formats.gguf_files import listed, text
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
 from tests.test_optimizer_numbers import Saved
@@ -130,6 +131,9 @@ def _write_formats(folder: Path) -> None:
         (folder / name).write_bytes(torch_files.checkpoint({"fc.weight": weight}))
     step = folder / "checkpoint" / "step-1000"
     step.mkdir(parents=True)
+    zero = Run([{"emb.weight": weight}], shared={"head.weight": "emb.weight"})
+    zero.write(folder / "zero-run/global_step10")
+    (folder / "zero-run/latest").write_text("global_step10")
     for name, data in torch_files.distributed({"w": {(0, 0): weight}}, {"w": weight.shape}).items():
         (step / name).write_bytes(data)
 

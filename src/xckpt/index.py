@@ -583,10 +583,17 @@ class Index(Mapping[str, "Tensor"]):
         owners = {}
         for name, tensor in self.tensors.items():
             part = tensor.parts.get("data")
+            place: tuple[Any, ...]
             if part is not None and part.nbytes and part.inline is None:
-                owner = first.setdefault((part.offset, part.nbytes, part.shard, part.skip), name)
-                if owner is not name:
-                    owners[name] = owner
+                place = (part.offset, part.nbytes, part.shard, part.skip)
+            elif tensor.layout == "chunked":
+                parts = tensor.parts.values()
+                place = tuple([(part.offset, part.nbytes, part.shard) for part in parts])
+            else:
+                continue
+            owner = first.setdefault(place, name)
+            if owner is not name:
+                owners[name] = owner
         return owners
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Values of flax, onnx, Keras, h5py, Orbax and tensorstore.
+"""Values of flax, onnx, Keras, h5py, Orbax, tensorstore and DeepSpeed.
 
 Flax and onnx read the golden files; the others write new random files. All of them are in the extra
 ``oracles``: ``pip install --editable '.[test,oracles]'``.
@@ -6,11 +6,14 @@ Flax and onnx read the golden files; the others write new random files. All of t
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import xckpt
 from tests.conftest import golden_files
@@ -282,3 +285,47 @@ def test_tensorstore_wrote_the_same_values(tmp_path: Path, seed: int, driver: st
     assert {*ds.variables} == {*arrays}
     for name, expected in arrays.items():
         identical(ds.variables[name], expected)
+
+
+# --- DeepSpeed -----------------------------------------------------------------------------------
+
+
+def train(rank: int, world: int, stage: int, folder: str, port: int) -> None:
+    """Train a small model with DeepSpeed on one of the ranks, and save it."""
+    deepspeed = pytest.importorskip("deepspeed")
+    torch = pytest.importorskip("torch")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 5)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(5, 7))
+    model[3].weight = model[0].weight
+    model[2].weight.requires_grad = False
+    model.register_buffer("table", torch.arange(6.0))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    config |= {"zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, 5)).pow(2).mean())
+        engine.step()
+    engine.save_checkpoint(folder)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_consolidates_the_same_values(stage: int, tmp_path: Path) -> None:
+    zero = pytest.importorskip("deepspeed.utils.zero_to_fp32")
+    torch = pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train, (2, stage, str(tmp_path), port), nprocs=2)
+    expected = zero.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    ds = xr.open_dataset(tmp_path)
+    for name, tensor in expected.items():
+        values = tensor if isinstance(tensor, torch.Tensor) else tensor.contiguous()
+        assert ds[name].values.tobytes() == values.detach().numpy().tobytes()
+    assert ds["optimizer.state.0.weight.exp_avg"].shape == (7, 5)

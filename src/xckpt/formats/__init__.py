@@ -157,7 +157,7 @@ class Format:
     shared_suffixes : tuple of str
         Suffixes that other programs use too; they do not identify a remote file.
     folder_marks : tuple of str
-        Names of files that mark a folder as a checkpoint; `read` gets the file of that name.
+        Names of files that mark a folder as a checkpoint; `read_folder` gets the file of that name.
     types : mapping of object to str
         Element types: from the spelling in a file to a key of `xckpt.elements.ELEMENT_TYPES`.
     spellings : mapping of str to object
@@ -234,6 +234,23 @@ class Format:
             If the file uses an unsupported feature.
         """
         raise NotImplementedError
+
+    def read_folder(self, source: Readable, *args: Any, **options: Any) -> Index:
+        """Read a folder by the file that marks it; by default, as that file alone.
+
+        Parameters
+        ----------
+        source : Readable
+            The file with a name in `folder_marks`; the others are its siblings.
+        **options
+            Options of `read`.
+
+        Returns
+        -------
+        Index
+            Tensors of the whole folder.
+        """
+        return self.read(source, *args, **options)
 
     def plan(self, draft: Draft, *args: Any, **options: Any) -> Plan:
         """Plan a new file without touching an array: ``read`` of the file returns the same tensors.

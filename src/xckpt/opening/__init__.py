@@ -190,11 +190,12 @@ def open_each(
         else:
             source = open_source(obj, storage_options=storage_options, mmap=mmap)
         try:
-            return Opened(label, source, _read(source, format, format_options))
+            index = _read(source, format, format_options, is_marked=listed.is_marked)
         except FileChangedError:
             raise
         except CheckpointError as error:
             return error.with_traceback(None)
+        return Opened(label, source, index)
 
     existing = [(label, obj) for label, obj in listed.files.items() if obj is not None]
     if not existing:
@@ -210,14 +211,21 @@ def open_each(
     return listed._replace(problems=problems), readable
 
 
-def _read(source: Source, format: str | None, format_options: Mapping[str, Any]) -> Index:
+def _read(
+    source: Source,
+    format: str | None,
+    format_options: Mapping[str, Any],
+    *,
+    is_marked: bool = False,
+) -> Index:
     with locating(path=source.name), source.reading_header() as header:
-        if format is None:
-            return formats.detect(header).read(header, **format_options)
+        reader = formats.detect(header) if format is None else formats.get(format)
         try:
-            return formats.get(format).read(header, **format_options)
+            read = reader.read_folder if is_marked else reader.read
+            return read(header, **format_options)
         except FormatError as error:
-            formats.advise(error, format, header)
+            if format is not None:
+                formats.advise(error, format, header)
             raise
 
 

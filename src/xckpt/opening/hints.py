@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, shown
-from xckpt.formatting import natural_key
 from xckpt.opening.sharding import INDEX_SUFFIX, SeveralFilesError
 from xckpt.storage import is_remote, local_path
 
@@ -33,9 +32,6 @@ _MOVED = {
     r"xlnet-.*": "xlnet",
 }
 _HUB = re.compile(r"(?:hf://|https://(?:huggingface\.co|hf\.co)/)(.+)", re.DOTALL)
-# DeepSpeed's name for the newest step, and a glob for the files of the model in a step.
-_LATEST, _MODEL_STATES = "latest", "*model_states.pt"
-_LONGEST_NAME = 255
 
 
 @contextmanager
@@ -116,17 +112,8 @@ def _in_folder(folder: str, error: IsADirectoryError) -> str | None:
     """Return a hint at the contents of a folder that is not a single checkpoint."""
     steps = step_paths(folder)
     path = Path(local_path(folder))
-    latest = path / _LATEST
-    # DeepSpeed writes the name of the newest folder into a file next to it.
-    if latest.is_file() and latest.stat().st_size <= _LONGEST_NAME:
-        newest = path / Path(latest.read_text("utf-8").strip()).name
-        if newest.is_dir():
-            path, steps = newest, None
     if steps is not None:
         return f"xckpt.open_steps({shown(steps)}) opens them as one Dataset with a dimension step"
-    models = sorted(path.glob(_MODEL_STATES), key=lambda file: natural_key(file.name))
-    if models:
-        return f"{_open_call(models[0])} the model that DeepSpeed wrote"
     if isinstance(error, SeveralFilesError):
         return None  # the error lists them
     inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())

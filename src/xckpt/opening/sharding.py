@@ -50,6 +50,8 @@ __all__ = [
 INDEX_SUFFIX = ".index.json"
 _LARGEST_INDEX = 256 << 20
 _LARGEST_CONFIG = 16 << 20
+# The file with the name of the folder of the newest step, and the longest such name.
+_LATEST, _LONGEST_NAME = "latest", 255
 # Names of the files of a model in Hugging Face's libraries.
 _SHARD = re.compile(
     r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
@@ -79,6 +81,8 @@ class FileList(NamedTuple):
         Attributes of the whole checkpoint.
     problems : mapping of str to CheckpointError
         Errors of files that cannot be read, by label.
+    is_marked : bool
+        Whether the single file marks a folder, which is read as a whole.
     """
 
     name: str
@@ -86,6 +90,7 @@ class FileList(NamedTuple):
     weight_map: Mapping[str, str] | None = None
     attrs: Mapping[str, Any] = {}
     problems: Mapping[str, CheckpointError] = {}
+    is_marked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
 
     marked = [name for name in formats.folder_marks() if name in files]
     if marked:
-        return listed_as(marked[:1], {})
+        return listed_as(marked[:1], {})._replace(is_marked=True)
     names = [name for name in sorted(files, key=natural_key) if not name.startswith(".")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     config = _config(files["config.json"]) if "config.json" in files else {}
@@ -173,12 +178,21 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     models = [name for name in checkpoints if Path(name).stem == "model"]
     if len(models) == 1 and "config.json" in files:
         checkpoints = models
+    else:
+        newest = _newest(folder, files)
+        if newest is not None:
+            return _in_folder(*newest, format)
     for name in indexes:
         listed = _indexed(_opened(files[name]))
         if has_index or any(checkpoint in listed.files for checkpoint in checkpoints):
             return listed._replace(name=folder, attrs={**listed.attrs, **config})
     if len(checkpoints) == 1 or _are_all_shards(folder, checkpoints):
         return listed_as(checkpoints, config)
+    raise _not_one(folder, names, checkpoints)
+
+
+def _not_one(folder: str, names: Sequence[str], checkpoints: Sequence[str]) -> OSError:
+    """Return the error of a folder with no or several checkpoints among its files."""
     listing = some(checkpoints or names, "") or "no files"
     reason = f"no checkpoint is in this folder; it has {listing}"
     folders = [] if is_remote(folder) else [p.name for p in Path(folder).iterdir() if p.is_dir()]
@@ -188,8 +202,24 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     if checkpoints:
         count = len(checkpoints)
         reason = f"{count} checkpoints are in this folder, open one or a list: {listing}"
-        raise SeveralFilesError(errno.EISDIR, reason, folder)
-    raise IsADirectoryError(errno.EISDIR, reason, folder)
+        return SeveralFilesError(errno.EISDIR, reason, folder)
+    return IsADirectoryError(errno.EISDIR, reason, folder)
+
+
+def _newest(
+    folder: str, files: Mapping[str, Path | Source]
+) -> tuple[str, Mapping[str, Path | Source]] | None:
+    """Return the folder of the newest step of a run, which a file names; None without one."""
+    if _LATEST not in files:
+        return None
+    with closing(_opened(files[_LATEST])) as source:
+        name = "" if source.size > _LONGEST_NAME else _read_small(source).decode("utf-8", "replace")
+    name = name.strip()
+    if name in {"", ".", ".."} or any(mark in name for mark in "/\\\0:"):
+        return None
+    newest = list_folder(f"{folder}/{name}")
+    is_marked = newest is not None and any(mark in newest[1] for mark in formats.folder_marks())
+    return newest if is_marked else None
 
 
 def _are_all_shards(folder: str, names: Sequence[str]) -> bool:

@@ -1,11 +1,11 @@
 r"""PyTorch checkpoints (`torch.save`), read without PyTorch and without executing their code.
 
 A checkpoint is a pickle next to raw storages (`xckpt.formats.torch.containers`), or a folder of
-such files (`xckpt.formats.torch.distributed`). A pickle is a program. xckpt interprets it, but
-records calls instead of making them (`xckpt.formats.torch.pickles`), and recognises tensors among
-the records by a closed table of functions (`xckpt.formats.torch.tensors`). Therefore every file
-opens, whatever classes it names, and none can do harm. `xckpt.formats.torch.objects` gives tensors
-their names.
+such files (`xckpt.formats.torch.distributed` and `xckpt.formats.torch.deepspeed`). A pickle is a
+program. xckpt interprets it, but records calls instead of making them
+(`xckpt.formats.torch.pickles`), and recognises tensors among the records by a closed table of
+functions (`xckpt.formats.torch.tensors`). Therefore every file opens, whatever classes it names,
+and none can do harm. `xckpt.formats.torch.objects` gives tensors their names.
 
 A tensor is a view of a storage, which several tensors may share. Views that are neither in C nor in
 Fortran order are parts with `strides`. The checksum of a member applies to a tensor if the tensor
@@ -16,28 +16,25 @@ Specification: none; the modules name the source files of PyTorch that define th
 
 from __future__ import annotations
 
-from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats import Format, Readable, archive, kit
-from xckpt.formats.torch import containers, distributed
+from xckpt.formats.torch import containers, deepspeed, distributed
 from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.tensors import Tensors
 from xckpt.index import Index
 
-_PREVIEW = b"PYTORCH1"
 _OLDEST = {"storages", "tensors", "pickle", "sys_info"}  # members of the tar archives of 0.1
 # Names, or folders, of the first member of an archive, below the root folder.
 _FIRST = {"data.pkl", "version", "byteorder", "constants.pkl", ".format_version"}
 _FOLDERS = ("data/", "code/", ".data/")
-_AGAIN = "Load it with torch.load(..., weights_only=True), and save it again"
 
 
 class Torch(Format):
-    """PyTorch checkpoints, also folders of ``torch.distributed.checkpoint``; executes no code."""
+    """PyTorch checkpoints, also folders of DCP and DeepSpeed; executes no code."""
 
     name = "torch"
     description = "PyTorch checkpoints"
     shared_suffixes = (".ckpt", ".bin")
-    folder_marks = (distributed.METADATA,)
+    folder_marks = (distributed.METADATA, *deepspeed.MODEL_STATES)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Return whether a file is an archive of PyTorch, a chain of pickles, or metadata."""
@@ -46,7 +43,7 @@ class Torch(Format):
             return bool(root) and (name in _FIRST or name.startswith(_FOLDERS))
         if head[257:262] == b"ustar":
             return head[:100].rstrip(b"\0").decode("latin-1").rstrip("/") in _OLDEST
-        if head.startswith(_PREVIEW) or containers.is_legacy(head):
+        if head.startswith(containers.PREVIEW) or containers.is_legacy(head):
             return True
         return distributed.is_metadata(head)
 
@@ -66,20 +63,10 @@ class Torch(Format):
         Index
             Tensors in the order of the pickle.
         """
-        head = bytes(source.read(0, min(512, source.size)))
         notes = kit.Notes()
-        if distributed.is_metadata(head):
+        if distributed.is_metadata(bytes(source.read(0, min(512, source.size)))):
             return distributed.read(self.name, source, notes)
-        if head.startswith(_PREVIEW):
-            reason = "the container is a preview of 2018, which is unsupported"
-            raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
-        if head[257:262] == b"ustar":
-            reason = "tar archives of PyTorch 0.1 are unsupported"
-            raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
-        is_zip = head.startswith((b"PK\3\4", b"PK\5\6"))
-        if not is_zip and not containers.is_legacy(head):
-            raise FormatError(f"the file begins {head[:16]!r}", offset=0, rule="Container")
-        content = (containers.read_zip if is_zip else containers.read_legacy)(source, notes)
+        content = containers.read(source, notes)
         tensors = Tensors(content.place, notes, content.byteorder, content.base)
         size, base = content.nbytes, content.base
         objects = ObjectWalk(tensors, size, notes, base, all_tensors=all_tensors)
@@ -93,3 +80,10 @@ class Torch(Format):
             source.size,
             warnings=notes.warnings(),
         )
+
+    def read_folder(self, source: Readable, *, all_tensors: bool = False) -> Index:
+        """Read the folder of a training run; options as for `read`."""
+        index = None
+        if kit.file_name(source.name) in deepspeed.MODEL_STATES:
+            index = deepspeed.read(self.name, source)
+        return index or self.read(source, all_tensors=all_tensors)

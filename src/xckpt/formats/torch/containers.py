@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Storage
 
+PREVIEW = b"PYTORCH1"
 _LARGEST_PICKLE = 256 << 20
 # Deflating reduces the pickle of a checkpoint to about a tenth. These limits stop bombs.
 _LARGEST_DEFLATED, _MOST_DEFLATED = 1 << 20, 32
@@ -42,6 +43,7 @@ _LARGEST_DEFLATED, _MOST_DEFLATED = 1 << 20, 32
 _BOMB, _BOMB_RATIO = 1 << 26, 512
 _VERSIONS = range(1, 11)
 _LONGEST_WORD = 32
+_AGAIN = "Load it with torch.load(..., weights_only=True), and save it again"
 _PROGRAM = "the file is a program of torch.export (.pt2), not a checkpoint"
 _OTHERS = {
     ".data/extern_modules": "the file is a torch.package of code, not a checkpoint",
@@ -70,6 +72,22 @@ class FileContents(NamedTuple):
     nbytes: int
     base: int
     byteorder: str = "little"
+
+
+def read(source: Readable, notes: kit.Notes) -> FileContents:
+    """Read a file of any version."""
+    head = bytes(source.read(0, min(512, source.size)))
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        return read_zip(source, notes)
+    if is_legacy(head):
+        return _read_legacy(source, notes)
+    if head.startswith(PREVIEW):
+        reason = "the container is a preview of 2018, which is unsupported"
+        raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
+    if head[257:262] == b"ustar":
+        reason = "tar archives of PyTorch 0.1 are unsupported"
+        raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
+    raise FormatError(f"the file begins {head[:16]!r}", offset=0, rule="Container")
 
 
 # --- zip archives ---------------------------------------------------------------------------------
@@ -163,7 +181,7 @@ def is_legacy(head: bytes) -> bool:
     return head.startswith(LEGACY_BEGINS) and _MAGIC_BYTES in head[2 : 11 + len(_MAGIC_BYTES)]
 
 
-def read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
+def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
     """Read a chain of pickles and the positions of the storages after it."""
     machines = _Chain(source)
     magic, _ = machines.next()

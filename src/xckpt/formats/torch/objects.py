@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.errors import CheckpointError, UnsupportedError, shown
 from xckpt.formats.torch.records import (
     Call,
+    Global,
     Pairs,
     Persistent,
     PickledSet,
@@ -50,6 +51,8 @@ _SEQUENCES = {"collections.deque", "builtins.list", "builtins.tuple"}
 _SEQUENCES |= {"builtins.set", "builtins.frozenset"}
 _SIZED = {list, tuple, Pairs, PickledSet}
 _WITH_STATE = {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
+_SUBCLASS = "torch._utils._rebuild_wrapper_subclass"
+_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _LEVELS, _TRANSIENT = ("_parameters", "_buffers", "_modules"), "_non_persistent_buffers_set"
 
 
@@ -183,14 +186,13 @@ class ObjectWalk:
             return self._items(path, inside)
         name, args = name_of(call), call.args
         if name in _MAPPINGS:
-            first = args[-1] if args else None
-            items: Any = first.items() if type(first) is Pairs else ()
-            if type(first) is list:  # Python 2
-                items = (pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2)
-            return chain(items, (call.pairs or Pairs()).items())
+            return mapping_of(call)
         if name in _SEQUENCES:
             first = args[0] if args and type(args[0]) in {list, tuple, PickledSet} else ()
             return self._items(path, [*first, *(call.values or ())])
+        if _is_sharded(call):
+            reason = "shown part by part, because shards of other ranks are in the files of these"
+            self._notes.add(reason, shown(".".join(path)))
         value = _constant(name, args)
         if value is not None:
             self._add_attr(path, value)
@@ -247,6 +249,19 @@ class ObjectWalk:
         self.attrs.setdefault(name, value)
 
 
+def mapping_of(value: Any) -> _Items:
+    """Return the items of a mapping, also of an OrderedDict; nothing for other values."""
+    if type(value) is not Call:
+        return value.items() if type(value) is Pairs else iter(())
+    if name_of(value) not in _MAPPINGS:
+        return iter(())
+    first = value.args[-1] if value.args else None
+    items: Any = first.items() if type(first) is Pairs else ()
+    if type(first) is list:  # Python 2
+        items = (pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2)
+    return chain(items, (value.pairs or Pairs()).items())
+
+
 def _width(value: Any) -> int:
     """Return the cost of a visit to a value: the number of values directly in it."""
     kind = type(value)
@@ -266,6 +281,12 @@ def _may_have_tensors(value: Any) -> bool:
     if type(value) in {list, tuple, PickledSet}:
         return not all(map(is_plain, value))
     return type(value) in {Call, Pairs, Persistent}
+
+
+def _is_sharded(call: Call) -> bool:
+    """Return whether a call makes a ShardedTensor, which has only the shards of one rank."""
+    first = call.args[0] if name_of(call) == _SUBCLASS and call.args else call.function
+    return type(first) is Global and ".".join(first) == _SHARDED
 
 
 def _attached(call: Call) -> _Items:

@@ -1,0 +1,422 @@
+"""Folders of DeepSpeed: a model whose optimizer is partitioned over ranks (ZeRO).
+
+The folder of a step has the states of the model, and of the optimizer by rank::
+
+    mp_rank_00_model_states.pt                    stages 1 and 2
+    zero_pp_rank_<rank>_mp_rank_00_model_states.pt    stage 3
+    [bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt
+
+`xckpt.formats.torch.partitions` describes the flat vectors of the optimizer and their partitions.
+``param_shapes`` lists the parameters of each vector, in order.
+
+The tensors are those of ``zero_to_fp32``: its float32 weights under the names of the model,
+buffers, frozen parameters, and shared parameters under all of their names. Stage 1 does not list
+frozen parameters, so that these come from ``module``.
+
+Specification: deepspeed/utils/zero_to_fp32.py, deepspeed/runtime/engine.py and
+deepspeed/runtime/zero of github.com/deepspeedai/DeepSpeed, 0.19.8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from xckpt.elements import nbytes_of
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.formats import kit
+from xckpt.formats.torch import containers
+from xckpt.formats.torch.objects import ObjectWalk, mapping_of
+from xckpt.formats.torch.partitions import Layout, Place, share_of
+from xckpt.formats.torch.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
+from xckpt.formats.torch.tensors import Tensors
+from xckpt.index import Index, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from xckpt.formats import Readable
+    from xckpt.formats.torch.partitions import Flats, Shapes
+    from xckpt.index import Part, Tensor
+
+MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
+_PREFIXES = ("zero", "bf16_zero", "fp16_zero")
+_MOST_RANKS = 1 << 16
+_MOST_MODEL_RANKS = 100
+_MOST_FIELDS = 64  # of the state of an optimizer
+# Entries of the states of the model that are not attributes.
+_CONTENTS = {"module", "buffer_names", "param_shapes", "shared_params", "optimizer"}
+_FRAGMENTS = "frozen_param_fragments"
+_CONTENTS |= {"frozen_param_shapes", _FRAGMENTS}
+_COMPLETE = "Copy the whole folder again, or open the file of a rank to see its own part"
+
+
+class _States:
+    """A file of states: its values, and its tensors."""
+
+    def __init__(self, source: Readable, notes: kit.Notes, shard: str | None = None) -> None:
+        self.source, self.shard = source, shard
+        try:
+            content = containers.read(source, notes)
+        except CheckpointError as error:
+            raise error.located(path=source.name) from error.__cause__
+        self.version, self._nbytes, self._base = content.version, content.nbytes, content.base
+        self.tensors = Tensors(content.place, notes, content.byteorder, content.base, shard)
+        self.value = content.value
+        self.fields = dict_of(mapping_of(content.value))
+
+    def tensor(self, value: Any, name: str) -> Tensor | None:
+        """Return a value as a tensor; None for other values."""
+        self.tensors.name = name
+        try:
+            return self.tensors.tensor(value) if type(value) is Call else None
+        except CheckpointError as error:
+            raise error.located(path=self.source.name, tensor=name) from error.__cause__
+
+    def flat(self, value: Any, name: str) -> Part:
+        """Return a flat vector, or raise `FormatError`."""
+        tensor = self.tensor(value, name)
+        if tensor is None or tensor.ndim != 1 or tensor.parts.keys() != {"data"}:
+            raise self.broken(f"it is {spelled(value)}, not a vector", name, "Flat")
+        if tensor.problem is not None:
+            raise tensor.problem.located(path=self.source.name, tensor=name)
+        part = tensor.parts["data"]
+        if part.encoding is not None or part.strides is not None:
+            reason = "a flat vector that is compressed, or has gaps, is unsupported"
+            raise UnsupportedError(reason, path=self.source.name, tensor=name, rule="Flat")
+        return part
+
+    def walk(self, notes: kit.Notes, values: Any, path: tuple[str, ...] = ()) -> ObjectWalk:
+        """Return all tensors and plain values below a value."""
+        objects = ObjectWalk(self.tensors, self._nbytes, notes, self._base)
+        try:
+            objects.walk(values, path)
+        except CheckpointError as error:
+            raise error.located(path=self.source.name) from error.__cause__
+        return objects
+
+    def broken(self, reason: str, name: str, rule: str, hint: str = _COMPLETE) -> FormatError:
+        """Return an error about this file; `name` is a tensor or a field."""
+        return FormatError(reason, path=self.source.name, tensor=name, rule=rule, hint=hint)
+
+
+def read(format: str, source: Readable) -> Index | None:
+    """Read the folder with these states of a model; None if these have the whole model."""
+    notes = kit.Notes()
+    model = _States(source, notes)
+    reader = _FolderReader(model, notes)
+    reason = _reason_for_parts(model)
+    if reason is not None:
+        reader.read_parts(reason)
+    elif model.fields.get("param_shapes") is None:
+        return None
+    else:
+        reader.read_all()
+    size = source.size + sum([shard.size for shard in reader.shards.values()])
+    return Index(
+        format,
+        model.version,
+        reader.tensors,
+        reader.attrs,
+        source.name,
+        size,
+        reader.shards,
+        notes.warnings(),
+    )
+
+
+def _reason_for_parts(model: _States) -> str | None:
+    """Return the reason why a model can only be shown part by part; None if it is whole."""
+    experts = model.fields.get("num_experts")
+    count = model.fields.get("mp_world_size")
+    is_tensor_parallel = type(count) is int and count > 1
+    if is_tensor_parallel or _sibling(model.source, _of_rank(model, 1)) is not None:
+        return (
+            "shown part by part, because the files do not state along which axes the "
+            "tensor-parallel ranks split the tensors"
+        )
+    if type(experts) is list and any(type(n) is int and n > 1 for n in experts):
+        return "shown part by part, because experts are in files of their own"
+    if "module" in model.fields and model.fields["module"] is None:
+        return "shown part by part, because the layers of a pipeline are in files of their own"
+    return None
+
+
+def _of_rank(model: _States, number: int) -> str:
+    """Return the name of the states of a model-parallel rank."""
+    name = kit.file_name(model.source.name)
+    return name.replace("mp_rank_00", f"mp_rank_{number:02}")
+
+
+def _sibling(source: Readable, name: str) -> Readable | None:
+    try:
+        return source.sibling(name)
+    except FileNotFoundError:
+        return None
+
+
+class _FolderReader:
+    """A reader of the tensors and attributes of a folder."""
+
+    def __init__(self, model: _States, notes: kit.Notes) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.attrs: dict[str, Any] = {}
+        self.shards: dict[str, Shard] = {}
+        self._model, self._notes = model, notes
+
+    def _open(self, name: str, file: Readable | None = None) -> _States:
+        """Read another file of the folder."""
+        file = file or _sibling(self._model.source, name)
+        if file is None:
+            reason, path = f"the file {shown(name)} is missing", self._model.source.name
+            raise MissingShardError(reason, path=path, rule="Ranks", hint=_COMPLETE)
+        self.shards[name] = Shard(file.size, None, (name,))
+        return _States(file, self._notes, name)
+
+    def read_parts(self, reason: str) -> None:
+        """List the contents of each model-parallel rank under the name of the rank."""
+        self.attrs["parts"] = reason
+        self._notes.add(reason, "the model")
+        states, number = self._model, 0
+        while True:
+            objects = states.walk(self._notes, states.value, (f"mp_rank_{number:02}",))
+            self.tensors |= objects.tensors
+            self.attrs |= objects.attrs
+            number += 1
+            name = _of_rank(self._model, number)
+            file = _sibling(self._model.source, name)
+            if file is None or number == _MOST_MODEL_RANKS:
+                break
+            states = self._open(name, file)
+
+    def read_all(self) -> None:
+        """Read the tensors of the model and the moments of its optimizer."""
+        model = self._model
+        is_cut = kit.file_name(model.source.name) == MODEL_STATES[0]
+        ranks = self._ranks()
+        states = [_optimizer_states(rank) for rank in ranks]
+        key = "fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"
+        flats = [_flat_groups(*rank, key) for rank in zip(ranks, states, strict=True)]
+        for rank, groups in zip(ranks, flats, strict=True):
+            sizes, expected = ([part.shape for part in parts] for parts in (groups, flats[0]))
+            if len(sizes) != len(expected) or (is_cut and sizes != expected):
+                reason = f"its groups have {spelled(sizes)} elements, but those of rank 0 have"
+                raise rank.broken(f"{reason} {spelled(expected)}", key, "Groups")
+        shapes = self._shapes()
+        gaps = states[0].get("param_alignment_paddings")
+        try:
+            layout = Layout.cut(shapes, flats) if is_cut else Layout.joined(shapes, flats, gaps)
+        except FormatError as error:
+            error.hint = _COMPLETE
+            raise error.located(path=model.source.name, tensor="param_shapes") from None
+        self._add_model(layout.tensors(flats), len(ranks), is_cut=is_cut)
+        self._add_moments(ranks, states, flats, layout)
+        others = Pairs()
+        for name, value in model.fields.items():
+            others += (name, value) if name not in _CONTENTS and value is not None else ()
+        objects = model.walk(self._notes, others)
+        self.attrs |= objects.attrs
+        for name, tensor in objects.tensors.items():
+            self.tensors.setdefault(name, tensor)
+
+    def _ranks(self) -> list[_States]:
+        """Open the states of the optimizer on all ranks."""
+        folder = self._model.source
+        names = [f"{prefix}_pp_rank_0_mp_rank_00_optim_states.pt" for prefix in _PREFIXES]
+        files = ((name, _sibling(folder, name)) for name in names)
+        name, file = next(((name, file) for name, file in files if file is not None), (None, None))
+        if name is None:
+            reason = f"the states of the optimizer on rank 0 are missing, {names[0]} or {names[1]}"
+            hint = f"{_COMPLETE}; {kit.file_name(folder.name)} has weights in fewer bits"
+            raise MissingShardError(reason, path=folder.name, rule="Ranks", hint=hint)
+        first = self._open(name, file)
+        count = _partition_count(first)
+
+        def of_rank(number: int) -> str:
+            return name.replace("pp_rank_0", f"pp_rank_{number}")
+
+        ranks = [first, *(self._open(of_rank(number)) for number in range(1, count))]
+        for rank in ranks:
+            if _partition_count(rank) != count:
+                reason = f"it is one of {_partition_count(rank)} ranks, but rank 0 of {count}"
+                raise rank.broken(reason, "partition_count", "Ranks")
+        if _sibling(folder, of_rank(count)) is not None:
+            reason = f"it is one of {count} ranks, but {of_rank(count)} exists"
+            hint = "Move the files of other ranks away; they may be left from an earlier run"
+            raise first.broken(reason, "partition_count", "Ranks", hint)
+        return ranks
+
+    def _shapes(self) -> list[Shapes]:
+        """Return the shapes of the parameters of each group."""
+        listed = self._model.fields["param_shapes"]
+        if type(listed) is not list:
+            raise self._model.broken(f"it is {spelled(listed)}", "param_shapes", "Shape")
+        names: set[str] = set()
+        return [self._shapes_of(value, names) for value in listed]
+
+    def _shapes_of(self, value: Any, names: set[str]) -> Shapes:
+        """Return the shapes of parameters, and add their names, which must be new."""
+        shapes: Shapes = {}
+        for key, size in mapping_of(value):
+            name, shape = key_text(key), sizes_of(size)
+            if name in names:
+                raise self._model.broken("it is listed twice", name, "Name")
+            if any(type(n) is not int or n < 0 for n in shape):
+                raise self._model.broken(f"{spelled(size)} is not a shape", name, "Shape")
+            if kit.is_oversized(shape) or len(shape) > kit.MOST_AXES:
+                raise self._model.broken(f"the shape {spelled(shape)} is too large", name, "Shape")
+            names.add(name)
+            shapes[name] = shape
+        return shapes
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def _add_model(self, weights: dict[str, Tensor], count: int, *, is_cut: bool) -> None:
+        """Add weights, buffers, frozen and shared parameters, in the order of the model."""
+        model = self._model
+        buffers = model.fields.get("buffer_names")
+        names = {key_text(name) for name in buffers} if type(buffers) is list else set()
+        weights = weights | self._frozen(count, is_cut=is_cut)
+        for alias, key in mapping_of(model.fields.get("shared_params")):
+            owner = weights.get(key_text(key))
+            if owner is not None:
+                weights[key_text(alias)] = replace(owner, name=key_text(alias))
+        for key, value in mapping_of(model.fields.get("module")):
+            name = key_text(key)
+            tensor = weights.get(name)
+            # In stage 3 the other values are empty.
+            if tensor is None and (name in names or not is_cut):
+                tensor = model.tensor(value, name)
+            if tensor is not None:
+                self.tensors[name] = tensor
+        for name, tensor in weights.items():
+            self.tensors.setdefault(name, tensor)
+
+    def _frozen(self, count: int, *, is_cut: bool) -> dict[str, Tensor]:
+        """Return the frozen parameters, in stage 3 joined from the states of all ranks."""
+        model, states = self._model, [self._model]
+        shapes = self._shapes_of(model.fields.get("frozen_param_shapes"), set())
+        if shapes and is_cut:
+            names = [MODEL_STATES[0].replace("rank_0", f"rank_{n}", 1) for n in range(1, count)]
+            states += [self._open(name) for name in names]
+        fragments = [
+            {key_text(key): value for key, value in mapping_of(file.fields.get(_FRAGMENTS))}
+            for file in states
+        ]
+        if not is_cut:
+            tensors = {name: model.tensor(fragments[0].get(name), name) for name in shapes}
+            frozen = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        else:
+            frozen = {}
+            for name, shape in shapes.items():
+                flats = [
+                    [file.flat(values.get(name), name)]
+                    for file, values in zip(states, fragments, strict=True)
+                ]
+                length = share_of(shape, count)
+                if all(part.shape == (length,) for [part] in flats):
+                    frozen |= Layout({name: Place(shape)}, is_cut=True).tensors(flats)
+        for name, shape in shapes.items():
+            if name not in frozen or frozen[name].shape != shape:
+                reason = f"its values do not have the shape {list(shape)} of {_FRAGMENTS}"
+                raise model.broken(reason, name, "Frozen")
+        return frozen
+
+    # --- the optimizer ---------------------------------------------------------------------------
+
+    def _add_moments(
+        self,
+        ranks: Sequence[_States],
+        states: Sequence[dict[str, Any]],
+        flats: Flats,
+        layout: Layout,
+    ) -> None:
+        """Add the vectors of the optimizer that have the layout of the weights."""
+        numbered = [_numbered(state) for state in states]
+        groups = [[rank.get(n, {}) for n in range(len(flats[0]))] for rank in numbered]
+        fields = dict.fromkeys([field for group in groups[0] for field in group])
+        for field in islice(fields, _MOST_FIELDS):
+            values = [[group.get(field) for group in rank] for rank in groups]
+            tensor = ranks[0].tensor(values[0][0], f"optimizer.{key_text(field)}")
+            if values[0][0] is not None and (tensor is None or not tensor.ndim):
+                # A number for all parameters, such as the number of steps.
+                objects = ranks[0].walk(self._notes, values[0][0], ("optimizer", key_text(field)))
+                self.tensors |= objects.tensors
+                self.attrs |= objects.attrs
+                continue
+            moments = _moments(ranks, values, flats, key_text(field))
+            if moments is None:
+                reason = "left out, because it has not the layout of the weights"
+                self._notes.add(reason, f"the state {shown(key_text(field))} of the optimizer")
+                continue
+            self.tensors |= layout.tensors(moments, "optimizer.state.", f".{key_text(field)}")
+
+
+def _optimizer_states(rank: _States) -> dict[str, Any]:
+    states = dict_of(mapping_of(rank.fields.get("optimizer_state_dict")))
+    if not states:
+        raise rank.broken("the file has no states of an optimizer", "optimizer_state_dict", "ZeRO")
+    return states
+
+
+def _partition_count(rank: _States) -> int:
+    """Return the number of ranks that the groups are partitioned over."""
+    count = _optimizer_states(rank).get("partition_count")
+    counts = count if type(count) is list and count else [count]
+    if any(type(n) is not int or not 0 < n <= _MOST_RANKS for n in counts):
+        raise rank.broken(f"it is {spelled(count)}", "partition_count", "Ranks")
+    if len({*counts}) > 1:
+        reason = f"groups are partitioned over different numbers of ranks, {spelled(count)}"
+        hint = "Convert the folder with ds_to_universal.py of DeepSpeed"
+        raise UnsupportedError(
+            reason, path=rank.source.name, tensor="partition_count", rule="Ranks", hint=hint
+        )
+    return int(counts[0] or 0)
+
+
+def _flat_groups(rank: _States, states: Mapping[str, Any], key: str) -> list[Part]:
+    """Return the flat vectors of a rank, one for each group."""
+    listed = states.get(key)
+    if type(listed) is not list:
+        raise rank.broken(f"it is {spelled(listed)}, not a list of groups", key, "Groups")
+    return [rank.flat(value, f"{key}.{number}") for number, value in enumerate(listed)]
+
+
+def _numbered(states: Mapping[str, Any]) -> dict[int, dict[Any, Any]]:
+    """Return the state of the optimizer by the numbers of its vectors."""
+    state = states.get("optimizer_state_dict", states.get("base_optimizer_state"))
+    if type(state) is list:  # saved elastically
+        entries: Any = enumerate(state)
+    else:
+        entries = mapping_of(dict_of(mapping_of(state)).get("state"))
+    return {
+        number: {field: value for field, value in mapping_of(fields) if type(field) is str}
+        for number, fields in entries
+        if type(number) is int
+    }
+
+
+def _moments(
+    ranks: Sequence[_States],
+    values: Sequence[Sequence[Any]],
+    flats: Flats,
+    name: str,
+) -> list[list[Part]] | None:
+    """Return vectors of an optimizer by rank and group; None unless they fit the weights."""
+    moments = []
+    for rank, entries, parts in zip(ranks, values, flats, strict=True):
+        fitted = []
+        for value, part in zip(entries, parts, strict=True):
+            tensor = rank.tensor(value, name)
+            if tensor is None or tensor.ndim != 1 or tensor.parts.keys() != {"data"}:
+                return None
+            moment, (size,) = rank.flat(value, name), part.shape or (0,)
+            # Padding at the end is stored with moments, but not with weights.
+            if tensor.size < size:
+                return None
+            nbytes = nbytes_of(moment.dtype, size)
+            digest = moment.digest if tensor.size == size else None
+            fitted.append(replace(moment, shape=(size,), nbytes=nbytes, digest=digest))
+        moments.append(fitted)
+    return moments
