@@ -138,7 +138,7 @@ def relate(
     if sentence := comparison.attrs.get("explanation"):
         document.paragraph(str(sentence))
     lines = comparison_lines(frame)
-    if lines:
+    if len(lines) > 1:
         fields = [Field("tensors", "name"), Field("difference"), Field("number")]
         rows = [(line.subject, line.predicate, line.number.strip(" ()")) for line in lines]
         _add_table(document, fields, rows)

@@ -30,7 +30,7 @@ _WIDEST_NOTE = 118
 _WIDEST_NAME = 30
 _ALL = "all"
 _READS = "not compared yet: summary(changes=True) reads each step once, for changes and findings"
-# Names of the rows of tensors that are no weights.
+# Names of rows for tensors other than weights.
 _ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STATE: "state"}
 
 
@@ -130,16 +130,16 @@ def _change_rows(changes: StepChanges) -> dict[tuple[str, str], Any]:
     for position in ascending(names):
         name = names[position]
         rows["relative change of weights", name] = changes.relative_change(layers[name])
-    others: dict[Role, list[int]] = {}
+    rows_by_role: dict[Role, list[int]] = {}
     for row, role in enumerate(changes.roles):
         if role not in PARAMETERS:
-            others.setdefault(role, []).append(row)
-    for role in sorted(others, key=list(Role).index):
+            rows_by_role.setdefault(role, []).append(row)
+    for role in sorted(rows_by_role, key=list(Role).index):
         name = _ROLES.get(role, f"{role.value}s")
         if role in COUNTING:
-            rows["change of counters", name] = joint_norm(changes.norm[others[role]])
+            rows["change of counters", name] = joint_norm(changes.norm[rows_by_role[role]])
         else:
-            rows["relative change of others", name] = changes.relative_change(others[role])
+            rows["relative change of others", name] = changes.relative_change(rows_by_role[role])
     # Kinds in the order of their first rows, without interleaving.
     order = list(dict.fromkeys(kind for kind, _ in rows))
     return dict(sorted(rows.items(), key=lambda item: order.index(item[0][0])))

@@ -133,10 +133,10 @@ def change_lines(tensors: Sequence[Compared], most: int = MOST_LINES) -> list[Ch
     for position, kind in enumerate(order):
         following = order[position + 1 :]
         if following and len(lines) + 1 >= most:
-            others = [kind, *following]
-            number = f" ({counted(sum([totals[other] for other in others]), 'tensor')})"
-            predicate = f"differ in {len(others):,} other ways"
-            is_exception = any(other.kind in _EXCEPTIONS for other in others)
+            omitted = [kind, *following]
+            number = f" ({counted(sum([totals[k] for k in omitted]), 'tensor')})"
+            predicate = f"differ in {len(omitted):,} other ways"
+            is_exception = any(k.kind in _EXCEPTIONS for k in omitted)
             return [*lines, ChangeLine("all others", predicate, number, is_exception)]
         room = max(1, most - len(lines) - len(following))
         lines += _lines_of(kind, folded[kind], room, is_last=not following)
@@ -187,8 +187,8 @@ def _predicate(kind: _Kind, count: int, sizes: Sequence[float]) -> str:
 
 def _range(sizes: Sequence[float]) -> tuple[float, float]:
     """Return the smallest and the largest size; negative ones if all are unknown."""
-    known = [size for size in sizes if not isnan(size)]
-    return min(known, default=-1.0), max(known, default=-1.0)
+    numbers = [size for size in sizes if not isnan(size)]
+    return min(numbers, default=-1.0), max(numbers, default=-1.0)
 
 
 def _percent(size: float) -> str:

@@ -126,7 +126,7 @@ def _explained(
 
 
 def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:
-    """Write the causes of a difference with their numbers, which are NaN if they have none."""
+    """Write the causes of a difference with their numbers; NaN for a missing one."""
     facts = [f"{offset:+.4g}"] if offset == offset else []  # noqa: PLR0124  NaN
     facts += [f"* {scale:.4g}"] if scale == scale else []  # noqa: PLR0124  NaN
     facts += [counted(int(heads), "head")] if heads == heads else []  # noqa: PLR0124  NaN
