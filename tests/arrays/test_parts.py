@@ -15,7 +15,8 @@ from tests.sources import CountingSource
 from xckpt.arrays.parts import PartReader
 from xckpt.errors import FormatError, IntegrityError
 from xckpt.index import Part
-from xckpt.storage import digests, encodings, open_source
+from xckpt.storage import digests, open_source
+from xckpt.storage.encoders import new_encoder
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_stored_bytes_with_a_digest_are_read_once(
     encoding: str, consumer: str, is_damaged: bool
 ) -> None:
     values = bytes(range(256)) * 8192
-    encoder = encodings.new_encoder(encoding, len(values), level=3)
+    encoder = new_encoder(encoding, len(values), level=3)
     stored = encoder.add(memoryview(values)) + encoder.end()
     digest = f"sha256:{sha256(stored + b'?' * is_damaged).hexdigest()}"
     source = CountingSource(stored)

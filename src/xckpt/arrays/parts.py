@@ -23,7 +23,7 @@ from xckpt.arrays.keys import (
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
 from xckpt.index import runs_of, strides_of
-from xckpt.storage import digests, encodings
+from xckpt.storage import digests, encodings, seekable
 from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def strided_chunks(
 
 
 # A seek table is read once for all chunks of a part.
-_tables: Pool[encodings.SeekTable] = Pool(limit=256)
+_tables: Pool[seekable.SeekTable] = Pool(limit=256)
 
 # Parts whose digests this process has checked; a part is hashed once however many tasks read it.
 _verified: set[Hashable] = set()
@@ -352,9 +352,9 @@ class PartReader:
 
         key = (self.source.name, self.source.identity, part.offset, part.nbytes, nbytes)
         table = _tables.get(
-            key, lambda: encodings.read_seek_table(view, part.offset, part.nbytes, nbytes)
+            key, lambda: seekable.read_seek_table(view, part.offset, part.nbytes, nbytes)
         )
-        return encodings.read_frames(view, part.offset, table, start, stop)
+        return seekable.read_frames(view, part.offset, table, start, stop)
 
     def _verify_once(self, digest: str, nbytes: int) -> None:
         key = (self.source.name, self.source.identity, self.part)

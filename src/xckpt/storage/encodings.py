@@ -1,4 +1,4 @@
-r"""Encodings of parts: compression and decompression of stored bytes.
+"""Encodings of parts: decoders of stored bytes.
 
 Streams may be hostile, so the sizes that they claim are never trusted: the caller passes the
 expected number of bytes, and no more are decoded. All errors are `FormatError` with
@@ -18,45 +18,26 @@ content; blocks; and, if the header has a flag for it, 4 bytes of a checksum::
                   rest its size; of type 1 (one byte, repeated) that byte alone is stored
     skippable     50 2A 4D 18 to 5F 2A 4D 18, size u32, so many bytes
 
-``zstd-seekable`` is ``zt.zstd-seekable/1`` of zTensor 2, which is contrib/seekable_format of
-facebook/zstd: frames, then a skippable frame with the sizes of all of them. Any range is decoded
-from the frames that overlap it.
-
-=================  ===================================================================
-bytes              table
-=================  ===================================================================
-4                  ``5E 2A 4D 18``
-4                  size of the table after this field
-8 or 12, n times   stored size, decoded size, low 32 bits of XXH64 of the decoded bytes
-4                  n
-1                  bit 7: entries have checksums; bits 6 to 2 are 0
-4                  ``B1 EA 92 8F``
-=================  ===================================================================
-
-All integers are little-endian. A frame has at most 16 MiB of decoded bytes, and all but the last
-have equally many.
+``zstd-seekable`` is described in `xckpt.storage.seekable`.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from struct import pack, unpack, unpack_from
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
+from xckpt.errors import FormatError, IntegrityError
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -66,8 +47,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_LEVEL = 3
-
 _COUNTING_NBYTES = 1 << 18  # block size for decoded bytes that are dropped
 
 
@@ -75,7 +54,8 @@ class LongStreamError(FormatError):
     """A stream decodes to more bytes than the limit."""
 
 
-def _malformed(reason: str, offset: int | None = None) -> FormatError:
+def malformed(reason: str, offset: int | None = None) -> FormatError:
+    """Return the error for a stream that does not decode."""
     return FormatError(reason, offset=offset, rule="Encoding")
 
 
@@ -91,7 +71,7 @@ class StreamDecoder(ABC):
 
     def __init__(self, stored: Stored, nbytes: int, *, is_whole: bool) -> None:
         if nbytes > self.most(len(stored)):
-            raise _malformed(f"{len(stored)} bytes of {self.name} cannot decode to {nbytes}")
+            raise malformed(f"{len(stored)} bytes of {self.name} cannot decode to {nbytes}")
         self._nbytes = nbytes
         self._begin(stored, is_whole=is_whole)
 
@@ -117,7 +97,7 @@ class StreamDecoder(ABC):
         count = self._fill(memory)
         if count < len(memory):
             short = len(memory) - count
-            raise _malformed(
+            raise malformed(
                 f"a {self.name} stream ends {short} bytes too early: it decodes to fewer than "
                 f"{self._nbytes}, or is cut short"
             )
@@ -133,7 +113,7 @@ class StreamDecoder(ABC):
     ) -> memoryview:
         """Decode a whole stream of exactly `nbytes` bytes, into `out` if it is given."""
         stream = cls(stored, nbytes, is_whole=True)
-        decoded = _allocate(nbytes) if out is None else out
+        decoded = allocate(nbytes) if out is None else out
         stream._take(decoded)
         stream._expect_end()
         return decoded.data
@@ -148,7 +128,7 @@ class StreamDecoder(ABC):
         """
         del total  # only a decoder of whole chunks needs it
         stream = cls(stored, stop, is_whole=False)
-        decoded = _allocate(stop - start)
+        decoded = allocate(stop - start)
         stream._skip(start)
         stream._take(decoded)
         return decoded.data
@@ -172,7 +152,8 @@ class StreamDecoder(ABC):
             stream._expect_end()
 
 
-def _allocate(nbytes: int) -> NDArray[np.uint8]:
+def allocate(nbytes: int) -> NDArray[np.uint8]:
+    """Return memory to decode into; raise if it would exceed the limit."""
     require_memory(nbytes)
     return np.empty(nbytes, np.uint8)
 
@@ -207,7 +188,7 @@ class DeflateDecoder(StreamDecoder):
             try:
                 block = self._zlib.decompress(data, min(len(view) - done, self._DECODED_NBYTES))
             except zlib.error as error:
-                raise _malformed(f"a deflate stream does not decode: {error}") from error
+                raise malformed(f"a deflate stream does not decode: {error}") from error
             if not data and not block:
                 break
             view[done : done + len(block)] = block
@@ -216,7 +197,7 @@ class DeflateDecoder(StreamDecoder):
 
     def _expect_end(self) -> None:
         if self._fill(np.empty(1, np.uint8)) or not self._zlib.eof:
-            raise _malformed(f"a deflate stream does not end after {self._nbytes} bytes")
+            raise malformed(f"a deflate stream does not end after {self._nbytes} bytes")
 
 
 class ZstdDecoder(StreamDecoder):
@@ -265,9 +246,9 @@ class ZstdDecoder(StreamDecoder):
         with _decoding():
             tail = self._stream.read(len(self.END) + 1)
         if len(tail) > len(self.END):
-            raise _malformed(f"a zstd stream decodes to more than {self._nbytes} bytes")
+            raise malformed(f"a zstd stream decodes to more than {self._nbytes} bytes")
         if tail != self.END:
-            raise _malformed(
+            raise malformed(
                 f"a zstd stream decodes to fewer than {self._nbytes} bytes, or is cut short"
             )
 
@@ -282,7 +263,7 @@ class ZstdDecoder(StreamDecoder):
                 reason = f"a zstd stream decodes to more than {limit} bytes"
                 raise LongStreamError(reason, rule="Encoding")
         if tail != end:
-            raise _malformed("a zstd stream is cut short")
+            raise malformed("a zstd stream is cut short")
         return total - len(end)
 
 
@@ -320,7 +301,7 @@ class FilteredDecoder(StreamDecoder):
 
     def _expect_end(self) -> None:
         if len(self._decoded):
-            raise _malformed(f"a chunk decodes to more than {self._nbytes} bytes")
+            raise malformed(f"a chunk decodes to more than {self._nbytes} bytes")
 
     @classmethod
     def decompress_range(
@@ -333,7 +314,7 @@ class FilteredDecoder(StreamDecoder):
 def _without_fletcher32(data: bytes) -> bytes:
     """Verify and remove the checksum after the data: sums of words of 16 bits, modulo 65535."""
     if len(data) < 4:
-        raise _malformed("a chunk is too short for its checksum")
+        raise malformed("a chunk is too short for its checksum")
     content, expected = data[:-4], int.from_bytes(data[-4:], "little")
     words = np.frombuffer(content + b"\0" * (len(content) % 2), ">u2")
     first = second = 0
@@ -356,9 +337,9 @@ def _inflated(data: bytes, nbytes: int, bits: int) -> bytes:
     try:
         decoded = stream.decompress(data, nbytes + 1)
     except zlib.error as error:
-        raise _malformed(f"a zlib stream does not decode: {error}") from error
+        raise malformed(f"a zlib stream does not decode: {error}") from error
     if len(decoded) <= nbytes and not stream.eof:
-        raise _malformed("a zlib stream is cut short")
+        raise malformed("a zlib stream is cut short")
     return decoded
 
 
@@ -381,11 +362,11 @@ def _without_lzf(data: bytes, nbytes: int) -> bytes:
             at += 1
             start, length = len(decoded) - distance - 1, length + 2
             if start < 0:
-                raise _malformed("a copy in an lzf stream begins before it")
+                raise malformed("a copy in an lzf stream begins before it")
             piece = decoded[start : start + length]
             decoded += (piece * -(-length // len(piece)))[:length]
     except IndexError as error:
-        raise _malformed("an lzf stream is cut short") from error
+        raise malformed("an lzf stream is cut short") from error
     return bytes(decoded)
 
 
@@ -425,7 +406,7 @@ def _decoding() -> Iterator[None]:
     try:
         yield
     except ZstdError as error:
-        raise _malformed(f"a zstd stream is corrupt or cut short: {error}") from error
+        raise malformed(f"a zstd stream is corrupt or cut short: {error}") from error
 
 
 def decompressed_nbytes(stored: Stored, limit: int) -> int:
@@ -461,7 +442,7 @@ def stated_nbytes(head: memoryview | bytes, nbytes: int) -> int | None:
             break
         position = end + 4 * bool(parameters.has_checksum)
     if total > ZstdDecoder.most(nbytes):
-        raise _malformed(f"{nbytes} bytes of zstd cannot decode to {total}")
+        raise malformed(f"{nbytes} bytes of zstd cannot decode to {total}")
     return total
 
 
@@ -473,200 +454,3 @@ def _end_of_blocks(head: memoryview | bytes, position: int) -> int | None:
         if block & 1:
             return position
     return None
-
-
-_TABLE_MAGIC = 0x184D2A5E
-_TABLE_HEAD_NBYTES = 8
-_FOOTER_MAGIC = 0x8F92EAB1
-_FOOTER_NBYTES = 9
-_TAIL_NBYTES = 4096
-_LARGEST_FRAME = 16 << 20
-_RESERVED_BITS = 0b0111_1100
-_CHECKSUM_BIT = 0b1000_0000
-
-# Above this size two threads halve the time; below, starting them costs as much as they save.
-_THREADS_FROM_NBYTES = 8 << 20
-_MOST_THREADS = 4
-
-
-class SeekTable(NamedTuple):
-    """Offsets of the frames of a seekable stream, and of the end of the last one."""
-
-    stored: NDArray[np.uint64]  # offsets in the stream
-    decoded: NDArray[np.uint64]  # offsets in the decoded bytes
-    checksums: NDArray[np.uint32] | None  # low 32 bits of XXH64 of each decoded frame
-
-
-def read_seek_table(
-    read: Callable[[int, int], memoryview], offset: int, nbytes: int, decoded_nbytes: int
-) -> SeekTable:
-    """Read and check the seek table at the end of a seekable stream."""
-    end = offset + nbytes
-    if nbytes < _TABLE_HEAD_NBYTES + _FOOTER_NBYTES:
-        raise _malformed(f"{nbytes} bytes are too few for a seek table", offset)
-    tail = read(end - min(nbytes, _TAIL_NBYTES), min(nbytes, _TAIL_NBYTES))
-    footer = end - _FOOTER_NBYTES
-    count, flags, magic = unpack("<IBI", tail[-_FOOTER_NBYTES:])
-    if magic != _FOOTER_MAGIC:
-        raise _malformed(f"a seek table ends with {_FOOTER_MAGIC:#x}, found {magic:#x}", footer + 5)
-    if flags & _RESERVED_BITS:
-        raise _malformed(f"reserved bits are set in a seek table: {flags:#010b}", footer + 4)
-    width = 3 if flags & _CHECKSUM_BIT else 2
-    size = _TABLE_HEAD_NBYTES + count * width * 4 + _FOOTER_NBYTES
-    if size > nbytes:
-        raise _malformed(f"a seek table of {count} frames does not fit in {nbytes} bytes", offset)
-    table = tail[len(tail) - size :] if size <= len(tail) else read(end - size, size)
-    if [*unpack_from("<II", table)] != [_TABLE_MAGIC, size - _TABLE_HEAD_NBYTES]:
-        raise _malformed(f"no seek table of {count} frames begins here", end - size)
-    entries = np.frombuffer(table, "<u4", count * width, _TABLE_HEAD_NBYTES).reshape(count, width)
-    _check_entries(entries, nbytes - size, decoded_nbytes, end - size)
-    checksums = entries[:, 2].astype(np.uint32) if width == 3 else None
-    offsets = np.zeros((2, count + 1), np.uint64)
-    np.cumsum(entries[:, :2].T, axis=1, dtype=np.uint64, out=offsets[:, 1:])
-    return SeekTable(offsets[0], offsets[1], checksums)
-
-
-def _check_entries(
-    entries: NDArray[np.uint32], stored_nbytes: int, decoded_nbytes: int, offset: int
-) -> None:
-    stored, decoded = entries[:, 0], entries[:, 1]
-    expected = {"stored": stored_nbytes, "decoded": decoded_nbytes}
-    for (kind, size), sizes in zip(expected.items(), (stored, decoded), strict=True):
-        total = int(sizes.sum(dtype=np.uint64))
-        if total != size:
-            raise _malformed(f"the {kind} sizes of frames add up to {total}, not {size}", offset)
-    if len(entries) == 0:
-        return
-    if not stored.all() or not decoded.all():
-        raise _malformed("a seek table has an empty frame", offset)
-    size = int(decoded[0])
-    if size > _LARGEST_FRAME:
-        raise _malformed(f"a frame has {size} bytes, more than {_LARGEST_FRAME}", offset)
-    if (decoded[:-1] != size).any() or decoded[-1] > size:
-        raise _malformed("frames before the last one differ in size", offset)
-
-
-def read_frames(
-    read: Callable[[int, int], memoryview], offset: int, table: SeekTable, start: int, stop: int
-) -> memoryview:
-    """Decode a range of a seekable stream, reading only the frames that overlap it."""
-    from xxhash import xxh64_intdigest
-
-    if not 0 <= start <= stop <= int(table.decoded[-1]):
-        raise ValueError(f"{start}:{stop} is not in 0:{int(table.decoded[-1])}")
-    if start == stop:
-        return memoryview(b"")
-    first = int(np.searchsorted(table.decoded, start, "right")) - 1
-    last = int(np.searchsorted(table.decoded, stop, "left"))
-    ends = table.stored[first : last + 1].tolist()
-    decoded_ends = table.decoded[first : last + 1].tolist()
-    data = read(offset + ends[0], ends[-1] - ends[0])
-    nbytes = decoded_ends[-1] - decoded_ends[0]
-    if nbytes > ZstdDecoder.most(len(data)):
-        raise _malformed(f"{len(data)} bytes of zstd cannot decode to {nbytes}")
-    decoded = _allocate(nbytes)
-
-    def decode(number: int) -> None:
-        begin, end = (position - ends[0] for position in ends[number : number + 2])
-        low, high = (position - decoded_ends[0] for position in decoded_ends[number : number + 2])
-        out = decoded[low:high]
-        frame_offset = offset + ends[number]
-        try:
-            ZstdDecoder.decompress(data[begin:end], len(out), out)
-        except FormatError as error:
-            error.offset = frame_offset
-            raise
-        if table.checksums is None:
-            return
-        expected = int(table.checksums[first + number])
-        checksum = xxh64_intdigest(out.data) & 0xFFFFFFFF
-        if checksum != expected:
-            text = f"a frame has the checksum {checksum:#x}, but its table states {expected:#x}"
-            raise _malformed(text, frame_offset)
-
-    workers = min(_MOST_THREADS, os.cpu_count() or 1, last - first)
-    _map(decode, range(last - first), workers if nbytes >= _THREADS_FROM_NBYTES else 1)
-    return decoded.data[start - decoded_ends[0] : stop - decoded_ends[0]]
-
-
-def _map(function: Callable[[Any], T], items: Sequence[Any], threads: int) -> list[T]:
-    if min(threads, len(items)) < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items))) as executor:
-        return list(executor.map(function, items))
-
-
-class Encoder(Protocol):
-    """Compressor for one part."""
-
-    def add(self, data: Any) -> bytes:
-        """Compress more bytes, and return the bytes of the stream that are ready."""
-
-    def end(self) -> bytes:
-        """Finish the stream, and return its remaining bytes."""
-
-
-def new_encoder(
-    encoding: str, nbytes: int, *, level: int = DEFAULT_LEVEL, threads: int = 1
-) -> Encoder:
-    """Return an encoder for a part of `nbytes` bytes."""
-    if encoding == "zstd":
-        import zstandard
-
-        # Worker threads cost memory and time to start, and change the compressed bytes.
-        compressor = zstandard.ZstdCompressor(level=level, threads=threads if threads > 1 else 0)
-        # One frame with its content size, because many readers require it.
-        return _StreamEncoder(compressor.compressobj(size=nbytes))
-    if encoding == "deflate":
-        return _StreamEncoder(zlib.compressobj(min(level, 9), wbits=-zlib.MAX_WBITS))
-    if encoding == "zstd-seekable":
-        return _SeekableEncoder(level, threads)
-    raise UnsupportedError(
-        f"the compression {shown(encoding)} is unsupported",
-        rule="Encoding",
-        hint="Supported are zstd, zstd-seekable and deflate",
-    )
-
-
-class _StreamEncoder:
-    def __init__(self, compressor: Any) -> None:
-        self.add: Callable[[Any], bytes] = compressor.compress
-        self.end: Callable[[], bytes] = compressor.flush
-
-
-class _SeekableEncoder:
-    """Encoder for frames of equal size, which contain checksums, so that the table needs none."""
-
-    # As in the reference implementation; reading one row of a tensor decodes a whole frame.
-    _FRAME_NBYTES = 1 << 20
-
-    def __init__(self, level: int, threads: int) -> None:
-        self._level = level
-        self._threads = threads
-        self._pending = b""
-        self._sizes: list[tuple[int, int]] = []
-
-    def add(self, data: Any) -> bytes:
-        view, size = memoryview(data).cast("B"), self._FRAME_NBYTES
-        if self._pending:
-            view = memoryview(self._pending + bytes(view))
-        end = len(view) // size * size
-        self._pending = bytes(view[end:])
-        return self._compress([view[start : start + size] for start in range(0, end, size)])
-
-    def end(self) -> bytes:
-        last = self._compress([memoryview(self._pending)] if self._pending else [])
-        entries = np.array(self._sizes, "<u4").tobytes()
-        head = pack("<II", _TABLE_MAGIC, len(entries) + _FOOTER_NBYTES)
-        return last + head + entries + pack("<IBI", len(self._sizes), 0, _FOOTER_MAGIC)
-
-    def _compress(self, blocks: list[memoryview]) -> bytes:
-        import zstandard
-
-        def compress(block: memoryview) -> bytes:
-            compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
-            return compressor.compress(block)
-
-        frames = _map(compress, blocks, self._threads)
-        self._sizes += [(len(f), len(b)) for f, b in zip(frames, blocks, strict=True)]
-        return b"".join(frames)

@@ -20,7 +20,7 @@ from xckpt.errors import IntegrityError, locating
 from xckpt.formats.plan import PlannedPart, Written
 from xckpt.storage import reading_ahead
 from xckpt.storage.digests import Hasher
-from xckpt.storage.encodings import DEFAULT_LEVEL, new_encoder
+from xckpt.storage.encoders import DEFAULT_LEVEL, new_encoder
 from xckpt.storage.local import LocalSource
 from xckpt.writing.data import PIECE_NBYTES, StoredData
 

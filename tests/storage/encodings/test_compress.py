@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.storage import encodings
-from xckpt.storage.encodings import new_encoder
+from xckpt.storage.encoders import new_encoder
+from xckpt.storage.seekable import read_frames, read_seek_table
 
 MiB = 1 << 20
 
@@ -40,8 +41,8 @@ def test_round_trips(nbytes: int, cuts: list[int], threads: int) -> None:
     assert zstandard.ZstdDecompressor().decompress(plain) == data
     seekable = compressed("zstd-seekable", data, cuts, threads=threads)
     read = memoryview(seekable)
-    table = encodings.read_seek_table(lambda o, n: read[o : o + n], 0, len(seekable), nbytes)
-    decoded = encodings.read_frames(lambda o, n: read[o : o + n], 0, table, 0, nbytes)
+    table = read_seek_table(lambda o, n: read[o : o + n], 0, len(seekable), nbytes)
+    decoded = read_frames(lambda o, n: read[o : o + n], 0, table, 0, nbytes)
     assert decoded == data
     assert set(np.diff(table.decoded)[:-1].tolist()) <= {MiB}
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.errors import FormatError
-from xckpt.storage.encodings import STREAMS, new_encoder
+from xckpt.storage.encoders import new_encoder
+from xckpt.storage.encodings import STREAMS
 
 decompress = STREAMS["deflate"].decompress
 decompress_range = STREAMS["deflate"].decompress_range

@@ -14,8 +14,8 @@ from xxhash import xxh64_intdigest
 
 from tests.sources import CountingSource
 from xckpt.errors import FormatError
-from xckpt.storage import encodings
-from xckpt.storage.encodings import read_frames, read_seek_table
+from xckpt.storage import seekable
+from xckpt.storage.seekable import read_frames, read_seek_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +104,7 @@ def test_one_row_costs_two_reads() -> None:
 
 
 def test_threads_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encodings, "_THREADS_FROM_NBYTES", 0)
+    monkeypatch.setattr(seekable, "_THREADS_FROM_NBYTES", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     stored = bytearray(SEEKABLE[True])
     got = read_seekable(CountingSource(bytes(stored)).read, 0, len(stored), len(DATA), 5, 290_000)
