@@ -126,19 +126,21 @@ class WriteJob:
         # Companions first, so that a file refers to nothing that is not there.
         plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
         self._files = []
-        for number, (name, each) in enumerate(plans):
+        for number, (name, file_plan) in enumerate(plans):
             parts = [
                 self._with_data(planned, payloads[planned.tensor], cast, number, spool=len(plans))
-                for planned in each.parts
+                for planned in file_plan.parts
             ]
-            parts += [_without_tensor(offset, _literal(data)) for offset, data in each.literals]
+            parts += [
+                _without_tensor(offset, _literal(data)) for offset, data in file_plan.literals
+            ]
             if grown is not None and name is None:
-                whole = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
-                array = DenseArray("", whole, (grown.size,), decode=False)
+                reader = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
+                array = DenseArray("", reader, (grown.size,), decode=False)
                 parts.append(_without_tensor(0, StoredData(array)))
             # Parts without an offset keep their order, after the others.
             parts.sort(key=lambda planned: inf if planned.offset is None else planned.offset)
-            self._files.append(_FileToWrite(name, each, parts))
+            self._files.append(_FileToWrite(name, file_plan, parts))
         # The ranges that are written to by memory maps.
         self._reserved = [
             (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
@@ -147,7 +149,7 @@ class WriteJob:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Who makes and finishes the files needs no arrays: their tasks are sent by themselves.
+        # Making and finishing the files needs no arrays, whose tasks are sent by themselves.
         return self.__dict__ | {"_stores": []}
 
     def _with_data(
@@ -222,15 +224,15 @@ class WriteJob:
         for number, file in enumerate(companions):
             sinks.insert(number, self.target.open(file.name, beside=sinks[-1:]))
         for file, sink in zip(self._files, sinks, strict=True):
-            known = file.plan.nbytes
-            if known is None:
+            nbytes = file.plan.nbytes
+            if nbytes is None:
                 ends = [
                     planned.offset + stored_nbytes(planned)
                     for planned in file.parts
                     if planned.offset is not None and not is_compressed(planned)
                 ]
-                known = max(ends, default=0)
-            sink.resize(known)
+                nbytes = max(ends, default=0)
+            sink.resize(nbytes)
         if self._spooled:
             sinks.append(sinks[-1].another())
             sinks[-1].resize(self._spooled)
@@ -257,8 +259,8 @@ class WriteJob:
         nbytes = 0
         for file, sink, end in zip(self._files, sinks, ends, strict=False):
             nbytes += _complete(file.plan, sink, end, written)
-        named = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
-        main = named.pop("")
+        companions = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
+        main = companions.pop("")
         plan = self._files[-1].plan
 
         def referring(names: Mapping[str, str]) -> Sink:
@@ -273,7 +275,7 @@ class WriteJob:
 
         publish(
             main,
-            named,
+            companions,
             replaced=self._replaced,
             referring=referring,
             superseded=self._superseded,

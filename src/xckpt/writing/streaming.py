@@ -95,9 +95,9 @@ def stream(
     """Write parts to a file; return their places, and the end of the last one."""
     with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
         streaming = _Streaming(sink, threads, progress)
-        wanted = (planned.data.ranges() for planned in parts if planned.data is not None)
+        ranges = (planned.data.ranges() for planned in parts if planned.data is not None)
         try:
-            with reading_ahead(chain.from_iterable(wanted)):
+            with reading_ahead(chain.from_iterable(ranges)):
                 return streaming.run(parts, alignment)
         except BaseException:
             streaming.stopped = True
@@ -181,8 +181,8 @@ class _Streaming:
             if is_compressed(planned):
                 position = self._put_compressed(planned, offset, compressed)
             else:
-                # Only what has offsets is grouped.
-                spans = [(planned, offset), *((each, each.offset or 0) for each in group[1:])]
+                # Only parts with offsets are grouped.
+                spans = [(planned, offset), *((part, part.offset or 0) for part in group[1:])]
                 self._put(spans, is_run=is_run)
                 last, begin = spans[-1]
                 position = begin + stored_nbytes(last)
