@@ -3,7 +3,7 @@
 `open_source` turns a path, a URL, an open file or bytes into a `Source`; `new_file` begins a
 `Sink`, whose file appears under its name when it is complete. The room may import `errors`,
 `interrupts` and the modules next to them; it knows nothing of tensors. Read `source` first: `local`
-and `objects` implement it. `sink` writes.
+and `objects` implement it. `sink` writes files of this machine, `uploads` those of others.
 """
 
 from __future__ import annotations
