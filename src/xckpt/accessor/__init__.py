@@ -732,7 +732,8 @@ class CheckpointAccessor(Generic[Obj]):
         dim : str, int, iterable of these, or mapping of these to int, optional
             Dimensions to reduce, for a value for each channel or block; see `xckpt.compare`.
         codes : bool
-            Whether to count codes of quantised tensors in `other`: ``saturated``, ``unused``.
+            Whether to examine codes and scales of quantised tensors in `other`: ``saturated``,
+            ``clipped``, ``gain_db``, ...; see `xckpt.compare`.
         explain : bool
             Whether to search for the reasons of differences; see `xckpt.compare`.
         adapter : path, mapping, Index or xarray.Dataset, optional

@@ -264,7 +264,7 @@ class QuantizedArray(_OfParts):
             scheme,
             grid,
             name=self.name,
-            shape=self._stored_grid,
+            shape=self.stored_grid,
             axes=axes,
             axis=axis,
             add=scheme.zero_add,
@@ -282,7 +282,7 @@ class QuantizedArray(_OfParts):
         return scales
 
     @property
-    def _stored_grid(self) -> Shape:
+    def stored_grid(self) -> Shape:
         """Shape of stored grids, with the axes of the tensor."""
         scheme = self.quantization
         blocks = zip(self.shape, scheme.block, strict=True)
@@ -291,7 +291,7 @@ class QuantizedArray(_OfParts):
     def _grid(self, role: str, grid: _Box, dtype: type = np.float32) -> Array:
         """Return entries of a stored grid as a type of floats, with the axes of the tensor."""
         axes = self.quantization.scale_axes or tuple(range(self.ndim))
-        stored = self._dense(role, tuple([self._stored_grid[axis] for axis in axes]))
+        stored = self._dense(role, tuple([self.stored_grid[axis] for axis in axes]))
         return np.transpose(stored[grid.along(axes)].astype(dtype), np.argsort(axes))
 
 

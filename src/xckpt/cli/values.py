@@ -334,7 +334,7 @@ def spectrum(
 @click.option(
     "--codes",
     is_flag=True,
-    help="Count saturated and unused codes of the quantised tensors of B.",
+    help="Also examine codes and scales of the quantised tensors of B: saturated, clipped, ...",
 )
 @click.option(
     "--write-names", metavar="FILE", help="Write the matched names of A and B to a JSON file."

@@ -32,7 +32,9 @@ from xckpt.progress import Progress
 from xckpt.scan.entries import Described, contents_of_all, deferred, entries_of, laid, laid_out
 from xckpt.scan.scanning import gather
 from xckpt.scan.statistics_cache import rows_of
-from xckpt.statistics.codes import OF_CODES, use_of_codes
+from xckpt.statistics import OF_CODES
+from xckpt.statistics.clipping import clipping, gain_of
+from xckpt.statistics.codes import use_of_codes
 from xckpt.statistics.tables import STATUSES
 from xckpt.storage.limits import require_memory
 
@@ -92,8 +94,8 @@ def compare(
         one value: ``{-1: 128}`` for groups of 128. All dimensions by default. Tensors without
         these dimensions are omitted.
     codes : bool
-        Count the codes of the quantised tensors of `b`, in another pass over them, for the
-        statistics ``saturated`` and ``unused``.
+        Examine the codes and scales of the quantised tensors of `b`, in two more passes, for the
+        statistics from ``saturated`` to ``gain_db``.
     explain : bool
         Find out why tensors differ (rounded, transposed, renamed, quantised, ...), in one or two
         more passes over the tensors that differ. The result has ``attrs["explanation"]``, a
@@ -143,6 +145,14 @@ def compare(
         ``saturated``       with `codes`: fraction of the codes of `b` at the ends of their range;
                             NaN without codes, and for GGUF's blocks of other than 4 or 8 bits
         ``unused``          with `codes`: fraction of the values of a code that never occur
+        ``outliers``        with `codes`: elements of `a` beyond four times its root mean square
+        ``clipped``         with `codes`: fraction of the outliers that `b` cut off: they are beyond
+                            the end of the codes by more than half a step
+        ``scales``          with `codes`: number of the scales of `b`
+        ``scale_limits``    with `codes`: fraction of the scales that are zero, subnormal, the
+                            largest number of their type, or not finite
+        ``gain_db``         with `codes`: decibels that the sqnr of all tensors together would gain
+                            if this tensor had one more bit
         ==================  ====================================================================
 
         With `names`, a variable has the attributes ``other_name``, its name in `b` (empty if it
@@ -249,7 +259,7 @@ def compare(
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
-        values = _with_codes(inputs, values, progress, cache=cache)
+        values = _with_codes(inputs, values, sums, progress, cache=cache)
     result = laid_out(statistics, entries, values, attrs, ours)
     result.attrs |= {"status": list(STATUSES), **summary}
     if sums:
@@ -358,16 +368,28 @@ def _by_variable(
 def _with_codes(
     inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
     values: Sequence[Any],
+    sums: dict[str, tuple[float, ...]],
     progress: ProgressOption,
     *,
     cache: bool,
 ) -> list[Any]:
     """Return the arrays of variables with the statistics of the codes of `b` appended."""
-    readers = [row.both[1] for rows, _, _ in inputs for row in rows if row.both]
+    matches = [row for rows, _, _ in inputs for row in rows if row.both]
+    pairs = [row.both for row in matches if row.both]
+    table = np.array([sums[row.name] for row in matches]).reshape(-1, len(PAIR_SUMS))
+    columns = dict(zip(PAIR_SUMS, table.T, strict=True))
+    noise, exponent = columns["differences"], columns["exponent"]
+    with np.errstate(all="ignore"):
+        sizes = np.sqrt(columns["first"] / columns["finite"]) * np.exp2(exponent)
+        largest = exponent.max(initial=-np.inf, where=noise > 0)
+        squares = np.where(noise > 0, noise * np.exp2(2 * (exponent - largest)), 0.0)
+        gains = gain_of(squares / max(squares.sum(), np.finfo(float).tiny))
     # A progress function follows only one pass, the comparison.
     with Progress(False if callable(progress) else progress, "codes") as bar:
-        uses = use_of_codes(readers, bar, cache=cache)
-    of_codes = _by_variable(inputs, uses, lambda _: [nan] * len(OF_CODES))
+        uses = use_of_codes([theirs for _, theirs in pairs], bar, cache=cache)
+        clipped = clipping(pairs, sizes.tolist(), bar, cache=cache)
+    own = np.column_stack([uses, clipped, gains])
+    of_codes = _by_variable(inputs, own, lambda _: [nan] * len(OF_CODES))
     return [np.concatenate(arrays) for arrays in zip(values, of_codes, strict=True)]
 
 

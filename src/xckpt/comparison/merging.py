@@ -8,6 +8,7 @@ import numpy as np
 
 from xckpt.comparison.measures import MEASURES, PAIR_SUMS, measures_of
 from xckpt.statistics import STATUSES, tensor_names
+from xckpt.statistics.clipping import MERGES as MERGES_OF_CODES
 from xckpt.statistics.grouping import Merged, by
 from xckpt.statistics.tables import tensor_rows
 
@@ -86,7 +87,7 @@ def _merge(groups: Groups, names: Sequence[str]) -> Merged:
     equal = groups.sum(np.rint(counts["equal_fraction"] * counts["count"]))
     # A pair without finite elements has no largest difference.
     largest = groups.highest(np.nan_to_num(counts["max_abs"], nan=0.0))
-    missing = dict.fromkeys(set(names).difference(MEASURES), _ONE_PAIR)
+    missing = dict.fromkeys(set(names).difference(MEASURES, MERGES_OF_CODES), _ONE_PAIR)
     try:
         sums = {name: np.where(is_pair, groups[name], 0.0) for name in PAIR_SUMS}
     except KeyError:
@@ -104,4 +105,10 @@ def _merge(groups: Groups, names: Sequence[str]) -> Merged:
         if name not in missing:
             absent = 0 if name == "count" else np.nan
             columns[name] = np.where(is_empty, absent, values[name])
+    for name in MERGES_OF_CODES:
+        if name in names:
+            try:
+                columns[name] = MERGES_OF_CODES[name](groups)
+            except KeyError as error:
+                missing[name] = f"it needs the statistic {error.args[0]}"
     return Merged(columns, missing)

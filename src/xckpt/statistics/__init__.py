@@ -9,7 +9,7 @@ from xckpt.interrupts import uninterrupted
 
 # Importing numba takes long, and an interrupt in the middle would break later imports.
 with uninterrupted():
-    from xckpt.statistics.codes import OF_CODES
+    from xckpt.statistics.clipping import OF_CODES
     from xckpt.statistics.computing import QUANTILES, known_stats, stats
     from xckpt.statistics.definitions import statistic_names
     from xckpt.statistics.histograms import histogram

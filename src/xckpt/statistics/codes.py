@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 #: The statistics, of a tensor that has codes.
-OF_CODES = ("saturated", "unused")
+USE_OF_CODES = ("saturated", "unused")
 
 
 class _Coded(NamedTuple):
@@ -42,7 +42,7 @@ class _Coded(NamedTuple):
     paired: bool = False
 
 
-class _CodeArray:
+class CodeArray:
     """An array of codes, or of bytes with two codes each, that is read by indexing it."""
 
     dtype = np.dtype(np.uint8)
@@ -66,8 +66,8 @@ class _CodeArray:
 
 
 def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) -> Array:
-    """Return a row of `OF_CODES` for each tensor, NaN for those that have no codes."""
-    shares = np.full((len(readers), len(OF_CODES)), nan)
+    """Return a row of `USE_OF_CODES` for each tensor, NaN for those that have no codes."""
+    shares = np.full((len(readers), len(USE_OF_CODES)), nan)
     coded = {n: codes for n, reader in enumerate(readers) if (codes := _coded(reader)) is not None}
     tensors = list(coded.values())
 
@@ -106,7 +106,7 @@ def _coded(reader: Reader) -> _Coded | None:
     if isinstance(lazy, CodebookArray) or (
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
     ):
-        return _Coded(_code_reader(reader, _CodeArray(lazy.shape, lazy.codes)), lazy.code_values)
+        return _Coded(_code_reader(reader, CodeArray(lazy.shape, lazy.codes)), lazy.code_values)
     if isinstance(lazy, BlockArray):
         block = BLOCK_TYPES[lazy.block_type]
         return None if block.codes is None else _coded_blocks(reader, lazy, block, block.codes)
@@ -122,7 +122,7 @@ def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: Blo
     count = prod(lazy.shape) // block.size
     raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
     stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
-    codes = _CodeArray(
+    codes = CodeArray(
         (count, place.stop - place.start),
         lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
     )
@@ -131,7 +131,7 @@ def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: Blo
     return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
 
 
-def _code_reader(reader: Reader, codes: _CodeArray) -> Reader:
+def _code_reader(reader: Reader, codes: CodeArray) -> Reader:
     code_reader = ArrayReader(codes, reader.nbytes)
     code_reader.place, code_reader.name = reader.place, reader.name
     if isinstance(reader.array, QuantizedArray) and reader.array.is_turned:

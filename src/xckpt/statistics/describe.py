@@ -100,10 +100,14 @@ def describe_all(
     tables = []
     for numbers in groups.values():
         group = [sketches[number] for number in numbers]
-        elements = (ExactElements if group[0].kind.exact else ApproximateElements)(group)
-        tables.append(describe_elements(elements, quantiles, channels=channels))
+        tables.append(describe_elements(elements_of(group), quantiles, channels=channels))
     rows: Array = np.concatenate(tables)[np.argsort(np.concatenate(list(groups.values())))]
     return rows
+
+
+def elements_of(sketches: Sequence[Sketch]) -> ExactElements | ApproximateElements:
+    """Return the elements of tensors of one kind."""
+    return (ExactElements if sketches[0].kind.exact else ApproximateElements)(sketches)
 
 
 class _CodePool:
