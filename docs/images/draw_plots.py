@@ -161,6 +161,10 @@ def pictures(folder: Path) -> dict[str, Callable[[], Any]]:
     name = "model.layers.5.mlp.gate_proj.weight"
     return {
         "plot-layers": lambda: dense.ckpt.plot.layers("std"),
+        "plot-by": lambda: moe.ckpt.plot.by("std", "layer", "expert"),
+        "plot-quality": lambda: dense.ckpt.compare(
+            xr.Dataset(rounded), tensors="*proj.weight"
+        ).ckpt.plot.by("sqnr_db"),
         "plot-error": lambda: dense.ckpt.plot.error(xr.Dataset(rounded)),
         "plot-steps": steps.ckpt.plot.steps,
         "plot-experts": lambda: moe.ckpt.plot.layers("std", "*.experts.*"),

@@ -62,7 +62,7 @@ def test_one_extreme_value_does_not_spoil_the_colours() -> None:
     ax = xckpt.stats(tensors).ckpt.plot.by("std")
     norm = image(ax, 0).norm
     assert (norm.vmin, norm.vmax) == (1.0, 1 + 11 / 12)
-    assert "1.42e+06 at 5 mlp.up" in notes(ax)
+    assert "at layer 5, module mlp.up" in notes(ax)
     marks: Any = ax.collections[-1]
     assert marks.get_offsets().tolist() == [[2, 5]]
     assert image(ax, 0).colorbar.extend == "max"

@@ -78,8 +78,9 @@ def draw_groups(
     if beyond:
         notes.append(f"{_MARK} beyond the colours")
         for row, column in beyond[:_MOST_NAMED]:
-            place = f"{texts[0][row]} {texts[1][column]}".strip()
-            notes.append(f"{number_text(values[row, column])} at {place}")
+            place = zip(names, (texts[0][row], texts[1][column]), strict=False)
+            where = ", ".join(f"{key} {text}" for key, text in place)
+            notes.append(f"{number_text(values[row, column])} at {where}")
         if len(beyond) > _MOST_NAMED:
             notes.append(f"{len(beyond) - _MOST_NAMED:,} more")
     _label_axis(ax, "y", texts[0], names[0])
