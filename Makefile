@@ -26,7 +26,7 @@ help:
 	@echo "make test-min  run the tests with the lowest versions of all dependencies"
 	@echo "make test-nightly  run the tests with nightly builds of numpy, xarray and dask"
 	@echo "make lint      ruff, mypy, import-linter"
-	@echo "make bench     run the benchmarks"
+	@echo "make bench     run the benchmarks; lists what changed since the last version"
 	@echo "make torture   try what is promised on damaged files; MINUTES=5 SEED=1 PARTS=reading"
 	@echo "make docs      build the documentation"
 	@echo "make release-check  build the archives, and try the wheel in empty environments"

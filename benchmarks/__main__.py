@@ -10,12 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.history import record
 from benchmarks.measuring import table, write_section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HISTORY = Path(__file__).parent / "history.json"
 NAMES = (
     "open",
     "formats",
@@ -53,6 +55,8 @@ def main() -> int:
         results = module.run()
         print(f"\n{title}\n\n{table(results)}", flush=True)
         lines = table(results, bounds=False)
+        for change in record(HISTORY, version("xckpt"), name, results):
+            print(change, flush=True)
         write_down(name, f"## {name.capitalize()}\n\n{title}\n\n{lines}\n")
     return 0
 
