@@ -187,9 +187,8 @@ def _check_run_without_install(uv: Path, wheel: Path, work: Path) -> None:
     home = work / "home"
     home.mkdir()
     cache = run(uv, "cache", "dir").strip()
-    environment = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
-    environment |= {name: os.fspath(home) for name in ("HOME", "USERPROFILE")}
-    environment["UV_CACHE_DIR"] = cache
+    homes = {name: os.fspath(home) for name in ("HOME", "USERPROFILE")}
+    environment = os.environ | homes | {"UV_CACHE_DIR": cache}
     for words in (["--help"], ["info", "m.zt"]):
         command = (uv, "tool", "run", "--quiet", "--python", sys.executable, "--from", wheel)
         if not run(*command, "xckpt", *words, cwd=work, env=environment):

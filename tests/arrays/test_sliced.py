@@ -117,6 +117,7 @@ def test_lazy_arrays_slice_like_numpy(key: Any) -> None:
         ([{"layers": 2}, {"experts": 1}, {"d10": 7}, {"d6": slice(1, 2)}], 4),
         ([{"layers": slice(1, 3), "experts": 0}, {"d10": 0}], 48),
         ([{"layers": np.int64(3)}, {"experts": slice(2, None)}], 240),
+        ([{"layers": np.array(3)}, {"experts": slice(2, None)}], 240),
     ],
 )
 def test_repeated_selections_read_only_the_result(keys: list[dict[str, Any]], nbytes: int) -> None:

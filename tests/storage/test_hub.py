@@ -386,7 +386,9 @@ class TestRefusals:
         def refuse(*_: Any, **__: Any) -> None:
             raise errors.OfflineModeIsEnabled("offline")
 
-        monkeypatch.setattr(utils.get_session(), "stream", refuse)
+        session: Any = type(utils.get_session())  # of httpx, and earlier of requests
+        method = "request" if session.__module__.startswith("requests") else "stream"
+        monkeypatch.setattr(session, method, refuse)
         with pytest.raises(OSError, match="HF_HUB_OFFLINE is set"):
             opened()
 

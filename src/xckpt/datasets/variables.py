@@ -102,6 +102,8 @@ def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:
         entries = tuple([key.get(dim, slice(None)) for dim in dims])
     else:
         entries = key if isinstance(key, tuple) else (key,)
+    # Before 2025.10, xarray turns numpy integers into arrays without dimensions.
+    entries = tuple([e[()] if isinstance(e, np.ndarray) and not e.ndim else e for e in entries])
     return entries if all(map(_is_basic, entries)) else None
 
 

@@ -27,7 +27,7 @@ _PICTURES = {
     "treemap": "sizes tree pie bar memory",
     "spectrum": "svd singular_values rank",
     "heatmap": "imshow image matrix pcolormesh show",
-    "by": "groups grid layer module role",
+    "by": "groups grid module role",
     "steps": "run training history",
     "compare": "diff difference changes scatter",
     "error": "quantization quantisation sqnr",

@@ -300,8 +300,12 @@ class _Hub:
             schemes = urlsplit(url).scheme, urlsplit(joined).scheme
             if urlsplit(joined).hostname and schemes in SAFE_SCHEMES:
                 return address_of(joined)
-        # The message omits the address, which may be signed.
-        raise OSError(errno.EINVAL, "the Hub redirects to an address that is not safe", self._url)
+        raise self._unsafe()
+
+    def _unsafe(self) -> OSError:
+        """Return an error whose message omits the address, which may be signed."""
+        text = "the Hub redirects to an address that is not safe"
+        return OSError(errno.EINVAL, text, self._url)
 
     def _request(self, place: HubPath, method: str, url: str, most: int, limits: Limits) -> _Answer:
         from huggingface_hub.errors import OfflineModeIsEnabled
@@ -314,6 +318,8 @@ class _Hub:
             text = "HF_HUB_OFFLINE is set: unset it, or open the folder that was downloaded"
             raise OSError(errno.EINVAL, text, self._url) from error
         except Exception as error:
+            if type(error) is ValueError:  # of requests, which parses the target of a redirect
+                raise self._unsafe() from None
             # The session is from one of several libraries.
             if type(error).__module__.partition(".")[0] not in _LIBRARIES:
                 raise
