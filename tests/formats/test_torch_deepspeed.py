@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -400,3 +401,10 @@ def test_many_references_to_one_value_take_no_time(tmp_path: Path) -> None:
     changes = {"optimizer": {"base_optimizer_state": base, FLAT: vectors}}
     error = refused(a_run(changes=changes).write(tmp_path / "vectors"))
     assert error.rule == "Groups"
+    fields = torch_files.mapping({f"f{n}": b"N" for n in range(20_000)}) + b"q\1"
+    base = b"](" + fields + b"h\1" * 20_000 + b"e"
+    run = a_run(changes={"optimizer": {"base_optimizer_state": base}})
+    before = time.process_time()
+    with pytest.warns(xckpt.CheckpointWarning, match="lacks the layout"):
+        xckpt.open(run.write(tmp_path / "states"))
+    assert time.process_time() - before < 10

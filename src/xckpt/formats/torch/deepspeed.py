@@ -347,7 +347,7 @@ class _FolderReader:
                 continue
             moments = _moments(ranks, values, flats, key_text(field))
             if moments is None:
-                reason = "left out, because it has not the layout of the weights"
+                reason = "left out, because it lacks the layout of the weights"
                 self._notes.add(reason, f"the state {shown(key_text(field))} of the optimizer")
                 continue
             self.tensors |= layout.tensors(moments, "optimizer.state.", f".{key_text(field)}")
@@ -383,15 +383,16 @@ def _flat_groups(rank: _States, states: Mapping[str, Any], key: str) -> list[Par
     return [rank.flat(value, f"{key}.{number}") for number, value in enumerate(listed)]
 
 
-def _numbered(states: Mapping[str, Any]) -> dict[int, dict[Any, Any]]:
+def _numbered(states: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the state of the optimizer by the numbers of its vectors."""
     state = states.get("optimizer_state_dict", states.get("base_optimizer_state"))
     if type(state) is list:  # saved elastically
         entries: Any = enumerate(state)
     else:
         entries = mapping_of(dict_of(mapping_of(state)).get("state"))
+    # Many numbers can refer to the same large mapping.
     return {
-        number: {field: value for field, value in mapping_of(fields) if type(field) is str}
+        number: dict_of(islice(mapping_of(fields), _MOST_FIELDS))
         for number, fields in entries
         if type(number) is int
     }
