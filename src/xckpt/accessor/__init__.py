@@ -880,7 +880,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """``layers``, ``by``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
+        """Plots: ``layers``, ``by``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ...
 
         Examples
         --------
