@@ -315,6 +315,21 @@ def test_quantiles_follow_from_the_counts_of_all_elements(
     assert any("q0.5" in reason and "cache" in reason for reason in missing)
 
 
+def test_quantiles_of_a_part(several_types: tuple[Path, dict[str, Any]]) -> None:
+    result = xckpt.stats(several_types[0])
+    whole = result.ckpt.by("layer")
+    part = result.sel(statistic=["count", "nan", "inf", "q0.5"]).ckpt.by("layer")
+    np.testing.assert_array_equal(part["q0.5"], whole["q0.5"])
+    alone = result.sel(statistic=["q0.5", "q0.95"]).ckpt.by("layer")
+    assert list(alone.data_vars) == ["tensors"]
+    assert alone.attrs["missing"] == ["q0.5, q0.95: it needs the statistic count"]
+    # Another tensor of a group has no counts: its quantiles are unknown.
+    result.encoding["counts"].pop("h.1.a.weight")
+    grouped = result.ckpt.by("layer")
+    assert np.isnan(grouped["q0.5"].values).tolist() == [False, True, False]
+    assert any("q0.5" in reason for reason in grouped.attrs["missing"])
+
+
 def test_quantiles_without_cached_counts_are_missing(
     several_types: tuple[Path, dict[str, Any]],
 ) -> None:

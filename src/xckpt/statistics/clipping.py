@@ -11,6 +11,7 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.elements import BLOCK_TYPES
 from xckpt.scan.readers import ArrayReader, reader_of
@@ -114,6 +115,8 @@ def _class_reader(ours: Reader, theirs: Reader, threshold: float) -> Reader | No
     read = partial(_classes, (ours.array, lazy), ends, threshold)
     reader = ArrayReader(CodeArray(lazy.shape, read), ours.nbytes + theirs.nbytes)
     reader.place, reader.name, reader.whole_rows = theirs.place, theirs.name, True
+    # Arrays in memory are not sent to a cluster.
+    reader.local = not isinstance(ours.array, LazyArray)
     if ours.identity is not None and theirs.identity is not None:
         files = ours.identity[0] + theirs.identity[0]
         reader.identity = (files, "clipping", threshold, ours.identity[1:], theirs.identity[1:])

@@ -70,28 +70,28 @@ def merge_statistics(
     """
     merges = {statistic.name: statistic.merge for statistic in STATISTICS} | MERGES_OF_SPECTRA
     levels = [name for name in names if name.startswith("q") and name[1:2].isdigit()]
-    columns, missing = {}, {}
+    columns: dict[str, Array] = {}
+    missing = {}
+    of_levels: dict[str, Array] = {}
     if levels and quantiles is not None:
-        of_levels = quantiles(np.array([float(name[1:]) for name in levels]))
-        columns = dict(zip(levels, of_levels.T, strict=True))
+        table = quantiles(np.array([float(name[1:]) for name in levels]))
+        of_levels = dict(zip(levels, table.T, strict=True))
     for name in names:
         merge = merges.get(name)
-        if name in levels:
-            absent = len(groups.present)
-            if name in columns:
-                absent = int(np.isnan(columns[name][groups.all_finite > 0]).sum())
-            if absent:
-                missing[name] = _NO_COUNTS
-            if absent == len(groups.present):
-                columns.pop(name, None)
-        elif merge is None:
-            missing[name] = _NEVER.get(name, _NEVER[""])
-        else:
-            try:
+        try:
+            if name in of_levels:
+                if np.isnan(of_levels[name][groups.all_finite > 0]).any():
+                    missing[name] = _NO_COUNTS
+                columns[name] = of_levels[name]
+            elif merge is not None:
                 columns[name] = merge(groups)
-            except KeyError as error:
-                missing[name] = f"it needs the statistic {error.args[0]}"
-    return Merged({name: columns[name] for name in names if name in columns}, missing)
+            else:
+                missing[name] = _NO_COUNTS if name in levels else _NEVER.get(name, _NEVER[""])
+        except KeyError as error:
+            missing[name] = f"it needs the statistic {error.args[0]}"
+    is_absent = {name: np.isnan(columns[name]).all() for name in missing if name in columns}
+    columns = {name: column for name, column in columns.items() if not is_absent.get(name, False)}
+    return Merged(columns, missing)
 
 
 # --- keys ----------------------------------------------------------------------------------------
