@@ -325,7 +325,7 @@ class TestRules:
 
     def test_names_of_other_results_raise(self) -> None:
         ds = xr.Dataset({"x": ("n", [1.0])})
-        with pytest.raises(TypeError, match="names are of what"):
+        with pytest.raises(TypeError, match="only results of"):
             _ = ds.ckpt.names
         assert xckpt.compare(ds, ds).ckpt.names == {"x": "x"}
         with pytest.raises(TypeError, match="a mapping, a function of a name, or a pair"):

@@ -213,9 +213,9 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
-        >>> run = xckpt.open_steps("run/")  # doctest: +SKIP
-        >>> run.ckpt.summary().loc["metric"].T.plot()  # doctest: +SKIP
+        >>> ds.ckpt.summary("dtype")["nbytes"]
+        >>> run = xckpt.open_steps("run/")
+        >>> table = run.ckpt.summary()  # a column for each step
         """
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.summary import sizes_table
@@ -782,7 +782,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.statistics import matched_names
 
         if not isinstance(self._obj, xr.Dataset) or "status" not in self._statistics:
-            raise TypeError("names are of what ds.ckpt.compare() gives")
+            raise TypeError("only results of ds.ckpt.compare() have names")
         return matched_names(self._obj)
 
     def by(self, *keys: str, stats: xr.Dataset | None = None) -> Dataset:

@@ -22,8 +22,8 @@ _PARAMETERS = "\nParameters\n----------\n"
 class Forwarded(Generic[P, R]):
     """A method that calls a function with the open object as its first argument.
 
-    Its signature and docstring are those of the function, without the parameters that only a path
-    needs.
+    It has the signature and the docstring of the function, without the parameters that only a
+    path needs.
 
     Parameters
     ----------

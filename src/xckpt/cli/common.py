@@ -155,8 +155,7 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
         multiple=True,
         metavar="KEY=VALUE",
         callback=_storage_options,
-        help="Option for fsspec if FILE is a URL, such as anon=true; VALUE is JSON or text. May be "
-        "repeated.",
+        help="Option for a URL, such as anon=true; VALUE is JSON or text. May be repeated.",
     )
     @wraps(command)
     def with_reading(

@@ -39,7 +39,7 @@ def grouped_table(
 ) -> pd.DataFrame:
     """Return a result by layer, role, ..., with a row for each group that has tensors.
 
-    The attributes of the table are those of the groups, and ``by``, the keys.
+    The attributes of the groups, and ``by`` with the keys, are attributes of the table.
     """
     names = [name.strip() for name in keys.split(",")]
     with usage_errors():

@@ -264,8 +264,8 @@ def _by_shape(
         if len(fitting) != 1 or times[shapes[number]] > 1:
             options = " or ".join(map(shown, fitting[:2])) or "nothing in the model"
             raise ValueError(
-                f"the tensors of the model are in alphabetic order, not in that of the model, so "
-                f"that {_some(numbers, number)} of shape {shapes[number]} may belong to {options}: "
+                f"the file has tensors in alphabetic order, unlike the model, so "
+                f"{_some(numbers, number)} of shape {shapes[number]} may belong to {options}: "
                 f"{_REMEDY}"
             )
         owners[number] = fitting[0]

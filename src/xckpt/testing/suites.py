@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from xckpt.testing.samples import Want
 
 
-# Each test has an instance of its own, which hypothesis would report: instances have no state.
+# Each test has a separate instance, which hypothesis would report: instances have no state.
 stateless = settings(suppress_health_check=[HealthCheck.differing_executors])
 
 

@@ -34,7 +34,7 @@ __all__ = [
 
 def _make_directly(graph: Any, name: str, chunks: Any, meta: Any, shape: tuple[int, ...]) -> Any:
     """Return an array, of chunks and meta that are right by construction."""
-    # A subclass with a constructor of its own is no way out: xarray refuses to mix it with other
+    # A subclass with another constructor does not help: xarray refuses to mix it with other
     # dask arrays (namedarray.parallelcompat).
     array = object.__new__(da.Array)
     array.dask = graph

@@ -40,7 +40,7 @@ def make_module(variables: dict[str, xr.Variable], coords: Mapping[str, xr.Varia
 
 
 def make_tree(modules: Mapping[str, xr.Dataset]) -> xr.DataTree:
-    """Return the tree of Datasets by their paths, one of which is ``"/"``."""
+    """Return the tree of Datasets by their paths, which include ``"/"``."""
     tree = _build_tree(modules) if _is_known_xarray() else None
     if tree is None:
         tree = xr.DataTree.from_dict(modules)

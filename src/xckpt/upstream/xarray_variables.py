@@ -18,7 +18,7 @@ V = TypeVar("V", bound=xr.Variable)
 
 
 def _is_known_xarray() -> bool:
-    """Return whether a variable consists of what `make_variable` sets."""
+    """Return whether a variable has only the attributes that `make_variable` sets."""
     slots = {slot for kind in xr.Variable.__mro__ for slot in getattr(kind, "__slots__", ())}
     return slots - {"__weakref__"} == {"_dims", "_data", "_attrs", "_encoding"}
 
