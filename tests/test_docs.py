@@ -185,6 +185,20 @@ def test_public_functions_and_errors_have_examples() -> None:
     assert errors <= EXAMPLES.keys()
 
 
+def test_the_gallery_shows_every_kind_of_picture_in_both_themes() -> None:
+    from xckpt.plots import Plots
+
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"\.plot\.([a-z]+)\(", text))
+    assert drawn == {name for name in vars(Plots) if not name.startswith("_")}
+    light, dark = (
+        set(re.findall(rf"\(images/(\S+)-{theme}\.png\){{\.only-{theme}}}", text))
+        for theme in ("light", "dark")
+    )
+    assert light == dark
+    assert all((ROOT / f"docs/images/{name}-dark.png").exists() for name in dark)
+
+
 def test_the_command_line() -> None:
     from xckpt.cli import commands
 
