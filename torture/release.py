@@ -160,6 +160,8 @@ def _check_installed(uv: Path, wheel: Path, folder: Path, resolution: str) -> No
     dependencies = [line.partition(";")[0].strip() for line in requirements(wheel, _EXTRAS)]
     run(
         *(uv, "pip", "install", "--quiet", "--python", python, "--resolution", resolution),
+        # The lowest versions that have wheels: builds of older ones fail on a newer Python.
+        *("--only-binary", ":all:"),
         *(wheel_requirement, *dependencies),
     )
     work = folder / "work"
