@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import kit
 
-_MOST_NAMES = 1_000_000
+_MOST_NAMES, _LARGEST_ATTRIBUTE = 1_000_000, 64 << 20
 
 
 class _File(io.RawIOBase):
@@ -105,6 +105,10 @@ def _attributes(obj: Any) -> dict[str, Any]:
     attrs = {}
     for name in obj.attrs:
         try:
+            stored = obj.attrs.get_id(name)
+            # Arrays are not kept, and may claim more elements than the file has bytes.
+            if stored.shape != () or stored.get_storage_size() > _LARGEST_ATTRIBUTE:
+                continue
             value = obj.attrs[name]
         # numpy has no such type.
         except (OSError, TypeError, ValueError, RuntimeError, KeyError):
