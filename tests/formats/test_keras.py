@@ -163,6 +163,20 @@ def test_newer_files_have_fill_values_in_their_byte_order(dtype: str) -> None:
     np.testing.assert_array_equal(xckpt.open(file.getvalue())["w"], values)
 
 
+@pytest.mark.parametrize("count", [1, 40])  # with many links only h5py can read the file
+def test_heaps_with_objects_of_no_bytes_are_refused(count: int) -> None:
+    file = io.BytesIO()
+    with h5py.File(file, "w", libver="latest") as root:
+        for number in range(count):
+            root[f"v{number}"] = W
+        root.create_group("g").attrs["text"] = "in a heap"
+    data = bytearray(file.getvalue())
+    heap = data.index(b"GCOL")
+    data[heap + 24] = 128  # the length of the text, after which there are zeros only
+    with pytest.raises(xckpt.FormatError, match="does not fit into its heap"):
+        xckpt.open(bytes(data))
+
+
 def test_positions_of_chunks_that_h5py_reports_wrongly_are_refused() -> None:
     options = {"chunks": (2, 3), "maxshape": (4, None)}
     narrow = {"chunks": (4, 3), "maxshape": (4, None)}

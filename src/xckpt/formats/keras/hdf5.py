@@ -110,11 +110,29 @@ class Image:
     def __init__(self, source: Readable, start: int, size: int, outer: Part | None = None) -> None:
         self.source, self.start, self.size, self.outer = source, start, size, outer
         self._blocks: dict[int, bytes] = {}
+        self._heaps: dict[int, dict[int, bytes]] = {}
         self._budget = _MOST_READ * size + (1 << 16)
 
     def offset(self, at: int) -> int:
         """Return the offset in the file, for messages."""
         return self.outer.offset if self.outer is not None else self.start + min(at, self.size)
+
+    def heap(self, at: int) -> dict[int, bytes]:
+        """Return the objects of a global heap by their numbers. Number 0 is free space."""
+        if at not in self._heaps:
+            (nbytes,) = self.fields("<4xQ", at, "a heap", b"GCOL")
+            data, place = self.take(at, nbytes, "a heap"), 16
+            objects: dict[int, bytes] = {}
+            while place + 16 <= nbytes:
+                number, length = unpack_from("<H6xQ", data, place)
+                occupied = 16 + -(-length // 8) * 8 if number else length
+                if not 16 <= occupied <= nbytes - place:
+                    raise self.broken("an object does not fit into its heap", at + place, "Heap")
+                if number:
+                    objects[number] = data[place + 16 : place + 16 + length]
+                place += occupied
+            self._heaps[at] = objects
+        return self._heaps[at]
 
     def broken(self, reason: str, at: int, rule: str = "Hdf5") -> FormatError:
         """Return the error for a malformed structure at an address."""
@@ -170,7 +188,6 @@ class Walk:
         self._image, self._notes = image, notes
         self._visited: set[int] = set()
         self._datasets: dict[int, Dataset] = {}
-        self._heaps: dict[int, dict[int, bytes]] = {}
         self._paths_left = _MOST_PATHS * image.size
         self._texts_left = _MOST_READ * image.size
         self.contents = Contents()
@@ -375,18 +392,7 @@ class Walk:
 
     def _object(self, at: int, number: int) -> bytes:
         """Return an object of a global heap."""
-        if at not in self._heaps:
-            image = self._image
-            (nbytes,) = image.fields("<4xQ", at, "a heap", b"GCOL")
-            data, place = image.take(at, nbytes, "a heap"), 16
-            objects = self._heaps[at] = {}
-            while place + 16 <= nbytes:
-                key, length = unpack_from("<H6xQ", data, place)
-                if not key or place + 16 + length > nbytes:
-                    break
-                objects[key] = data[place + 16 : place + 16 + length]
-                place += 16 + -(-length // 8) * 8
-        data = self._heaps[at].get(number, b"")
+        data = self._image.heap(at).get(number, b"")
         self._texts_left -= len(data)
         if self._texts_left < 0:
             raise self._image.broken("attributes take more bytes than the file", at)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_NAMES, _LARGEST_ATTRIBUTE = 1_000_000, 64 << 20
 
 
-class _File(io.RawIOBase):
+class _RawFile(io.RawIOBase):
     """The bytes of an image as an open file."""
 
     def __init__(self, image: Image) -> None:
@@ -48,6 +48,23 @@ class _File(io.RawIOBase):
         return nbytes
 
 
+class _File(io.BufferedReader):
+    """A buffered file of an image, which checks heaps before the library reads them.
+
+    The library would not return from a heap with an object of no bytes.
+    """
+
+    def __init__(self, image: Image) -> None:
+        super().__init__(_RawFile(image), 1 << 16)
+        self._image = image
+
+    def readinto(self, memory: Any) -> int:
+        at, nbytes = self.tell(), super().readinto(memory)
+        if bytes(memory[:4]) == b"GCOL":
+            self._image.heap(at)
+        return nbytes
+
+
 def is_available() -> bool:
     """Return whether h5py is installed."""
     try:
@@ -64,7 +81,7 @@ def read(image: Image, notes: kit.Notes, newer: NewerError | None = None) -> Con
     import h5py
 
     try:
-        with h5py.File(io.BufferedReader(_File(image), 1 << 16), "r") as file:
+        with h5py.File(_File(image), "r") as file:
             return _walk(h5py, file, image, notes)
     except CheckpointError:
         raise
@@ -110,6 +127,8 @@ def _attributes(obj: Any) -> dict[str, Any]:
             if stored.shape != () or stored.get_storage_size() > _LARGEST_ATTRIBUTE:
                 continue
             value = obj.attrs[name]
+        except CheckpointError:
+            raise
         # numpy has no such type.
         except (OSError, TypeError, ValueError, RuntimeError, KeyError):
             continue
