@@ -113,7 +113,7 @@ def references(
         try:
             file = files[tensor.parts["data"].shard]
             # The name of a shard next to its file may be unknown until it is opened.
-            url = str(getattr(file, "found", file).name)
+            url = file.file.name
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
