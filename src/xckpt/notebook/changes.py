@@ -46,7 +46,7 @@ _WIDEST_LINE = 116
 _SEPARATOR = re.compile(r"[./]")
 
 
-class Compared(NamedTuple):
+class TensorChange(NamedTuple):
     """A tensor of a comparison."""
 
     name: str
@@ -68,7 +68,7 @@ class ChangeLine(NamedTuple):
         return shortened(self.subject, _WIDEST_LINE - len(end)) + end
 
 
-class _Kind(NamedTuple):
+class _ChangeKind(NamedTuple):
     """The properties that all tensors of a line share."""
 
     kind: str
@@ -76,11 +76,11 @@ class _Kind(NamedTuple):
     level: int  # rises with the size of the change
 
 
-class _Module(NamedTuple):
+class _ChangedModule(NamedTuple):
     """A tensor, or a module whose tensors are all of one kind."""
 
     name: str
-    kind: _Kind
+    kind: _ChangeKind
     sizes: list[float]  # of the tensors; NaN for unknown ones
 
 
@@ -105,11 +105,11 @@ class _Folded(NamedTuple):
         return f" ({places} tensors)" if is_of_tensors else f" ({number} in {places} modules)"
 
 
-def change_lines(tensors: Sequence[Compared], most: int = MOST_LINES) -> list[ChangeLine]:
+def change_lines(tensors: Sequence[TensorChange], most: int = MOST_LINES) -> list[ChangeLine]:
     """Summarise a comparison in at most `most` lines, exceptions and large changes first."""
     levels = _levels([tensor.size for tensor in tensors])
     kinds = [
-        _Kind(tensor.kind, tensor.cause, level if tensor.kind == "changed" else 0)
+        _ChangeKind(tensor.kind, tensor.cause, level if tensor.kind == "changed" else 0)
         for tensor, level in zip(tensors, levels, strict=True)
     ]
     modules = _modules(tensors, kinds)
@@ -117,7 +117,7 @@ def change_lines(tensors: Sequence[Compared], most: int = MOST_LINES) -> list[Ch
     rows = [Row(module.name, numbers[module.kind], (), len(module.sizes)) for module in modules]
     families = united(families_of(rows))
     is_short = len({path for family in families if (path := numbered_path(family))}) <= 1
-    folded: dict[_Kind, list[_Folded]] = {}
+    folded: dict[_ChangeKind, list[_Folded]] = {}
     for family in families:
         sizes = [size for n in family.places for size in modules[n].sizes]
         text = phrase(family, is_short=is_short)
@@ -143,7 +143,7 @@ def change_lines(tensors: Sequence[Compared], most: int = MOST_LINES) -> list[Ch
     return lines
 
 
-def _rank(kind: _Kind, count: int) -> tuple[float, ...]:
+def _rank(kind: _ChangeKind, count: int) -> tuple[float, ...]:
     """Return a key that sorts exceptions first, then large changes, then rare explanations."""
     if kind.kind in _EXCEPTIONS:
         return list(_EXCEPTIONS).index(kind.kind), -kind.level, count
@@ -151,7 +151,7 @@ def _rank(kind: _Kind, count: int) -> tuple[float, ...]:
 
 
 def _lines_of(
-    kind: _Kind, parts: Sequence[_Folded], room: int, *, is_last: bool
+    kind: _ChangeKind, parts: Sequence[_Folded], room: int, *, is_last: bool
 ) -> list[ChangeLine]:
     """Return at most `room` lines for the tensors of a kind."""
     is_exception = kind.kind in _EXCEPTIONS
@@ -172,7 +172,7 @@ def _lines_of(
     return lines
 
 
-def _predicate(kind: _Kind, count: int, sizes: Sequence[float]) -> str:
+def _predicate(kind: _ChangeKind, count: int, sizes: Sequence[float]) -> str:
     if kind.kind not in _EXCEPTIONS:
         return f"{'is' if count == 1 else 'are'} {printable(kind.cause) or 'equal'}"
     words = _EXCEPTIONS[kind.kind][count > 1]
@@ -211,9 +211,9 @@ def _levels(sizes: Sequence[float]) -> list[int]:
     ]
 
 
-def _modules(tensors: Sequence[Compared], kinds: Sequence[_Kind]) -> list[_Module]:
+def _modules(tensors: Sequence[TensorChange], kinds: Sequence[_ChangeKind]) -> list[_ChangedModule]:
     """Return the largest modules inside of layers whose tensors are all of one kind."""
-    kinds_of: dict[str, _Kind | None] = {}
+    kinds_of: dict[str, _ChangeKind | None] = {}
     counts: Counter[str] = Counter()
     prefixes: list[list[str]] = []
     for tensor, kind in zip(tensors, kinds, strict=True):
@@ -223,11 +223,11 @@ def _modules(tensors: Sequence[Compared], kinds: Sequence[_Kind]) -> list[_Modul
             counts[name] += 1
             if kinds_of.setdefault(name, kind) != kind:
                 kinds_of[name] = None
-    modules: dict[tuple[str, _Kind], _Module] = {}
+    modules: dict[tuple[str, _ChangeKind], _ChangedModule] = {}
     for tensor, kind, names in zip(tensors, kinds, prefixes, strict=True):
         of_one_kind = (n for n in names if kinds_of[n] is not None and counts[n] > 1)
         name = next(of_one_kind, tensor.name)
-        modules.setdefault((name, kind), _Module(name, kind, [])).sizes.append(tensor.size)
+        modules.setdefault((name, kind), _ChangedModule(name, kind, [])).sizes.append(tensor.size)
     return list(modules.values())
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt.formatting import base_name, counted, printable, shortened
 from xckpt.index import paused_collector
-from xckpt.notebook.changes import FEW_TENSORS, Compared, change_lines
+from xckpt.notebook.changes import FEW_TENSORS, TensorChange, change_lines
 from xckpt.notebook.html import sentences as sentences_html
 from xckpt.statistics.tables import has_channels, named_tensors, table, tensor_names
 from xckpt.upstream.xarray_variables import data_of
@@ -99,7 +99,7 @@ def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
         spoilt = rows[[name for name in ("nan", "inf") if name in rows]].sum(axis=1) > 0
         statuses = rows["status"].astype(str).where(~spoilt, "not_finite").tolist()
         if not explained:
-            compared = list(map(Compared, rows.index, statuses, sizes))
+            compared = list(map(TensorChange, rows.index, statuses, sizes))
             return change_lines(compared)
         columns = [rows[name] for name in ("outcome", "cause", "offset", "scale", "heads")]
         compared = [
@@ -113,16 +113,16 @@ def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
 
 def _explained(
     name: str, status: str, size: float, outcome: str, cause: str, *facts: Any
-) -> Compared:
+) -> TensorChange:
     """Return a tensor with its explanation: admitted causes, or a description of the change."""
     if outcome == "explained":
-        return Compared(
+        return TensorChange(
             name, "explained", size, "" if cause == "equal" else cause_text(cause, *facts)
         )
     if outcome == "changed":
         kind = "not_finite" if status == "not_finite" else "changed"
-        return Compared(name, kind, size, "" if cause == "changed" else cause)
-    return Compared(name, status, size)
+        return TensorChange(name, kind, size, "" if cause == "changed" else cause)
+    return TensorChange(name, status, size)
 
 
 def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:

@@ -207,7 +207,7 @@ class Padded(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Step):
+class Cropped(Step):
     """A box of the array."""
 
     start: Shape
@@ -316,7 +316,7 @@ def undone(array: Any, steps: Sequence[Step]) -> Any | None:
 
 def part_of(array: Any, start: Shape, shape: Shape) -> Any:
     """Return a view of a box of an array, or the array itself if the box is all of it."""
-    return array if shape == tuple(array.shape) else View(array, Part(start, shape))
+    return array if shape == tuple(array.shape) else View(array, Cropped(start, shape))
 
 
 # --- views ----------------------------------------------------------------------------------------

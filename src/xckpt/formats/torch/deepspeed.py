@@ -28,7 +28,7 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, Unsupp
 from xckpt.formats import kit
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
-from xckpt.formats.torch.partitions import Layout, Place, share_of
+from xckpt.formats.torch.partitions import Partitions, Slot, share_of
 from xckpt.formats.torch.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors
 from xckpt.index import Index, Shard
@@ -206,12 +206,14 @@ class _FolderReader:
         shapes = self._shapes()
         gaps = states[0].get("param_alignment_paddings")
         try:
-            layout = Layout.cut(shapes, flats) if is_cut else Layout.joined(shapes, flats, gaps)
+            partitions = (
+                Partitions.cut(shapes, flats) if is_cut else Partitions.joined(shapes, flats, gaps)
+            )
         except FormatError as error:
             error.hint = _COMPLETE
             raise error.located(path=model.source.name, tensor="param_shapes") from None
-        self._add_model(layout.tensors(flats), len(ranks), is_cut=is_cut)
-        self._add_moments(ranks, states, flats, layout)
+        self._add_model(partitions.tensors(flats), len(ranks), is_cut=is_cut)
+        self._add_moments(ranks, states, flats, partitions)
         others = Pairs()
         for name, value in model.fields.items():
             others += (name, value) if name not in _CONTENTS and value is not None else ()
@@ -316,7 +318,7 @@ class _FolderReader:
                 ]
                 length = share_of(shape, count)
                 if all(part.shape == (length,) for [part] in flats):
-                    frozen |= Layout({name: Place(shape)}, is_cut=True).tensors(flats)
+                    frozen |= Partitions({name: Slot(shape)}, is_cut=True).tensors(flats)
         for name, shape in shapes.items():
             if name not in frozen or frozen[name].shape != shape:
                 reason = f"its values do not have the shape {list(shape)} of {_FRAGMENTS}"
@@ -330,7 +332,7 @@ class _FolderReader:
         ranks: Sequence[_States],
         states: Sequence[dict[str, Any]],
         flats: Flats,
-        layout: Layout,
+        partitions: Partitions,
     ) -> None:
         """Add the vectors of the optimizer that have the layout of the weights."""
         numbered = [_numbered(state) for state in states]
@@ -350,7 +352,7 @@ class _FolderReader:
                 reason = "left out, because it lacks the layout of the weights"
                 self._notes.add(reason, f"the state {shown(key_text(field))} of the optimizer")
                 continue
-            self.tensors |= layout.tensors(moments, "optimizer.state.", f".{key_text(field)}")
+            self.tensors |= partitions.tensors(moments, "optimizer.state.", f".{key_text(field)}")
 
 
 def _optimizer_states(rank: _States) -> dict[str, Any]:

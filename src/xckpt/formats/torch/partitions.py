@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Flats = Sequence[Sequence[Part]]
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """The shape of a parameter, and its first element in its vector, or in each rank's vector."""
 
     shape: tuple[int, ...]
@@ -44,16 +44,16 @@ def share_of(shape: tuple[int, ...], count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The places of parameters in the vectors; in stage 3 each parameter is cut by itself."""
+class Partitions:
+    """The slots of parameters in the vectors; in stage 3 each parameter is cut by itself."""
 
-    places: Mapping[str, Place]
+    slots: Mapping[str, Slot]
     is_cut: bool
 
     @classmethod
-    def joined(cls, shapes: Sequence[Shapes], flats: Flats, gaps: Any) -> Layout:
+    def joined(cls, shapes: Sequence[Shapes], flats: Flats, gaps: Any) -> Partitions:
         """Return the layout of stages 1 and 2; `gaps` has the padding after each parameter."""
-        places: dict[str, Place] = {}
+        slots: dict[str, Slot] = {}
         if len(shapes) != len(flats[0]):
             reason = f"it has {len(shapes)} groups, but the optimizer has {len(flats[0])}"
             raise FormatError(reason, rule="Groups")
@@ -68,43 +68,43 @@ class Layout:
                 raise FormatError(reason, rule="Alignment")
             size, start = sum([_size(rank[group]) for rank in flats]), 0
             for (name, shape), padding in zip(named.items(), paddings, strict=True):
-                places[name] = Place(shape, group, start)
+                slots[name] = Slot(shape, group, start)
                 start += prod(shape)
                 _check_end(name, start, size)
                 start += padding
             _check_total(start, size, 2 * len(flats))
-        return cls(places, is_cut=False)
+        return cls(slots, is_cut=False)
 
     @classmethod
-    def cut(cls, shapes: Sequence[Shapes], flats: Flats) -> Layout:
+    def cut(cls, shapes: Sequence[Shapes], flats: Flats) -> Partitions:
         """Return the layout of stage 3; all ranks have vectors of the same lengths."""
-        places: dict[str, Place] = {}
+        slots: dict[str, Slot] = {}
         size, start = sum([_size(part) for part in flats[0]]), 0
         for named in shapes:
             for name, shape in named.items():
-                places[name] = Place(shape, 0, start)
+                slots[name] = Slot(shape, 0, start)
                 start += share_of(shape, len(flats))
                 _check_end(name, start, size)
         _check_total(start, size, 1)
-        return cls(places, is_cut=True)
+        return cls(slots, is_cut=True)
 
     def tensors(self, flats: Flats, prefix: str = "", suffix: str = "") -> dict[str, Tensor]:
         """Return the parameters in vectors, under their names with a prefix and a suffix."""
         # In stage 3 a vector for each rank, otherwise for each group.
         rows = flats if self.is_cut else list(zip(*flats, strict=True))
         vectors = [_Vector(row) for row in rows]
-        names = {name: f"{prefix}{name}{suffix}" for name in self.places}
+        names = {name: f"{prefix}{name}{suffix}" for name in self.slots}
         return {
-            names[name]: _tensor(names[name], place.shape, self._pieces(vectors, place))
-            for name, place in self.places.items()
+            names[name]: _tensor(names[name], slot.shape, self._pieces(vectors, slot))
+            for name, slot in self.slots.items()
         }
 
-    def _pieces(self, vectors: Sequence[_Vector], place: Place) -> Iterator[_Piece]:
-        start, remaining = place.start, prod(place.shape)
+    def _pieces(self, vectors: Sequence[_Vector], slot: Slot) -> Iterator[_Piece]:
+        start, remaining = slot.start, prod(slot.shape)
         if not self.is_cut:
-            yield from vectors[place.group].pieces(start, start + remaining)
+            yield from vectors[slot.group].pieces(start, start + remaining)
             return
-        share = share_of(place.shape, len(vectors))
+        share = share_of(slot.shape, len(vectors))
         for vector in vectors:
             if remaining <= 0:
                 break
