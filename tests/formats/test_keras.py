@@ -177,6 +177,17 @@ def test_heaps_with_objects_of_no_bytes_are_refused(count: int) -> None:
         xckpt.open(bytes(data))
 
 
+def test_addresses_behind_the_end_are_refused() -> None:
+    file = io.BytesIO()
+    with h5py.File(file, "w", track_order=True) as root:
+        for number in range(40):
+            root[f"v{number}"] = W
+    data = bytearray(file.getvalue())
+    data[55] = 0  # of the address of a driver, which was undefined
+    with pytest.raises(xckpt.FormatError, match=r"HDF5 cannot read the file.*\[Hdf5\]"):
+        xckpt.open(bytes(data))
+
+
 def test_positions_of_chunks_that_h5py_reports_wrongly_are_refused() -> None:
     options = {"chunks": (2, 3), "maxshape": (4, None)}
     narrow = {"chunks": (4, 3), "maxshape": (4, None)}

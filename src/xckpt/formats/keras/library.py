@@ -43,7 +43,8 @@ class _RawFile(io.RawIOBase):
     def readinto(self, memory: Any) -> int:
         image = self._image
         nbytes = max(0, min(len(memory), image.size - self._at))
-        memory[:nbytes] = image.source.read(image.start + self._at, nbytes)
+        if nbytes:  # addresses of a damaged file may lie behind its end
+            memory[:nbytes] = image.source.read(image.start + self._at, nbytes)
         self._at += nbytes
         return nbytes
 
