@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
-from xckpt.index import DEEPEST_ATTRS, Arrangement, is_json
+from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, is_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Readable
     from xckpt.formats.plan import Draft, WantedTensor
-    from xckpt.index import Index, Tensor
+    from xckpt.index import Shard, Tensor
 
 _Entry = TypeVar("_Entry")
 _Value = TypeVar("_Value")
@@ -515,6 +515,32 @@ class Notes:
             f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"
             for reason, (count, first) in self._notes.items()
         )
+
+
+# --- files of a folder ----------------------------------------------------------------------------
+
+
+def sibling(source: Readable, name: str) -> Readable | None:
+    """Return another file of the folder; None if it is missing."""
+    try:
+        return source.sibling(name)
+    except FileNotFoundError:
+        return None
+
+
+def folder_index(
+    format: str,
+    source: Readable,
+    tensors: dict[str, Tensor],
+    attrs: dict[str, Any],
+    *,
+    shards: dict[str, Shard],
+    notes: Notes,
+    version: str = "",
+) -> Index:
+    """Return the Index of a file and its shards, whose size is that of all of them."""
+    size = source.size + sum(shard.size for shard in shards.values())
+    return Index(format, version, tensors, attrs, source.name, size, shards, notes.warnings())
 
 
 # --- names of axes --------------------------------------------------------------------------------

@@ -122,9 +122,7 @@ class Keras(Format):
                 notes.add("no file has variables of this group", shown(group))
         attrs = _attributes(groups, notes)
         tensors = Layers(groups.groups, attrs.get("config")).named(_sorted(tensors))
-        size = source.size + sum(shard.size for shard in shards.values())
-        texts = notes.warnings()
-        return Index(self.name, "", tensors, attrs, source.name, size, shards, texts)
+        return kit.folder_index(self.name, source, tensors, attrs, shards=shards, notes=notes)
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -155,12 +153,12 @@ def _file_names(weight_map: dict[str, Any]) -> dict[str, None]:
 
 
 def _sibling(source: Readable, name: str) -> Readable:
-    try:
-        return source.sibling(name)
-    except FileNotFoundError:
+    file = kit.sibling(source, name)
+    if file is None:
         reason = f"the file {shown(name)} is missing"
         hint = "Copy it into the folder of the list"
-        raise MissingShardError(reason, path=source.name, offset=0, hint=hint) from None
+        raise MissingShardError(reason, path=source.name, offset=0, hint=hint)
+    return file
 
 
 def _in_shard(tensor: Tensor, shard: str) -> Tensor:

@@ -169,9 +169,9 @@ class _Folder:
             for name, file in self._files.items()
             if file is not None and name in used
         }
-        size = self._source.size + sum(shard.size for shard in shards.values())
-        texts = self._notes.warnings()
-        return Index(format, "", tensors, attrs, self._source.name, size, shards, texts)
+        return kit.folder_index(
+            format, self._source, tensors, attrs, shards=shards, notes=self._notes
+        )
 
     def _metadata(self, source: Readable | None) -> Mapping[str, Any]:
         file = source or self._optional(self._prefix + _TREE)

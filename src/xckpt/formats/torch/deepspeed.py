@@ -28,17 +28,17 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, Unsupp
 from xckpt.formats import kit
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
-from xckpt.formats.torch.partitions import Partitions, Slot, share_of
+from xckpt.formats.torch.partitions import Partitions, Slot, share_of, size_of
 from xckpt.formats.torch.records import Call, Pairs, dict_of, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors
-from xckpt.index import Index, Shard
+from xckpt.index import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from xckpt.formats import Readable
     from xckpt.formats.torch.partitions import Flats, Shapes
-    from xckpt.index import Part, Tensor
+    from xckpt.index import Index, Part, Tensor
 
 MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 _PREFIXES = ("zero", "bf16_zero", "fp16_zero")
@@ -76,9 +76,16 @@ class _States:
 
     def flat(self, value: Any, name: str) -> Part:
         """Return a flat vector, or raise `FormatError`."""
+        part = self.optional_flat(value, name)
+        if part is None:
+            raise self.broken(f"it is {spelled(value)}, not a vector", name, "Flat")
+        return part
+
+    def optional_flat(self, value: Any, name: str) -> Part | None:
+        """Return a flat vector; None for other values."""
         tensor = self.tensor(value, name)
         if tensor is None or tensor.ndim != 1 or tensor.parts.keys() != {"data"}:
-            raise self.broken(f"it is {spelled(value)}, not a vector", name, "Flat")
+            return None
         if tensor.problem is not None:
             raise tensor.problem.located(path=self.source.name, tensor=name)
         part = tensor.parts["data"]
@@ -113,16 +120,14 @@ def read(format: str, source: Readable) -> Index | None:
         return None
     else:
         reader.read_all()
-    size = source.size + sum([shard.size for shard in reader.shards.values()])
-    return Index(
+    return kit.folder_index(
         format,
-        model.version,
+        source,
         reader.tensors,
         reader.attrs,
-        source.name,
-        size,
-        reader.shards,
-        notes.warnings(),
+        shards=reader.shards,
+        notes=notes,
+        version=model.version,
     )
 
 
@@ -131,7 +136,7 @@ def _reason_for_parts(model: _States) -> str | None:
     experts = model.fields.get("num_experts")
     count = model.fields.get("mp_world_size")
     is_tensor_parallel = type(count) is int and count > 1
-    if is_tensor_parallel or _sibling(model.source, _of_rank(model, 1)) is not None:
+    if is_tensor_parallel or kit.sibling(model.source, _of_rank(model, 1)) is not None:
         return (
             "shown part by part, because the files do not state along which axes the "
             "tensor-parallel ranks split the tensors"
@@ -149,13 +154,6 @@ def _of_rank(model: _States, number: int) -> str:
     return name.replace("mp_rank_00", f"mp_rank_{number:02}")
 
 
-def _sibling(source: Readable, name: str) -> Readable | None:
-    try:
-        return source.sibling(name)
-    except FileNotFoundError:
-        return None
-
-
 class _FolderReader:
     """A reader of the tensors and attributes of a folder."""
 
@@ -167,7 +165,7 @@ class _FolderReader:
 
     def _open(self, name: str, file: Readable | None = None) -> _States:
         """Read another file of the folder."""
-        file = file or _sibling(self._model.source, name)
+        file = file or kit.sibling(self._model.source, name)
         if file is None:
             reason, path = f"the file {shown(name)} is missing", self._model.source.name
             raise MissingShardError(reason, path=path, rule="Ranks", hint=_COMPLETE)
@@ -185,7 +183,7 @@ class _FolderReader:
             self.attrs |= objects.attrs
             number += 1
             name = _of_rank(self._model, number)
-            file = _sibling(self._model.source, name)
+            file = kit.sibling(self._model.source, name)
             if file is None or number == _MOST_MODEL_RANKS:
                 break
             states = self._open(name, file)
@@ -226,7 +224,7 @@ class _FolderReader:
         """Open the states of the optimizer on all ranks."""
         folder = self._model.source
         names = [f"{prefix}_pp_rank_0_mp_rank_00_optim_states.pt" for prefix in _PREFIXES]
-        files = ((name, _sibling(folder, name)) for name in names)
+        files = ((name, kit.sibling(folder, name)) for name in names)
         name, file = next(((name, file) for name, file in files if file is not None), (None, None))
         if name is None:
             reason = f"the states of the optimizer on rank 0 are missing, {names[0]} or {names[1]}"
@@ -243,7 +241,7 @@ class _FolderReader:
             if _partition_count(rank) != count:
                 reason = f"it is one of {_partition_count(rank)} ranks, but rank 0 of {count}"
                 raise rank.broken(reason, "partition_count", "Ranks")
-        if _sibling(folder, of_rank(count)) is not None:
+        if kit.sibling(folder, of_rank(count)) is not None:
             reason = f"it is one of {count} ranks, but {of_rank(count)} exists"
             hint = "Move the files of other ranks away; they may be left from an earlier run"
             raise first.broken(reason, "partition_count", "Ranks", hint)
@@ -411,15 +409,12 @@ def _moments(
     for rank, entries, parts in zip(ranks, values, flats, strict=True):
         fitted = []
         for value, part in zip(entries, parts, strict=True):
-            tensor = rank.tensor(value, name)
-            if tensor is None or tensor.ndim != 1 or tensor.parts.keys() != {"data"}:
-                return None
-            moment, (size,) = rank.flat(value, name), part.shape or (0,)
+            moment, size = rank.optional_flat(value, name), size_of(part)
             # Padding at the end is stored with moments, but not with weights.
-            if tensor.size < size:
+            if moment is None or size_of(moment) < size:
                 return None
             nbytes = nbytes_of(moment.dtype, size)
-            digest = moment.digest if tensor.size == size else None
+            digest = moment.digest if size_of(moment) == size else None
             fitted.append(replace(moment, shape=(size,), nbytes=nbytes, digest=digest))
         moments.append(fitted)
     return moments

@@ -29,13 +29,14 @@ from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.pickles import Machine
 from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
-from xckpt.index import Index, Shard, Tensor, is_file_name
+from xckpt.index import Shard, Tensor, is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Region
+    from xckpt.index import Index
 
     # First element, and extents.
     _Block = tuple[tuple[int, ...], tuple[int, ...]]
@@ -98,16 +99,14 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         raise error.located(offset=0) from error.__cause__
     version = reader.fields.get("version")
     version = version if type(version) is str else ""
-    size = source.size + sum([shard.size for shard in reader.shards.values()])
-    return Index(
+    return kit.folder_index(
         format,
-        version,
+        source,
         reader.tensors,
         reader.attrs,
-        source.name,
-        size,
-        reader.shards,
-        notes.warnings(),
+        shards=reader.shards,
+        notes=notes,
+        version=version,
     )
 
 
@@ -197,12 +196,8 @@ class _MetadataReader:
     def _file(self, name: str) -> Readable | None:
         """Return a file of items; None if it is missing."""
         if name not in self._files:
-            try:
-                file = self._source.sibling(name)
-            except FileNotFoundError:
-                self._files[name] = None
-            else:
-                self._files[name] = file
+            self._files[name] = file = kit.sibling(self._source, name)
+            if file is not None:
                 self.shards[name] = Shard(file.size, None, (name,))
         return self._files[name]
 

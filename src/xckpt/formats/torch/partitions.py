@@ -66,7 +66,7 @@ class Partitions:
             ):
                 reason = f"group {group} has {len(named)} parameters, but {spelled(paddings)} gaps"
                 raise FormatError(reason, rule="Alignment")
-            size, start = sum([_size(rank[group]) for rank in flats]), 0
+            size, start = sum([size_of(rank[group]) for rank in flats]), 0
             for (name, shape), padding in zip(named.items(), paddings, strict=True):
                 slots[name] = Slot(shape, group, start)
                 start += prod(shape)
@@ -79,7 +79,7 @@ class Partitions:
     def cut(cls, shapes: Sequence[Shapes], flats: Flats) -> Partitions:
         """Return the layout of stage 3; all ranks have vectors of the same lengths."""
         slots: dict[str, Slot] = {}
-        size, start = sum([_size(part) for part in flats[0]]), 0
+        size, start = sum([size_of(part) for part in flats[0]]), 0
         for named in shapes:
             for name, shape in named.items():
                 slots[name] = Slot(shape, 0, start)
@@ -125,7 +125,7 @@ class _Vector:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
-        self._starts = [0, *accumulate([_size(part) for part in parts])]
+        self._starts = [0, *accumulate([size_of(part) for part in parts])]
 
     def pieces(self, start: int, stop: int) -> Iterator[_Piece]:
         """Return the pieces of a range, which is within the vectors."""
@@ -137,7 +137,8 @@ class _Vector:
             start, number = end, number + 1
 
 
-def _size(part: Part) -> int:
+def size_of(part: Part) -> int:
+    """Return the number of elements of a flat vector."""
     return prod(part.shape or ())
 
 
