@@ -19,7 +19,7 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.formats import chunks
 from xckpt.formatting import natural_key
-from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
+from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor, is_file_name
 from xckpt.quantization.config import parse_json
 from xckpt.storage import (
     Source,
@@ -215,7 +215,7 @@ def _newest(
     with closing(_opened(files[_LATEST])) as source:
         name = "" if source.size > _LONGEST_NAME else _read_small(source).decode("utf-8", "replace")
     name = name.strip()
-    if name in {"", ".", ".."} or any(mark in name for mark in "/\\\0:"):
+    if not is_file_name(name):
         return None
     newest = list_folder(f"{folder}/{name}")
     is_marked = newest is not None and any(mark in newest[1] for mark in formats.folder_marks())
