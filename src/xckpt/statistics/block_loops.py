@@ -374,13 +374,10 @@ def fold(nodes: Any, count: Any) -> None:
 
 
 @compiled
-def narrow(  # noqa: PLR0917
-    keys: Any, codes: Any, slots: Any, intervals: Any, shifts: Any, out: Any
-) -> None:
+def narrow(keys: Any, codes: Any, intervals: Any, shifts: Any, out: Any) -> None:
     """Count the elements in each of the equal parts of some intervals, for exact quantiles."""
     for i in range(keys.size):
-        if slots[codes[i]]:
-            for k in range(shifts.size):
-                code, low, high = intervals[0, k], intervals[1, k], intervals[2, k]
-                if codes[i] == code and low <= keys[i] <= high:
-                    out[k, (keys[i] - low) >> shifts[k]] += 1
+        for k in range(shifts.size):
+            code, low, high = intervals[0, k], intervals[1, k], intervals[2, k]
+            if codes[i] == code and low <= keys[i] <= high:
+                out[k, (keys[i] - low) >> shifts[k]] += 1

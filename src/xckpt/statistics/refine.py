@@ -80,9 +80,11 @@ class _Buckets(Accumulator):
         bounds = [(target.code, target.low, target.high) for target in self.targets]
         intervals = np.ascontiguousarray(np.array(bounds, np.uint64).T)
         shifts = np.array([target.shift for target in self.targets], np.uint64)
-        codes, keys = codes_of(self.kind, values), keys_of(self.kind, values)
-        block_loops.narrow(keys, codes, slots, intervals, shifts, self.dense())
         self.count += len(values)
+        codes = codes_of(self.kind, values)
+        selected = slots[codes]
+        codes, keys = codes[selected], keys_of(self.kind, values[selected])
+        block_loops.narrow(keys, codes, intervals, shifts, self.dense())
 
     def dense(self) -> Array:
         """Return the counts of all buckets."""
