@@ -148,13 +148,13 @@ class _CodePool:
         return self.sums(np.where(mask, self.counts, 0))
 
 
-def _ranks(count: Array, quantiles: Array) -> Array:
+def ranks_of(count: Array, quantiles: Array) -> Array:
     """Return the positions of quantiles; see `rank`."""
     ranks: Array = np.rint(np.multiply.outer(count - 1, quantiles)).astype(np.int64)
     return ranks
 
 
-def _replace_ends(values: Array, ranks: Array, last_rank: Array, low: Array, high: Array) -> Array:
+def replace_ends(values: Array, ranks: Array, last_rank: Array, low: Array, high: Array) -> Array:
     """Replace quantiles that are the first or the last element, which are known exactly."""
     values = np.where(ranks == last_rank[:, None], high[:, None], values)
     return np.where(ranks == 0, low[:, None], values)
@@ -250,7 +250,7 @@ class ApproximateElements(_SketchedElements):
         to_zero = tiny_below + self.zero
         tiny_above = to_zero + (positive - zero) - (self.zero - self.negative_zero)
         count = tiny_above + (beyond - positive)
-        ranks = _ranks(count, levels)
+        ranks = ranks_of(count, levels)
         ends = [end_rank[:, None] for end_rank in (below, tiny_below, to_zero, tiny_above)]
         region = sum(ranks >= end_rank for end_rank in ends)
         places = np.where(
@@ -264,7 +264,7 @@ class ApproximateElements(_SketchedElements):
         # Zeros are positive, whatever the sign of an extreme that is zero.
         low, high = self.low, self.high
         values = np.where(region == 2, 0.0, values.clip(low[:, None], high[:, None]))
-        return _replace_ends(values, ranks, count - 1, low, high)
+        return replace_ends(values, ranks, count - 1, low, high)
 
 
 class ExactElements(_SketchedElements):
@@ -300,10 +300,10 @@ class ExactElements(_SketchedElements):
         """Return quantiles from the sorted values."""
         total = np.append(0, np.cumsum(self.pool.counts))
         before, end = (total[self.pool.ends[self.positions + n]] for n in (0, 1))
-        targets = _ranks(end - before, levels)
+        targets = ranks_of(end - before, levels)
         places = total.searchsorted(before[:, None] + targets, side="right") - 1
         low, high = self.low[self.positions], self.high[self.positions]
-        values = _replace_ends(self.values[places], targets, end - before - 1, low, high)
+        values = replace_ends(self.values[places], targets, end - before - 1, low, high)
         return self._spread(values)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from xckpt.scan.readers import ChunkedTensor
 from xckpt.scan.scanning import load_cached
 from xckpt.statistics.counts import Sketch
-from xckpt.statistics.describe import Spectrum, spectrum
+from xckpt.statistics.describe import Spectrum, ranks_of, replace_ends, spectrum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -99,11 +99,13 @@ def _quantiles(spectra: list[Spectrum], levels: Array) -> Array:
     values, counts = np.concatenate(of_parts), np.concatenate([part.counts for part in spectra])
     order = np.argsort(values, kind="stable")
     ends = np.cumsum(counts[order])
-    ranks = np.rint((ends[-1] - 1) * levels).astype(np.int64)
+    ranks = ranks_of(ends[-1:], levels)
     quantiles = values[order][ends.searchsorted(ranks, side="right")]
     # The extremes of rounded elements are known exactly; for other kinds they are infinite here.
     low = min(v.min() if np.isinf(p.low) else p.low for p, v in zip(spectra, of_parts, strict=True))
     high = max(
         v.max() if np.isinf(p.high) else p.high for p, v in zip(spectra, of_parts, strict=True)
     )
-    return np.where(ranks == 0, low, np.where(ranks == ends[-1] - 1, high, quantiles))
+    table = replace_ends(quantiles, ranks, ends[-1:] - 1, np.array([low]), np.array([high]))
+    row: Array = table[0]
+    return row
