@@ -362,12 +362,15 @@ def print_document(document: Mapping[str, Any]) -> None:
     print_text(json.dumps(_plain(document), allow_nan=False))
 
 
+def without_nan(value: Any) -> Any:
+    """Return a value for JSON, None for NaN."""
+    return value if value == value else None  # noqa: PLR0124  NaN is not equal to itself
+
+
 def json_rows(frame: pd.DataFrame, *, index: str | None = "name") -> list[dict[str, Any]]:
     """Return the rows of a table as JSON objects, with null for NaN; `index` names its index."""
-    # NaN is not equal to itself.
     records = [
-        {key: value if value == value else None for key, value in row.items()}  # noqa: PLR0124
-        for row in frame.to_dict("records")
+        {key: without_nan(value) for key, value in row.items()} for row in frame.to_dict("records")
     ]
     if index is None:
         return records

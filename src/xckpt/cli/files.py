@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,6 +29,7 @@ from xckpt.cli.common import (
     reading_options,
     require_rules,
     usage_errors,
+    without_nan,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.formatting import counted, printable
@@ -109,7 +109,7 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
         {
             "kind": kind,
             "name": name,
-            "values": [None if isnan(value) else value for value in values],
+            "values": [without_nan(value) for value in values],
         }
         for (kind, name), values in zip(summary.index, summary.to_numpy().tolist(), strict=True)
     ]

@@ -50,13 +50,13 @@ class RunSummary(pd.DataFrame):
 
     def _repr_html_(self) -> str:
         titles, rows = self._cells()
-        return table_html(self.attrs["run"], titles, rows, self._notes())
+        return table_html(self.attrs["run"], titles, rows, self._notes(rows))
 
     def shown_lines(self) -> list[str]:
         """Return the heading, the table and the notes as lines of text."""
         titles, rows = self._cells()
         table = aligned([titles, *rows], "<" + ">" * (len(titles) - 1))
-        return [self.attrs["run"], *table, *[f"  {note}" for note in self._notes()]]
+        return [self.attrs["run"], *table, *[f"  {note}" for note in self._notes(rows)]]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles and the cells of a selection of rows and steps."""
@@ -74,9 +74,10 @@ class RunSummary(pd.DataFrame):
                 rows.append([f"  {name}", *[_short(numbers[row, n]) for n in columns]])
         return [str(self.columns.name), *[f"{self.columns[n]:,}" for n in columns]], rows
 
-    def _notes(self) -> list[str]:
-        rows = sum(name.startswith(" ") for name, *_ in self._cells()[1])
-        hidden = max(0, self.shape[1] - _MOST_STEPS), len(self) - rows
+    def _notes(self, rows: Sequence[Sequence[str]]) -> list[str]:
+        """Return the number of hidden steps and rows, and the findings."""
+        shown = sum(name.startswith(" ") for name, *_ in rows)
+        hidden = max(0, self.shape[1] - _MOST_STEPS), len(self) - shown
         facts = [counted(hidden[0], "more step")] if hidden[0] else []
         facts += [counted(hidden[1], "more row")] if hidden[1] else []
         more = [f"… {' and '.join(facts)}: the result is a DataFrame"] if facts else []
