@@ -351,7 +351,7 @@ def canonical_parts(
             lazy.strict = False
         else:
             return None
-        blocks = [(each.start, each.stop, len(each.values)) for each in lazy.blocks()]
+        blocks = [(block.start, block.stop, len(block.values)) for block in lazy.blocks()]
     if lazy.reads_whole:
         blocks = [(0, lazy.shape[0], sum(count for _, _, count in blocks))]
     return _wanted(_sorted(lazy, blocks), tensor.parts["values"].dtype)
@@ -367,12 +367,12 @@ def _sorted(lazy: SparseArray, blocks: list[tuple[int, int, int]]) -> dict[str, 
     before = 0
     for start, stop, count in blocks:
         shapes = {"coords": (lazy.ndim, count), "indptr": (stop - start + (start == 0),)}
-        for role, each in pieces.items():
+        for role, arrays in pieces.items():
             dtype = lazy.dtype if role == "values" else np.dtype(np.int64)
             task = read(lazy, role, start, stop, before)
-            each.append(da.from_delayed(task, shapes.get(role, (count,)), dtype))
+            arrays.append(da.from_delayed(task, shapes.get(role, (count,)), dtype))
         before += count
-    return {role: da.concatenate(each, axis=-1) for role, each in pieces.items()}
+    return {role: da.concatenate(arrays, axis=-1) for role, arrays in pieces.items()}
 
 
 def _read_share(lazy: SparseArray, role: str, start: int, stop: int, before: int) -> Any:

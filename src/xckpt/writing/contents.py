@@ -169,11 +169,8 @@ def digest(
     advance: Callable[[int], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
 ) -> TensorDigest:
-    """Hash a tensor, with the element type and kind of `like` if it has the same shape.
-
-    The digest is empty if the elements do not fit that type. `advance` is called with numbers of
-    bytes; `check` may raise to stop.
-    """
+    """Hash a tensor, with the element type and kind of `like` if it has the same shape."""
+    # `advance` is called with numbers of bytes; `check` may raise to stop.
     array = content.array
     shape = tuple(map(int, array.shape))
     result = TensorDigest(content.dtype, shape, content.kind, "")
@@ -195,7 +192,7 @@ def digest(
     except UnsupportedError:
         if result.dtype == content.dtype:
             raise
-        return TensorDigest(content.dtype, shape, content.kind, "")
+        return TensorDigest(content.dtype, shape, content.kind, "")  # no element type has them all
     advance(content.nbytes - reported)
     of_values = hashers[0].hexdigest()
     if result.kind == "nonzero":
@@ -283,10 +280,8 @@ def side_by_side(
     ranges: Iterator[Range],
     size: Callable[[Any], int],
 ) -> Iterator[Iterator[Any]]:
-    """Call a function for many tensors on threads, reading ahead; results come in order.
-
-    `work` takes an item, and a function that raises if the result is no longer needed.
-    """
+    """Call a function for many tensors on threads, reading ahead; results come in order."""
+    # `work` takes an item, and a function that raises if the result is no longer needed.
     stop = threading.Event()
 
     def check() -> None:

@@ -75,15 +75,14 @@ _TURNED_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Payload(WantedTensor):
-    """A tensor to write, with the source of its values.
+    """A tensor to write, with the source of its values."""
 
-    `data` has an array for each part: one part of a file (`OnePartArray`), numpy's or dask's.
-    `values` makes a dense array of a tensor of another layout. `stored` has the tensors that a file
-    holds in place of a quantised one; they are written unless a dense layout is requested.
-    """
-
+    #: The array of each part: one part of a file (`OnePartArray`), numpy's or dask's.
     data: Mapping[str, Any] = field(default_factory=dict)
+    #: Makes a dense array of a tensor of another layout.
     values: Callable[[], Any] | None = None
+    #: Tensors that a file holds in place of a quantised one; they are written unless a dense layout
+    #: is requested.
     stored: tuple[Payload, ...] = ()
 
     def part_data(self, role: str, part: WantedPart, cast: Cast) -> PartData:
@@ -93,15 +92,12 @@ class Payload(WantedTensor):
 
 
 class Gathered(NamedTuple):
-    """All tensors of a new file, and its attributes.
-
-    `attr_types` are element types that attributes had where they come from.
-    """
+    """All tensors of a new file, and its attributes."""
 
     payloads: list[Payload]
     attrs: Mapping[str, Any]
     arrangement: Arrangement
-    attr_types: Mapping[str, str]
+    attr_types: Mapping[str, str]  # element types that attributes have in the old file
 
 
 class Stored(NamedTuple):
@@ -140,8 +136,16 @@ class Stored(NamedTuple):
             parts, data = in_order
         else:
             for role, p in tensor.parts.items():
-                data[role], shape = _part_array(tensor, role, readers[role])
+                name, reader = tensor.name, readers[role]
+                shape = decoded_shape(tensor, role, reader)
                 parts[role] = WantedPart.of(p.dtype, shape, p.encoding, p.digest, p.offset)
+                if layout == "blocks":
+                    data[role] = BlockArray(name, reader, tensor.shape, tensor.dtype)
+                elif layout == "dense" and role == "data":
+                    data[role] = dense_array(tensor, reader, decode=False)
+                else:
+                    strict = tensor.strict
+                    data[role] = DenseArray(name, reader, shape, decode=False, strict=strict)
         # No format has codebooks: the stored tensors are written, or the values.
         scheme = tensor.quantization
         return Payload(
@@ -159,19 +163,6 @@ class Stored(NamedTuple):
             self.values,
             tuple([stored.payload() for stored in self.replacements()]),
         )
-
-
-def _part_array(
-    tensor: Tensor, role: str, reader: PartReader
-) -> tuple[OnePartArray, tuple[int, ...]]:
-    """Return a part as an array of stored elements or blocks, and its shape in the new file."""
-    shape = decoded_shape(tensor, role, reader)
-    if tensor.layout == "blocks":
-        return BlockArray(tensor.name, reader, tensor.shape, tensor.dtype), shape
-    if tensor.layout == "dense" and role == "data":
-        return dense_array(tensor, reader, decode=False), shape
-    array = DenseArray(tensor.name, reader, shape, decode=False, strict=tensor.strict)
-    return array, shape
 
 
 class PartData(ABC):
@@ -214,14 +205,12 @@ def part_data(array: Any, part: WantedPart, order: str, cast: Cast, tensor: str)
 
 @dataclass(frozen=True, slots=True)
 class ArrayData(PartData):
-    """An array of numpy, of dask or of a file, with the element type and order to write.
-
-    For messages, it is a block of the `tensor` that begins at `origin`.
-    """
+    """An array of numpy, of dask or of a file, with the element type and order to write."""
 
     array: Any
     dtype: str
     cast: Cast
+    # For messages: name of the tensor, and the position of the array in it.
     tensor: str
     order: str = "C"
     origin: Sequence[int] = ()
@@ -518,13 +507,8 @@ def _write_run(
 
 
 def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first of the axes along which a block is contiguous, and the length of a run.
-
-    Examples
-    --------
-    >>> _longest_run((10, 4, 8), (2, 3, 8))
-    (1, 24)
-    """
+    """Return the first of the axes along which a block is contiguous, and the length of a run."""
+    # A block of (2, 3, 8) elements in a tensor of (10, 4, 8): runs of 24, from axis 1 on.
     split = len(shape)
     while split and block[split:] == shape[split:]:
         split -= 1

@@ -280,10 +280,7 @@ class Fitting:
         return replace(tensor, dtype=dtype, parts=parts, order=order)
 
     def _with_values(self, payloads: Sequence[Payload]) -> Iterator[Payload]:
-        """Yield tensors with the values that a format writes into its header.
-
-        All dask arrays are computed at once, because they may share work.
-        """
+        """Yield tensors with the values that a format writes into its header."""
         sources = [
             payload.part_data("data", payload.parts["data"], self.cast) for payload in payloads
         ]
@@ -291,7 +288,7 @@ class Fitting:
         if arrays:
             import dask
 
-            arrays = list(dask.compute(*arrays))
+            arrays = list(dask.compute(*arrays))  # all at once, because they may share work
         for payload, data in zip(payloads, sources, strict=True):
             if isinstance(data, ArrayData) and data.is_dask:
                 data = replace(data, array=arrays.pop(0))  # noqa: PLW2901
@@ -340,19 +337,7 @@ def _place(payload: Payload) -> Hashable:
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
-    """Return the element type for writing a tensor: its own, an exact one, or the widest.
-
-    Parameters
-    ----------
-    name : str
-        Element type of the tensor, or the requested one.
-    writes : sequence of str
-        Element types of the format.
-    cast : {"exact", "allow", "never"}
-        Permitted conversions.
-    tensor : str
-        Name for the error if no type fits.
-    """
+    """Return the element type of a format for writing another: itself, an exact one, the widest."""
     if name in writes:
         return name
     kind = ELEMENT_TYPES[name].kind

@@ -52,27 +52,11 @@ _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc",
 
 
 class Computed(NamedTuple):
-    """A computed tensor, with the type and layout for storing it.
-
-    Parameters
-    ----------
-    name : str
-        Name in the new file.
-    variable : xarray.Variable
-        Variable with the attributes, and with the encoding if xckpt opened it.
-    array : array
-        Values, possibly lazy or sparse.
-    dtype : str
-        Element type in the new file.
-    is_sparse : bool
-        Store the tensor sparse.
-    dims : tuple of (str or None), or None
-        Names of axes.
-    """
+    """A computed tensor, with the name, type and layout for storing it."""
 
     name: str
-    variable: xr.Variable
-    array: Any
+    variable: xr.Variable  # its attributes, and its encoding if xckpt opened it, are written
+    array: Any  # possibly lazy or sparse
     dtype: str
     is_sparse: bool
     dims: tuple[str | None, ...] | None
@@ -99,11 +83,7 @@ class Computed(NamedTuple):
 
 
 def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
-    """Return the tensors, attributes and arrangement of an xarray object.
-
-    `format` is the format of the new file. If the object was opened from a file of the same format,
-    axes without a name in that file stay unnamed.
-    """
+    """Return the tensors, attributes and arrangement of an object, for a file of a format."""
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, changes, format)
     payloads = [tensor.payload() for tensor in tensors]
@@ -133,8 +113,21 @@ def listed(
 ) -> tuple[Iterator[Stored | Computed], list[str]]:
     """Return the tensors of an xarray object, and the names of coordinates among them."""
     obj = _as_dataset(obj)
-    variables, coords = _named_variables(obj, changes)
+    tensors = OpenTensors(obj)
+    variables = tensors.unstacked()
+    for name in variables:
+        if not isinstance(name, str):
+            raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
+    dims = {dim for variable in variables.values() for dim in variable.dims}
+    coords = []
+    for name, coord in tensors.coord_tensors(dims).items():
+        if element_type(coord.dtype) is None:
+            changes.add("coordinates without numbers are not written", name)
+        elif name not in variables:
+            variables[name] = coord.to_base_variable()
+            coords.append(name)
     root = obj.root if isinstance(obj, xr.DataTree) else obj
+    # Axes without a name in a file of the same format stay unnamed.
     same_format = format is not None and root.encoding.get("format") == format
     return _iter_tensors(variables, changes, same_format=same_format), coords
 
@@ -167,29 +160,6 @@ def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
                     sources |= dict.fromkeys(layer.lazy.sources)
     for source in sources:
         yield from files_of(source)
-
-
-# --- variables by the names of tensors ------------------------------------------------------------
-
-
-def _named_variables(
-    obj: xr.Dataset | xr.DataTree, changes: Changes
-) -> tuple[dict[str, xr.Variable], list[str]]:
-    """Return variables by the names of their tensors, and the names of coordinates among them."""
-    tensors = OpenTensors(obj)
-    variables = tensors.unstacked()
-    for name in variables:
-        if not isinstance(name, str):
-            raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
-    dims = {dim for variable in variables.values() for dim in variable.dims}
-    coords = []
-    for name, coord in tensors.coord_tensors(dims).items():
-        if element_type(coord.dtype) is None:
-            changes.add("coordinates without numbers are not written", name)
-        elif name not in variables:
-            variables[name] = coord.to_base_variable()
-            coords.append(name)
-    return variables, coords
 
 
 # --- unchanged variables --------------------------------------------------------------------
@@ -273,10 +243,7 @@ def _tensor(
 
 
 def _dims(name: str, variable: xr.Variable, *, same_format: bool) -> tuple[str | None, ...] | None:
-    """Return the names of axes, as in the old file if xckpt showed other ones.
-
-    An axis without a name is None, and so is the result if no axis has a name.
-    """
+    """Return the names of axes, as in the old file if xckpt showed other ones; None if unnamed."""
     stated = variable.encoding.get("axes", {})
     dims = []
     for dim in variable.dims:

@@ -96,13 +96,7 @@ class _FileToWrite(NamedTuple):
 
 
 class WriteJob:
-    """A save that is planned, before a byte is written.
-
-    `label` is shown with the progress. `grown` is the file whose bytes the new file begins with.
-    `replaced` has files that are read and replaced; nobody else may have changed them in the
-    meantime. `superseded` is the name of a file in the same folder that is removed once the new
-    files are complete.
-    """
+    """A save that is planned, before a byte is written."""
 
     def __init__(
         self,
@@ -110,10 +104,13 @@ class WriteJob:
         payloads: Mapping[str, Payload],
         cast: Cast,
         target: Target,
-        label: str,
+        label: str,  # of the progress
         *,
+        # The file whose bytes the new file begins with.
         grown: Source | None = None,
+        # Files that are read and replaced; nobody else may have changed them in the meantime.
         replaced: Sequence[Source] = (),
+        # Name of a file in the same folder that is removed once the new files are complete.
         superseded: str | None = None,
     ) -> None:
         self.target, self._label, self._replaced = target, label, replaced

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xarray as xr
 
@@ -368,7 +368,6 @@ def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest
 class Mismatch(NamedTuple):
     """A difference between a tensor and its entry in a manifest."""
 
-    severity: Literal["error", "warning"]
     tensor: str
     rule: str
     message: str
@@ -381,43 +380,31 @@ def differences(
     homes: dict[TensorDigest, list[str]] = defaultdict(list)
     for name in sorted(expected):
         homes[expected[name]].append(name)
-    missing = [name for name in expected if name not in actual]
-    absent = set(missing)
-    renamed: dict[str, str] = {}
+    missing = "ManifestMissing", "it is in the manifest, but not in the checkpoint"
+    absent = {name: missing for name in expected if name not in actual}
+    unmatched = set(absent)
     extra: list[str] = []
     for name in sorted(actual.keys() - expected.keys()):
-        old = next((owner for owner in homes.get(actual[name], ()) if owner in absent), None)
+        old = next((owner for owner in homes.get(actual[name], ()) if owner in unmatched), None)
         if old is None:
             extra.append(name)
         else:
-            renamed[old] = name
-            absent.remove(old)
+            absent[old] = "ManifestRenamed", f"its name is {shown(name)} here"
+            unmatched.remove(old)
     for name, now in actual.items():
-        if name in expected and now != expected[name]:
-            yield _difference(name, expected[name], now, homes)
-    for name in missing:
-        if name in renamed:
-            message = f"its name is {shown(renamed[name])} here"
-            yield Mismatch("error", name, "ManifestRenamed", message)
-        else:
-            message = "it is in the manifest, but not in the checkpoint"
-            yield Mismatch("error", name, "ManifestMissing", message)
+        then = expected.get(name, now)
+        if now == then:
+            continue
+        owner = next((other for other in homes.get(now, ()) if other != name), None)
+        suffix = "" if owner is None else f": they are the elements of {shown(owner)}"
+        rule, message = "ManifestElements", f"its elements differ from the manifest{suffix}"
+        if now.shape != then.shape:
+            rule, message = "ManifestShape", f"its shape is {now.shape}, not {then.shape}"
+        elif (now.dtype, now.kind) != (then.dtype, then.kind) and not now.sha256:
+            message = f"its {now.dtype} elements differ from the {then.dtype} elements of the "
+            message += "manifest"
+        yield Mismatch(name, rule, message)
+    for name, (rule, message) in absent.items():
+        yield Mismatch(name, rule, message)
     for name in extra:
-        message = "it is in the checkpoint, but not in the manifest"
-        yield Mismatch("error", name, "ManifestExtra", message)
-
-
-def _difference(
-    name: str, then: TensorDigest, now: TensorDigest, homes: Mapping[TensorDigest, list[str]]
-) -> Mismatch:
-    owner = next((other for other in homes.get(now, ()) if other != name), None)
-    suffix = "" if owner is None else f": they are the elements of {shown(owner)}"
-    if now.shape != then.shape:
-        message = f"its shape is {now.shape}, not {then.shape}"
-        return Mismatch("error", name, "ManifestShape", message)
-    if (now.dtype, now.kind) != (then.dtype, then.kind) and not now.sha256:
-        message = f"its {now.dtype} elements differ from the {then.dtype} elements of the manifest"
-        return Mismatch("error", name, "ManifestElements", message)
-    return Mismatch(
-        "error", name, "ManifestElements", f"its elements differ from the manifest{suffix}"
-    )
+        yield Mismatch(name, "ManifestExtra", "it is in the checkpoint, but not in the manifest")

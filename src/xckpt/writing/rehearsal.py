@@ -39,25 +39,13 @@ def changed_attributes(
     before: Callable[[], Index | None],
     grown: Readable | None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the attributes that the planned file lacks or replaces: the kind of change, the name.
-
-    Parameters
-    ----------
-    draft, plan, writer : Draft, Plan, Format
-        The new file, and its format.
-    given : collection of str
-        Options of the format, which replace attributes of the file with the same name.
-    before : callable
-        Returns the index of the old file if it has the same format. An attribute with the value
-        that the old file stated is not lost, because the format derives it.
-    grown : Readable or None
-        The file that the plan appends to.
-    """
+    """Yield the changes of attributes in a planned file, as the kind of change and the name."""
     can = writer.can_in(draft.path)
     names = {
         change: {*can.stated_attrs, *(supported if isinstance(supported, tuple) else ())}
         for change, supported in ((OF_FILE, can.file_attrs), (OF_TENSORS, can.tensor_attrs))
     }
+    # Options of the format replace attributes of the file with the same name.
     names[OF_FILE].difference_update(given)
     tensor_attrs = [(OF_TENSORS, tensor.name, tensor.attrs) for tensor in draft.tensors.values()]
     candidates = [
@@ -68,7 +56,7 @@ def changed_attributes(
     ]
     if not candidates:
         return
-    files = _planned_files(draft.path, plan, grown)
+    files = _planned_files(draft.path, plan, grown)  # `grown` is the file that is appended to
     # An index of shards has no format, so its shards are read instead.
     indexes = [writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])]
     offsets = {planned.tensor: planned.offset for planned in reversed(plan.parts)}
@@ -78,6 +66,8 @@ def changed_attributes(
         attrs = attrs_of(tensor)
         if key not in attrs or not _is_same(value, attrs[key]):
             lost.append((change, key, value, key in attrs))
+    # An attribute with the value that an old file of the same format stated is not lost, because
+    # the format derives it.
     old = before() if lost else None
     derived: dict[str, set[tuple[str, str]]] = {OF_FILE: set(), OF_TENSORS: set()}
     if old is not None:
@@ -97,10 +87,7 @@ def changed_attributes(
 def _attrs_in(
     indexes: Sequence[Index], offsets: Mapping[str, int | None]
 ) -> Callable[[str | None], Mapping[str, Any]]:
-    """Return a function from a tensor's name to its attributes; None stands for the file.
-
-    `offsets` has the planned offset of each tensor, for formats that rename tensors.
-    """
+    """Return a function from a tensor's name to its attributes; None stands for the file."""
     file_attrs: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     by_offset: dict[int | None, Tensor] = {}
@@ -115,6 +102,7 @@ def _attrs_in(
     def attrs_of(name: str | None) -> Mapping[str, Any]:
         if name is None:
             return file_attrs
+        # Some formats rename tensors, but their offsets are planned.
         actual = tensors.get(name) or by_offset.get(offsets.get(name))
         return {} if actual is None else actual.attrs
 

@@ -489,32 +489,15 @@ def _write_job(
     target: Target,
     format_options: Mapping[str, Any],
     *,
+    # Files that the tensors are read from.
     sources: Iterable[Source],
+    # Returns the index of the file that the tensors come from, if it has the same format.
     before: Callable[[], Index | None],
+    # The file to append to, and whether to replace its tensors that have the same name.
     grown: Source | None = None,
     replace: bool = False,
 ) -> WriteJob:
-    """Return the job that writes a planned file, and warn of changes; nothing is written yet.
-
-    Parameters
-    ----------
-    gathered : Gathered
-        Tensors and attributes to write.
-    fitting : Fitting
-        The format, with the requests of the user.
-    target : Target
-        Destination of the file.
-    format_options : mapping
-        Options of the format.
-    sources : iterable of Source
-        Files that the tensors are read from.
-    before : callable
-        Returns the index of the file that the tensors come from, if it has the same format.
-    grown : Source, optional
-        The file to append to.
-    replace : bool, default False
-        Replace tensors of `grown` that have the same name.
-    """
+    """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
     path, writer = target.path, fitting.writer
     try:
         draft, payloads = fitting.draft(gathered, path)
@@ -562,10 +545,7 @@ def _resolved(path: str) -> str:
 
 
 def _format_of(path: str) -> str:
-    """Return the format that the suffix of a path belongs to; raise unless there is exactly one.
-
-    Suffixes that only one format uses take precedence over suffixes that formats share.
-    """
+    """Return the format that the suffix of a path belongs to; raise unless there is exactly one."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
     is_index = name.endswith(INDEX_SUFFIX)
     name = name.removesuffix(INDEX_SUFFIX)
@@ -578,7 +558,7 @@ def _format_of(path: str) -> str:
         for suffix in format.suffixes
         if name.endswith(suffix)
     }
-    if len(matches) > 1:
+    if len(matches) > 1:  # a suffix that only one format uses takes precedence
         exclusive = {format.name: format.own_suffixes for format in candidates}
         matches = {
             engine: suffix for engine, suffix in matches.items() if suffix in exclusive[engine]

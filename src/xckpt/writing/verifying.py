@@ -340,9 +340,8 @@ class _Compared:
                 reason = f"all of its {len(names)} tensors differ from the manifest"
                 hint = "it may be of another step, or of another checkpoint"
                 yield Finding("error", None, "ManifestFile", None, f"{reason}; {hint}", file)
-        for mismatch in differing.values():
-            severity, name, rule, message = mismatch
-            yield Finding(severity, name, rule, None, message, self.files.get(name))
+        for name, rule, message in differing.values():
+            yield Finding("error", name, rule, None, message, self.files.get(name))
         for name, failure in self.failed.items():
             if failure.severity != "error":
                 message = "it could not be read, so it was not compared with the manifest"
