@@ -94,10 +94,8 @@ def new_file(
     storage_options: Mapping[str, Any] | None = None,
     beside: Iterable[Sink] = (),
 ) -> Sink:
-    """Begin a file that appears under its name only when it is complete.
-
-    `beside` has the other files of the same checkpoint; they share locks, so that few are open.
-    """
+    """Begin a file that appears under its name only when it is complete."""
+    # `beside` has the other files of the same checkpoint; they share locks, so that few are open.
     from xckpt.storage.sink import Sink
 
     if is_remote(path):
@@ -110,10 +108,7 @@ def new_file(
 def list_folder(
     path: str, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, Path | Source]] | None:
-    """Return the name of a folder and its files by name; None if it cannot be listed.
-
-    Only folders of this machine and of the Hub can be listed; a repository counts as a folder.
-    """
+    """Return the name of a folder, or repository, and its files by name; None for other places."""
     on_hub = hub_url(path)
     if on_hub is not None:
         from xckpt.storage.hub import list_hub_folder

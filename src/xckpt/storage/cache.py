@@ -163,11 +163,9 @@ _STRONG = {"ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "
 def reading_header(
     source: Source, first: memoryview, options: Mapping[str, Any], *, ahead: int = _AHEAD
 ) -> Iterator[Source]:
-    """Return a source for reading the header of a remote file with few requests.
-
-    `first` has the beginning of the file. If reads continue from there, the next one fetches
-    `ahead` bytes.
-    """
+    """Return a source for reading the header of a remote file with few requests."""
+    # `first` has the beginning of the file. If reads continue from there, the next one fetches
+    # `ahead` bytes.
     identity: Any = source.identity
     is_sure = any(key in _STRONG and not v.startswith("W/") for key, v in identity[1:])
     path = folder("headers") if is_sure else None
@@ -212,11 +210,7 @@ def _load(path: Path, source: Source, first: memoryview) -> list[tuple[int, memo
 
 
 class HeaderSource(Source):
-    """A remote file with read-ahead, whose bytes stay in memory once they are read.
-
-    If values lie between headers, each header costs a request of 64 KiB. Headers less than 1 MiB
-    apart are read in sequence, in requests of up to 16 MiB.
-    """
+    """A remote file with read-ahead, whose bytes stay in memory once they are read."""
 
     __slots__ = ("_ahead", "_last", "complete", "requests", "segments", "source")
 
@@ -304,6 +298,7 @@ class HeaderSource(Source):
         """Widen a range by read-ahead, between the ends of the segments around it."""
         if self.size - start <= _NEAR_END:
             return max(before, self.size - _TAIL_NBYTES), after
+        # If values lie between headers, each header costs one small request.
         is_near = 0 <= start - self._last <= _NEAR
         self._ahead = min(_GROWTH * self._ahead, _LARGEST_AHEAD) if is_near else _SMALLEST_AHEAD
         return start, min(max(stop, start + self._ahead), after)

@@ -90,14 +90,7 @@ def is_known(digest: str) -> bool:
 
 
 class Hasher:
-    """Computes the digest of bytes that arrive in several blocks.
-
-    >>> hasher = Hasher("crc32c")
-    >>> hasher.update(b"1234")
-    >>> hasher.update(b"56789")
-    >>> hasher.digest()
-    'crc32c:0xE3069283'
-    """
+    """Computes the digest of bytes that arrive in several blocks."""
 
     __slots__ = ("_state", "algorithm")
 

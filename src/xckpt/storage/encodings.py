@@ -60,16 +60,14 @@ def malformed(reason: str, offset: int | None = None) -> FormatError:
 
 
 class StreamDecoder(ABC):
-    """Decoder for the first `nbytes` bytes of a stream that can only be decoded from its start.
-
-    With ``is_whole``, the stream must end after these.
-    """
+    """Decoder for the first bytes of a stream that can only be decoded from its start."""
 
     name: ClassVar[str]
     #: Bounds of the decoded size: a factor of the stored size, and bytes to add.
     densest: ClassVar[tuple[int, int]]
 
     def __init__(self, stored: Stored, nbytes: int, *, is_whole: bool) -> None:
+        # With `is_whole`, the stream must end after `nbytes` bytes.
         if nbytes > self.most(len(stored)):
             raise malformed(f"{len(stored)} bytes of {self.name} cannot decode to {nbytes}")
         self._nbytes = nbytes
@@ -122,11 +120,8 @@ class StreamDecoder(ABC):
     def decompress_range(
         cls, stored: Stored, start: int, stop: int, total: int | None = None
     ) -> memoryview:
-        """Decode a stream from its beginning, and return the bytes from `start` to `stop`.
-
-        `total` is the size of all decoded bytes, if it is known.
-        """
-        del total  # only a decoder of whole chunks needs it
+        """Decode a stream from its beginning, and return the bytes from `start` to `stop`."""
+        del total  # the size of all decoded bytes, if known: for decoders of whole chunks
         stream = cls(stored, stop, is_whole=False)
         decoded = allocate(stop - start)
         stream._skip(start)
@@ -137,10 +132,7 @@ class StreamDecoder(ABC):
     def decompressed_blocks(
         cls, stored: Stored, nbytes: int, block_nbytes: int, skip: int | None = None
     ) -> Iterator[memoryview]:
-        """Yield `nbytes` decoded bytes after the first `skip`, in blocks that share memory.
-
-        Without `skip`, the stream must end after these bytes.
-        """
+        """Yield `nbytes` decoded bytes after the first `skip`, in blocks that share memory."""
         stream = cls(stored, (skip or 0) + nbytes, is_whole=skip is None)
         stream._skip(skip or 0)
         buffer = np.empty(min(block_nbytes, nbytes), np.uint8)
@@ -201,14 +193,12 @@ class DeflateDecoder(StreamDecoder):
 
 
 class ZstdDecoder(StreamDecoder):
-    """Decoder for a Zstandard stream.
-
-    A stream that is truncated between two blocks does not raise an error in libzstd. Therefore, a
-    known frame is appended to a stream that must end, and must follow the requested bytes.
-    """
+    """Decoder for a Zstandard stream."""
 
     name = "zstd"
     densest = 1 << 15, 0  # a block of four bytes for 128 KiB of one value
+    # A stream that is truncated between two blocks does not raise an error in libzstd. Therefore, a
+    # frame with this content is appended to a stream that must end, and must follow the bytes.
     END = bytes.fromhex("6f1c93d25ae84b07b6390dfe728145ac")
 
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
@@ -268,13 +258,10 @@ class ZstdDecoder(StreamDecoder):
 
 
 class FilteredDecoder(StreamDecoder):
-    """Decoder for a chunk of HDF5, which several filters have encoded as a whole.
-
-    Subclasses have the filters in the order of decoding.
-    """
+    """Decoder for a chunk of HDF5, which several filters have encoded as a whole."""
 
     densest = 1032, 1024  # of zlib; lzf makes at most 264 bytes of three
-    filters: ClassVar[tuple[str, ...]]
+    filters: ClassVar[tuple[str, ...]]  # in the order of decoding
 
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
         del is_whole

@@ -199,25 +199,22 @@ def close_idle_files() -> None:
 
 
 class Pool(Generic[T]):
-    """Opened resources by key; above a limit, the least recently used are dropped.
+    """Opened resources by key; above a limit, the least recently used are dropped."""
 
-    Dropping removes only the pool's reference: a memory map lives as long as views of it do.
-    Resources must close themselves with the last reference to them. `measure` returns the share of
-    a resource in the limit, by default 1; resources above the limit are not kept. A pool of `files`
-    is emptied if other files cannot be opened.
-
-    A forked child starts with an empty pool: it must not share seek positions with its parent,
-    nor wait for locks that a thread of the parent held.
-    """
+    # Dropping removes only the pool's reference: a memory map lives as long as views of it do.
+    # Resources must close themselves with the last reference to them.
 
     def __init__(
         self, limit: int = 64, measure: Callable[[T], int] = lambda _: 1, *, files: bool = False
     ) -> None:
         self.limit = limit
-        if files:
+        if files:  # the pool is emptied if other files cannot be opened
             _pools_of_files.add(self)
+        # The share of a resource in the limit; resources above the limit are not kept.
         self._measure = measure
         self._reset()
+        # A forked child must not share seek positions with its parent, nor wait for locks that a
+        # thread of the parent held.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._reset)
 

@@ -70,16 +70,10 @@ def let_go(fileno: int) -> None:
 
 
 class FileVersion:
-    """A version of a file, identified by size, times and inode.
+    """A version of a file, identified by size, times and inode."""
 
-    The time of the last change (``st_ctime``) reveals writers that restore the time of
-    modification. It also moves when the file gets another name, owner or permissions, which does
-    not affect its bytes: such a change is accepted, and the next status is compared with it.
-
-    The device number is left out: on network file systems each machine assigns its own, and a
-    source must be equal on all workers of a cluster.
-    """
-
+    # The device number is left out: on network file systems each machine assigns its own, and a
+    # source must be equal on all workers of a cluster.
     __slots__ = ("_latest", "identity")
 
     def __init__(self, status: os.stat_result) -> None:
@@ -107,6 +101,9 @@ class FileVersion:
         """Return whether a file still has the same bytes, judging by its status."""
         if (status.st_size, status.st_mtime_ns, status.st_ino) != self.identity[:3]:
             return False
+        # The time of the last change (`st_ctime`) reveals writers that restore the time of
+        # modification. It also moves when the file gets another name, owner or permissions, which
+        # does not affect its bytes.
         before, now = self._latest, _change_of(status)
         if now[0] != before[0] and now[1:] == before[1:]:
             return False
@@ -122,10 +119,7 @@ def _change_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 class OpenFile:
-    """An open regular file with random access from any number of threads.
-
-    It is closed with the last reference to it.
-    """
+    """An open regular file for any number of threads; closed with the last reference to it."""
 
     __slots__ = ("__weakref__", "_lock", "fileno")
 
@@ -196,11 +190,7 @@ _pool: Pool[Any] = Pool(most_open(), files=True)
 
 
 class LocalSource(Source):
-    """A file of the local file system.
-
-    ``mmap=True`` lets `view` map the file into memory. A file that another program truncates
-    while a view of it is in use then ends the process (``SIGBUS``); without maps, reads raise.
-    """
+    """A file of the local file system."""
 
     __slots__ = ("_version", "mmap")
 
@@ -210,6 +200,8 @@ class LocalSource(Source):
 
     def __init__(self, path: str, *, mmap: bool = False) -> None:
         self.name = local_path(path)
+        # Whether `view` maps the file into memory. If another program truncates the file while a
+        # view of it is in use, SIGBUS then ends the process; without maps, reads raise.
         self.mmap = mmap
         descriptor = _pool.make_room(lambda: OpenFile(self.name))
         status = descriptor.status(self.name)
@@ -405,10 +397,7 @@ class BytesSource(Source):
 
 
 class FileObjectSource(Source):
-    """An open binary file object that can seek. It pickles if the object does.
-
-    Reads take turns, and restore the position of the object.
-    """
+    """An open binary file object that can seek. It pickles if the object does."""
 
     __slots__ = ("_file", "_folder", "_lock", "_version")
 
@@ -460,7 +449,7 @@ class FileObjectSource(Source):
 
     def _fill(self, offset: int, memory: memoryview) -> None:
         try:
-            with self._lock:
+            with self._lock:  # reads take turns, and restore the position of the object
                 position = self._file.tell()
                 try:
                     self._file.seek(offset)

@@ -166,10 +166,7 @@ _locating = Locks(64)
 
 
 class ObjectSource(RemoteSource):
-    """A file of a web server, of S3, Google Cloud Storage or Azure.
-
-    The first answer brings the size, the version and `first` bytes of the beginning.
-    """
+    """A file of a web server, of S3, Google Cloud Storage or Azure."""
 
     __slots__ = ()
 
@@ -226,17 +223,14 @@ class ObjectSource(RemoteSource):
     def _answer(
         self, options: dict[str, Any], check: Callable[[str, Any], None]
     ) -> tuple[Any, memoryview]:
-        """Return the metadata of an answer, and its body if it is for a range.
-
-        `check` may raise before the body is read.
-        """
+        """Return the metadata of an answer, and its body if it is for a range."""
         obstore = library(self.name)
         for is_last in (False, True):
             address = None
             try:
                 address = self._address()
                 result = obstore.get(address.store, address.path, options=options)
-                check(self.name, result)
+                check(self.name, result)  # may raise before the body is read
                 return result.meta, memoryview(result.bytes() if "range" in options else b"")
             except Exception as error:
                 problem = failure(error, self.name)
@@ -391,10 +385,7 @@ def _region_of(bucket: str, text: str, timeout: float) -> str | None:
 
 
 class Bucket:
-    """The objects of a store, as a file system with the methods of fsspec that are used here.
-
-    Paths begin with the name of the bucket.
-    """
+    """The objects of a store, as a file system with the methods of fsspec that are used here."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         if store_kind(url) == "http":
@@ -457,4 +448,5 @@ class Bucket:
 
 
 def _key(path: str) -> str:
+    # Paths of fsspec begin with the name of the bucket.
     return path.partition("/")[2]

@@ -130,10 +130,8 @@ def _pattern(target: str) -> tuple[str, str]:
 def create(
     target: str, replaced: os.stat_result | None, *, private: bool = False, guard: str | None = None
 ) -> tuple[str, int]:
-    """Create a temporary file for a target, and return its path and descriptor.
-
-    The file is locked, unless `guard` is the path of a locked temporary file in the same folder.
-    """
+    """Create a temporary file for a target, and return its path and descriptor."""
+    # The file is locked, unless `guard` is the path of a locked temporary file in the same folder.
     start, end = _pattern(target)
     # A private file must not be readable to others while it is written either.
     mode = 0o600 if private or replaced is not None else 0o666

@@ -78,12 +78,9 @@ _shared = _Shared()
 
 @contextmanager
 def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
-    """Request ranges, in about this order, before they are read.
-
-    On leaving, nobody waits for requests any longer, and their bytes are released. Threads that
-    still read the ranges request them on their own, unless an error or Ctrl-C is the reason:
-    then their reads end with a `CancelledError`.
-    """
+    """Request ranges, in about this order, before they are read; release their bytes on leaving."""
+    # After that, threads that still read the ranges request them on their own, unless an error or
+    # Ctrl-C is the reason: then their reads end with a `CancelledError`.
     far, near = _by_distance(ranges)
     disk = _Disk(near) if len(near) > 1 else None
     prefetcher = _Prefetcher(_plan(far)) if far else None
@@ -291,13 +288,10 @@ def _release(span: _Span) -> None:
 def _by_distance(
     ranges: Iterable[Range],
 ) -> tuple[Counter[tuple[Source, int, int]], list[tuple[Source, int, int]]]:
-    """Return ranges of far files with how often each is announced, and pieces of local files.
-
-    A piece is a file, a start and a stop.
-    """
+    """Return ranges of far files with how often each is announced, and pieces of local files."""
     files: dict[int, tuple[Source, bool] | None] = {}
     far: Counter[tuple[Source, int, int]] = Counter()
-    near: list[tuple[Source, int, int]] = []
+    near: list[tuple[Source, int, int]] = []  # file, start and stop
     for source, offset, nbytes in ranges:
         if id(source) not in files:
             files[id(source)] = None
@@ -329,11 +323,9 @@ class _Announced(NamedTuple):
 
 
 def _plan(ranges: Counter[tuple[Source, int, int]]) -> list[_Span]:
-    """Cut ranges into requests, ordered by the range in them that is announced first.
-
-    Ranges are merged that are announced in the same window and near each other in the file, with
-    nothing between them that is announced in another window.
-    """
+    """Cut ranges into requests, ordered by the range in them that is announced first."""
+    # Ranges are merged that are announced in the same window and near each other in the file, with
+    # nothing between them that is announced in another window.
     starts: dict[Source, list[int]] = defaultdict(list)
     for source, offset, _ in ranges:
         starts[source].append(offset)
@@ -393,13 +385,11 @@ def _runs(announced: list[_Announced], starts: list[int]) -> Iterator[tuple[list
 def _cut(
     source: Source, run: list[_Announced], stop: int, position: int
 ) -> Iterator[tuple[int, _Span]]:
-    """Cut a run into requests of similar size; return each with its place in the order.
-
-    The first requests of all are smaller: requests that share the line and are equally long end
-    at the same time, and the line is idle until the next ones are answered.
-    """
+    """Cut a run into requests of similar size; return each with its place in the order."""
     start = run[0].start
     while start < stop:
+        # The first requests of all are smaller: requests that share the line and are equally long
+        # end at the same time, and the line is idle until the next ones are answered.
         most = min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + position // IN_FLIGHT)
         end = start + (stop - start) // max(1, round((stop - start) / most))
         parts = [

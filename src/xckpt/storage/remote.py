@@ -54,16 +54,12 @@ def is_of_one_opening(identity: Any) -> bool:
 
 
 class RemoteSource(Source):
-    """A file on another machine.
-
-    `storage_options` travel with the source when it is pickled. If a server sends neither ETag nor
-    Last-Modified, changes of the file are noticed only in part, and a warning explains this.
-    """
+    """A file on another machine."""
 
     __slots__ = ("_first", "limits", "storage_options")
 
     is_far = True
-    storage_options: dict[str, Any]
+    storage_options: dict[str, Any]  # part of the pickle
     limits: Limits
     _first: memoryview | bytes  # the beginning of the file, until its header is read
 

@@ -66,10 +66,8 @@ class TransientError(OSError):
 def split_options(
     storage_options: Mapping[str, Any] | None, *, is_flat: bool = False
 ) -> tuple[dict[str, Any], Limits]:
-    """Separate `Limits` from the options of a file system.
-
-    The limits have the key "xckpt"; with `is_flat` they may also stand next to the other options.
-    """
+    """Separate `Limits`, which have the key "xckpt", from the options of a file system."""
+    # With `is_flat` the limits may also stand next to the other options.
     options = dict(storage_options or {})
     place = f"storage_options[{OWN_OPTIONS!r}]"
     limits = options.pop(OWN_OPTIONS, None) or {}
@@ -91,10 +89,7 @@ def split_options(
 
 
 def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
-    """Make a request; repeat it after a `TransientError` as `limits` allow.
-
-    The pauses grow, and are random, so that many workers do not repeat their requests at once.
-    """
+    """Make a request; repeat it after a `TransientError` as `limits` allow."""
     start, attempts, used = time.monotonic(), 0, 0
     while True:
         try:
@@ -102,27 +97,27 @@ def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
         except TransientError as error:
             attempts += 1
             used += 4 if error.is_timeout else 1
+            # Many workers must not repeat their requests at once.
             spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
             factor, most = (_BUSY, _LONGEST_BUSY) if error.is_busy else (1, _LONGEST_PAUSE)
             pause = spread * _FIRST_PAUSE * min(factor * 2 ** (attempts - 1), most)
             pause = max(pause, error.seconds)
             elapsed = time.monotonic() - start
             if used > limits.retries or elapsed + pause >= limits.timeout:
-                raise _given_up(error, name, attempts, elapsed, limits) from error
+                text = f"{error}, at attempt {attempts} after {elapsed:.1f} seconds"
+                number = errno.EIO
+                advice = "Try again later, or repeat more often: storage_options={'retries': ...}"
+                if error.is_timeout:
+                    number = errno.ETIMEDOUT
+                    longer = {
+                        "timeout": 2 * limits.timeout,
+                        "read_timeout": 2 * limits.read_timeout,
+                    }
+                    advice = "If the server or the line is slow, wait longer: "
+                    advice += f"storage_options={longer}"
+                raise OSError(number, f"{text}. {advice}", name) from error
             logger.debug("repeat in %.2f s: %s: %s", pause, loggable(name), error)
         time.sleep(pause)
-
-
-def _given_up(
-    error: TransientError, name: str, attempts: int, elapsed: float, limits: Limits
-) -> OSError:
-    text = f"{error}, at attempt {attempts} after {elapsed:.1f} seconds"
-    if error.is_timeout:
-        options = {"timeout": 2 * limits.timeout, "read_timeout": 2 * limits.read_timeout}
-        text += f". If the server or the line is slow, wait longer: storage_options={options}"
-    else:
-        text += ". Try again later, or repeat more often: storage_options={'retries': ...}"
-    return OSError(errno.ETIMEDOUT if error.is_timeout else errno.EIO, text, name)
 
 
 def loggable(url: str) -> str:

@@ -63,16 +63,12 @@ _MOST_HELD = 8
 
 
 class Sink:
-    """A new file, which appears under its name only when it is complete.
+    """A new file, which appears under its name only when it is complete."""
 
-    Any number of threads write at positions; other processes may write to `path` too. A sink
-    pickles as a reference that does not own the file. If it is dropped without `commit`, the
-    temporary file is removed. If the target is a symbolic link, the file that it points to is
-    replaced. Errors of the operating system name the file as the user does.
-    """
-
+    # Any number of threads write at positions; other processes may write to `path` too. A sink that
+    # is dropped without `commit` removes the temporary file.
     name: str  # for messages
-    target: str  # final path of the file, links resolved
+    target: str  # final path of the file; of a symbolic link, the file that it points to
     path: str  # of the temporary file
     _is_upload: ClassVar[bool] = False
 
@@ -139,6 +135,7 @@ class Sink:
         return descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A reference that does not own the file.
         return _attached, (self.name, self.target, self.path, self.overwrite)
 
     def __enter__(self) -> Self:
@@ -274,19 +271,17 @@ class Sink:
 
 def publish(
     main: Sink,
+    # By their names in the main file.
     companions: Mapping[str, Sink] | None = None,
     *,
+    # Files that the new ones were made from; no other writer may have changed them.
     replaced: Iterable[Source] = (),
+    # Returns a main file with other names for the companions.
     referring: Callable[[Mapping[str, str]], Sink] | None = None,
+    # Name of a file in the same folder that is removed once the new files are in place.
     superseded: str | None = None,
 ) -> None:
-    """Rename the files of a checkpoint so that it is the old or the new one at every moment.
-
-    The keys of `companions` are their names in the main file; ``referring(names)`` returns a main
-    file with other names for them. `replaced` are files that the new ones were made from: raise an
-    error if another writer changed one. `superseded` is the name of a file in the same folder that
-    the new files replace: remove it once they are in place.
-    """
+    """Rename the files of a checkpoint so that it is the old or the new one at every moment."""
     companions = companions or {}
     sinks = [*companions.values(), main]
     interim = None

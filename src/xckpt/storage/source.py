@@ -28,11 +28,9 @@ _LARGEST_MERGED = 64 << 20
 
 
 def components(name: str) -> list[str]:
-    """Split a relative path from a file; raise `FormatError` if it leads out of the folder.
-
-    Only the name is checked. Symbolic links belong to the user and are followed: the caches of
-    Hugging Face, git-annex and DVC consist of links that lead out of the folder.
-    """
+    """Split a relative path from a file; raise `FormatError` if it leads out of the folder."""
+    # Symbolic links belong to the user and are followed: the caches of Hugging Face, git-annex and
+    # DVC consist of links that lead out of the folder.
     parts = name.split("/")
     if not all(map(is_file_name, parts)):
         reason = f"{shown(name)} is not the name of a file in the same folder"
@@ -62,13 +60,10 @@ def empty_array(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 class Source(ABC):
-    """The bytes of one file, local or remote.
+    """The bytes of one file, local or remote; pickles by path or URL and identity."""
 
-    A source is a light reference: it pickles by path or URL and identity, never by content
-    (bytes in memory excepted). Open descriptors and memory maps belong to the process; all sources
-    with equal names and identities, and therefore equal bytes, share them.
-    """
-
+    # Open descriptors and memory maps belong to the process; all sources with equal names and
+    # identities, and therefore equal bytes, share them.
     __slots__ = ("identity", "name", "size")
 
     #: Whether `check` costs no request.
@@ -212,23 +207,19 @@ _files: Pool[Source] = Pool(limit=1024)
 
 
 class ShardSource(Source):
-    """The bytes of a shard. A missing shard is an error when it is read, not when it is listed.
-
-    A shard without a digest is opened at once, because its identity has to change with the file.
-    `label` is its name in the referring file.
-    """
+    """The bytes of a shard. A missing shard is an error when it is read, not when it is listed."""
 
     __slots__ = ("_file", "label", "root", "shard_entry")
 
     def __init__(self, root: Source, shard: Shard, label: str) -> None:
         self.root = root
         self.shard_entry = shard
-        self.label = label
+        self.label = label  # its name in the referring file
         self.name = f"{root.name} (shard {label})"
         self.size = shard.size
         self._file: Source | None = None
         version: Hashable = shard.digest
-        if version is None:
+        if version is None:  # the identity has to change with the file
             with suppress(OSError, CheckpointError):
                 self._file = self._find()
             version = None if self._file is None else self._file.identity

@@ -83,8 +83,12 @@ def open_store(
         root, path = _split_address(address_of(url, options))
     else:
         root, path = _split_key(kind, url)
-    if "store" in options:
-        return options["store"], _path_in(options["store"], url, path)
+    store = options.get("store")  # made by the user
+    if store is not None and kind == "http":
+        return store, url.removeprefix(str(getattr(store, "url", ""))).lstrip("/")
+    if store is not None:
+        prefix = getattr(store, "prefix", None)
+        return store, path.removeprefix(f"{prefix}/") if prefix else path
     key = kind, root, options_key(options), limits, retries, regions.get(root.partition("/")[0])
     return _stores.get(key, partial(_made, kind, root, options, limits, retries)), path
 
@@ -123,14 +127,6 @@ def _split_key(kind: str, url: str) -> tuple[str, str]:
             raise UnsupportedError("names of objects with empty parts are unsupported", path=url)
         root += folder + "/"
     return root, path
-
-
-def _path_in(store: Any, url: str, path: str) -> str:
-    """Return the path of an object in a store that the user made."""
-    if store_kind(url) == "http":
-        return url.removeprefix(str(getattr(store, "url", ""))).lstrip("/")
-    prefix = getattr(store, "prefix", None)
-    return path.removeprefix(f"{prefix}/") if prefix else path
 
 
 @dataclass
@@ -190,7 +186,9 @@ class _Settings:
             if "gcs_base_url" in token:  # of an emulator
                 self.config["base_url"] = token["gcs_base_url"]
         elif not isinstance(token, str):
-            self.provider = partial(_google, token)
+            from obstore.auth.google import GoogleCredentialProvider
+
+            self.provider = partial(GoogleCredentialProvider, token)
         elif Path(token).is_file():
             self.config["application_credentials"] = token
         elif token not in {"google_default", "cloud", "cache"}:
@@ -210,7 +208,9 @@ class _Settings:
         if isinstance(credential, str):
             self.config["sas_key" if "sig=" in credential else "account_key"] = credential
         else:
-            self.provider = partial(_azure, credential)
+            from obstore.auth.azure import AzureCredentialProvider
+
+            self.provider = partial(AzureCredentialProvider, credential)
 
 
 # Options of other libraries, with their names in obstore or the method that takes them.
@@ -321,18 +321,6 @@ def _profile(name: str | None) -> Any:
         return session.get_credentials() and Boto3CredentialProvider(session)
     except Exception as error:
         raise ValueError(f"the profile of AWS cannot be used: {error}") from error
-
-
-def _google(credentials: Any) -> Any:
-    from obstore.auth.google import GoogleCredentialProvider
-
-    return GoogleCredentialProvider(credentials)
-
-
-def _azure(credential: Any) -> Any:
-    from obstore.auth.azure import AzureCredentialProvider
-
-    return AzureCredentialProvider(credential)
 
 
 def lacking(url: str, error: ImportError) -> ImportError:

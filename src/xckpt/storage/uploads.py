@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class UploadSink(Sink):
-    """A file on any file system that fsspec can write to.
-
-    Object stores show an object once it is complete; on other file systems, readers may see the
-    file grow during the upload.
-    """
+    """A file on any file system that fsspec can write to."""
 
     _is_upload = True
 
@@ -84,6 +80,7 @@ class UploadSink(Sink):
 
     def take_name(self) -> None:
         """Upload the file, or copy it from its alias."""
+        # Object stores show an object once it is complete; elsewhere, readers may see it grow.
         self._is_there = True
         if self._alias is not None:
             with suppress(NotImplementedError):
