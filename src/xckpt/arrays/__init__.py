@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyArray", "LazyList", "ReadOptions", "lazy_arrays", "read_later"]
 
-# What a variable of an element type that is not known is shown with; its values cannot be had.
+# The dtype of variables whose element type is unknown; their values cannot be read.
 _UNKNOWN = np.dtype("V1")
-# Decoded at most, while opening, of a part whose size neither the file nor its zstd frames state.
+# Bytes that are decoded at most, while opening, to find the size of a part that states none.
 _COUNTED_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How values are to be read."""
+    """Options of reading values."""
 
     # Whether to return types that numpy computes well with and composite tensors as a whole, or the
     # stored types and the parts.
@@ -93,7 +93,7 @@ def _arrays(
 
 
 def _part(tensor: Tensor, role: str, reader: PartReader, *, decode: bool) -> LazyArray:
-    """Return a part as an array; one whose length cannot be found out is listed, and not read."""
+    """Return a part as an array; a part of unknown length is listed, but cannot be read."""
     try:
         shape = decoded_shape(tensor, role, reader, _COUNTED_NBYTES)
     except CheckpointError as problem:
@@ -104,10 +104,7 @@ def _part(tensor: Tensor, role: str, reader: PartReader, *, decode: bool) -> Laz
 
 
 class LazyList(Sequence[Any]):
-    """A list of numbers or texts in a file, which is not read before its entries are asked for.
-
-    It is indexed like a list, and ``np.asarray`` takes it. A text that is not UTF-8 is bytes.
-    """
+    """A list of numbers or texts in a file, which is read when an entry is accessed."""
 
     __slots__ = ("_entries", "reader", "stored")
 
@@ -161,27 +158,27 @@ class LazyList(Sequence[Any]):
 
     def _numbers(self) -> list[Any]:
         part = self.reader.part
-        found = elements(self._bytes(), part.dtype, decode=True, byteorder=part.byteorder)
-        entries: list[Any] = found.tolist()
+        numbers = elements(self._bytes(), part.dtype, decode=True, byteorder=part.byteorder)
+        entries: list[Any] = numbers.tolist()
         return entries
 
     def _texts(self) -> list[Any]:
         order = "<" if self.reader.part.byteorder == "little" else ">"
         length = Struct(order + {4: "I", 8: "Q"}[self.stored.length_nbytes])
-        data, at = bytes(self._bytes()), 0
-        found: list[Any] = []
+        data, end = bytes(self._bytes()), 0
+        texts: list[Any] = []
         for _ in range(self.stored.count):
-            start = at + length.size
-            at = start + length.unpack_from(data, at)[0] if start <= len(data) else start
-            if at > len(data):
+            start = end + length.size
+            end = start + length.unpack_from(data, end)[0] if start <= len(data) else start
+            if end > len(data):
                 reason = "a list of texts is not what it was when the file was opened"
                 raise FormatError(reason, offset=self.reader.part.offset, rule="Truncated")
-            text = data[start:at]
+            text = data[start:end]
             try:
-                found.append(text.decode())
+                texts.append(text.decode())
             except UnicodeDecodeError:
-                found.append(text)
-        return found
+                texts.append(text)  # as bytes
+        return texts
 
 
 def read_later(attrs: Mapping[str, Any], sources: Mapping[str | None, Source]) -> dict[str, Any]:

@@ -129,9 +129,9 @@ class BlockArray(OnePartArray):
         step, part = _BLOCK_NBYTES // nbytes, self.reader.part
         if self.reader.is_raw:
             self.reader.check(total)
-            offset, wanted = part.offset + start, len(out) * nbytes
-            pieces: Iterable[memoryview]
-            pieces = self.reader.source.blocks(offset, wanted, step * nbytes)
+            pieces: Iterable[memoryview] = self.reader.source.blocks(
+                part.offset + start, len(out) * nbytes, step * nbytes
+            )
         else:
             pieces = (self.reader.read(start, start + len(out) * nbytes, total),)
         at = 0
@@ -142,10 +142,8 @@ class BlockArray(OnePartArray):
 
 
 def byteswapped(data: memoryview, block_type: str, start: int) -> memoryview:
-    """Return bytes of blocks in the other byte order; they begin at the byte `start` of a part.
-
-    `start` is even, like the places of float16 and the sizes of blocks that have any.
-    """
+    """Return bytes of blocks in the other byte order; they begin at the byte `start` of a part."""
+    # `start` is even, like the places of float16 and the sizes of blocks with float16.
     block = BLOCK_TYPES[block_type]
     codes = np.frombuffer(data, np.uint8).copy()
     for place in block.halves or ():

@@ -17,13 +17,11 @@ _TILE = 64
 def unpack_pieces(  # noqa: C901, PLR0912, PLR0917  loops of one purpose; no keywords
     words: Any, pieces: Any, step: int, first: int, add: int, mask: int, out: Any
 ) -> None:
-    """Put codes together, of lines of words that lie next to each other.
-
-    `words` has the axes line, word, line next to it, and byte of the word. `pieces` has for each
-    code of a period, and each piece of a code: word, byte, shift to the right, mask, and shift to
-    the left. `step` is how many words a period has, and `first` which code of it comes first. Codes
-    get `add` added, as far as `mask` goes.
-    """
+    """Put codes together from lines of words that lie next to each other."""
+    # `words` has the axes line, word, line next to it, and byte of the word. `pieces` has for each
+    # code of a period, and each piece of a code: word, byte, shift to the right, mask, and shift to
+    # the left. A period has `step` words; the first line begins with its code `first`. `add` is
+    # added to codes, within `mask`.
     outer, count, inner = out.shape
     period, most = pieces.shape[:2]
     for line in range(outer):
@@ -84,12 +82,10 @@ def scale_codes(  # noqa: PLR0917
     groups: Any,
     out: Any,
 ) -> None:
-    """Compute ``(table[code] - zero) * scale + bias`` for lines of codes.
-
-    `rows` has for each line its row in the grids; `starts` where runs of positions begin that share
-    a column of the grids, and the end, and `groups` these columns. Grids of zero points and of
-    biases may have no entries.
-    """
+    """Compute ``(table[code] - zero) * scale + bias`` for lines of codes."""
+    # `rows` has the row of each line in the grids. `starts` has the starts of runs of positions
+    # that share a column of the grids, and the end; `groups` has these columns. Grids of zero
+    # points and of biases may be empty.
     count = codes.shape[1]
     for line in range(codes.shape[0]):
         row = rows[line]

@@ -18,11 +18,9 @@ _OPTIONS: Any = {"nogil": True, "no_cfunc_wrapper": True, "error_model": "numpy"
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function when it is first called with arguments of some types.
-
-    Machine code is kept on disk. numba compiles again if the file of the function changes, but not
-    if only the file of a function that it calls does.
-    """
+    """Compile a function at its first call with arguments of some types; cache it on disk."""
+    # numba compiles again if the file of the function changes, but not if only the file of a
+    # function that it calls does.
     try:
         return numba.njit(**_OPTIONS, cache=True)(function)
     except RuntimeError:  # no folder can be written to

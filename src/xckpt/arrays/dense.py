@@ -148,11 +148,7 @@ class OnePartArray(LazyArray):
 
 
 class DenseArray(OnePartArray):
-    """A dense tensor, or one part of a composite one.
-
-    `decode` is whether to return types that numpy computes well with, instead of the stored types;
-    `strict` is whether values that the format forbids are errors.
-    """
+    """A dense tensor, or one part of a composite one."""
 
     __slots__ = ("decode", "order", "strict")
 
@@ -170,8 +166,9 @@ class DenseArray(OnePartArray):
         dtype = decoded_dtype(element_type) if decode else stored_dtype(element_type)
         super().__init__(name, reader, shape, dtype)
         self.order = order
+        # Whether to return types that numpy computes well with, instead of the stored types.
         self.decode = decode
-        self.strict = strict
+        self.strict = strict  # whether values that the format forbids are errors
 
     @property
     def is_raw(self) -> bool:  # type: ignore[override]  # it depends on the part
@@ -361,12 +358,9 @@ class DenseArray(OnePartArray):
     def stream(
         self, block_nbytes: int = _BLOCK_NBYTES, *, compare: bool = False
     ) -> Iterator[tuple[int, Array]]:
-        """Read all elements in stored order: blocks, each with the position of its first element.
-
-        Memory is bounded by the size of a block, whatever the encoding; a block is valid until the
-        next. `compare` compares the digest, of a raw part as well, while the blocks pass instead of
-        before; see `PartReader.blocks`.
-        """
+        """Yield all elements in stored order, in blocks with the positions of their first ones."""
+        # A block is valid until the next one. `compare` compares the digest, of a raw part as well,
+        # while the blocks pass instead of before; see `PartReader.blocks`.
         reader = replace(self.reader, verify=None) if compare else self.reader
         position = 0
         for data in reader.blocks(self.part_nbytes, block_nbytes, compare=compare):
@@ -560,10 +554,8 @@ class ChunkedArray(LazyArray):
 
 
 def _within(entry: AxisKey, length: int, low: int, high: int) -> tuple[Any, AxisKey]:
-    """Return the places in the result of positions from `low` to `high`, and their key from `low`.
-
-    For slices with a positive step the places are a range, else an array.
-    """
+    """Return the places in the result of positions from `low` to `high`, and their own key."""
+    # The key counts from `low`. Places are a range for slices with a positive step, else an array.
     steps = positions(entry, length)
     if isinstance(steps, range) and steps.step > 0:
         first, stop = (max(0, -((steps.start - bound) // steps.step)) for bound in (low, high))

@@ -95,10 +95,8 @@ def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
 
 
 def read_small(array: da.Array) -> Any:
-    """Return the values of a small stored array; None if dask has to compute it.
-
-    dask takes a millisecond for a graph of one task, 20 times as long as reading a row.
-    """
+    """Return the values of a small stored array; None if dask has to compute it."""
+    # dask takes a millisecond for a graph of one task, 20 times as long as reading a row.
     lazy = array.dask.lazy
     is_dense = isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
     has_one_chunk = is_dense and all(len(sizes) == 1 for sizes in array.chunks)
@@ -152,13 +150,7 @@ class TensorGraph(LateGraph):
 
 
 class TensorLayer(LightLayer):
-    """The tasks of an array: getters of chunks.
-
-    A task contains only the part of the lazy array that its chunk is in, because a stack of 15,000
-    tensors is megabytes, and tasks for workers should be small. In this form dask fuses a later
-    slice into the read (``dask.array.optimization._optimize_slices``), so that a row of a tensor
-    reads a row.
-    """
+    """The tasks of an array: getters of chunks."""
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         super().__init__()
@@ -185,6 +177,9 @@ class TensorLayer(LightLayer):
             _reading_ahead.register()
         if self.result is not None:
             return call_task(key, _read_into, self.lazy, self.result, key, index)
+        # Tasks for workers should be small, and a stack of 15,000 tensors is megabytes. In this
+        # form dask fuses a later slice into the read (`dask.array.optimization._optimize_slices`),
+        # so that a row of a tensor reads a row.
         return read_task(key, *self.lazy.narrowed(index))
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,12 +208,10 @@ class TensorLayer(LightLayer):
 
 
 class _OptimizeStored:
-    """Optimization of a graph of stored arrays: one task for an array of one chunk.
+    """Optimization of a graph of stored arrays: one task for an array of one chunk."""
 
-    dask's own takes time quadratic in the number of arrays that are computed together, because it
-    passes the keys of all layers to each layer. Graphs with other layers are left to dask.
-    """
-
+    # dask's own takes time quadratic in the number of arrays that are computed together, because it
+    # passes the keys of all layers to each layer. Graphs with other layers are left to dask.
     def __call__(self, graph: HighLevelGraph, keys: Any, **options: Any) -> Any:
         requested = set(flatten([keys]))
         tasks: dict[Any, Any] = {}
@@ -266,12 +259,7 @@ def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
 
 
 class _Result:
-    """Memory of a whole array, into which its chunks are read.
-
-    Joining chunks afterwards would take twice the memory. A graph may be computed again, even at
-    the same time: a chunk that has been read before then begins new memory, and `_gathered` joins
-    chunks of different memories.
-    """
+    """Memory of a whole array, for its chunks: joining them later would take twice the memory."""
 
     def __init__(self, lazy: LazyArray) -> None:
         self._lazy = lazy
@@ -286,6 +274,8 @@ class _Result:
         """Return the memory of a chunk; the caller fills it."""
         with self._lock:
             whole = None if self._whole is None else self._whole()
+            # A graph may be computed again, even at the same time: a chunk that has been read
+            # before then begins new memory, and `_gathered` joins chunks of different memories.
             if whole is None or key in self._filled:
                 whole = self._lazy.allocate()
                 self._whole = weakref.ref(whole)  # its chunks keep it alive
@@ -304,11 +294,8 @@ def _read_into(lazy: LazyArray, result: _Result | None, key: Any, index: tuple[s
 
 
 def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
-    """Raise before the first chunk is computed if the whole array would not fit in memory.
-
-    On a cluster chunks may stay on the workers, so that joining them raises.
-    """
-    if active_client() is None:
+    """Raise before the first chunk is computed if the whole array would not fit in memory."""
+    if active_client() is None:  # on a cluster, chunks may stay on the workers
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
     if isinstance(lazy, SlicedArray):

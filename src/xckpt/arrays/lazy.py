@@ -45,12 +45,7 @@ class Origin(NamedTuple):
 
 
 class LazyArray(ABC):
-    """An array in a file, which is read by indexing it.
-
-    It has the interface that `dask.array.from_array` needs, is safe to use from several threads,
-    and pickles by reference. `name` is the name of the tensor, for messages; `dtype` is the dtype
-    of selections.
-    """
+    """An array in a file, which is read by indexing it, on any thread; pickles by reference."""
 
     # Without an origin the attribute is missing as well: tasks are smaller without it.
     __slots__ = ("_origin", "dtype", "name", "shape", "source")
@@ -67,10 +62,10 @@ class LazyArray(ABC):
     def __init__(
         self, name: str, source: Source, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        self.name = name
+        self.name = name  # of the tensor, for messages
         self.source = source
         self.shape = shape
-        self.dtype = dtype
+        self.dtype = dtype  # of selections
 
     @property
     def ndim(self) -> int:
@@ -139,10 +134,7 @@ class LazyArray(ABC):
                 require_expansion(nbytes, self.stored_nbytes or 0)
 
     def ranges(self, key: Any) -> Iterator[Range]:
-        """Return the byte ranges that a selection is read from, if they are known before.
-
-        The whole array is read in this order.
-        """
+        """Return the byte ranges that a selection is read from, in order, if they are known."""
         if normalize(key, self.shape) == whole(self.shape):
             for reader in self.part_readers:
                 yield from reader.ranges()
@@ -153,18 +145,14 @@ class LazyArray(ABC):
         return self.dtype
 
     def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read elements in stored order: blocks, each with the position of its first element.
-
-        A block may lie in `buffer`, an array of bytes, and is valid until the next one. A stream is
-        read from its start to its end, whatever is requested.
-        """
+        """Yield elements in stored order, in blocks with the position of their first element."""
+        # A block may lie in `buffer`, an array of bytes, and is valid until the next one. A stream
+        # is read from its start to its end, whatever is requested.
         return flat_blocks(self, start, stop, PIECE_NBYTES)
 
     def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return the byte ranges that `flat` reads, if they are known before.
-
-        Ranges that are not known for a part of the elements are those of the first part.
-        """
+        """Return the byte ranges that `flat` reads, if they are known before."""
+        # The first elements have all ranges if those of a part of the elements are unknown.
         return iter(()) if start else self.ranges(...)
 
     def chunks(self, target: int) -> Chunks:
@@ -287,12 +275,9 @@ class SlicedArray(LazyArray):
 def flat_blocks(
     array: Any, start: int, stop: int, block_nbytes: int, *, whole_rows: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """Read a range of the elements of anything that is indexed like an array, in C order.
-
-    Return blocks of about `block_nbytes`, each with the position of its first element. A block is
-    positions along the first axis if `whole_rows` is true, else along the first axis that is short
-    enough.
-    """
+    """Yield elements of an array or a similar object in C order, in blocks with their positions."""
+    # A block has positions along the first axis if `whole_rows` is true, else along the first axis
+    # that is short enough.
     shape = array.shape
     if stop <= start:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,17 +42,13 @@ _STRIDED_NBYTES = 4 << 20
 
 
 class Strided(NamedTuple):
-    """Elements of `itemsize` bytes that lie `strides` elements apart along each axis.
+    """Elements of `itemsize` bytes that lie `strides` elements apart along each axis."""
 
-    ``read(start, stop)`` returns bytes, counted from the first element; `at_once` is whether the
-    bytes between elements cost nothing to read.
-    """
-
-    read: Callable[[int, int], memoryview]
+    read: Callable[[int, int], memoryview]  # bytes from start to stop after the first element
     shape: Sequence[int]
     strides: Sequence[int]
     itemsize: int
-    at_once: bool
+    at_once: bool  # whether the bytes between elements cost nothing to read
 
     def select(self, key: Sequence[AxisKey]) -> Array:
         """Return a selection, as opaque elements."""
@@ -119,14 +116,12 @@ _ANY = 1 << 63  # more than any part decodes to
 
 @dataclass(frozen=True, slots=True)
 class PartReader:
-    """The decoded bytes of one part of a tensor; pickles by reference.
-
-    ``verify=True`` checks the digest once per process before the first use; None checks that of a
-    compressed part whenever all of it is decoded; False never.
-    """
+    """The decoded bytes of one part of a tensor; pickles by reference."""
 
     source: Source
     part: Part
+    # True checks the digest once per process before the first use; None checks the digest of a
+    # compressed part whenever all of it is decoded; False never does.
     verify: bool | None = None
 
     def read(self, start: int, stop: int, nbytes: int) -> memoryview:
@@ -147,10 +142,8 @@ class PartReader:
     def blocks(
         self, nbytes: int, block_nbytes: int, *, compare: bool = False
     ) -> Iterator[memoryview]:
-        """Read all decoded bytes in order, in memory of constant size; see `read`.
-
-        `compare` is whether the digest of a part that is not compressed is compared as well.
-        """
+        """Read all decoded bytes in order, in memory of constant size; see `read`."""
+        # `compare` is whether the digest of a part that is not compressed is compared as well.
         part = self.part
         with self._placing():
             self.check(nbytes)
@@ -166,8 +159,8 @@ class PartReader:
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
             else:
                 starts = range(0, nbytes, block_nbytes)
-                ranges = ((at, min(at + block_nbytes, nbytes)) for at in starts)
-                blocks = (self._bytes(*each, nbytes) for each in ranges)
+                ends = (min(start + block_nbytes, nbytes) for start in starts)
+                blocks = map(self._bytes, starts, ends, repeat(nbytes))
             yield from blocks if of_decoded is None else digests.checked(of_decoded, blocks)
             if of_stored is not None:
                 if stored is None:  # frames are decoded in any order, so the part is read again

@@ -262,11 +262,9 @@ def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
 def _along(
     coords: Array, entry: AxisKey, length: int
 ) -> tuple[Array | None, Array, int | None, AxisKey]:
-    """Apply the entry of an index to the coordinates along its axis.
-
-    Return a mask of the selected elements (None if all are), their places in the result, its
-    extent (None if the axis is dropped), and the index to apply to it.
-    """
+    """Apply the entry of an index to the coordinates along its axis."""
+    # Return a mask of the selected elements (None if all are), their places in the result, its
+    # extent (None if the axis is dropped), and the index to apply to it.
     everything = slice(None)
     if isinstance(entry, int):
         return coords == entry, coords, None, everything

@@ -14,13 +14,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SparseBlocksArray(SparseArray):
-    """A tensor as dense blocks of one shape, and where each begins; they may overlap.
+    """A tensor as dense blocks of one shape at given positions; they may overlap."""
 
-    The part ``values`` has a block for each position along its first axis. Positions are those of
-    rows or columns of blocks (``indptr``, ``indices``), or coordinates along the first axes
-    (``coords``), with whole blocks along the others.
-    """
-
+    # The part `values` has a block for each position along its first axis. Positions are rows or
+    # columns of blocks (`indptr`, `indices`), or coordinates along the first axes (`coords`), with
+    # whole blocks along the others.
     __slots__ = ("layout",)
 
     def __init__(self, tensor: Any, readers: Any, *, sparse: bool = False) -> None:

@@ -119,19 +119,16 @@ class TensorArrays(Sequence[LazyArray]):
         return [tensor for tensor in self.tensors if tensor is not None]
 
     def take(self, positions: Sequence[int]) -> TensorArrays:
-        """Return some of them, with the files of these alone."""
+        """Return the arrays at some positions, with only the files of these."""
         tensors = tuple([self.tensors[position] for position in positions])
-        there = [tensor for tensor in tensors if tensor is not None]
-        labels = {None, *(part.shard for tensor in there for part in tensor.parts.values())}
+        present = [tensor for tensor in tensors if tensor is not None]
+        labels = {None, *(part.shard for tensor in present for part in tensor.parts.values())}
         sources = {label: self.sources[label] for label in labels}
         return replace(self, tensors=tensors, sources=sources)
 
 
 class StackedArray(LazyArray):
-    """Arrays of one shape and dtype, in C order over a grid, as one array with more axes in front.
-
-    `name` is that of the variable, for messages; errors of a member have that of the member.
-    """
+    """Arrays of one shape and dtype, in C order over a grid, as one array with more axes."""
 
     __slots__ = ("grid", "members")
 
@@ -187,13 +184,12 @@ class StackedArray(LazyArray):
             return LazyArray.sliced(self, key)
         fewer = self
         if grid != self.grid:
-            members = self.members
-            some: Sequence[LazyArray] = (
-                members.take(numbers)
-                if isinstance(members, TensorArrays)
-                else tuple([members[number] for number in numbers])
+            members: Sequence[LazyArray] = (
+                self.members.take(numbers)
+                if isinstance(self.members, TensorArrays)
+                else tuple([self.members[number] for number in numbers])
             )
-            fewer = StackedArray(self.name, some, grid)
+            fewer = StackedArray(self.name, members, grid)
         return LazyArray.sliced(fewer, whole(grid) + inner)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
@@ -213,8 +209,8 @@ class StackedArray(LazyArray):
             return self.empty(shape)
         numbers, grid, inner = self._split(key)
         if len(numbers) == 1:
-            found = self.members[numbers[0]][inner]
-            return found.reshape(shape) if grid else found
+            selection = self.members[numbers[0]][inner]
+            return selection.reshape(shape) if grid else selection
         if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
             import sparse
 

@@ -78,11 +78,7 @@ def make_array(graph: Any, name: str, chunks: Any, meta: Any, shape: tuple[int, 
 
 
 class LateGraph(HighLevelGraph):
-    """A graph of one layer, made when it is first looked at.
-
-    Nine objects for each of 90,000 tensors would be made for nothing, and walked by the garbage
-    collector ever after.
-    """
+    """A graph of one layer, made at first access, which saves nine objects per tensor."""
 
     def __init__(self) -> None:
         if not IS_FAST:
