@@ -38,11 +38,8 @@ def send_out(
     deliver: Callable[[Any, Any], None],
     array: Callable[[Any], Any],
 ) -> list[Any]:
-    """Run tasks on an active cluster, if any; return the tasks that remain for this process.
-
-    `array` returns the array that a task reads; tasks on arrays in memory are not sent. Tasks have
-    an attribute `nbytes`.
-    """
+    """Run tasks on an active cluster, if any; return the tasks that remain for this process."""
+    # `array` returns the array that a task reads; tasks on arrays in memory are not sent.
     client = waiting_client()
     if client is None:
         return list(tasks)
@@ -63,11 +60,9 @@ def on_cluster(
     deliver: Callable[[Any, Any], None],
     place: Callable[[Any], tuple[str, int]],
 ) -> None:
-    """Run tasks on workers, each on its preferred worker if that one has time.
-
-    If a worker dies, another one repeats its tasks, which depend only on their files. `place`
-    returns the file of a task and its size in bytes.
-    """
+    """Run tasks on workers, each on its preferred worker if that one has time."""
+    # `place` returns the file of a task and its size in bytes. If a worker dies, another one
+    # repeats its tasks, which depend only on their files.
     if not tasks:
         return
     from distributed import as_completed
@@ -89,11 +84,9 @@ def on_cluster(
 
 
 def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list[str | None]:
-    """Return a worker for each task, given as file and size; `threads` are those of each worker.
-
-    A file prefers the same worker in every call, which may have it open and partly in memory. Tasks
-    beyond the share of that worker go to the next one.
-    """
+    """Return a worker for each task, given its file and size, and the threads of each worker."""
+    # A file prefers the same worker in every call, which may have it open and partly in memory.
+    # Tasks beyond the share of that worker go to the next one.
     if not threads:
         return [None] * len(tasks)
     per_thread = sum(nbytes for _, nbytes in tasks) / sum(threads.values())

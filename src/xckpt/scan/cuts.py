@@ -54,19 +54,8 @@ class Cut(NamedTuple):
 
 
 def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[list[Cut]]:
-    """Cut large tensors and join small ones to tasks, in the order of the file.
-
-    Parameters
-    ----------
-    cuts : sequence of Cut
-        Tensors, or stretches of them.
-    piece : int
-        Bytes of a cut of a large tensor.
-    target : int
-        Bytes of a task.
-    most : int
-        Cuts in a task.
-    """
+    """Cut large tensors and join small ones to tasks, in the order of the file."""
+    # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
     task: list[Cut] = []
     nbytes = 0
     for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.stretch)):

@@ -35,9 +35,8 @@ from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-    from xckpt.arrays.lazy import LazyArray
     from xckpt.opening import OpenPath
     from xckpt.scan.readers import Reader
     from xckpt.typing import Dataset
@@ -85,10 +84,8 @@ def entries_of(
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
 ) -> list[Described]:
-    """List the variables of numbers with their tensors; warn about other variables.
-
-    By default, all variables are listed, and all dimensions except stacked ones are reduced.
-    """
+    """List the variables of numbers with their tensors; warn about other variables."""
+    # By default, all variables are listed, and all dimensions except stacked ones are reduced.
     chosen = tensors.variable_names if names is None else names
     if dims is not None:
         variables = tensors.variables
@@ -102,7 +99,10 @@ def entries_of(
             if entry.gone is None or not entry.gone.all():
                 entries.append(entry)
         except TypeError as error:
-            left_out[_problem(tensors.stored(name)) or str(error)].append(str(name))
+            lazy = tensors.stored(name)
+            lazy = lazy.first if isinstance(lazy, StackedArray) else lazy
+            reason = lazy.problem.reason if isinstance(lazy, UnreadableArray) else str(error)
+            left_out[reason].append(str(name))
     for reason, skipped in left_out.items():
         text = f"{some(skipped)} {'has' if len(skipped) == 1 else 'have'} no statistics: {reason}"
         warn(text)
@@ -151,7 +151,9 @@ def _entry(tensors: OpenTensors, name: Hashable, reduced: Collection[Hashable] |
         readers = tuple(reader_of(m, m.name + part) for m in members)
     else:
         names = member_names(name, variable, dims, tensors.coords)
-        arrays = _split(variable.transpose(*dims, ...), len(dims))
+        whole = variable.transpose(*dims, ...)
+        values = whole.data if whole.chunks is not None else _Values(whole)
+        arrays = (values[position] if position else values for position in np.ndindex(shape))
         pairs = zip(arrays, names, strict=True)
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
         readers = tuple(_reader(array, str(tensor)) for array, tensor in present)
@@ -164,10 +166,8 @@ def member_names(
     dims: tuple[Hashable, ...],
     coords: Mapping[Hashable, xr.Variable],
 ) -> list[str | None]:
-    """Return the names of the tensors along stacked dimensions, in order; None for absent ones.
-
-    The variable may be a selection along these dimensions.
-    """
+    """Return the names of the tensors along stacked dimensions, in order; None for absent ones."""
+    # The variable may be a selection along these dimensions.
     record = stack_of(variable)
     if record is None and not dims:
         return [_flat_name(name, variable.encoding)]
@@ -203,11 +203,8 @@ def _absent(
 
 
 def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
-    """Lay out one row for each tensor in the shape of its variable; the columns come first.
-
-    Absent tensors have NaN, or zeros if the rows are integers.
-    """
-    if gone is not None:
+    """Lay out one row for each tensor in the shape of its variable; the columns come first."""
+    if gone is not None:  # absent tensors have NaN, or zeros if the rows are integers
         present = rows
         fill = np.nan if rows.dtype.kind == "f" else 0
         rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
@@ -243,17 +240,14 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensor
         return obj
     if _is_open(obj):
         return OpenTensors(obj)
-    if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
-        return _file_contents(obj, storage_options)
     if callable(getattr(obj, "state_dict", None)):
         raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays: pass its state_dict()")
-    raise TypeError(
-        "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
-        f"DataTree, got {type(obj).__name__}"
-    )
-
-
-def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> FileTensors:
+    is_path = isinstance(obj, Index | str | bytes | os.PathLike | list | tuple)
+    if not is_path and not hasattr(obj, "read"):
+        raise TypeError(
+            "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
+            f"DataTree, got {type(obj).__name__}"
+        )
     with uninterrupted():
         from xckpt.opening import open_index
 
@@ -264,25 +258,11 @@ def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> FileTens
         return FileTensors(source, index, OpenOptions(storage_options=storage_options))
 
 
-def _problem(lazy: LazyArray | None) -> str | None:
-    """Return the reason why an array, or the first array of a stack, cannot be read."""
-    if isinstance(lazy, StackedArray):
-        lazy = lazy.first
-    return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
-
-
 def _reader(array: Any, name: str) -> Reader:
     reader: Reader = ChunkedTensor(array) if hasattr(array, "dask") else ArrayReader(array)
     reader.local = not hasattr(array, "dask")
     reader.name = name
     return reader
-
-
-def _split(variable: xr.Variable, ndim: int) -> Iterator[Any]:
-    """Yield the array at each position along the first dimensions of a variable."""
-    array = variable.data if variable.chunks is not None else _Values(variable)
-    positions = np.ndindex(*variable.shape[:ndim])
-    return (array[position] if position else array for position in positions)
 
 
 class _Values:
@@ -371,11 +351,9 @@ def laid_out(
 
 
 def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, Any]) -> xr.Dataset:
-    """Return a Dataset of variables whose dimensions are known to agree.
-
-    The constructor copies and compares all variables twice. It only gets one variable for each
-    combination of dimensions; the others are added without these checks.
-    """
+    """Return a Dataset of variables whose dimensions are known to agree."""
+    # The constructor copies and compares all variables twice. It only gets one variable for each
+    # combination of dimensions; the others are added without these checks.
     by_dims = {variable.dims: name for name, variable in variables.items()}
     checked = {"statistic", *coords, *by_dims.values(), *(dim for dims in by_dims for dim in dims)}
     few = {name: variable for name, variable in variables.items() if name in checked}

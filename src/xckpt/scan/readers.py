@@ -2,9 +2,8 @@
 
 Dask arrays that are not read from a checkpoint come in chunks. A chunk that is a run of elements in
 C order has a position in the tensor, and the moments do not depend on how the tensor is cut into
-such chunks. Chunks that are no runs are made into runs where a row of them is small; else the
-elements are taken in the order of the chunks, and the last bits of the moments (of nothing else)
-depend on how the array is chunked.
+such chunks. Other chunks are rechunked to runs if a row of them is small. If it is not, elements
+come in the order of the chunks, so that the last bits of the moments depend on the chunks.
 """
 
 from __future__ import annotations
@@ -110,8 +109,13 @@ class Reader:
             part = (lazy.readers.get("data") or next(iter(lazy.readers.values()))).part
             self.place = (lazy.source.name, part.offset)
             self.nbytes = getattr(lazy, "part_nbytes", lazy.stored_nbytes)
+            # The fields of parts: to write the part itself takes several times as long.
+            stored = [
+                (role, part.source.name, part.source.identity, _FIELDS(part.part), part.verify)
+                for role, part in lazy.readers.items()
+            ]
             decoding = [getattr(lazy, name, None) for name in DECODING]
-            self.identity = (_stored(lazy), lazy.shape, *decoding)
+            self.identity = (tuple(stored), lazy.shape, *decoding)
 
 
 class TensorReader(Reader):
@@ -198,14 +202,14 @@ class SparseReader(Reader):
             )
 
     def rows(self) -> Iterator[tuple[int, Array, int]]:
-        """Read all stored values: where they begin, they, and how many rows are zeros."""
-        at = 0
+        """Yield stored values with the position of the first one, and the number of zero rows."""
+        position = 0
         for block in self.array.blocks():
             rows = block.coords[0][block.values != 0]
             alive = int(np.count_nonzero(np.diff(rows, prepend=-1)))
             values: Array = magnitudes(block.values) if self.complex else block.values
-            yield at, values, block.stop - block.start - alive
-            at += len(values)
+            yield position, values, block.stop - block.start - alive
+            position += len(values)
 
 
 class ChunkedTensor(Reader):
@@ -240,17 +244,6 @@ def reader_of(lazy: LazyArray, name: str = "") -> Reader:
         reader = TensorReader(lazy)
     reader.name = name
     return reader
-
-
-def _stored(lazy: Any) -> tuple[Any, ...]:
-    """Return the stored parts that the values depend on."""
-    return tuple(
-        [
-            # The fields: to write the part itself takes several times as long.
-            (role, part.source.name, part.source.identity, _FIELDS(part.part), part.verify)
-            for role, part in lazy.readers.items()
-        ]
-    )
 
 
 def _row(shape: tuple[int, ...]) -> int:

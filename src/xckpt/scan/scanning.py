@@ -55,36 +55,19 @@ _MANY = 64
 def gather(
     readers: Sequence[Reader],
     operation: type[Accumulator],
+    # From the number of a tensor and its accumulator to its result.
     finish: Callable[[int, Any], Any],
     progress: Progress | None = None,
     *,
+    # Of the operation, one for each tensor.
     arguments: Sequence[Any] | None = None,
     cache: bool = False,
+    # Whether to cache stretches of long tensors, so that an interrupted scan resumes in them.
     stretched: bool = False,
+    # From the numbers of uncached tensors to numbers and accumulators of those that need no pass.
     shortcut: Callable[[list[int]], Iterable[tuple[int, Any]]] | None = None,
 ) -> list[Any]:
-    """Scan tensors, and return a result for each, in order.
-
-    Parameters
-    ----------
-    readers : sequence of Reader
-        Tensors to scan.
-    operation : type of Accumulator
-        Accumulator to fill for each tensor.
-    finish : callable
-        Function from the number of a tensor and its accumulator to its result.
-    progress : Progress, optional
-        Observer of the bytes that are read.
-    arguments : sequence, optional
-        Arguments of the operation, one for each tensor.
-    cache : bool
-        Whether to use the cache of statistics.
-    stretched : bool
-        Whether to cache stretches of long tensors, so that an interrupted scan resumes in them.
-    shortcut : callable, optional
-        Function from the numbers of uncached tensors to pairs of a number and an accumulator, for
-        tensors that need no pass.
-    """
+    """Scan tensors, and return a result for each, in order."""
     with open_records(readers, operation.record, enabled=cache) as records:
         outcome = _Outcome(readers, operation, records, finish)
         with paused_collector():
@@ -110,10 +93,7 @@ def load_cached(
     operation: type[Accumulator],
     finish: Callable[[int, Any], Any] = lambda _, accumulator: accumulator,
 ) -> list[Any]:
-    """Return what a function makes of the accumulator that a scan cached for each tensor, or None.
-
-    `finish` is called in the order of the tensors, with their numbers. Scans are stretched ones.
-    """
+    """Return the results of stretched scans that are cached for each tensor, or None."""
     with open_records(readers, operation.record, enabled=True) as records:
         outcome = _Outcome(readers, operation, records, finish)
         outcome.load_cached(stretched=True)
@@ -146,7 +126,11 @@ class _Outcome:
     def load_cached(self, *, stretched: bool) -> None:
         """Take cached accumulators, and list the stretches without one."""
         for number, reader in enumerate(self.readers):
-            stretches = _stretches(reader) if stretched else [(0, reader.size)]
+            stretches = [(0, reader.size)]
+            is_divisible = not (isinstance(reader, ChunkedTensor) or reader.whole)
+            if stretched and is_divisible and reader.size > _STRETCH:
+                starts = range(0, reader.size, _STRETCH)
+                stretches = [(start, min(start + _STRETCH, reader.size)) for start in starts]
             self.missing.append(len(stretches))
             self.uncached.append([])
             for stretch in stretches:
@@ -196,13 +180,6 @@ def _merged(total: Accumulator | None, part: Accumulator) -> Accumulator:
         return part
     total.merge(part)
     return total
-
-
-def _stretches(reader: Reader) -> list[tuple[int, int]]:
-    size = reader.size
-    if isinstance(reader, ChunkedTensor) or reader.whole or size <= _STRETCH:
-        return [(0, size)]
-    return [(start, min(start + _STRETCH, size)) for start in range(0, size, _STRETCH)]
 
 
 def _scan(

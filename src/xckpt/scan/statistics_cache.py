@@ -83,19 +83,7 @@ class Cacheable(Protocol):
 def open_records(
     readers: Sequence[Cacheable], kind: str, *options: Any, enabled: bool
 ) -> Iterator[list[Records | None]]:
-    """Open the cached values of one kind for each tensor; None for tensors without a cache.
-
-    Parameters
-    ----------
-    readers : sequence of Cacheable
-        The tensors.
-    kind : str
-        The kind of values, such as ``"sketch"``.
-    *options
-        Options that the values depend on.
-    enabled : bool
-        False gives None for all tensors.
-    """
+    """Open the cached values of one kind for each tensor; None for tensors without a cache."""
     folder = cache.folder(FOLDER) if enabled else None
     group = digest_of(VERSION, kind, *options)
     are_rows = kind == _ROW
@@ -119,31 +107,27 @@ def open_records(
 
 def rows_of(
     readers: Sequence[Cacheable],
+    # Name of the rows, and the options that they depend on.
     options: tuple[Any, ...],
     width: int,
+    # From positions of tensors to their rows.
     compute: Callable[[list[int]], Iterable[Sequence[float]]],
     *,
     enabled: bool,
 ) -> Array:
-    """Return a row of numbers for each tensor, cached or computed.
-
-    Parameters
-    ----------
-    readers : sequence of Cacheable
-        The tensors.
-    options : tuple
-        Name of the rows, and the options that they depend on.
-    width : int
-        Numbers in a row.
-    compute : callable
-        Function from positions of tensors to their rows.
-    enabled : bool
-        Whether to use the cache.
-    """
+    """Return a row of `width` numbers for each tensor, cached or computed."""
     rows = np.full((len(readers), width), np.nan)
     with open_records(readers, _ROW, *options, width, enabled=enabled) as records:
+        cached: dict[int, bytes] = {}
         with paused_collector():
-            missing = _take_cached_rows(readers, records, rows)
+            for number, (reader, file) in enumerate(zip(readers, records, strict=True)):
+                value = None if file is None else file.get(key_of(reader))
+                if value is not None and len(value) == 8 * width:
+                    cached[number] = value
+        rows[list(cached)] = np.frombuffer(b"".join(cached.values()), "<f8").reshape(
+            len(cached), width
+        )
+        missing = [number for number in range(len(readers)) if number not in cached]
         for number, row in zip(missing, compute(missing), strict=True):
             rows[number] = row
         for number in missing:
@@ -151,20 +135,6 @@ def rows_of(
             if file is not None:
                 file.put(key_of(readers[number]), rows[number].astype("<f8").tobytes())
     return rows
-
-
-def _take_cached_rows(
-    readers: Sequence[Cacheable], records: Sequence[Records | None], rows: Array
-) -> list[int]:
-    """Fill in cached rows, and return the positions of the others."""
-    cached: dict[int, bytes] = {}
-    for number, (reader, file) in enumerate(zip(readers, records, strict=True)):
-        value = None if file is None else file.get(key_of(reader))
-        if value is not None and len(value) == 8 * rows.shape[1]:
-            cached[number] = value
-    table = np.frombuffer(b"".join(cached.values()), "<f8").reshape(len(cached), rows.shape[1])
-    rows[list(cached)] = table
-    return [number for number in range(len(readers)) if number not in cached]
 
 
 class Records:
@@ -222,18 +192,13 @@ class Records:
         self._end = _append(self._path, _packed(self._group, pending), self._end)
         self._written_at = time.monotonic()
         if not self._end and self._are_rows:
-            _remember(self._path, self._group, pending)
+            _session.setdefault((self._path, self._group), {}).update(pending)
+            _session.move_to_end((self._path, self._group))
+            sizes = [sum(map(len, rows.values())) for rows in _session.values()]
+            while sum(sizes) > _LARGEST_SESSION:
+                _session.popitem(last=False)
+                sizes.pop(0)
         return self._end > 0
-
-
-def _remember(path: Path, group: bytes, rows: dict[bytes, bytes]) -> None:
-    """Keep rows in the memory of this process."""
-    _session.setdefault((path, group), {}).update(rows)
-    _session.move_to_end((path, group))
-    sizes = [sum(map(len, entry.values())) for entry in _session.values()]
-    while sum(sizes) > _LARGEST_SESSION:
-        _session.popitem(last=False)
-        sizes.pop(0)
 
 
 # --- keys ----------------------------------------------------------------------------------------
@@ -337,11 +302,9 @@ def _packed(group: bytes, values: dict[bytes, bytes]) -> bytes:
 
 
 def _append(path: Path, record: bytes, end: int) -> int:
-    """Append a record, and return the new end of the file; 0 if it could not be written.
-
-    `end` is the size of the file when this process last saw it intact. A file of another size is
-    read again, and replaced if its end is damaged.
-    """
+    """Append a record, and return the new end of the file; 0 if it could not be written."""
+    # `end` is the size of the file when this process last saw it intact. A file of another size is
+    # read again, and replaced if its end is damaged.
     with suppress(OSError), cache.writing(path):
         size = path.stat().st_size if path.exists() else 0
         data = b""
