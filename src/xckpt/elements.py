@@ -191,13 +191,7 @@ _SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
 
 
 def element_type_of(dtype: Any) -> str:
-    """Return the name of an element type, given in any spelling or as a dtype of a library.
-
-    Examples
-    --------
-    >>> element_type_of("bf16"), element_type_of("fp8_e4m3")
-    ('bfloat16', 'float8_e4m3fn')
-    """
+    """Return the name of an element type, given in any spelling or as a dtype of a library."""
     spelling = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
     spelling = spelling or getattr(dtype, "__name__", str(dtype))  # a class, or a torch.dtype
     name = _SHORT_FLOAT.sub("float", str(spelling).lower().removeprefix("torch."))
@@ -238,11 +232,8 @@ def decoded_dtype(name: str) -> np.dtype[Any]:
 
 @cache
 def code_values(name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the values of all bit patterns of a type of at most 16 bits.
-
-    The array has an entry for each pattern of whole bytes. As in ml_dtypes, bits that the type does
-    not use are ignored.
-    """
+    """Return the values of all bit patterns of whole bytes, of a type of at most 16 bits."""
+    # As in ml_dtypes, bits that the type does not use are ignored.
     import numpy as np
 
     dtype = stored_dtype(name)

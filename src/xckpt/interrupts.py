@@ -30,10 +30,8 @@ class _Deferred:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Deliver Ctrl-C at the end of the block instead of within it.
-
-    The block must be short, import packages, or call `deliver` while it waits.
-    """
+    """Deliver Ctrl-C at the end of the block instead of within it."""
+    # The block must be short, import packages, or call `deliver` while it waits.
     is_main = threading.current_thread() is threading.main_thread()
     # Other threads are never interrupted, and handlers that are not Python's stay in place.
     if not is_main or signal.getsignal(signal.SIGINT) is None:

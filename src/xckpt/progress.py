@@ -29,30 +29,15 @@ _observers: dict[str, Progress] = {}
 
 
 class Progress:
-    """A thread-safe counter of processed bytes, with a bar or a function.
-
-    Parameters
-    ----------
-    option : bool, callable or None
-        True for a bar, False for none; None for a bar in a terminal or notebook after half a
-        second; or a function, called as ``f(done, total)``.
-    label : str
-        Label of the bar.
-    total : int
-        Number of bytes to process, if known; `expect` adds more.
-
-    Attributes
-    ----------
-    name : str
-        Name of this observer for `report`.
-    """
+    """A thread-safe counter of processed bytes, with a bar or a function."""
 
     def __init__(self, option: ProgressOption, label: str, total: int = 0) -> None:
-        self.name = uuid4().hex
+        self.name = uuid4().hex  # for `report`
         self._done = 0
-        self._total = total
+        self._total = total  # `expect` adds more
         self._label = label
         self._call = option if callable(option) else None
+        # By default, a bar appears in a terminal or notebook after a while.
         self._delay = 0.0 if option is True else _DELAY_SECONDS
         self._is_shown = option is True or (
             option is None

@@ -35,12 +35,9 @@ def _load_accessor() -> None:
 
 
 def register_formatter() -> None:
-    """Load the IPython extension when a checkpoint is opened, unless it was unloaded before.
-
-    Every function that opens a file calls this one. Importing xckpt changes no session, and neither
-    does opening a file outside of IPython. In IPython and Jupyter the first open file loads the
-    extension, because xarray's HTML of 18,000 variables takes minutes.
-    """
+    """Load the IPython extension when a checkpoint is opened, unless it was unloaded before."""
+    # Importing xckpt changes no session, and neither does opening a file outside of IPython. In
+    # IPython and Jupyter, xarray's HTML of 18,000 variables would take minutes.
     ipython = sys.modules.get("IPython")
     session = None if ipython is None else ipython.get_ipython()
     if session is None or is_extension_declined:
@@ -50,12 +47,10 @@ def register_formatter() -> None:
 
 
 class _XarrayFinder:
-    """An import hook that registers the accessor once xarray is imported.
+    """An import hook that registers the accessor once xarray is imported."""
 
-    Importing xarray takes 50 times as long as importing xckpt, so xckpt leaves it to the user. The
-    finder delegates to the other finders. It is never removed, because other threads may iterate
-    over `sys.meta_path`.
-    """
+    # Importing xarray takes 50 times as long as importing xckpt, so xckpt leaves it to the user.
+    # The finder is never removed, because other threads may iterate over `sys.meta_path`.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -96,11 +96,9 @@ def assemble_weights(
     declaration: Declaration,
     read: Callable[[Sequence[Tensor]], Sequence[bytes]],
 ) -> Index:
-    """Return an index with each quantised weight instead of the stored tensors that encode it.
-
-    A weight that cannot be decoded with certainty stays as stored, with one warning per reason.
-    `read` returns the contents of small tensors, which describe how to decode others.
-    """
+    """Return an index with each quantised weight instead of the stored tensors that encode it."""
+    # A weight that cannot be decoded with certainty stays as stored, with one warning per reason.
+    # `read` returns the contents of small tensors, which describe how to decode others.
     warnings = [*index.warnings, *declaration.warnings]
     problem = declaration.problem
     if problem is None and declaration.method in _PROBLEMS:

@@ -43,39 +43,18 @@ _MIXED = {"mixed-precision", "dense", None}
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """Parameters of quantisation for a group of modules; None if undeclared.
+    """Parameters of quantisation for a group of modules; None if undeclared."""
 
-    Parameters
-    ----------
-    bits : int or None
-        Bits of a code.
-    kind : {"int", "float"} or None
-        Type of the codes.
-    symmetric : bool or None
-        Whether codes have no zero points.
-    strategy : {"tensor", "channel", "group", "block"} or None
-        Extent of the elements that share a scale.
-    group : int or None
-        Size of a group, along the last axis.
-    block : tuple of int or None
-        Extents of a block, along the last two axes.
-    format : str or None
-        How codes are stored.
-    targets : tuple of str
-        Names of modules, and patterns after ``re:``.
-    problem : str or None
-        Reason why the parameters are unsupported.
-    """
-
-    bits: int | None = None
-    kind: str | None = None
-    symmetric: bool | None = None
+    bits: int | None = None  # of a code
+    kind: str | None = None  # type of the codes: "int" or "float"
+    symmetric: bool | None = None  # whether codes have no zero points
+    # Extent of the elements that share a scale: "tensor", "channel", "group" or "block".
     strategy: str | None = None
-    group: int | None = None
-    block: tuple[int, ...] | None = None
-    format: str | None = None
-    targets: tuple[str, ...] = ()
-    problem: str | None = None
+    group: int | None = None  # size of a group, along the last axis
+    block: tuple[int, ...] | None = None  # extents of a block, along the last two axes
+    format: str | None = None  # how codes are stored
+    targets: tuple[str, ...] = ()  # names of modules, and patterns after "re:"
+    problem: str | None = None  # reason why the parameters are unsupported
 
 
 def compressed_problem(config: Mapping[str, Any]) -> str | None:
@@ -94,10 +73,7 @@ def compressed_problem(config: Mapping[str, Any]) -> str | None:
 
 
 def fit_params(model: Model, module: str, match: Callable[[Params], Weight]) -> Weight:
-    """Return the weight of a module for the declared parameters that fit its tensors.
-
-    If several fit with different results, their targets decide.
-    """
+    """Return the weight of a module for the declared parameters that fit its tensors."""
     candidates = model.once(_declared_params)
     model.spend(trials=len(candidates) - 1)
     fitting: list[tuple[Params, Weight]] = []

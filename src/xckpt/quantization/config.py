@@ -39,26 +39,13 @@ _METHODS |= {"metal", "mlx", "modelopt", "mxfp4", "mxfp8"}
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """The declaration of a model's quantisation.
+    """The declaration of a model's quantisation."""
 
-    Parameters
-    ----------
-    method : str or None
-        Method of quantisation, such as ``"gptq"``; None without a supported declaration.
-    config : mapping
-        Parameters of the method.
-    problem : str or None
-        Reason why weights cannot be decoded.
-    warnings : tuple of str
-        Files that are ignored, with the reasons.
-    files : mapping of str to mapping
-        Contents of the files that are not ignored, by name without suffix.
-    """
-
-    method: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-    warnings: tuple[str, ...] = ()
+    method: str | None = None  # such as "gptq"; None without a supported declaration
+    config: Mapping[str, Any] = field(default_factory=dict)  # parameters of the method
+    problem: str | None = None  # reason why weights cannot be decoded
+    warnings: tuple[str, ...] = ()  # files that are ignored, with the reasons
+    # Contents of the files that are not ignored, by name without suffix.
     files: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,11 +71,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def find_declaration(load: Callable[[str], dict[str, Any] | None]) -> Declaration:
-    """Return the declaration of a model's quantisation.
-
-    `load` takes the name of a file without ``.json``. It returns the content, or None if the file
-    does not exist, or raises a ValueError.
-    """
+    """Return the declaration of a model's quantisation."""
+    # `load` takes the name of a file without ".json", and returns its content, or None if the file
+    # does not exist, or raises a ValueError.
     warnings: list[str] = []
     files: dict[str, Any] = {}
     for name in ("config", *_FILES):
@@ -173,11 +158,9 @@ def _compile(pattern: str) -> re.Pattern[str] | None:
 
 
 def _atomic(pattern: str) -> Iterator[str]:
-    """Rewrite a pattern so that it matches in a short time, or raise a ValueError.
-
-    Each ``.*`` becomes an atomic group with the tokens that follow it. The group ends at the first
-    place where these match, and never backtracks. Between two of them, one atom can be repeated.
-    """
+    """Rewrite a pattern so that it matches in a short time, or raise a ValueError."""
+    # Each ".*" becomes an atomic group with the tokens that follow it. The group ends at the first
+    # place where these match, and never backtracks. Between two of them, one atom can be repeated.
     tokens = list(_TOKEN.finditer(pattern))
     if sum(len(token[0]) for token in tokens) != len(pattern):
         raise ValueError(pattern)

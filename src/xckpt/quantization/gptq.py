@@ -105,10 +105,8 @@ def _match_gptq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Wei
 
 
 def _gptq_configs(model: Model, module: str) -> list[Mapping[str, Any]]:
-    """Return the configs that may apply to a module.
-
-    The first matching pattern of ``dynamic`` decides. Patterns that cannot be matched may decide.
-    """
+    """Return the configs that may apply to a module."""
+    # The first matching pattern of "dynamic" decides. Patterns that cannot be matched may decide.
     configs: list[Mapping[str, Any]] = []
     overrides = model.config.get("dynamic")
     overrides = overrides if isinstance(overrides, dict) else {}

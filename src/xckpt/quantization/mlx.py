@@ -135,10 +135,8 @@ def _params_from_shapes(model: Model, module: str, codes: Tensor, scales: Tensor
 
 
 def _affine_params_from_shapes(model: Model) -> _MlxParams:
-    """Return the parameters that fit all modules.
-
-    Shapes alone allow several. The best ones make most widths that vectors of the model have.
-    """
+    """Return the parameters that fit all modules."""
+    # Shapes alone allow several. The best ones make most widths that vectors of the model have.
     widths = {t.shape[0] for t in model.tensors.values() if t.ndim == 1 and t.dtype in FLOATS}
     scores = {(group, bits): 0 for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)}
     for name, tensor in model.tensors.items():

@@ -38,58 +38,34 @@ make_quantization = lru_cache(maxsize=4096)(Quantization)
 
 
 class LayoutError(Exception):
-    """Stored tensors are not the quantised weight that their names suggest.
-
-    `rule` is a short name of the fault. Weights with the same fault share a warning.
-    """
+    """Stored tensors are not the quantised weight that their names suggest."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
+        # Short name of the fault; weights with the same fault share a warning.
         self.rule = rule
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight that several stored tensors encode.
+    """A weight that several stored tensors encode."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the weight in the model without quantisation.
-    shape : tuple of int
-        Logical shape.
-    quantization : Quantization or Codebook
-        How codes become numbers.
-    parts : mapping of str to (Tensor, Part)
-        Stored tensors by role, each with its part, which may have another element type or shape.
-    strict : bool
-        See `xckpt.index.Tensor`.
-    """
-
-    name: str
-    shape: Shape
+    name: str  # in the model without quantisation
+    shape: Shape  # logical
     quantization: Quantization | Codebook
+    # Stored tensors by role, each with its part, which may have another element type or shape.
     parts: Mapping[str, tuple[Tensor, Part]]
-    strict: bool = False
+    strict: bool = False  # see `xckpt.index.Tensor`
 
 
 class Model:
-    """The stored tensors of a model, and its declaration.
-
-    Parameters
-    ----------
-    tensors : mapping of str to Tensor
-        Stored tensors by name.
-    declaration : Declaration
-        How the model declares its quantisation.
-    read : callable
-        Returns the contents of several tensors, empty bytes for those that cannot be read.
-    """
+    """The stored tensors of a model, and its declaration."""
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         declaration: Declaration,
+        # Returns the contents of several tensors, empty bytes for those that cannot be read.
         read: Callable[[Sequence[Tensor]], Sequence[bytes]],
     ) -> None:
         self.tensors = tensors
