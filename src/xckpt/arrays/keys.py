@@ -87,14 +87,6 @@ def _bounds(entry: AxisKey, length: int) -> tuple[int, int]:
     return int(chosen.min()), int(chosen.max()) + 1
 
 
-def _shifted(entry: AxisKey, low: int) -> AxisKey:
-    if isinstance(entry, slice):
-        if entry.stop is None or entry.stop < low:
-            return slice(entry.start - low, None, entry.step)
-        return slice(entry.start - low, entry.stop - low, entry.step)
-    return entry - low
-
-
 def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> ElementRun:
     """Find the smallest contiguous run of a C-ordered array that holds a selection."""
     start, narrowed = 0, True
@@ -108,7 +100,13 @@ def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> ElementRun:
         low, high = _bounds(entry, length)
         start += low * prod(shape[axis + 1 :])
         block.append(high - low)
-        inner.append(_shifted(entry, low))
+        if isinstance(entry, slice):
+            # With a negative step, a slice that ends before the block has no stop.
+            is_open = entry.stop is None or entry.stop < low
+            stop = None if is_open else entry.stop - low
+            inner.append(slice(entry.start - low, stop, entry.step))
+        else:
+            inner.append(entry - low)
         narrowed = high - low == 1
     return ElementRun(start, tuple(block), tuple(inner))
 
@@ -176,38 +174,42 @@ def take(block: Any, key: Sequence[AxisKey]) -> Any:
 
 def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:
     """Return the key that selects the same as a key of the result of another key."""
-    entries = iter(second)
-    return tuple([e if isinstance(e, int) else _within(e, next(entries)) for e in first])
-
-
-def _within(outer: Any, inner: AxisKey) -> AxisKey:
-    steps = range(outer.start, outer.stop, outer.step)
-    if isinstance(inner, int):
-        return steps[inner]
-    if not isinstance(inner, slice):
-        return np.asarray(outer.start + inner * outer.step)
-    return _slice_of(steps[inner])
+    inner_entries = iter(second)
+    composed: list[AxisKey] = []
+    for outer in first:
+        if not isinstance(outer, slice):
+            composed.append(outer)
+            continue
+        inner, steps = next(inner_entries), range(outer.start, outer.stop, outer.step)
+        if isinstance(inner, slice):
+            composed.append(_slice_of(steps[inner]))
+        elif isinstance(inner, int):
+            composed.append(steps[inner])
+        else:
+            composed.append(np.asarray(outer.start + inner * outer.step))
+    return tuple(composed)
 
 
 def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:
     """Return the chunks of a selection, as dask cuts the chunks of the whole array."""
-    along = zip(chunks, key, strict=True)
-    return tuple([_cut(sizes, entry) for sizes, entry in along if isinstance(entry, slice)])
-
-
-def _cut(sizes: tuple[int, ...], entry: slice) -> tuple[int, ...]:
-    start, stop, step = entry.start, entry.stop, entry.step
-    if (start, stop, step) == (0, sum(sizes), 1):
-        return sizes
-    lengths = []
-    for begin, end in pairwise(accumulate(sizes, initial=0)):
-        first = max(start, begin + (start - begin) % step)
-        # Like dask (``dask.array.slicing._slice_1d``), keep an empty chunk if the next step is in
-        # it, but behind the end. Variables with the same slice must have the same chunks, or
-        # their Dataset has no chunks.
-        if begin < stop and first < end:
-            lengths.append(len(range(first, min(stop, end), step)))
-    return tuple(lengths) or (0,)
+    cut = []
+    for sizes, entry in zip(chunks, key, strict=True):
+        if not isinstance(entry, slice):
+            continue
+        start, stop, step = entry.start, entry.stop, entry.step
+        if (start, stop, step) == (0, sum(sizes), 1):
+            cut.append(sizes)
+            continue
+        lengths = []
+        for begin, end in pairwise(accumulate(sizes, initial=0)):
+            first = max(start, begin + (start - begin) % step)
+            # Like dask (``dask.array.slicing._slice_1d``), keep an empty chunk if the next step is
+            # in it, but behind the end. Variables with the same slice must have the same chunks, or
+            # their Dataset has no chunks.
+            if begin < stop and first < end:
+                lengths.append(len(range(first, min(stop, end), step)))
+        cut.append(tuple(lengths) or (0,))
+    return tuple(cut)
 
 
 # Limits the chunks of sparse tensors, which claim any shape in a few bytes.

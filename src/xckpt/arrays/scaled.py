@@ -478,9 +478,15 @@ def _scaled(
     columns: Array,
 ) -> Array:
     """Compute numbers from codes; see `scale_codes`."""
-    from xckpt.arrays.code_loops import scale_codes
+    from xckpt.arrays.code_loops import scale_codes, turn
 
-    lines = _contiguous(codes).reshape(-1, codes.shape[-1])
+    turned = np.swapaxes(codes, -1, -2) if codes.ndim > 1 else codes
+    if turned.flags.c_contiguous and not codes.flags.c_contiguous:
+        # numpy is slow to swap the last two axes.
+        codes = np.empty(codes.shape, np.uint8)
+        for index in np.ndindex(codes.shape[:-2]):
+            turn(turned[index], codes[index])
+    lines = np.ascontiguousarray(codes).reshape(-1, codes.shape[-1])
     out = np.empty(lines.shape, np.float32)
     flat = [
         np.ascontiguousarray(grid, np.float32).reshape(prod(grid.shape[:-1]), grid.shape[-1])
@@ -489,18 +495,3 @@ def _scaled(
     table = np.ascontiguousarray(table, np.float32)
     scale_codes(lines, table, *flat, rows, starts, columns, out)
     return out.reshape(codes.shape)
-
-
-def _contiguous(codes: Array) -> Array:
-    """Return codes in C order; numpy is slow to swap the last two axes."""
-    from xckpt.arrays.code_loops import turn
-
-    if codes.ndim < 2 or codes.flags.c_contiguous:
-        return codes
-    lines = np.swapaxes(codes, -1, -2)
-    if not lines.flags.c_contiguous:
-        return np.ascontiguousarray(codes)
-    out = np.empty(codes.shape, np.uint8)
-    for index in np.ndindex(codes.shape[:-2]):
-        turn(lines[index], out[index])
-    return out
