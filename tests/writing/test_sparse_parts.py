@@ -89,7 +89,7 @@ def test_dense_layout_where_necessary_or_requested(tmp_path: Path) -> None:
 
 def test_unstored_elements_are_zero(tmp_path: Path) -> None:
     filled = sparse.COO(np.zeros((2, 0), int), np.zeros(0), shape=(3, 3), fill_value=1.0)
-    with pytest.raises(UnsupportedError, match=r"'w': what the array does not store is 1\.0"):
+    with pytest.raises(UnsupportedError, match=r"'w': the fill value of the array is 1\.0"):
         save(xr.Dataset({"w": (("r", "c"), filled)}), tmp_path / "m.zt")
 
 

@@ -182,7 +182,7 @@ class LazyList(Sequence[Any]):
 
 
 def read_later(attrs: Mapping[str, Any], sources: Mapping[str | None, Source]) -> dict[str, Any]:
-    """Return attributes with lists that can be read in the place of those that are described."""
+    """Replace the descriptions of lists in attributes by lists that can be read."""
     return {
         name: LazyList(PartReader(sources[value.part.shard], value.part), value)
         if isinstance(value, StoredList)

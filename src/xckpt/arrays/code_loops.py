@@ -55,7 +55,7 @@ def unpack_pieces(  # noqa: C901, PLR0912, PLR0917  loops of one purpose; no key
 
 @compiled
 def turn(codes: Any, out: Any) -> None:
-    """Copy the transpose, in tiles: what is next to each other in one is far apart in the other."""
+    """Copy the transpose in tiles, because neighbours in one array are far apart in the other."""
     rows, columns = codes.shape
     tile = np.empty((_TILE, _TILE), np.uint8)
     for top in range(0, rows, _TILE):

@@ -83,7 +83,7 @@ class OnePartArray(LazyArray):
             return gathered
         flat = self._elements(run.start, run.start + size)
         selected: Array = take(flat.reshape(run.shape), run.key)
-        # Other elements must not stay in memory; those of a memory map do not.
+        # A copy releases the memory of the other elements; a memory map has none to release.
         return selected.copy() if is_wasteful and flat.flags.writeable else selected
 
     def _gathered_by_rows(
@@ -417,7 +417,7 @@ def elements(
         return _booleans(np.frombuffer(data, np.uint8), strict=strict)
     stored, bits = stored_dtype(dtype), ELEMENT_TYPES[dtype].bits
     if bits < 8:
-        # Bits beyond those of the type have no meaning.
+        # The remaining bits of a byte have no meaning.
         array = (np.frombuffer(data, np.uint8) & np.uint8((1 << bits) - 1)).view(stored)
     elif byteorder == "big":
         array = np.frombuffer(data, stored.newbyteorder(">")).astype(stored)

@@ -32,8 +32,8 @@ __all__ = ["decode"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Eight bytes, of which those are 255 whose bit is set in the index; then the same for seven bits,
-# to which the parity is the eighth.
+# Eight bytes, each 255 if its bit is set in the index, else 0; then the same for seven bits, with
+# their parity as the eighth.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SIGNS = (_BITS * np.uint8(255)).view(np.uint64).ravel()
 _EVEN_SIGNS = _SIGNS[np.arange(128) | (_BITS[:128].sum(1) & 1).astype(np.int64) << 7]
@@ -42,7 +42,7 @@ _ONES = np.uint64(0x0101010101010101)
 _IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
-# Twice the values of 4-bit floats; what would be -0 is 0.
+# Twice the values of 4-bit floats, with 0 instead of -0.
 _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _E8M0 = np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)
 # Unsigned float8 with four bits of an exponent, halved; 0x7F is 0.
@@ -67,7 +67,7 @@ def _halves(byteorder: str) -> Array:
 
 @cache
 def _grid(name: str) -> Array:
-    """Return the code book of a type, a row of it in each integer; empty where it has none."""
+    """Return the code book of a type, with a row in each integer; empty for other types."""
     book = {"iq1_m": "iq1_s"}.get(name, name)
     with np.load(Path(__file__).with_name("grids.npz")) as books:
         rows = books[book] if book in books else np.empty((0, 8), np.int8)
@@ -108,7 +108,7 @@ def _u32(b: Any, at: Any) -> Any:
 
 @inlined
 def _signed(values: Any, negative: Any) -> Any:
-    """Negate those of eight bytes above 0 that a mask names."""
+    """Negate the bytes of eight that a mask selects."""
     return (values ^ negative) + (negative & _ONES)
 
 

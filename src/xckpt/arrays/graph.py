@@ -319,7 +319,7 @@ def _postcompute(chunks: Chunks) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
 
 
 def _gathered(results: Any, chunks: Chunks) -> Any:
-    """Join computed chunks into memory of its own."""
+    """Join computed chunks into one array, which no other result shares."""
     blocks = list(flatten(results, container=(list, tuple)))
     shape = tuple(map(sum, chunks))
     # An array that all chunks are views of belongs to this result; a memory map is read-only.

@@ -152,7 +152,7 @@ class LazyArray(ABC):
 
     def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the byte ranges that `flat` reads, if they are known before."""
-        # The first elements have all ranges if those of a part of the elements are unknown.
+        # If the ranges of a part of the elements are unknown, the first elements have all.
         return iter(()) if start else self.ranges(...)
 
     def chunks(self, target: int) -> Chunks:

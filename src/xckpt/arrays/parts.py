@@ -320,7 +320,7 @@ class PartReader:
     def _stored_bytes(
         self, start: int, stop: int, nbytes: int, stored: memoryview | None = None
     ) -> memoryview:
-        """Return decoded bytes as they lie in the file; see `_bytes`."""
+        """Return decoded bytes in the order of the file; see `_bytes`."""
         part = self.part
         if part.encoding is None:
             if part.inline is not None:

@@ -91,7 +91,7 @@ class TensorArrays(Sequence[LazyArray]):
     role: str | None
     sources: Mapping[str | None, Source]
     options: ReadOptions
-    #: What is in the place of tensors that are None.
+    #: Stands for tensors that are None.
     absent: AbsentArray | None = None
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class StackedArray(LazyArray):
         return self.first.advice
 
     def ranges(self, key: Any) -> Iterator[Range]:
-        """Return those of the members; see `LazyArray.ranges`."""
+        """Return the byte ranges of the members; see `LazyArray.ranges`."""
         numbers, _, inner = self._split(normalize(key, self.shape))
         for number in numbers:
             yield from self.members[number].ranges(inner)
@@ -225,7 +225,7 @@ class StackedArray(LazyArray):
             super().select_into(key, out)
             return
         numbers, grid, inner = self._split(key)
-        # One after another, as they lie in memory.
+        # One after another, in the order of memory.
         flat = out.reshape(len(numbers), *out.shape[len(grid) :])
         for place, number in enumerate(numbers):
             self.members[number].read_into(flat[place, ...], inner)

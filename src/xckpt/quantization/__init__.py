@@ -115,7 +115,18 @@ def assemble_weights(
     for name, tensor in index.tensors.items():
         if name in weights:
             weight = weights[name]
-            tensors[weight.name] = _tensor_of(weight, tensor.attrs, declaration.method or "")
+            tensors[weight.name] = Tensor(
+                name=weight.name,
+                dtype="float32",
+                shape=weight.shape,
+                parts={role: part for role, (_, part) in weight.parts.items()},
+                layout="quantized",
+                attrs=tensor.attrs,
+                quantization=weight.quantization,
+                strict=weight.strict,
+                stored={role: stored for role, (stored, _) in weight.parts.items()},
+                method=declaration.method or "",
+            )
         elif name not in used:
             tensors[name] = tensor
     attrs = dict(index.attrs)
@@ -124,21 +135,6 @@ def assemble_weights(
             attrs.setdefault(name, content)
     warnings += [*_explain(failures), *model.warnings]
     return replace(index, tensors=tensors, attrs=attrs, warnings=tuple(warnings))
-
-
-def _tensor_of(weight: Weight, attrs: Mapping[str, Any], method: str) -> Tensor:
-    return Tensor(
-        name=weight.name,
-        dtype="float32",
-        shape=weight.shape,
-        parts={role: part for role, (_, part) in weight.parts.items()},
-        layout="quantized",
-        attrs=attrs,
-        quantization=weight.quantization,
-        strict=weight.strict,
-        stored={role: stored for role, (stored, _) in weight.parts.items()},
-        method=method,
-    )
 
 
 def _find_weights(model: Model) -> tuple[dict[str, Weight], Failures]:

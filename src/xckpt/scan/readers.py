@@ -89,7 +89,7 @@ class Reader:
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the byte ranges that are read for elements, if they are known before."""
-        # Where they are not known for a part, they are those of the first part.
+        # If the ranges of a part of the elements are unknown, the first elements have all.
         if start == 0 and isinstance(self.array, LazyArray):
             yield from self.array.ranges(...)
 

@@ -1,13 +1,12 @@
-"""Values in another form: as another element type, and sparse arrays as the parts of tensors.
+"""Conversions of values: to another element type, and of sparse arrays to the parts of tensors.
 
-``cast="exact"`` converts what comes out bit for bit when it is converted back, NaN and signs of
-zeros included; ``"allow"`` rounds; ``"never"`` is exact, and replaces no type that a format does
-not have by another.
+``cast="exact"`` permits conversions that can be reversed bit for bit, including NaN and signs of
+zeros; ``"allow"`` rounds; ``"never"`` is exact, and raises if a format does not support a type.
 
-Of a sparse dask array the stored elements are counted first, which computes it once; then each of
-its blocks of rows gives its share of every part. What is dense in memory, but was sparse in the
-file it came from, becomes sparse again: all elements whose bits are not zero, -0.0 among them. What
-a file has in any order, and perhaps twice, is sorted.
+A sparse dask array is computed once to count its stored elements, and again for the parts, in
+blocks of rows. A dense array that was sparse in its old file becomes sparse again, with all
+elements whose bits are not zero, such as -0.0. Elements without order, or with duplicates, are
+sorted.
 """
 
 from __future__ import annotations
@@ -80,13 +79,10 @@ def holds(wide: str, narrow: str) -> bool:
 def convert(
     values: Array, name: str, cast: Cast, *, tensor: str = "", origin: Sequence[int] = ()
 ) -> Array:
-    """Convert a block of elements to another type; `values` itself where nothing is to be done.
-
-    The result is of the type as it is stored, in little-endian order. An element that would not
-    survive is an `UnsupportedError`, integers that are out of range always. `origin` is where the
-    block begins in the `tensor`, for messages; by default at its start.
-    """
-    values = np.asarray(values)  # what is selected of an array without axes is a scalar
+    """Return a block of elements in the dtype that stores a type, little-endian."""
+    # Raise for an element that would not survive, and always for an integer out of range. `origin`
+    # is the position of the block in the `tensor`, for messages.
+    values = np.asarray(values)  # a selection of an array without axes is a scalar
     native = values.dtype.newbyteorder("=")
     stored = stored_dtype(name)
     if native == stored:
@@ -102,12 +98,12 @@ def convert(
     if source is None or not holds(name, source):
         lost = _lost(values, converted, name, cast)
         if lost.any():
-            where = np.unravel_index(int(np.argmax(lost)), lost.shape)
-            position = [int(i) + o for i, o in zip(where, origin or lost.ndim * [0], strict=True)]
+            index = np.unravel_index(int(np.argmax(lost)), lost.shape)
+            position = [int(i) + o for i, o in zip(index, origin or lost.ndim * [0], strict=True)]
             hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
             if cast == "allow":
                 hint = "Convert it with .astype(...) first"
-            reason = f"element {position} is {values[where]}, which {name} cannot hold"
+            reason = f"element {position} is {values[index]}, which {name} cannot hold"
             raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
     return _little(converted)
 
@@ -171,7 +167,7 @@ def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
         return lost
     lost |= _differ(_converted(converted, values.dtype), values)
     if values.dtype.kind in "iu" and ELEMENT_TYPES[name].kind == "float":
-        # What is rounded up to the end of the range comes back clipped, or as anything else.
+        # Values that are rounded up to the end of the range do not come back reliably.
         lost |= converted.astype(np.float64) >= float(np.iinfo(values.dtype).max + 1)
     return lost
 
@@ -187,7 +183,7 @@ def _differ(a: Array, b: Array) -> Array:
 
 # --- sparse arrays -------------------------------------------------------------------------------
 
-# What indices are made as; a format says what it wants.
+# Element type of indices; formats convert it to their own.
 _INDEX = "int64"
 
 _ARRAYS = {"sparse_csr": CSRArray, "sparse_coo": COOArray}
@@ -237,14 +233,14 @@ def stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.nda
         block = np.asarray(block)
         bits = np.ascontiguousarray(block).view(np.uint8)
         bits = bits.reshape(*block.shape, block.itemsize)
-        where = np.nonzero(bits.any(axis=-1))
-        return np.stack(where).astype(np.int64), block[where]
+        coords = np.nonzero(bits.any(axis=-1))
+        return np.stack(coords).astype(np.int64), block[coords]
     import sparse
 
     coo = sparse.COO(block) if not isinstance(block, sparse.COO) else block
     if np.asarray(coo.fill_value).tobytes().strip(b"\0"):
         raise UnsupportedError(
-            f"what the array does not store is {coo.fill_value}, but in a checkpoint it is zero",
+            f"the fill value of the array is {coo.fill_value}, but in a checkpoint it is zero",
             tensor=name,
             rule="LayoutData",
             hint="Save its dense values: array.todense()",
@@ -253,12 +249,12 @@ def stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.nda
 
 
 def _row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Return where the elements of each row begin, and where the last ones end."""
+    """Return the position of the first element of each row, and of the end of the last row."""
     return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64)
 
 
 def _of_dask(array: Any, layout: str, name: str) -> dict[str, Any]:
-    """Make the parts of a dask array, block of rows by block of rows."""
+    """Return the parts of a dask array, each computed by blocks of rows."""
     array = array.rechunk(dict.fromkeys(range(1, array.ndim), -1))
 
     def part(role: str, chunks: tuple[Any, ...], dtype: Any, **known: list[int]) -> Any:
@@ -299,7 +295,7 @@ def _of_dask(array: Any, layout: str, name: str) -> dict[str, Any]:
 def _share(
     block: Any, *, role: str, tensor: str, known: dict[str, list[int]], block_id: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
-    """Return what a block of rows has of a part."""
+    """Return the share of a block of rows in a part."""
     coords, values = stored_elements(block, tensor)
     if role == "count":
         return np.array([len(values)], np.int64)
@@ -325,7 +321,7 @@ def _of_role(
     *,
     is_first: bool,
 ) -> np.ndarray[Any, Any]:
-    """Return what the elements of some rows are in a part; so many elements are `before` them."""
+    """Return the share of elements of some rows in a part, with the number of elements before."""
     if role == "values":
         return values
     if role == "coords":
@@ -358,7 +354,7 @@ def canonical_parts(
 
 
 def _sorted(lazy: SparseArray, blocks: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """Make dask arrays of the parts, which read the elements again, block of rows by block."""
+    """Return dask arrays of the parts, which read the elements again by blocks of rows."""
     import dask
     import dask.array as da
 
@@ -376,7 +372,7 @@ def _sorted(lazy: SparseArray, blocks: list[tuple[int, int, int]]) -> dict[str, 
 
 
 def _read_share(lazy: SparseArray, role: str, start: int, stop: int, before: int) -> Any:
-    """Read what some rows give to a part."""
+    """Read the share of some rows in a part."""
     with locating(path=lazy.source.name, tensor=lazy.name):
         stored = lazy.stored(start, stop)
     coords = (stored.coords[0] - start,) if role == "indptr" else stored.coords

@@ -108,7 +108,7 @@ class WriteJob:
         *,
         # The file whose bytes the new file begins with.
         grown: Source | None = None,
-        # Files that are read and replaced; nobody else may have changed them in the meantime.
+        # Files that are read and replaced; no other writer may have changed them in the meantime.
         replaced: Sequence[Source] = (),
         # Name of a file in the same folder that is removed once the new files are complete.
         superseded: str | None = None,

@@ -411,7 +411,7 @@ def _next_data(descriptor: OpenFile | None, start: int, nbytes: int) -> tuple[in
         data = os.lseek(descriptor.fileno, start, os.SEEK_DATA)
         stop = os.lseek(descriptor.fileno, data, os.SEEK_HOLE)
     except OSError as error:
-        # There is nothing but a hole, or the file system cannot tell.
+        # The rest is a hole, or the file system does not report holes.
         return (nbytes, 0) if error.errno == errno.ENXIO else (0, min(_STEP_NBYTES, nbytes))
     hole = min(nbytes, data - start)
     return hole, min(_STEP_NBYTES, nbytes - hole, stop - data)
