@@ -71,7 +71,6 @@ _CLASSES = {title.lower(): title for title in _REGISTRY}
 
 #: Version of the contract between xckpt and formats of other packages; see `Format.contract`.
 CONTRACT = 1
-_GROUP = "xckpt.formats"
 
 HEAD_BYTES = 1024
 _ZIP_HEADER, _ZIP_CONTENT = 30, 16
@@ -433,7 +432,7 @@ def writable(name: str) -> Format:
 def _plugins() -> dict[str, EntryPoint]:
     """Return the formats that other packages register, without importing them."""
     plugins: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=_GROUP):
+    for entry in entry_points(group="xckpt.formats"):
         if entry.name in _CLASSES:
             warn(f"the format {shown(entry.name)} of {entry.value} is left out: xckpt has it")
         else:
@@ -487,19 +486,13 @@ def recognized(source: Readable) -> Format | None:
         if format.detect(head, source.size, source.name):
             return format
     for plugin in _loaded_plugins():
-        if _detects(plugin, head, source):
-            return plugin
+        try:
+            if plugin.detect(head, source.size, source.name):
+                return plugin
+        except Exception as error:  # noqa: BLE001  of a package that is not this one
+            reason = f"{type(error).__name__}: {error}"
+            warn(f"the format {shown(plugin.name)} cannot look at {shown(source.name)}: {reason}")
     return next((f for f in map(get, others) if f.detect(head, source.size, source.name)), None)
-
-
-def _detects(plugin: Format, head: bytes, source: Readable) -> bool:
-    """Return whether a format of another package recognises a file; its errors are warnings."""
-    try:
-        return plugin.detect(head, source.size, source.name)
-    except Exception as error:  # noqa: BLE001  of a package that is not this one
-        reason = f"{type(error).__name__}: {error}"
-        warn(f"the format {shown(plugin.name)} cannot look at {shown(source.name)}: {reason}")
-        return False
 
 
 def detect(source: Readable) -> Format:
@@ -560,7 +553,7 @@ _PICKLE = (
 )
 
 # First bytes of a file, its type, and advice.
-_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
+_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (
         b"version https://git-lfs.github.com/spec/",
         "a Git LFS pointer instead of the file itself",
@@ -580,8 +573,13 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
     (b"BZh", "compressed by bzip2", _UNZIP),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNZIP),
+    (b"PK\x03\x04", "a zip archive without arrays of NumPy or PyTorch", "Extract it first"),
+    (
+        tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5)),
+        "a Python pickle, and not a PyTorch checkpoint",
+        _PICKLE,
+    ),
 )
-_WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def _foreign(head: bytes, size: int) -> tuple[str, str] | None:
@@ -591,22 +589,15 @@ def _foreign(head: bytes, size: int) -> tuple[str, str] | None:
             return kind, advice
     if size == 0:
         return "empty", "Writing or copying it may have failed"
-    if head.startswith(b"PK\x03\x04"):
-        return "a zip archive without arrays of NumPy or PyTorch", "Extract it first"
-    if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
-        return "a Python pickle, and not a PyTorch checkpoint", _PICKLE
     if head[257:262] == b"ustar":
         return "a tar archive", "Extract it first"
     if head[4:8] == b"ORTM":
         return "a model of onnxruntime (.ort)", "Open the ONNX model that it was made from"
-    return _text(head.lstrip().lower())
-
-
-def _text(head: bytes) -> tuple[str, str] | None:
-    if head.startswith(_WEB_PAGES):
+    text = head.lstrip().lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return "a web page, such as an error message or a login form", "Download the file again"
-    if head.startswith(b"{") and b'"weight_map"' in head:
+    if text.startswith(b"{") and b'"weight_map"' in text:
         return "an index of shards", "Give it a name that ends with .index.json"
-    if head.startswith((b"{", b"[")):
+    if text.startswith((b"{", b"[")):
         return "JSON without tensors", "It may be the configuration next to a checkpoint"
     return None

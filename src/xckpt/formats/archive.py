@@ -71,10 +71,7 @@ class Member(NamedTuple):
     comment: bytes = b""
 
     def check(self, at: int, *, is_whole: bool = True) -> None:
-        """Raise an error if the content at offset `at` cannot be decoded.
-
-        With `is_whole`, all of it will be decoded, so its claimed size must be plausible.
-        """
+        """Raise an error if the content at offset `at` cannot be decoded, `is_whole` all of it."""
         if self.method == STORED and not self.flags & _ENCRYPTED:
             if self.stored_nbytes != self.nbytes:
                 raise _broken(self, f"{self.stored_nbytes} bytes are stored of {self.nbytes}", at)
@@ -102,12 +99,10 @@ def first_name(head: bytes) -> str:
 
 
 class Archive:
-    """A reader of an archive.
-
-    With the name `only`, it treats the whole file as the single member of an archive.
-    """
+    """A reader of an archive."""
 
     def __init__(self, source: Readable, only: str | None = None) -> None:
+        # With the name `only`, the whole file is treated as the single member of an archive.
         self._source, self._only = source, only
         self._end = 0  # of the members visited so far
         #: Members in the order of the directory.
@@ -247,10 +242,7 @@ def _broken(member: Member, reason: str, offset: int) -> FormatError:
 
 
 class Content:
-    """The content of a member at offset `at`, read from its beginning.
-
-    The `label` of bytes is their name in messages.
-    """
+    """The content of a member at offset `at`, read from its beginning."""
 
     def __init__(self, cursor: kit.Cursor, member: Member, at: int) -> None:
         self._cursor, self._member = cursor, member
@@ -340,11 +332,8 @@ class NewMember(NamedTuple):
 
 
 def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Plan:
-    """Plan an archive.
-
-    Uncompressed data are aligned, except after compressed data, whose size is unknown. `extra` has
-    the extra data, which other programs ignore.
-    """
+    """Plan an archive; `extra` has the extra data, which other programs ignore."""
+    # Uncompressed data are aligned, except after compressed data, whose size is unknown.
     if extra:
         if len(extra) > _MOST_EXTRA_DATA - _EXTRA_DATA.size:
             reason = f"the attributes have {len(extra)} bytes, more than {_MOST_EXTRA_DATA}"
@@ -444,10 +433,8 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def joined_crc(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two consecutive ranges of bytes; the second one has `nbytes` bytes.
-
-    Since the function is its own inverse in `second`, it also removes a beginning from a checksum.
-    """
+    """Return the CRC-32 of two consecutive ranges of bytes; the second one has `nbytes` bytes."""
+    # The function is its own inverse in `second`, so it also removes a beginning from a checksum.
     return _product(_power(nbytes), first) ^ second
 
 

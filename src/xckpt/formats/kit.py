@@ -42,12 +42,11 @@ TRUNCATED = "The file may be truncated"
 
 
 class Cursor:
-    """A reader of consecutive fields, through a window of the file.
+    """A reader of consecutive fields, through a window of the file; `at` may be set."""
 
-    The position `at` may be set. A field beyond the end of the file, or of the area that was
-    entered, raises a `FormatError` with the rule Truncated before any memory is allocated. The
-    `label` of a field is its name in messages.
-    """
+    # A field beyond the end of the file, or of the area that was entered, raises a `FormatError`
+    # with the rule Truncated before any memory is allocated. The `label` of a field is its name in
+    # messages.
 
     __slots__ = ("_area", "_base", "_buffer", "_end", "_source", "_window", "at")
 
@@ -197,18 +196,13 @@ def decode_json(
     data: bytes,
     label: str,
     *,
-    deepest: int | None,
+    deepest: int | None,  # levels; None if the caller checks the nesting
     rule: str = "Json",
     offset: int | None = None,
     parse_int: Callable[[str], Any] = int,
-    repeated: Callable[[str], object] | None = None,
+    repeated: Callable[[str], object] | None = None,  # called with a key that an object has twice
 ) -> Any:
-    """Decode JSON strictly: without NaN, numbers out of range, and lone surrogates.
-
-    `deepest` bounds the nesting; pass None if the caller checks it. A key that an object has twice
-    is an error, unless `repeated` is given: it is called with the key, and the last value counts.
-    Errors have the `rule` and the `offset`.
-    """
+    """Decode JSON strictly: without NaN, numbers out of range, lone surrogates, repeated keys."""
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -286,17 +280,15 @@ class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
 def decode_cbor(
     data: bytes, *, tagged: Callable[[int, Any], Any], deepest: int = 128, indefinite: bool = True
 ) -> tuple[Any, int]:
-    """Decode the first CBOR value in `data`; return the value and its size in bytes.
-
-    By default, cbor2 is unsafe in three ways: it interprets semantic tags (a tag can compile a
-    regular expression, parse a date, or make a list contain itself), keeps the last of two equal
-    keys, and has no limit of nesting. Here ``tagged(tag, value)`` interprets tags, and the other
-    two are errors.
-    """
+    """Decode the first CBOR value in `data`; return the value and its size in bytes."""
     from io import BytesIO
 
     import cbor2
 
+    # By default, cbor2 is unsafe in three ways: it interprets semantic tags (a tag can compile a
+    # regular expression, parse a date, or make a list contain itself), keeps the last of two equal
+    # keys, and has no limit of nesting. Here ``tagged(tag, value)`` interprets tags, and the other
+    # two are errors.
     stream = BytesIO(data)
     decoder = cbor2.CBORDecoder(
         stream,
@@ -321,14 +313,9 @@ _SIMPLE = {False: b"\xf4", True: b"\xf5", None: b"\xf6"}
 
 
 def encode_cbor(value: Any) -> bytes:
-    """Encode a value as core deterministic CBOR (RFC 8949, section 4.2.1).
-
-    Supported are dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
-    encoding of cbor2 follows RFC 7049 instead, which orders keys of several types differently.
-
-    >>> encode_cbor({"b": [1, -1], "a": 0.5}).hex(" ")
-    'a2 61 61 f9 38 00 61 62 82 01 20'
-    """
+    """Encode a value as core deterministic CBOR (RFC 8949, section 4.2.1)."""
+    # Supported are dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
+    # encoding of cbor2 follows RFC 7049 instead, which orders keys of several types differently.
     pieces: list[bytes] = []
     _encode(value, pieces.append)
     return b"".join(pieces)
@@ -378,11 +365,8 @@ LARGEST = (1 << 63) - 1
 
 
 def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
-    """Return whether a shape is too large for numpy, as stored or decoded.
-
-    numpy limits the product of the other extents even if one is zero. Elements of an unknown type
-    count as 128 bits.
-    """
+    """Return whether a shape is too large for numpy, as stored or decoded."""
+    # numpy limits the product of the other extents even if one is zero.
     count = prod(shape) or prod(filter(None, shape))
     if count <= LARGEST >> 4:  # small enough for elements of 128 bits
         return False
@@ -446,11 +430,9 @@ def file_name(path: str) -> str:
 
 
 def file_stem(path: str, *suffixes: str) -> str:
-    """Return the last component of a path without the first of `suffixes` that it has.
-
-    Suffixes are in lower case, and match in any case.
-    """
+    """Return the last component of a path without the first of `suffixes` that it has."""
     name = file_name(path)
+    # Suffixes are in lower case, and match in any case.
     return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
 
 
@@ -462,12 +444,8 @@ def shard_names(stem: str, count: int, suffix: str) -> list[str]:
 def find_overlaps(
     ranges: Iterable[tuple[int, int, str]], *, shared: bool = False
 ) -> list[tuple[int, str, str]]:
-    """Return the ranges that begin within another range, as (start, name, name of the other).
-
-    Ranges are (start, end, name). Empty ranges overlap nothing. With `shared`, equal ranges are not
-    an overlap.
-    """
-    if shared:
+    """Return the ranges (start, end, name) that begin within another: start, name, other name."""
+    if shared:  # equal ranges are not an overlap
         first: dict[tuple[int, int], str] = {}
         for start, end, name in ranges:
             first.setdefault((start, end), name)
@@ -475,7 +453,7 @@ def find_overlaps(
     overlapping = []
     reached, owner = 0, ""
     for start, end, name in sorted(ranges):
-        if start < end:
+        if start < end:  # empty ranges overlap nothing
             if start < reached:
                 overlapping.append((start, name, owner))
             if end > reached:
@@ -552,12 +530,7 @@ DIMS_KEY = "xckpt.dims"
 
 
 def dims_text(tensors: Mapping[str, Tensor | WantedTensor]) -> str | None:
-    """Return the names of axes of tensors as the text for `DIMS_KEY`; None without names.
-
-    >>> from xckpt.index import Tensor
-    >>> dims_text({"w": Tensor("w", "float32", (2, 3), {}, dims=("row", None))})
-    '{"w":["row",null]}'
-    """
+    """Return the names of axes of tensors as the text for `DIMS_KEY`; None without names."""
     dims_by_name = {name: tensor.dims for name, tensor in tensors.items() if any(tensor.dims or ())}
     if not dims_by_name:
         return None
@@ -565,10 +538,7 @@ def dims_text(tensors: Mapping[str, Tensor | WantedTensor]) -> str | None:
 
 
 def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
-    """Return tensors with the names of axes from the text of `DIMS_KEY`.
-
-    Malformed names, and names that do not fit a tensor, are ignored: the values do not need them.
-    """
+    """Return tensors with the names of axes from the text of `DIMS_KEY`; unfit ones are ignored."""
     if not (dims_by_name := json_object(text) if text and type(text) is str else {}):
         return tensors
     renamed = dict(tensors)
@@ -610,16 +580,12 @@ ARRANGEMENT_KEY = "xckpt.arrangement"
 
 def arrangement_texts(
     draft: Draft,
-    tensors: Mapping[str, Tensor | WantedTensor],
+    tensors: Mapping[str, Tensor | WantedTensor],  # all, as a reader names and orders them
     rule: str = "Metadata",
     *,
-    only_texts: bool = False,
+    only_texts: bool = False,  # attributes are stored by `as_text`
 ) -> dict[str, str]:
-    """Return the texts for `DIMS_KEY` and `ARRANGEMENT_KEY`, by key; empty ones are left out.
-
-    `tensors` has all tensors of the file, by the names and in the order that a reader returns.
-    Errors have the `rule`. `only_texts` states that attributes are stored by `as_text`.
-    """
+    """Return the texts for `DIMS_KEY` and `ARRANGEMENT_KEY`, by key; empty ones are left out."""
     for key in (DIMS_KEY, ARRANGEMENT_KEY):
         if key in draft.attrs:
             reason = f"the attribute {key!r} is reserved for names of axes and coordinates"
@@ -663,10 +629,8 @@ def attribute_texts(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) 
 
 
 def _positions(order: list[str], names: list[str], coords: Container[str]) -> list[int]:
-    """Return the positions of `order` in `names`; empty if a reader returns this order anyway.
-
-    A Dataset orders its coordinates and its data variables separately.
-    """
+    """Return the positions of `order` in `names`; empty if a reader returns this order anyway."""
+    # A Dataset orders its coordinates and its data variables separately.
     if len(order) != len(names) or all(
         [name for name in order if (name in coords) is is_coord]
         == [name for name in names if (name in coords) is is_coord]
@@ -678,13 +642,10 @@ def _positions(order: list[str], names: list[str], coords: Container[str]) -> li
 
 
 def with_arrangement(index: Index, texts: Mapping[str, Any] | None = None) -> Index:
-    """Return an index with the axes, coordinates and attributes in `arrangement_texts`.
-
-    By default the texts are attributes of the index. Contents that do not fit are ignored, because
-    no tensor depends on them.
-    """
+    """Return an index with the axes, coordinates and attributes in `arrangement_texts`."""
+    # Contents that do not fit are ignored, because no tensor depends on them.
     attrs = dict(index.attrs)
-    if texts is None:
+    if texts is None:  # they are attributes
         texts = {key: attrs.pop(key, None) for key in (DIMS_KEY, ARRANGEMENT_KEY)}
     tensors = with_dims(dict(index.tensors), texts.get(DIMS_KEY))
     fields, names = _ArrangementFields(texts.get(ARRANGEMENT_KEY)), list(tensors)
@@ -789,10 +750,7 @@ def number(label: str, value: Any, rule: str = "Schema") -> int:
 
 
 def as_shape(value: Any, most: int, rule: str = "Schema") -> tuple[int, ...]:
-    """Return a field that must be a shape with at most `most` elements.
-
-    The limit holds for the product of the other extents if one is zero.
-    """
+    """Return a field that must be a shape with at most `most` elements, extents of 0 aside."""
     if type(value) is not list:
         raise mistyped("shape", value, "an array", rule)
     for extent in value:

@@ -297,10 +297,7 @@ class Plan:
 
 
 def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:
-    """Split a draft into several, in order, each with at most `most` bytes of tensors.
-
-    A larger tensor gets its own draft.
-    """
+    """Split a draft into several with at most `most` bytes of tensors, or one larger tensor."""
     files: list[dict[str, WantedTensor]] = [{}]
     filled = 0
     for name, tensor in draft.tensors.items():
@@ -321,16 +318,12 @@ def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> 
 
 def plan_main_file(
     companions: Mapping[str, Plan],
-    write: Callable[[Mapping[str, str]], bytes],
+    write: Callable[[Mapping[str, str]], bytes],  # gets the actual names by the planned ones
     suffix: str = "",
     *,
     is_index: bool = False,
 ) -> Plan:
-    """Return the plan of a file that lists its companions.
-
-    `write` returns the contents of the file for a mapping of the companions' planned names to their
-    actual names.
-    """
+    """Return the plan of a file that lists its companions."""
 
     def renamed(names: Mapping[str, str]) -> Plan:
         return replace(Plan.headed(write(names)), suffix=suffix, is_index=is_index)
