@@ -174,6 +174,9 @@ class Gguf(Format):
         return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", code, offset)
 
 
+_compiled = cache(struct.Struct)
+
+
 def _is_power(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
@@ -480,11 +483,6 @@ class _HeadReader:
         if expected and all(end > self.size for _, end, _ in ranges):
             reason = f"the file has {self.size} bytes and no data; {expected} bytes are expected"
             self.notes.add(reason, f"byte {start}")
-
-
-@cache
-def _compiled(layout: str) -> struct.Struct:
-    return struct.Struct(layout)
 
 
 def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileSet | None:

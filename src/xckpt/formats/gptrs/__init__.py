@@ -163,17 +163,21 @@ class Gptrs(Format):
         start = (_ARCHIVE if model is None else _CHECKPOINT) + _U32.pack(2)
         start += b"" if model is None else _sized(model, "the config")
         offset = len(start) + 2 * _U32.size + sum([entry.listed_nbytes for entry in entries])
-        placed, planned = [], []
+        index, planned = [_U32.pack(len(entries))], []
         for entry in entries:
-            placed.append(entry._replace(offset=offset))
+            name, rank = entry.name.encode(), len(entry.shape)
+            base = b"" if entry.identity is None else entry.identity.to_bytes(_ID_NBYTES, "little")
+            fields = _INDEXED[rank].pack(*entry.shape, entry.tag, entry.flag, offset, entry.nbytes)
+            index += [_U32.pack(len(name)), name, base, _U32.pack(rank), fields]
             part = draft.tensors[entry.name].parts["data"]
             planned.append(PlannedPart(entry.name, "data", part, offset))
             offset += entry.nbytes
+        head = start + _sized(b"".join(index), "the index")
         tensors = draft.tensors.values()
         dims = [tensor.name for tensor in tensors if any(tensor.dims or ()) and model is None]
         scalars = [tensor.name for tensor in tensors if not tensor.ndim]
         losses = {LOST_DIMS: dims, LOST_SCALARS: scalars}
-        return replace(Plan.headed(start + _listed(placed), planned, offset), losses=losses)
+        return replace(Plan.headed(head, planned, offset), losses=losses)
 
     def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
         """Return the index entry of a new tensor; `ids` is None in an archive, which has no ids."""
@@ -317,7 +321,16 @@ class _Collected:
             attrs: dict[str, Any] = {"requires_grad": entry.flag != 0}
             if self._axes is not None:
                 self._identify(entry, attrs)
-            dtype = _checked_type(entry)
+            dtype = _TYPES.get(entry.tag)
+            if dtype is None:
+                reason = f"the element type {entry.tag} is unknown: expected 0 (f32), 1 (f16), "
+                raise _broken(entry, f"{reason}2 (bf16) or 3 (i32)", "DType")
+            if kit.is_oversized(shape, dtype):
+                raise _broken(entry, f"the shape {shape} is larger than an array can be", "Shape")
+            expected = nbytes_of(dtype, prod(shape))
+            if nbytes != expected:
+                reason = f"{nbytes} bytes of data: expected {expected} for {dtype} of shape {shape}"
+                raise _broken(entry, reason, "ByteLength")
             start, end = entry.offset, entry.offset + nbytes
             if end > self._size or (nbytes and start < self._data_start):
                 data_range = f"{self._data_start} to {self._size}"
@@ -355,23 +368,6 @@ class _Collected:
         return notes.warnings()
 
 
-def _checked_type(entry: _Entry) -> str:
-    """Return the element type, after checking that it and the shape match the size."""
-    dtype = _TYPES.get(entry.tag)
-    if dtype is None:
-        supported = "0 (f32), 1 (f16), 2 (bf16) or 3 (i32)"
-        raise _broken(
-            entry, f"the element type {entry.tag} is unknown: expected {supported}", "DType"
-        )
-    expected = nbytes_of(dtype, prod(entry.shape))
-    if kit.is_oversized(entry.shape, dtype):
-        raise _broken(entry, f"the shape {entry.shape} is larger than an array can be", "Shape")
-    if entry.nbytes != expected:
-        reason = f"{entry.nbytes} bytes of data: expected {expected} for {dtype} of shape "
-        raise _broken(entry, f"{reason}{entry.shape}", "ByteLength")
-    return dtype
-
-
 def _broken(entry: _Entry, reason: str, rule: str) -> FormatError:
     return FormatError(reason, offset=entry.at, tensor=entry.name, rule=rule)
 
@@ -401,18 +397,6 @@ def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -
     more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(unlike)}
     extras = {key: value for key, value in more.items() if value is not None}
     return write_config(kind, config, extras)
-
-
-def _listed(entries: list[_Entry]) -> bytes:
-    """Return the index, preceded by its length."""
-    written = [_U32.pack(len(entries))]
-    for entry in entries:
-        name, rank = entry.name.encode(), len(entry.shape)
-        identity = b"" if entry.identity is None else entry.identity.to_bytes(_ID_NBYTES, "little")
-        data = (entry.tag, entry.flag, entry.offset, entry.nbytes)
-        fields = _INDEXED[rank].pack(*entry.shape, *data)
-        written += [_U32.pack(len(name)), name, identity, _U32.pack(rank), fields]
-    return _sized(b"".join(written), "the index")
 
 
 def _sized(data: bytes, label: str) -> bytes:

@@ -91,12 +91,7 @@ _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
 class ModelAxes:
-    """Names the axes of tensors of one model, whose config may have any keys and values.
-
-    >>> axes = ModelAxes("gpt", {"vocab_size": 19, "embed_dim": 8})
-    >>> axes.of("tok_embeddings.weight", (19, 8)), axes.of("lm_head", (8, 20))
-    (('vocab_size', 'embed_dim'), ('embed_dim', None))
-    """
+    """Names the axes of tensors of one model, whose config may have any keys and values."""
 
     __slots__ = ("_axes", "_known", "_sizes")
 

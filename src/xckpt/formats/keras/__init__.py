@@ -26,6 +26,7 @@ import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import (
@@ -99,8 +100,12 @@ class Keras(Format):
         weight_map = _weight_map(source)
         tensors: dict[str, Tensor] = {}
         shards, groups = {}, hdf5.Contents()
-        for name in _file_names(weight_map):
-            shard = _sibling(source, name)
+        for name in dict.fromkeys(chain.from_iterable(weight_map.values())):
+            shard = kit.sibling(source, name)
+            if shard is None:
+                reason = f"the file {shown(name)} is missing"
+                hint = "Copy it into the folder of the list"
+                raise MissingShardError(reason, path=source.name, offset=0, hint=hint)
             shards[name] = Shard(shard.size, None, (name,))
             image = _image(shard)
             try:
@@ -128,7 +133,8 @@ class Keras(Format):
 # --- shards ---------------------------------------------------------------------------------------
 
 
-def _weight_map(source: Readable) -> dict[str, Any]:
+def _weight_map(source: Readable) -> dict[str, list[str]]:
+    """Return the names of the files that each group is in."""
     if source.size > _LARGEST_TEXT:
         reason = f"a list of shards has {source.size} bytes, more than {_LARGEST_TEXT}"
         raise UnsupportedError(reason, offset=0, rule="Shards")
@@ -138,30 +144,18 @@ def _weight_map(source: Readable) -> dict[str, Any]:
     if type(weight_map) is not dict:
         reason = "'weight_map' must map groups to lists of files"
         raise FormatError(reason, offset=0, rule="Shards")
-    return weight_map
-
-
-def _file_names(weight_map: dict[str, Any]) -> dict[str, None]:
-    names: dict[str, None] = {}
-    for listed in weight_map.values():
-        for name in listed if type(listed) is list else [listed]:
-            if not is_file_name(name) or len(name) > _LONGEST_FILE_NAME:
-                reason = f"{shown(str(name))} is not the name of a file in the folder"
-                raise FormatError(reason, offset=0, rule="FileName")
-            names[name] = None
-    return names
-
-
-def _sibling(source: Readable, name: str) -> Readable:
-    file = kit.sibling(source, name)
-    if file is None:
-        reason = f"the file {shown(name)} is missing"
-        hint = "Copy it into the folder of the list"
-        raise MissingShardError(reason, path=source.name, offset=0, hint=hint)
-    return file
+    files = {
+        group: listed if type(listed) is list else [listed] for group, listed in weight_map.items()
+    }
+    for name in chain.from_iterable(files.values()):
+        if not is_file_name(name) or len(name) > _LONGEST_FILE_NAME:
+            reason = f"{shown(str(name))} is not the name of a file in the folder"
+            raise FormatError(reason, offset=0, rule="FileName")
+    return files
 
 
 def _in_shard(tensor: Tensor, shard: str) -> Tensor:
+    """Return a tensor whose parts and whose problem are those of a shard."""
     if tensor.problem is not None:
         tensor.problem.reason, tensor.problem.offset = f"{shard}: {tensor.problem.reason}", None
     parts = {

@@ -74,23 +74,19 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Dataset:
-    """A dataset as the file describes it.
-
-    Its data are `inline`, `nbytes` bytes at address `at` (never written if it is None), or `chunks`
-    of the extents `chunk`. `problem` is the reason why they cannot be read.
-    """
+    """A dataset as the file describes it: `nbytes` bytes at address `at`, or `chunks`."""
 
     header: int
     shape: tuple[int, ...] | None = None
     element: Element | None = None
     fill: bytes | None = None
-    at: int | None = None
+    at: int | None = None  # None if the data were never written
     nbytes: int = 0
-    chunk: tuple[int, ...] | None = None
+    chunk: tuple[int, ...] | None = None  # extents of a chunk
     chunks: list[Chunk] = field(default_factory=list)
     filters: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     attrs: Attrs = field(default_factory=dict)
-    problem: CheckpointError | None = None
+    problem: CheckpointError | None = None  # the reason why the data cannot be read
 
 
 @dataclass(slots=True)
@@ -102,12 +98,10 @@ class Contents:
 
 
 class Image:
-    """The bytes of an HDF5 file, by address.
-
-    It is a range of `source`, or with `outer` the decoded bytes of that part, which are `source`.
-    """
+    """The bytes of an HDF5 file, by address: a range of `source`."""
 
     def __init__(self, source: Readable, start: int, size: int, outer: Part | None = None) -> None:
+        # With `outer`, the source is the decoded bytes of that part.
         self.source, self.start, self.size, self.outer = source, start, size, outer
         self._blocks: dict[int, bytes] = {}
         self._heaps: dict[int, dict[int, bytes]] = {}
@@ -276,7 +270,8 @@ class Walk:
         for kind, data, at in messages:
             if kind == 17:
                 tree, heap = self._fields("<QQ", data, 0, at)
-                names = self._names(heap)
+                nbytes, start = self._image.fields("<4xQ8xQ", heap, "a heap of names", b"HEAP")
+                names = self._image.take(start, nbytes, "names")
                 for name, address, cache in self._symbols(tree):
                     end = names.find(b"\0", name)
                     if end < 0:
@@ -303,10 +298,6 @@ class Walk:
             raise self._image.broken("the name of a link is cut short", at, "Truncated")
         place += width + nbytes
         return name, None if kind else self._fields("<Q", data, place, at)[0]
-
-    def _names(self, at: int) -> bytes:
-        nbytes, address = self._image.fields("<4xQ8xQ", at, "a heap of names", b"HEAP")
-        return self._image.take(address, nbytes, "names")
 
     def _symbols(self, tree: int) -> Iterator[tuple[int, int, int]]:
         """Yield the fields of all entries of an old group."""

@@ -50,10 +50,7 @@ class _RawFile(io.RawIOBase):
 
 
 class _File(io.BufferedReader):
-    """A buffered file of an image, which checks heaps before the library reads them.
-
-    The library would not return from a heap with an object of no bytes.
-    """
+    """A buffered file of an image, which checks heaps before the library reads them."""
 
     def __init__(self, image: Image) -> None:
         super().__init__(_RawFile(image), 1 << 16)
@@ -62,6 +59,7 @@ class _File(io.BufferedReader):
     def readinto(self, memory: Any) -> int:
         at, nbytes = self.tell(), super().readinto(memory)
         if bytes(memory[:4]) == b"GCOL":
+            # The library would not return from a heap with an object of no bytes.
             self._image.heap(at)
         return nbytes
 
@@ -159,7 +157,11 @@ def _dataset(h5py: Any, obj: Any, address: int, image: Image) -> Dataset:
             dataset.chunk = obj.chunks
             filters = [created.get_filter(number) for number in range(created.get_nfilters())]
             dataset.filters = [(number, tuple(values)) for number, _, values, _ in filters]
-            obj.id.chunk_iter(lambda info: dataset.chunks.append(_chunk(info)))
+            obj.id.chunk_iter(
+                lambda info: dataset.chunks.append(
+                    Chunk(tuple(info.chunk_offset), info.byte_offset, info.size, info.filter_mask)
+                )
+            )
             if _is_ambiguous(obj, dataset.chunks):
                 reason = "HDF5 does not report the positions of its chunks"
                 hint = "Pack the file again with h5repack"
@@ -173,15 +175,9 @@ def _dataset(h5py: Any, obj: Any, address: int, image: Image) -> Dataset:
     return dataset
 
 
-def _chunk(info: Any) -> Chunk:
-    return Chunk(tuple(info.chunk_offset), info.byte_offset, info.size, info.filter_mask)
-
-
 def _is_ambiguous(obj: Any, chunks: Sequence[Chunk]) -> bool:
-    """Return whether positions may be wrong, which are those of chunks in an extensible array.
-
-    If one axis is unlimited, and not the first, the library counts chunks along that axis only.
-    """
+    """Return whether the positions of chunks in an extensible array may be wrong."""
+    # If one axis is unlimited, and not the first, the library counts chunks along that axis only.
     unlimited = [axis for axis, size in enumerate(obj.maxshape) if size is None]
     if len(unlimited) != 1:
         return False

@@ -116,11 +116,9 @@ _CODES = {
 }  # fmt: skip
 
 
+# `heap` takes the address of a global heap and the number of an object in it.
 def decode_attribute(data: bytes, heap: Callable[[int, int], bytes]) -> tuple[str, Any]:
-    """Return the name and the value of an attribute: text, numbers, or lists of these, else None.
-
-    ``heap(address, number)`` returns an object of a global heap.
-    """
+    """Return the name and the value of an attribute; None unless it is text, numbers or a list."""
     try:
         version, flags, names, types, extents = unpack_from("<BBHHH", data)
         start = 9 if version == 3 else 8
