@@ -198,7 +198,17 @@ class Mlcp(Format):
         tensors = [list(group.values()) for group in ranks.values()]
         if multi_shard or (multi_shard is None and is_named):
             return _in_several(draft, shards, tensors, custom)
-        return _in_one(draft, shards, tensors, custom)
+        text = metadata.write(draft.attrs, shards, {"payload": "tail", **custom})
+        _check_i32(len(text), "metadata")
+        version = written_string(draft.attrs.get("version") or "1.0.0")
+        head = CHECKPOINT_MAGIC + version + I32.pack(len(text)) + text
+        head += b"".join([written_block(shard.records or []) for shard in shards])
+        offset = len(head)
+        planned: list[PlannedPart] = []
+        for shard, in_shard in zip(shards, tensors, strict=True):
+            planned += place_parts(in_shard, shard.offsets, offset)
+            offset += shard.file_size
+        return Plan.headed(head, planned, offset)
 
 
 def _is_named(path: str) -> bool:
@@ -215,18 +225,14 @@ def variable_name(name: str, rank: int, *, repeated: bool) -> str:
 
 
 class _Checkpoint(NamedTuple):
-    """The contents of a file: metadata, shards, and the position of the data.
-
-    `expected` is the position according to the metadata or the user. `unread_nbytes` bytes follow
-    the last record.
-    """
+    """The contents of a file: metadata, shards, and the position of the data."""
 
     version: str
     stated: Metadata
     payload: Payload
     shards: list[ListedShard]
-    expected: Payload | None
-    unread_nbytes: int = 0
+    expected: Payload | None  # according to the metadata or the user
+    unread_nbytes: int = 0  # after the last record
 
 
 def _read_checkpoint(source: Readable, payload: Payload | None) -> _Checkpoint:
@@ -398,25 +404,6 @@ def _ranks(draft: Draft) -> dict[int, dict[str, WantedTensor]]:
 
 def _is_i32(value: Any) -> bool:
     return type(value) is int and -_BOUND_I32 <= value < _BOUND_I32
-
-
-def _in_one(
-    draft: Draft,
-    shards: Sequence[ShardMetadata],
-    tensors: list[list[WantedTensor]],
-    custom: Mapping[str, str | None],
-) -> Plan:
-    text = metadata.write(draft.attrs, shards, {"payload": "tail", **custom})
-    _check_i32(len(text), "metadata")
-    version = written_string(draft.attrs.get("version") or "1.0.0")
-    head = CHECKPOINT_MAGIC + version + I32.pack(len(text)) + text
-    head += b"".join([written_block(shard.records or []) for shard in shards])
-    offset = len(head)
-    planned: list[PlannedPart] = []
-    for shard, group in zip(shards, tensors, strict=True):
-        planned += place_parts(group, shard.offsets, offset)
-        offset += shard.file_size
-    return Plan.headed(head, planned, offset)
 
 
 def _in_several(

@@ -94,17 +94,13 @@ _TIMESTAMP = re.compile(
 
 
 class Metadata(NamedTuple):
-    """The metadata of a checkpoint: the text and its contents.
-
-    `shards` may be empty. `records` is the second list of tensors, for all shards. `repeated` has
-    the fields that occur several times.
-    """
+    """The metadata of a checkpoint: the text and its contents."""
 
     text: str
     fields: dict[str, Any]
-    shards: list[ShardMetadata]
-    records: list[Record]
-    repeated: list[str]
+    shards: list[ShardMetadata]  # may be empty
+    records: list[Record]  # the second list of tensors, for all shards
+    repeated: list[str]  # fields that occur several times
 
     @property
     def version(self) -> str:

@@ -229,25 +229,21 @@ def places(records: Sequence[Record], start: int = 0) -> list[int]:
 
 
 class Body(NamedTuple):
-    """The bytes after the metadata, in one reading: records and offsets of data for each shard.
-
-    The reading "none" has no offsets; with it, `unread_nbytes` bytes may follow the last record.
-    """
+    """The bytes after the metadata, in one reading: records and offsets of data for each shard."""
 
     reading: Reading
     blocks: list[list[Record]]
-    offsets: list[list[int]]
-    unread_nbytes: int = 0
+    offsets: list[list[int]]  # empty for the reading "none"
+    unread_nbytes: int = 0  # after the last record, only for the reading "none"
 
 
 def find_body(
-    source: Readable, start: int, count: int | None, listed: Sequence[list[Record] | None] = ()
+    source: Readable,
+    start: int,
+    count: int | None,  # of shards; None if it is unknown
+    listed: Sequence[list[Record] | None] = (),  # tensors of shards in the metadata
 ) -> Body:
-    """Return the reading that accounts for every byte of the file.
-
-    `count` is the number of shards, None if it is unknown. `listed` has the tensors of shards in
-    the metadata.
-    """
+    """Return the reading that accounts for every byte of the file."""
     readings: list[Reading] = ["per_shard", "inline"]
     fits: list[Body] = []
     failure = None
@@ -290,11 +286,9 @@ def find_body(
 
 
 def read_body(reading: Reading, source: Readable, start: int, count: int | None) -> Body:
-    """Read the records of a file in one reading.
-
-    `count` is the number of shards. If it is None, shards continue to the end of the file, or until
-    the data of the shards so far would fill it.
-    """
+    """Read the records of a file in one reading."""
+    # If the number of shards, `count`, is None, they continue to the end of the file, or until the
+    # data of the shards so far would fill it.
     cursor = NetCursor(source, start)
     blocks: list[list[Record]] = []
     offsets: list[list[int]] = []
@@ -351,35 +345,27 @@ def _unexplained(at: int, nbytes: int, data: str = "") -> FormatError:
 
 
 class ShardMetadata(NamedTuple):
-    """An entry for a shard in the metadata.
-
-    An unknown path is "", an unknown size 0, and `records` is None without a list of tensors.
-    Offsets count from the beginning of the shard's data.
-    """
+    """An entry for a shard in the metadata."""
 
     rank: int
-    records: list[Record] | None
-    offsets: list[int]
-    file_path: str = ""
-    file_size: int = 0
+    records: list[Record] | None  # None without a list of tensors
+    offsets: list[int]  # from the beginning of the shard's data
+    file_path: str = ""  # "" if it is unknown
+    file_size: int = 0  # 0 if it is unknown
     # xckpt writes no checksum: upstream's reader compares it with one inside of the file, and its
     # verifier with one of the whole file, and no value satisfies both.
     checksum: str | None = None
 
 
 class ListedShard(NamedTuple):
-    """The tensors of a shard, its entry in the metadata, and the offsets of the data.
-
-    The data are in `file`, or in the file of the metadata if that is None, unless there is a
-    `problem`.
-    """
+    """The tensors of a shard, its entry in the metadata, and the offsets of the data."""
 
     rank: int
     records: Sequence[Record]
     stated: ShardMetadata | None = None
     offsets: Sequence[int] = ()
-    file: str | None = None
-    problem: CheckpointError | None = None
+    file: str | None = None  # None for the file of the metadata
+    problem: CheckpointError | None = None  # the reason why there are no data
 
 
 class ShardFile(NamedTuple):
@@ -409,10 +395,7 @@ def candidates(path: str, rank: int, stated: ShardMetadata | None = None) -> tup
 def look_beside(
     source: Readable, shards: Sequence[ListedShard]
 ) -> tuple[list[ListedShard], dict[str, Shard], list[str]]:
-    """Read the headers of all shards' files.
-
-    Return the shards with their offsets or problems, the files, and warnings.
-    """
+    """Return the shards with their offsets or problems, the files with headers, and warnings."""
     located: list[ListedShard] = []
     files: dict[str, Shard] = {}
     warnings: list[str] = []

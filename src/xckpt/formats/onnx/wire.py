@@ -27,11 +27,9 @@ class Wire(kit.Cursor):
         return self.varint("a number") & 0xFFFFFFFFFFFFFFFF
 
     def entries(self) -> Iterator[tuple[int, int, int]]:
-        """Yield number, wire type and value of the fields of the area that was entered.
-
-        The value of bytes is their size; the reader is at their start, and goes on after them.
-        The value of a fixed number is its offset. Groups are skipped.
-        """
+        """Yield number, wire type and value of the fields of the area that was entered."""
+        # The value of bytes is their size; the reader is at their start, and goes on after them.
+        # The value of a fixed number is its offset. Groups are skipped.
         groups: list[int] = []
         while self.left or groups:
             offset = self.at

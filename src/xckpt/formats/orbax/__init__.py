@@ -161,7 +161,7 @@ class _Folder:
         values = self._folders(paths) if database is None else database
         is_complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
         store = zarr.Store(values, self._open, is_complete=is_complete)
-        tensors = self._tensors(paths, _documents(values), store) | raw
+        tensors = self._tensors(paths, values, store) | raw
         tensors = self._described(tensors)
         used = {part.shard for tensor in tensors.values() for part in tensor.parts.values()}
         shards = {
@@ -263,8 +263,18 @@ class _Folder:
     # --- tensors ----------------------------------------------------------------------------------
 
     def _tensors(
-        self, paths: Mapping[str, Path], documents: Mapping[str, Any], store: zarr.Store
+        self, paths: Mapping[str, Path], values: Mapping[bytes, Value], store: zarr.Store
     ) -> dict[str, Tensor]:
+        documents: dict[str, tuple[str, Value]] = {}
+        for key, value in values.items():
+            folder, _, document = key.rpartition(b"/")
+            if document in _DOCUMENTS:
+                try:
+                    name = folder.decode()
+                except UnicodeDecodeError as error:
+                    reason = f"the name of an array is not UTF-8: {error}"
+                    raise FormatError(reason, offset=0, rule="Utf8") from error
+                documents.setdefault(name, (document.decode(), value))
         tensors: dict[str, Tensor] = {}
         parsed: dict[tuple[str, bytes], zarr.Array] = {}
         for name in dict.fromkeys([*paths, *documents]):
@@ -273,12 +283,12 @@ class _Folder:
                 if name not in documents:
                     reason = "the tree of the checkpoint names the array, but it is not stored"
                     raise MissingShardError(reason, path=self._source.name, rule="Missing")
-                document, value = documents[name]
-                data = store.read(value, 0, min(value.nbytes, 1 << 20))
+                kind, stored = documents[name]
+                data = store.read(stored, 0, min(stored.nbytes, 1 << 20))
                 # Arrays of equal shapes have equal documents.
-                if (document, data) not in parsed:
-                    parsed[document, data] = zarr.parse(data, document)
-                tensor = zarr.tensor(name, parsed[document, data], store)
+                if (kind, data) not in parsed:
+                    parsed[kind, data] = zarr.parse(data, kind)
+                tensor = zarr.tensor(name, parsed[kind, data], store)
             except CheckpointError as error:
                 error.offset = 0 if error.offset is None else error.offset
                 tensor = Tensor(name, "unknown", (), {}, problem=error.located(tensor=shown_name))
@@ -318,18 +328,3 @@ def _json_object(file: Readable, name: str) -> dict[str, Any]:
     data = bytes(file.read(0, file.size))
     value = kit.decode_json(data, name, deepest=64, offset=0, repeated=lambda _: None)
     return value if type(value) is dict else {}
-
-
-def _documents(values: Mapping[bytes, Value]) -> dict[str, tuple[str, Value]]:
-    """Return the documents of arrays in a database, by the name of the array."""
-    documents: dict[str, tuple[str, Value]] = {}
-    for key, value in values.items():
-        folder, _, document = key.rpartition(b"/")
-        if document in _DOCUMENTS:
-            try:
-                name = folder.decode()
-            except UnicodeDecodeError as error:
-                reason = f"the name of an array is not UTF-8: {error}"
-                raise FormatError(reason, offset=0, rule="Utf8") from error
-            documents.setdefault(name, (document.decode(), value))
-    return documents

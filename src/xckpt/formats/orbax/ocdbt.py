@@ -75,10 +75,7 @@ _Files = list[tuple[str, str]]
 
 
 def read(source: Readable, prefix: str, open_file: Callable[[str], Readable]) -> dict[bytes, Value]:
-    """Return all values of the database with a manifest, by key, in their order.
-
-    `prefix` is the folder of the manifest, for `open_file`, which raises `MissingShardError`.
-    """
+    """Return all values of the database whose manifest is in the folder `prefix`, by key."""
     if source.size > _LARGEST_MANIFEST:
         raise _broken(f"the manifest has {source.size} bytes", "Limit")
     body = _unframed(bytes(source.read(0, source.size)), MAGIC, "the manifest", _LARGEST_MANIFEST)
@@ -259,7 +256,15 @@ def _children(fields: _Fields, node: _Node, values: dict[bytes, Value]) -> Itera
     prefixes = [0, *fields.column(count - 1, _LONGEST_PATH)]
     suffixes = fields.column(count, _LONGEST_PATH)
     common = fields.column(count, _LONGEST_PATH) if height else []
-    keys = _keys(fields, prefixes, suffixes, len(node.lead))
+    keys: list[bytes] = []
+    before, left = b"", _MOST_KEY_BYTES * len(fields.data)
+    for prefix, suffix in zip(prefixes, suffixes, strict=True):
+        key = before[:prefix] + fields.raw(suffix)
+        left -= len(key) + len(node.lead)
+        if prefix > len(before) or left < 0 or (keys and key <= before):
+            raise _broken(f"the keys in {label} do not rise, or do not fit", "Keys")
+        keys.append(key)
+        before = key
     if not height:
         _add_values(fields, node.lead, files, keys, values)
         return
@@ -267,19 +272,6 @@ def _children(fields: _Fields, node: _Node, values: dict[bytes, Value]) -> Itera
     for key, length, number, offset, nbytes in zip(keys, common, *columns, strict=True):
         path, base = _file(files, number, offset, nbytes, label)
         yield _Node(path, base, offset, nbytes, height - 1, node.lead + key[:length])
-
-
-def _keys(fields: _Fields, prefixes: list[int], suffixes: list[int], lead: int) -> list[bytes]:
-    keys: list[bytes] = []
-    before, left = b"", _MOST_KEY_BYTES * len(fields.data)
-    for prefix, suffix in zip(prefixes, suffixes, strict=True):
-        key = before[:prefix] + fields.raw(suffix)
-        left -= len(key) + lead
-        if prefix > len(before) or left < 0 or (keys and key <= before):
-            raise _broken(f"the keys in {fields.label} do not rise, or do not fit", "Keys")
-        keys.append(key)
-        before = key
-    return keys
 
 
 def _add_values(

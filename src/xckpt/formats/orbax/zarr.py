@@ -119,7 +119,10 @@ def _compressor(name: Any) -> str | None:
 
 
 def _version_3(fields: Mapping[str, Any]) -> Array:
-    grid = _named("chunk_grid", fields.get("chunk_grid"), "regular")
+    grid = kit.mapping("chunk_grid", fields.get("chunk_grid"))
+    if grid.get("name") != "regular":
+        raise UnsupportedError(f"chunk_grid is {shown(str(grid.get('name')))}", rule="Zarr")
+    grid = kit.mapping("chunk_grid", grid.get("configuration"))
     shape, chunk = _extents(fields.get("shape"), grid.get("chunk_shape"))
     dtype = fields.get("data_type")
     if type(dtype) is not str or dtype not in _TYPES or fields.get("node_type") != "array":
@@ -169,13 +172,6 @@ def _shard(configuration: Mapping[str, Any], chunk: Shape) -> dict[str, Any]:
         raise UnsupportedError(reason, rule="Codec", hint=_HINT)
     is_first = configuration.get("index_location", "end") == "start"
     return {"inner": inner, "has_crc": len(index) > 1, "is_index_first": is_first}
-
-
-def _named(label: str, value: Any, name: str) -> dict[str, Any]:
-    fields = kit.mapping(label, value)
-    if fields.get("name") != name:
-        raise UnsupportedError(f"{label} is {shown(str(fields.get('name')))}", rule="Zarr")
-    return kit.mapping(label, fields.get("configuration"))
 
 
 def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:

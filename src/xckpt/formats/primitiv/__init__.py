@@ -157,7 +157,14 @@ class Primitiv(Format):
         """
         kit.check_option("data_type", data_type, _CODES)
         self.check(draft)
-        kind = data_type or _kind(draft)
+        kind = data_type or draft.attrs.get("data_type")
+        if kind is None:
+            has_settings = bool({"uint_configs", "float_configs"} & draft.attrs.keys())
+            kind = "Optimizer" if has_settings and not draft.tensors else "Model"
+        if not isinstance(kind, str) or kind not in _CODES:
+            reason = f"the attribute data_type is {kind!r}, not one of {', '.join(_CODES)}"
+            hint = "Remove it, or pass data_type="
+            raise UnsupportedError(reason, rule="DataType", hint=hint)
         for owner, attrs in _OWN_ATTRS.items():
             if owner != kind and (foreign := [attr for attr in attrs if attr in draft.attrs]):
                 article = "an" if owner == "Optimizer" else "a"
@@ -363,19 +370,3 @@ def _float(value: Any) -> bytes:
 def _bad_setting(attr: str, reason: str) -> UnsupportedError:
     hint = "Correct or remove it"
     return UnsupportedError(f"the attribute {attr!r} {reason}", rule="Settings", hint=hint)
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def _kind(draft: Draft) -> str:
-    """Return the type of data that the attributes state, or else the one that fits them."""
-    stated = draft.attrs.get("data_type")
-    if stated is None:
-        has_settings = bool({"uint_configs", "float_configs"} & draft.attrs.keys())
-        return "Optimizer" if has_settings and not draft.tensors else "Model"
-    if not isinstance(stated, str) or stated not in _CODES:
-        reason = f"the attribute data_type is {stated!r}, not one of {', '.join(_CODES)}"
-        hint = "Remove it, or pass data_type="
-        raise UnsupportedError(reason, rule="DataType", hint=hint)
-    return stated

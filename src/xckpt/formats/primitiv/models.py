@@ -37,15 +37,11 @@ _INTEGER, _FLOAT = Struct(">BI"), Struct(">Bf")
 
 
 class LengthType(NamedTuple):
-    """A type of objects with a length.
-
-    The type bytes in `short` include the length; `long` maps other type bytes to the size in bytes
-    of the length that follows.
-    """
+    """A type of objects with a length."""
 
     name: str
-    short: range
-    long: dict[int, int]
+    short: range  # type bytes that include the length
+    long: dict[int, int]  # other type bytes: the size in bytes of the length that follows
 
     def pack(self, length: int) -> bytes:
         """Encode the type and the length of an object in the shortest form."""
@@ -62,10 +58,9 @@ MAP = LengthType("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
 
 
 class ObjectCursor(kit.Cursor):
-    """A reader of consecutive objects, which accepts only the expected types.
+    """A reader of consecutive objects, which accepts only the expected types."""
 
-    ``msgpack.Unpacker`` can neither skip data nor report its position in the file.
-    """
+    # ``msgpack.Unpacker`` can neither skip data nor report its position in the file.
 
     __slots__ = ()
 
