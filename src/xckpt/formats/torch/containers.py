@@ -61,16 +61,13 @@ _STEP = 1 << 20
 
 
 class FileContents(NamedTuple):
-    """The contents of a container: the unpickled value and a function that locates storages.
-
-    The pickle begins at `base` and has `nbytes` bytes.
-    """
+    """The contents of a container: the unpickled value and a function that locates storages."""
 
     version: str
     value: Any
     place: Callable[[str], Region]
-    nbytes: int
-    base: int
+    nbytes: int  # of the pickle
+    base: int  # offset of the pickle
     byteorder: str = "little"
 
 

@@ -195,9 +195,13 @@ class _FolderReader:
         ranks = self._ranks()
         states = [_optimizer_states(rank) for rank in ranks]
         key = "fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"
-        flats = [_flat_groups(*rank, key) for rank in zip(ranks, states, strict=True)]
-        for rank, groups in zip(ranks, flats, strict=True):
-            sizes, expected = ([part.shape for part in parts] for parts in (groups, flats[0]))
+        flats: list[list[Part]] = []
+        for rank, state in zip(ranks, states, strict=True):
+            groups = state.get(key)
+            if type(groups) is not list:
+                raise rank.broken(f"it is {spelled(groups)}, not a list of groups", key, "Groups")
+            flats.append([rank.flat(group, f"{key}.{n}") for n, group in enumerate(groups)])
+            sizes, expected = ([part.shape for part in parts] for parts in (flats[-1], flats[0]))
             if len(sizes) != len(expected) or (is_cut and sizes != expected):
                 reason = f"its groups have {spelled(sizes)} elements, but those of rank 0 have"
                 raise rank.broken(f"{reason} {spelled(expected)}", key, "Groups")
@@ -373,14 +377,6 @@ def _partition_count(rank: _States) -> int:
             reason, path=rank.source.name, tensor="partition_count", rule="Ranks", hint=hint
         )
     return int(counts[0] or 0)
-
-
-def _flat_groups(rank: _States, states: Mapping[str, Any], key: str) -> list[Part]:
-    """Return the flat vectors of a rank, one for each group."""
-    listed = states.get(key)
-    if type(listed) is not list:
-        raise rank.broken(f"it is {spelled(listed)}, not a list of groups", key, "Groups")
-    return [rank.flat(value, f"{key}.{number}") for number, value in enumerate(listed)]
 
 
 def _numbered(states: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -262,7 +262,14 @@ class _MetadataReader:
             raise _broken(f"{shown(name)} has an unknown type, or no chunks")
         if kit.is_oversized(in_elements(dtype, size)) or len(size) > kit.MOST_AXES:
             raise _broken(f"the shape {spelled(size)} is too large", "Shape")
-        places = _chunks(name, size, listed)
+        places: list[_Block] = []
+        for chunk in listed:
+            block = _fields(chunk, "metadata.ChunkStorageMetadata")
+            origin, extents = _shape(block.get("offsets")), _shape(block.get("sizes"))
+            if len(origin) != len(size) or len(extents) != len(size):
+                raise _broken(f"a chunk of {shown(name)} has another number of axes", "Chunks")
+            if prod(extents) or prod(size) == 0:  # not empty
+                places.append((origin, extents))
         chunks.check_cover(name, size, places)
         size = in_elements(dtype, size)
         try:
@@ -310,11 +317,9 @@ class _MetadataReader:
         return [tensor]
 
     def _safetensors_at(self, item: _StorageInfo) -> Mapping[str, Tensor] | None:
-        """Return the tensors of the safetensors file at the offset of an item; None without one.
-
-        `FileSystemWriter` can write a safetensors file after the values. The metadata then have the
-        offset of this file for all of its tensors.
-        """
+        """Return the tensors of the safetensors file at the offset of an item; None without one."""
+        # `FileSystemWriter` can write a safetensors file after the values. The metadata then have
+        # the offset of this file for all of its tensors.
         file, safetensors = self._file(item.file), formats.get("safetensors")
         if file is None or item.offset > file.size or not item.is_plain:
             return None
@@ -328,19 +333,6 @@ class _MetadataReader:
             part = replace(part, offset=part.offset + item.offset, shard=item.file, origin=None)
             tensors[name] = replace(tensor, parts={"data": part}, attrs={})
         return tensors
-
-
-def _chunks(name: str, size: tuple[int, ...], listed: list[Any]) -> list[_Block]:
-    """Return the origins and extents of the chunks of a tensor that are not empty."""
-    blocks = []
-    for chunk in listed:
-        fields = _fields(chunk, "metadata.ChunkStorageMetadata")
-        origin, extents = _shape(fields.get("offsets")), _shape(fields.get("sizes"))
-        if len(origin) != len(size) or len(extents) != len(size):
-            raise _broken(f"a chunk of {shown(name)} has another number of axes", "Chunks")
-        if prod(extents) or prod(size) == 0:
-            blocks.append((origin, extents))
-    return blocks
 
 
 _VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")

@@ -63,30 +63,24 @@ class _Outside(NamedTuple):
 
 
 class _Container(NamedTuple):
-    """A container that the walk has entered.
-
-    `length` is that of the path as a text, and `items` has the remaining items. Tensors in the
-    container are listed unless `is_outside`.
-    """
+    """A container that the walk has entered."""
 
     path: tuple[str, ...]
-    length: int
-    items: _Items
+    length: int  # of the path as a text
+    items: _Items  # the remaining ones
     identity: int
-    is_outside: bool
+    is_outside: bool  # its tensors are not listed
 
 
 class ObjectWalk:
-    """A walk through the values of a pickle, which collects tensors and attributes by name.
+    """A walk through the values of a pickle, which collects tensors and attributes by name."""
 
-    `nbytes` is the size of the pickle, and bounds the number of visits. Apart from its results, the
-    walk stores only the path to the current value.
-    """
+    # Apart from its results, the walk stores only the path to the current value.
 
     def __init__(
         self,
         tensors: Tensors,
-        nbytes: int,
+        nbytes: int,  # of the pickle; it bounds the number of visits
         notes: kit.Notes,
         base: int = 0,
         *,
@@ -190,7 +184,8 @@ class ObjectWalk:
         if name in _SEQUENCES:
             first = args[0] if args and type(args[0]) in {list, tuple, PickledSet} else ()
             return self._items(path, [*first, *(call.values or ())])
-        if _is_sharded(call):
+        kind = args[0] if name == _SUBCLASS and args else call.function
+        if type(kind) is Global and ".".join(kind) == _SHARDED:
             reason = "shown part by part, because shards of other ranks are in the files of these"
             self._notes.add(reason, shown(".".join(path)))
         value = _constant(name, args)
@@ -283,12 +278,6 @@ def _may_have_tensors(value: Any) -> bool:
     return type(value) in {Call, Pairs, Persistent}
 
 
-def _is_sharded(call: Call) -> bool:
-    """Return whether a call makes a ShardedTensor, which has only the shards of one rank."""
-    first = call.args[0] if name_of(call) == _SUBCLASS and call.args else call.function
-    return type(first) is Global and ".".join(first) == _SHARDED
-
-
 def _attached(call: Call) -> _Items:
     """Return the attributes of a tensor."""
     args = call.args
@@ -300,26 +289,21 @@ def _attached(call: Call) -> _Items:
 
 def _of_module(levels: dict[str, Any], state: Any) -> _Items:
     """Return the parameters, buffers and modules of a module, then its attributes."""
-    transient = _texts_of(levels.get(_TRANSIENT))
+    transient = levels.get(_TRANSIENT)  # a set, in the spelling of any protocol
+    if type(transient) is Call and name_of(transient) == "builtins.set" and transient.args:
+        transient = transient.args[0]
+    names: Any = transient if type(transient) in {list, PickledSet} else ()
+    hidden = {name for name in names if type(name) is str}
     for level in _LEVELS:
         inner = levels.get(level)
         pairs = inner if type(inner) is Pairs else getattr(inner, "pairs", None)
         for key, value in (pairs or Pairs()).items():
             if value is not None:
-                is_outside = level == "_buffers" and key in transient
+                is_outside = level == "_buffers" and key in hidden
                 yield key, _Outside(value) if is_outside else value
     for key, value in items_of(state):
         if type(key) is str and not key.startswith("_"):
             yield key, _Outside(value)
-
-
-def _texts_of(value: Any) -> set[str]:
-    """Return the texts in a set, in the spelling of any protocol."""
-    if type(value) is Call and name_of(value) == "builtins.set" and value.args:
-        value = value.args[0]
-    if type(value) not in {list, PickledSet}:
-        return set()
-    return {text for text in value if type(text) is str}
 
 
 def _constant(name: str, args: tuple[Any, ...]) -> Any:

@@ -223,11 +223,9 @@ class Machine:
     # --- whole records ---------------------------------------------------------------------------
 
     def get_record(self, index: int) -> None:
-        """Push an entry of the memo, and read a whole tensor of torch.save if one follows.
-
-        A checkpoint has thousands of tensors with 32 opcodes each; one regular expression is much
-        faster, and leads to the same state.
-        """
+        """Push an entry of the memo, and read a whole tensor of torch.save if one follows."""
+        # A checkpoint has thousands of tensors with 32 opcodes each; one regular expression is much
+        # faster, and leads to the same state.
         self.get(index)
         top = self.stack[-1]
         if type(top) is not Global or top != _REBUILD:

@@ -53,21 +53,17 @@ class PickledSet(list[Any]):
 
 
 class Call:
-    """A description of a call: of a function, or of a class for an instance.
-
-    `state` is the argument of ``__setstate__``, `pairs` and `values` are the contents of a subclass
-    of dict or list, and `at` is the offset of the call in the pickle.
-    """
+    """A description of a call: of a function, or of a class for an instance."""
 
     __slots__ = ("args", "at", "function", "pairs", "state", "values")
 
     def __init__(self, function: Any, args: tuple[Any, ...], at: int) -> None:
         self.function = function
         self.args = args
-        self.at = at
-        self.state: Any = None
-        self.pairs: Pairs | None = None
-        self.values: list[Any] | None = None
+        self.at = at  # offset in the pickle
+        self.state: Any = None  # the argument of ``__setstate__``
+        self.pairs: Pairs | None = None  # the contents of a subclass of dict
+        self.values: list[Any] | None = None  # the contents of a subclass of list
 
 
 class Persistent:
@@ -164,10 +160,7 @@ def scalar_of(args: tuple[Any, ...]) -> Any:
 
 
 def array_of(call: Call, name: str, most: int) -> Tensor | None:
-    """Return the tensor of a numpy array; None unless it is numeric.
-
-    An array of more than `most` bytes, or than the limit for one array, has a `problem`.
-    """
+    """Return the tensor of a numpy array; None unless it is numeric."""
     state = call.state if type(call.state) is tuple and len(call.state) == 5 else None
     if name_of(call) == "numpy.core.numeric._frombuffer" and len(call.args) == 4:
         content, kind, shape, letter = call.args
@@ -182,7 +175,7 @@ def array_of(call: Call, name: str, most: int) -> Tensor | None:
     if any(extent < 0 for extent in size) or kit.is_oversized(size, dtype):
         return None
     nbytes = nbytes_of(dtype, prod(size))
-    if nbytes > min(most, _LARGEST_ARRAY):
+    if nbytes > min(most, _LARGEST_ARRAY):  # limits of all arrays together, and of one
         reason = f"the array has {nbytes} bytes in the pickle itself, which is too large to read"
         hint = "Save it as a tensor, with torch.from_numpy(...)"
         problem = UnsupportedError(reason, rule="Array", hint=hint)

@@ -101,27 +101,21 @@ def itemsize_of(dtype: str) -> int:
 
 
 class Region(NamedTuple):
-    """The position of a storage's bytes.
-
-    `nbytes` is the decoded size. `problem` is an error if the bytes cannot be read.
-    """
+    """The position of a storage's bytes."""
 
     offset: int
-    nbytes: int
+    nbytes: int  # decoded
     stored_nbytes: int
     encoding: str | None = None
     crc: int = 0
-    problem: CheckpointError | None = None
+    problem: CheckpointError | None = None  # the reason why the bytes cannot be read
 
 
 class Storage(NamedTuple):
-    """A storage in a persistent id: element type, key, and number of elements.
+    """A storage in a persistent id: element type, key, and number of elements."""
 
-    If the type is unknown, `dtype` is None and `key` has the name of the type.
-    """
-
-    dtype: str | None
-    key: str
+    dtype: str | None  # None if it is unknown
+    key: str  # the name of the type if that is unknown
     numel: int
     first: int = 0
 
@@ -214,21 +208,17 @@ class _TensorView(NamedTuple):
 
 
 class Tensors:
-    """A factory of tensors from the records of one pickle.
-
-    `place` returns the position of the storage with a key, in the file `shard` of a checkpoint with
-    several. Callers set `name` to the name of the next tensor.
-    """
+    """A factory of tensors from the records of one pickle."""
 
     def __init__(
         self,
-        place: Callable[[str], Region],
+        place: Callable[[str], Region],  # of the storage with a key
         notes: kit.Notes,
         byteorder: Any = "little",
         base: int = 0,
-        shard: str | None = None,
+        shard: str | None = None,  # the file of the storages, in a checkpoint with several
     ) -> None:
-        self.name = ""
+        self.name = ""  # of the next tensor; callers set it
         self._place, self._notes = place, notes
         self._byteorder, self._base, self._shard = byteorder, base, shard
         self._is_simple = byteorder == "little" and shard is None
@@ -284,14 +274,10 @@ class Tensors:
         sizes: tuple[Any, Any],
         dtype: str | None = None,
         *,
-        meta: Any = None,
-        ordered: bool = True,
+        meta: Any = None,  # bits for conjugated and negated values
+        ordered: bool = True,  # otherwise, a view in Fortran order gets strides
     ) -> Tensor:
-        """Return the tensor of a view, from a storage and from (sizes, strides).
-
-        Unless `ordered`, a view in Fortran order gets strides. `meta` has the bits for conjugated
-        and negated values.
-        """
+        """Return the tensor of a view, from a storage and from (sizes, strides)."""
         storage, (size, stride) = storage_of(value), sizes
         if storage is None:
             raise self.broken(f"{spelled(value)} is not a storage", "Storage")

@@ -60,15 +60,13 @@ def decode(data: bytes) -> Any:
 
 
 def decode_deterministic(data: bytes) -> Any:
-    """Decode core deterministic CBOR (RFC 8949, section 4.2.1) without tags, as in version 2.
-
-    Encoding the value again and comparing the bytes would take three times as long as decoding.
-    Comparing lengths is enough: among all encodings with sorted keys, the deterministic one is the
-    only shortest. NaN is an exception, since several payloads have the same length; its length
-    counts as NaN here, and the bytes are compared.
-    """
+    """Decode core deterministic CBOR (RFC 8949, section 4.2.1) without tags, as in version 2."""
     import cbor2
 
+    # Encoding the value again and comparing the bytes would take three times as long as decoding.
+    # Comparing lengths is enough: among all encodings with sorted keys, the deterministic one is
+    # the only shortest. NaN is an exception, since several payloads have the same length; its
+    # length counts as NaN here, and the bytes are compared.
     value = _one_value(data, _refused, deepest=_DEEPEST_2, indefinite=False)
     length = _encoded_length(value, {})
     if length != len(data) and (not isnan(length) or cbor2.dumps(value, canonical=True) != data):
@@ -217,12 +215,12 @@ def kept_attributes(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def root_attributes(
-    draft: Draft, levels: int, key_order: Callable[[str], Any], old: Index | None = None
+    draft: Draft,
+    levels: int,
+    key_order: Callable[[str], Any],  # sorts the keys of a manifest
+    old: Index | None = None,  # the file to which the tensors are added
 ) -> dict[str, Any]:
-    """Return the attributes of a new file, with the arrangement of its tensors among them.
-
-    `key_order` sorts the keys of a manifest; `old` is the file to which the tensors are added.
-    """
+    """Return the attributes of a new file, with the arrangement of its tensors among them."""
     tensors: dict[str, Tensor | WantedTensor] = {**(old.tensors if old else {}), **draft.tensors}
     if old is not None:
         grown = old.arrangement.grown(draft.arrangement, draft.tensors)
