@@ -30,9 +30,7 @@ from xckpt.testing.samples import LARGE, Samples, assert_same, assert_told, comp
 from xckpt.testing.sources import CountingSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from xckpt.testing.samples import Want
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 # Each test has a separate instance, which hypothesis would report: instances have no state.
@@ -57,7 +55,14 @@ class Suite:
         """Run tests with each file, or with each format, as their arguments require."""
         arguments = metafunc.fixturenames
         if "file" in arguments:
-            metafunc.parametrize(("samples", "file"), _cases(self.tested, self.files))
+            cases = []
+            for samples in self.tested:
+                for file in getattr(samples, self.files)():
+                    marks, obj = getattr(file, "marks", ()), getattr(file, "values", (file,))[0]
+                    label = getattr(file, "id", None) or getattr(obj, "name", self.files)
+                    title = f"{samples.name}-{label}"
+                    cases.append(pytest.param(samples, obj, id=title, marks=marks))
+            metafunc.parametrize(("samples", "file"), cases)
         elif "small" in arguments or "guarded" in arguments:
             name = "small" if "small" in arguments else "guarded"
             files = [
@@ -84,17 +89,6 @@ class Suite:
             yield
 
 
-def _cases(tested: Sequence[Samples], files: str) -> list[Any]:
-    """Return the good or the bad files of all formats as parameters."""
-    cases = []
-    for samples in tested:
-        for file in getattr(samples, files)():
-            marks, obj = getattr(file, "marks", ()), getattr(file, "values", (file,))[0]
-            label = getattr(file, "id", None) or getattr(obj, "name", files)
-            cases.append(pytest.param(samples, obj, id=f"{samples.name}-{label}", marks=marks))
-    return cases
-
-
 def opened(file: Any, **options: Any) -> tuple[xr.Dataset, bool]:
     """Open a file, and return whether that warned."""
     with warnings.catch_warnings(record=True) as caught:
@@ -119,7 +113,35 @@ class GoodFiles(Suite):
         assert warned == expected.warns
         if expected.complete:
             assert list(ds.variables) == list(expected.tensors)
-        _check(ds.variables, expected.tensors, str(file) if isinstance(file, Path) else "")
+        path = str(file) if isinstance(file, Path) else ""
+        by_name = {}
+        for name, want in expected.tensors.items():
+            variable = ds.variables[name]
+            assert want.encoding.items() <= variable.encoding.items()
+            assert {key: variable.attrs.get(key) for key in want.attrs} == want.attrs
+            if want.values is not None:
+                by_name[name] = variable
+            elif not variable.size:  # tensors without elements need no data
+                assert variable.values.shape == variable.shape
+            else:
+                with pytest.raises(xckpt.CheckpointError) as caught:
+                    variable.values  # noqa: B018
+                assert caught.value.tensor == name
+                assert path in str(caught.value)
+        shown = {name: expected.tensors[name].shown for name in by_name}
+        for name, values in computed(by_name).items():
+            assert_same(values, shown[name], exact=expected.tensors[name].exact)
+        ends: tuple[Any, Any] = ((..., slice(-1, None)), (slice(-1, None),))
+        arrays = {
+            name: values
+            for name, values in shown.items()
+            if by_name[name].ndim and not isinstance(values, bytes)
+        }
+        (parts,) = dask.compute({n: [by_name[n][end].data for end in ends] for n in arrays})
+        for name, values in arrays.items():
+            for part, end in zip(parts[name], ends, strict=True):
+                exact = expected.tensors[name].exact
+                assert_same(np.asarray(part), values[end], exact=exact)
 
     def test_stored_values(self, samples: Samples, file: Any) -> None:
         ds, _ = opened(file, engine=samples.name, decode=False)
@@ -174,32 +196,6 @@ class GoodFiles(Suite):
             bare = tmp_path / "without_suffix"
             bare.symlink_to(file)
             assert opened(bare, engine=detecting)[0].encoding["format"] == samples.name
-
-
-def _check(variables: Mapping[Any, xr.Variable], expected: Mapping[str, Want], path: str) -> None:
-    by_name = {}
-    for name, want in expected.items():
-        variable = variables[name]
-        assert want.encoding.items() <= variable.encoding.items()
-        assert {key: variable.attrs.get(key) for key in want.attrs} == want.attrs
-        if want.values is not None:
-            by_name[name] = variable
-        elif not variable.size:  # tensors without elements need no data
-            assert variable.values.shape == variable.shape
-        else:
-            with pytest.raises(xckpt.CheckpointError) as caught:
-                variable.values  # noqa: B018
-            assert caught.value.tensor == name
-            assert path in str(caught.value)
-    for name, values in computed(by_name).items():
-        assert_same(values, expected[name].shown, exact=expected[name].exact)
-    arrays = {name: expected[name].shown for name, variable in by_name.items() if variable.ndim}
-    ends: tuple[Any, Any] = ((..., slice(-1, None)), (slice(-1, None),))
-    shown = {name: v for name, v in arrays.items() if not isinstance(v, bytes)}
-    (parts,) = dask.compute({n: [by_name[n][end].data for end in ends] for n in shown})
-    for name, values in shown.items():
-        for part, end in zip(parts[name], ends, strict=True):
-            assert_same(np.asarray(part), values[end], exact=expected[name].exact)
 
 
 class BadFiles(Suite):
@@ -385,10 +381,7 @@ def _another_process() -> ProcessPoolExecutor:
 
 
 class Opening(Suite):
-    """Opening reads no data, from any kind of storage, and a Dataset is a light reference.
-
-    For checkpoints in one file.
-    """
+    """Opening a file reads no data, from any storage, and its Dataset is a light reference."""
 
     @pytest.fixture
     def path(self, samples: Samples, tmp_path: Path) -> Path:
