@@ -187,12 +187,30 @@ class DenseArray(OnePartArray):
         """The stored dtype, except of booleans and complex numbers."""
         return self.dtype if self.dtype.kind == "c" else self._flattened().dtype
 
+    def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return the byte ranges of elements in stored order; see `LazyArray.flat_ranges`."""
+        if not self._is_wide:
+            return super().flat_ranges(start, stop)
+        part = self.reader.part
+        first, nbytes = (nbytes_of(part.dtype, count) for count in (start, stop - start))
+        return iter([(self.reader.source, part.offset + first, nbytes)])
+
     def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read elements in the type and order in which they are stored; see `LazyArray.flat`."""
         if self.dtype.kind == "c":
             yield from flat_blocks(self, start, stop, PIECE_NBYTES)
         elif self.is_raw:
-            yield from super().flat(start, stop, buffer)
+            # Without keys, which would take as long as reading a small tensor.
+            part, source = self.reader.part, self.reader.source
+            dtype = stored_dtype(part.dtype)
+            memory = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            for position in range(start, stop, len(memory)):
+                block = memory[: stop - position]
+                with locating(path=source.name, tensor=self.name):
+                    self.reader.check(self.part_nbytes)
+                    offset = part.offset + nbytes_of(part.dtype, position)
+                    source.read_into([offset], block.view(np.uint8).data)
+                yield position, block
         elif self.is_stream:
             with locating(tensor=self.name):
                 yield from self._flattened().stream(PIECE_NBYTES)
