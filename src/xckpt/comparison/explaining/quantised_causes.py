@@ -10,17 +10,17 @@ import numpy as np
 
 from xckpt.comparison.explaining.causes import LIKELY, Relation, SampledPairs
 from xckpt.comparison.explaining.levels import count_levels
-from xckpt.comparison.explaining.quantisers import OF_BLOCKS, REPEATED
+from xckpt.comparison.explaining.quantisers import OF_BLOCKS, REPEATED, possible_quantisers
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, UNCHANGED, Transform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Types that numbers are rounded to before they are quantised.
 _ROUNDED_TO = ("float16", "bfloat16", "float8_e4m3fn")
-# Types that the results of a quantiser may be rounded to, by the stored type.
+# Types that the results of a quantiser may be rounded to, by the stored type, the coarsest last.
 _ENDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "float16": (("float16",),),
     "bfloat16": (("bfloat16",),),
@@ -117,12 +117,19 @@ class Requantised(Quantised):
         return f"{text}, with the codes that its quantiser makes"
 
     @staticmethod
-    def suspected(sample: SampledPairs, before: Sequence[Before]) -> Iterator[Requantised]:
+    def suspected(sample: SampledPairs, offset: float | None) -> Iterator[Requantised]:
         """Yield the quantisers that reproduce the whole sample."""
         stored = sample.blocks[1]
-        names = [stored] if stored in OF_BLOCKS else [] if stored else [q.name for q in REPEATED]
         ends = ((),) if stored else _ENDS.get(sample.kinds[1], ())
-        for name, first, after in product(names, before, ends):
+        if stored:
+            names = [stored] if stored in OF_BLOCKS else []
+        elif not ends or not len(sample.y):
+            names = []
+        else:
+            names = possible_quantisers(sample.y, ends[-1][-1])
+        if not names:
+            return
+        for name, first, after in product(names, _before_quantisers(sample, offset), ends):
             relation = Requantised(name, first, after=after)
             block = relation.block
             x, y = sample.first(_IN_BLOCKS, block)
@@ -195,8 +202,7 @@ def suspect_quantised(
 ) -> Relation | None:
     """Return a relation of quantised numbers that holds for the whole sample, strictest first."""
     for side, backwards in ((sample, False), (sample.reverse, True)):
-        before = list(_before_quantisers(side, offset))
-        for relation in Requantised.suspected(side, before):
+        for relation in Requantised.suspected(side, offset):
             return replace(relation, backwards=backwards)
     if graded is not None:
         backwards = graded.y.dtype.names is None
@@ -207,8 +213,7 @@ def suspect_quantised(
             x, y = side.first(len(side.x), within.block)
             if len(x) and within.count_matches(x, y) == len(x):
                 return within
-    levels = suspect_levels(sample)
-    return levels[1] if levels is not None and levels[0] == 1.0 else None
+    return None
 
 
 def suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:

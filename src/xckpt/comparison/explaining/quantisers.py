@@ -23,6 +23,7 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.dequantize import decode
 from xckpt.arrays.scaled import QuantizedArray
+from xckpt.comparison.explaining.rounding import FRACTION_BITS
 from xckpt.elements import BLOCK_TYPES
 from xckpt.scan.kinds import kind_named
 from xckpt.scan.readers import ArrayReader
@@ -52,6 +53,9 @@ class Quantiser(NamedTuple):
     name: str
     block: int
     repeat: Callable[[Array], tuple[Array, Array, Array]]
+    #: Steps between levels from zero, or else from the lowest number, to the farthest number.
+    steps: int
+    is_from_zero: bool = True
 
     def holds(self, x: Array, y: Array) -> Array:
         """Return a mask of the elements of whole blocks that quantising `x` turns into `y`."""
@@ -142,16 +146,42 @@ def _microscaled(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 REPEATED = (
-    Quantiser("q8_0", 32, _symmetric(127)),
-    Quantiser("q4_0", 32, _signed(8)),
-    Quantiser("q5_0", 32, _signed(16)),
-    Quantiser("q4_1", 32, _spanning(15)),
-    Quantiser("q5_1", 32, _spanning(31)),
-    Quantiser("tq2_0", 256, _symmetric(1)),
-    Quantiser("mxfp4", 32, _microscaled),
+    Quantiser("q8_0", 32, _symmetric(127), 127),
+    Quantiser("q4_0", 32, _signed(8), 8),
+    Quantiser("q5_0", 32, _signed(16), 16),
+    Quantiser("q4_1", 32, _spanning(15), 15, is_from_zero=False),
+    Quantiser("q5_1", 32, _spanning(31), 31, is_from_zero=False),
+    Quantiser("tq2_0", 256, _symmetric(1), 1),
+    # The farthest number is 8 or 12 steps from zero; with 24, all numbers are whole in both cases.
+    Quantiser("mxfp4", 32, _microscaled, 24),
 )
 #: Quantisers by type of block. TQ1_0 has the numbers of TQ2_0 in fewer bits.
 OF_BLOCKS = {quantiser.name: quantiser for quantiser in REPEATED} | {"tq1_0": REPEATED[5]}
+
+# Elements of the shortest block, which show whether numbers are evenly spaced.
+_SHORTEST = 32
+_STEPS = np.array([[quantiser.steps] for quantiser in REPEATED])
+_IS_FROM_ZERO = np.array([[quantiser.is_from_zero] for quantiser in REPEATED])
+# Of float16, whose smaller numbers have an absolute error.
+_SMALLEST_NORMAL = 2.0**-14
+
+
+def possible_quantisers(y: Array, rounded_to: str) -> list[str]:
+    """Return the quantisers whose levels the first numbers may be, after rounding to a type."""
+    # Much cheaper than to quantise, and numbers that were not quantised hardly ever pass.
+    error = 2.0 ** -(FRACTION_BITS[rounded_to] + 1) + _SLACK
+    block = y[:_SHORTEST].astype(np.float64)
+    with np.errstate(all="ignore"):
+        low = np.where(_IS_FROM_ZERO, 0.0, block.min())
+        step = np.abs(block - low).max(axis=1, keepdims=True) / _STEPS
+        codes = (block - low) / step
+        # The number, the lowest one and the step were rounded.
+        size = np.maximum(np.abs(block), _SMALLEST_NORMAL)
+        allowed = error * (2 * size + 4 * np.abs(low)) / step
+        is_uneven = np.any(np.abs(codes - np.rint(codes)) > allowed, axis=1)
+    return [
+        quantiser.name for quantiser, uneven in zip(REPEATED, is_uneven, strict=True) if not uneven
+    ]
 
 
 # --- levels of stored scales ----------------------------------------------------------------------

@@ -58,13 +58,17 @@ def suspect(
         quantised = suspect_quantised(sample, graded, offset) if is_related else None
         if quantised is not None and _is_shown(quantised, sample):
             return (quantised,)
+        levels = suspect_levels(sample)
+        if levels is not None and not _is_shown(levels[1], sample):
+            levels = None
+        if is_related and levels is not None and levels[0] == 1.0:
+            return (levels[1],)
         if certain:
             return (certain[0],)
         equal = float(np.mean(thin.x == thin.y))
         best: Relation | None
         share, best = max(shares, key=lambda entry: entry[0], default=(0.0, None))
-        levels = suspect_levels(sample)
-        if levels is not None and levels[0] > share and _is_shown(levels[1], sample):
+        if levels is not None and levels[0] > share:
             share, best = levels
     if best is None or share < LIKELY or share < (1 + equal) / 2:
         return ()
