@@ -78,11 +78,9 @@ def _add_up(lanes: Any) -> Any:
 
 @inlined
 def _center(x: Any, is_constant: Any, sums: Any) -> Any:
-    """Return the element of a constant leaf, or else a number close to the mean.
-
-    Distances from it have small powers. Any number is correct; the mean of a sample is within three
-    standard deviations of the mean of all.
-    """
+    """Return the element of a constant leaf, or else a number close to the mean."""
+    # Distances from it have small powers. Any number is correct; the mean of a sample is within
+    # three standard deviations of the mean of all.
     if is_constant:
         return np.float64(x[0])
     if x.size < LANES:
@@ -101,10 +99,7 @@ def _center(x: Any, is_constant: Any, sums: Any) -> Any:
 
 @inlined
 def _describe(x: Any, center: Any, sums: Any, node: Any) -> None:
-    """Write count, mean in two parts, and central sums of powers; see `moments.Moments`.
-
-    `sums` has the powers of whole groups of rows, of the distances from `center`.
-    """
+    """Write `moments.Moments`, from the powers of distances from `center` in whole groups."""
     size = x.size
     last = size // (ROWS * LANES) * ROWS * LANES
     for i in range(last, size):
@@ -136,11 +131,9 @@ def _describe(x: Any, center: Any, sums: Any, node: Any) -> None:
 def describe_floats(  # noqa: PLR0917  compiled functions take no keywords
     x: Any, bits: Any, limits: Any, tables: Any, out: Any, plain: Any
 ) -> Any:
-    """Describe a block of float32 or float64, and count its codes as `count_codes` does.
-
-    The node of a leaf gets a count of -1 if the leaf needs special care: an element is not finite,
-    or fourth powers leave the range of float64. Return the number of these leaves.
-    """
+    """Describe and count a block of floats; return the number of leaves that need special care."""
+    # Special care: an element is not finite, or fourth powers leave the range of float64. The node
+    # of such a leaf gets a count of -1.
     (shift, minus), magnitude, least, most, infinity = limits
     even, odd, pages = tables
     zeros, nodes, extremes, sums = out
@@ -233,10 +226,8 @@ def _move(node: Any, low: Any) -> None:
 
 @within
 def _count(bits: Any, layout: Any, tables: Any) -> Any:
-    """Count the codes of a leaf; return the number of codes of zeros, or twice that.
-
-    Twice for types without a negative zero, whose code is counted as both.
-    """
+    """Count the codes of a leaf; return the number of codes of zeros, or twice that."""
+    # Twice for types without a negative zero, whose code is counted as both.
     shift, minus = layout
     # Two tables by turns, so that equal neighbours do not wait for the counter of each other.
     even, odd, pages = tables
@@ -259,21 +250,15 @@ def _count(bits: Any, layout: Any, tables: Any) -> Any:
 
 @compiled
 def count_codes(bits: Any, layout: Any, tables: Any, zeros: Any) -> None:
-    """Count the codes of a block in two tables, and mark the pages of the tables that are used.
-
-    `layout` is the number of bits below a code, and the code of a negative zero, or 0. `zeros`
-    receives the result of `_count` for each leaf.
-    """
+    """Count the codes of a block in two tables; mark the used pages, and count zeros by leaf."""
+    # `layout` is the number of bits below a code, and the code of a negative zero, or 0.
     for leaf in range((bits.size + LEAF - 1) // LEAF):
         zeros[leaf] = _count(bits[leaf * LEAF : (leaf + 1) * LEAF], layout, tables)
 
 
 @compiled
 def drain(even: Any, odd: Any, pages: Any, codes: Any, counts: Any) -> Any:
-    """Move counts out of the tables: codes in ascending order, and the count of each.
-
-    Return the number of different codes.
-    """
+    """Move counts out of the tables, in ascending order of codes; return the number of codes."""
     number = 0
     for page in range(pages.size):
         if pages[page]:
@@ -296,11 +281,9 @@ def drain(even: Any, odd: Any, pages: Any, codes: Any, counts: Any) -> Any:
 def find_zeros(  # noqa: PLR0917
     bits: Any, magnitude: Any, start: Any, length: Any, zeros: Any, alive: Any
 ) -> Any:
-    """Count the zeros of each leaf whose entry in `zeros` is not 0; return the negative ones.
-
-    Unless `length` is 0, mark in `alive` the rows of this length that have an element other than
-    zero. `magnitude` is the mask of all bits but the sign.
-    """
+    """Count the zeros of each leaf whose entry in `zeros` is not 0; return the negative ones."""
+    # Unless `length` is 0, mark in `alive` the rows of this length that have an element other than
+    # zero. `magnitude` is the mask of all bits but the sign.
     negative = np.int64(0)
     for leaf in range((bits.size + LEAF - 1) // LEAF):
         part = bits[leaf * LEAF : (leaf + 1) * LEAF]
@@ -360,10 +343,8 @@ def largest_of_channels(  # noqa: PLR0917
 
 @compiled
 def fold(nodes: Any, count: Any) -> None:
-    """Merge neighbours until the first row of `nodes` has the node of all.
-
-    `count` is a power of two. All nodes have elements, and the same scale; see `moments.merge`.
-    """
+    """Merge neighbours until the first row of `nodes` has the node of all."""
+    # `count` is a power of two. All nodes have elements, and the same scale; see `moments.merge`.
     while count > 1:
         count //= 2
         for i in range(count):

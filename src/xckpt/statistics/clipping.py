@@ -51,10 +51,8 @@ def clipping(
     *,
     cache: bool,
 ) -> Array:
-    """Return a row of `OF_CLIPPING` for each pair of an original and its quantised tensor.
-
-    `sizes` has the root mean square of each original, NaN if it is unknown.
-    """
+    """Return a row of `OF_CLIPPING` for each pair of an original and its quantised tensor."""
+    # `sizes` has the root mean square of each original, NaN if it is unknown.
     rows = np.full((len(pairs), len(OF_CLIPPING)), np.nan)
     classes = {
         number: reader
@@ -62,39 +60,37 @@ def clipping(
         if (reader := _class_reader(*pair, OUTLYING * size)) is not None
     }
 
-    def finish(_: int, sketch: Sketch) -> tuple[float, float]:
+    def count_classes(_: int, sketch: Sketch) -> tuple[float, float]:
         codes, counts = sketch.counted()
         outliers, clipped = (int(counts[codes >= code].sum()) for code in (_OUTLIER, _CLIPPED))
         return outliers, clipped / outliers if outliers else np.nan
 
-    tables = gather(list(classes.values()), Sketch, finish, progress, cache=cache, stretched=True)
+    def count_scales(_: int, sketch: Sketch) -> tuple[float, float]:
+        float_format = sketch.kind.element.float_format
+        if float_format is None or not sketch.count:
+            return sketch.count, np.nan
+        low, high = float_format.smallest_normal, float_format.largest
+        scales = elements_of([sketch])
+        at_limit = scales.count_where(lambda x: (np.abs(x) < low) | (np.abs(x) >= high))
+        share = (at_limit + scales.nan + scales.inf) / sketch.count
+        return sketch.count, float(share[0])
+
+    class_readers = list(classes.values())
+    tables = gather(class_readers, Sketch, count_classes, progress, cache=cache, stretched=True)
     for number, table in zip(classes, tables, strict=True):
         rows[number, :2] = table
-    scales = {n: _scale_reader(theirs.array) for n, (_, theirs) in enumerate(pairs)
-              if isinstance(theirs.array, QuantizedArray)}  # fmt: skip
-    tables = gather(list(scales.values()), Sketch, _use_of_scales, progress, cache=cache,
-                    stretched=True)  # fmt: skip
+    scales: dict[int, Reader] = {}
+    for number, (_, quantised) in enumerate(pairs):
+        lazy = quantised.array
+        if isinstance(lazy, QuantizedArray):
+            part_reader = lazy.readers["scales"]
+            shape = part_reader.part.shape or (prod(lazy.stored_grid),)
+            scales[number] = reader_of(DenseArray(lazy.name, part_reader, shape), lazy.name)
+    scale_readers = list(scales.values())
+    tables = gather(scale_readers, Sketch, count_scales, progress, cache=cache, stretched=True)
     for number, table in zip(scales, tables, strict=True):
         rows[number, 2:] = table
     return rows
-
-
-def _scale_reader(lazy: QuantizedArray) -> Reader:
-    reader = lazy.readers["scales"]
-    shape = reader.part.shape or (prod(lazy.stored_grid),)
-    return reader_of(DenseArray(lazy.name, reader, shape), lazy.name)
-
-
-def _use_of_scales(_: int, sketch: Sketch) -> tuple[float, float]:
-    """Return the number of scales, and the share that is zero, subnormal, largest or not finite."""
-    float_format = sketch.kind.element.float_format
-    if float_format is None or not sketch.count:
-        return sketch.count, np.nan
-    low, high = float_format.smallest_normal, float_format.largest
-    scales = elements_of([sketch])
-    at_limit = scales.count_where(lambda x: (np.abs(x) < low) | (np.abs(x) >= high))
-    share = (at_limit + scales.nan + scales.inf) / sketch.count
-    return sketch.count, float(share[0])
 
 
 def _class_reader(ours: Reader, theirs: Reader, threshold: float) -> Reader | None:
@@ -130,17 +126,15 @@ def _classes(
     starts: tuple[int, ...],
     stops: tuple[int, ...],
 ) -> Array:
-    """Return the class of each element in a box.
-
-    An element is clipped if its code is at an end, and the original farther out by more than half
-    the distance to the next code.
-    """
+    """Return the class of each element in a box."""
     box = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
     original, decoded = (in_memory(side[box]).astype(np.float64) for side in sides)
     # Symmetric codes leave the lowest out: -128 where the largest is 127.
     low = ends[1] if ends[1] == -ends[-1] else ends[0]
     with np.errstate(all="ignore"):  # scales and elements are whatever the files have
         scales, codes = _scales_and_codes(sides[1], decoded, starts, stops)
+        # Clipped: the code is at an end, and the original is farther out by more than half the
+        # distance to the next code.
         error = (original - decoded) / scales
         above = (codes == ends[-1]) & (error > (ends[-1] - ends[-2]) / 2)
         below = (codes <= low) & (error < (ends[0] - ends[1]) / 2)
@@ -170,10 +164,8 @@ def _scales_and_codes(
 
 
 def gain_of(share: Array) -> Array:
-    """Return how many decibels one more bit adds to the sqnr, from a share of all squared errors.
-
-    A bit halves the errors of these elements.
-    """
+    """Return the decibels that one more bit adds to the sqnr, from a share of squared errors."""
+    # A bit halves the errors of these elements.
     gain: Array = -10 / np.log(10) * np.log1p(-0.75 * share)
     return gain
 

@@ -23,7 +23,6 @@ from xckpt.statistics.counts import Sketch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.elements import BlockCodes, BlockType
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
 
@@ -75,30 +74,26 @@ def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) 
         codes, counts = sketch.counted()
         if tensors[number].paired:
             codes, counts = np.concatenate([codes & 15, codes >> 4]), np.tile(counts, 2)
-        return _use(codes, counts, tensors[number].values)
+        total = int(counts.sum())
+        if not total:
+            return nan, nan
+        values = tensors[number].values
+        finite = np.isfinite(values)
+        # 0 and -0 are one value.
+        distinct, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
+        uses = np.bincount(of_code[codes], counts * finite[codes], len(distinct))
+        if not (values[finite] == 0).any():
+            distinct, uses = distinct[distinct != 0], uses[distinct != 0]
+        # Symmetric codes leave the lowest out: -128 where the largest is 127.
+        lowest = int(len(distinct) > 2 and not uses[0] and distinct[1] == -distinct[-1])
+        ends = uses[lowest] + (uses[-1] if len(distinct) > 1 else 0)
+        return float(ends / total), float(np.count_nonzero(uses == 0) / len(distinct))
 
     code_readers = [codes.reader for codes in tensors]
     rows = gather(code_readers, Sketch, finish, progress, cache=cache, stretched=True)
     for number, row in zip(coded, rows, strict=True):
         shares[number] = row
     return shares
-
-
-def _use(codes: Array, counts: Array, values: Array) -> tuple[float, float]:
-    total = int(counts.sum())
-    finite = np.isfinite(values)
-    # 0 and -0 are one value.
-    distinct, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
-    uses = np.bincount(of_code[codes], counts * finite[codes], len(distinct))
-    has_zero = bool((values[finite] == 0).any())
-    if not has_zero:
-        distinct, uses = distinct[distinct != 0], uses[distinct != 0]
-    # Symmetric codes leave the lowest out: -128 where the largest is 127.
-    lowest = int(len(distinct) > 2 and not uses[0] and distinct[1] == -distinct[-1])
-    if not total:
-        return nan, nan
-    ends = uses[lowest] + (uses[-1] if len(distinct) > 1 else 0)
-    return float(ends / total), float(np.count_nonzero(uses == 0) / len(distinct))
 
 
 def _coded(reader: Reader) -> _Coded | None:
@@ -109,26 +104,25 @@ def _coded(reader: Reader) -> _Coded | None:
         return _Coded(_code_reader(reader, CodeArray(lazy.shape, lazy.codes)), lazy.code_values)
     if isinstance(lazy, BlockArray):
         block = BLOCK_TYPES[lazy.block_type]
-        return None if block.codes is None else _coded_blocks(reader, lazy, block, block.codes)
+        place = block.codes
+        if place is None:
+            return None
+        raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
+        count = prod(lazy.shape) // block.size
+        stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
+        codes = CodeArray(
+            (count, place.stop - place.start),
+            lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
+        )
+        bits = ALL_TYPES[place.dtype].bits
+        values = code_values(place.dtype)[: 1 << bits] - place.zero
+        return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
     kind = reader.kind
     if isinstance(lazy, DenseArray) and kind.exact and kind.bits <= 8:
         if kind.dtype.kind == "b":
             return None
         return _Coded(reader, kind.values[: 1 << kind.bits])
     return None
-
-
-def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: BlockCodes) -> _Coded:
-    count = prod(lazy.shape) // block.size
-    raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
-    stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
-    codes = CodeArray(
-        (count, place.stop - place.start),
-        lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
-    )
-    bits = ALL_TYPES[place.dtype].bits
-    values = code_values(place.dtype)[: 1 << bits] - place.zero
-    return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
 
 
 def _code_reader(reader: Reader, codes: CodeArray) -> Reader:

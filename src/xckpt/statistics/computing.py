@@ -133,7 +133,12 @@ def stats(
     options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
     with paused_collector():
         entries = entries_of(contents, dim)
-        attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
+        attrs: list[dict[str, Any]] = [{} for _ in entries]
+        for attr, entry in zip(attrs, entries if channels else (), strict=False):
+            # Findings need the stored dtype, and the shape of each tensor.
+            dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
+            shape = list(entry.readers[0].array.shape) if entry.readers else []
+            attr.update(dtype=str(dtype), shape=shape)
     if compute:
         values, dead_rows = _describe_all(entries, options, progress)
         for attr, entry, dead in zip(attrs, entries, dead_rows, strict=True):
@@ -171,13 +176,6 @@ class _StatsOptions(NamedTuple):
         return statistic_names(self.quantiles, channels=self.channels)
 
 
-def _stored_as(entry: Described) -> dict[str, Any]:
-    """Return the stored dtype and the shape of the tensors of a variable, for findings."""
-    dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
-    shapes = [list(reader.array.shape) for reader in entry.readers[:1]]
-    return {"dtype": str(dtype), "shape": shapes[0] if shapes else []}
-
-
 def known_stats(obj: Any) -> xr.Dataset | None:
     """Return the statistics of an object from the cache, without reading data; None if missing."""
     readers = [reader for entry in entries_of(contents_of(obj)) for reader in entry.readers]
@@ -209,10 +207,7 @@ def _statistics(
 def _describe_all(
     entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
 ) -> tuple[list[Array], list[list[int | None]]]:
-    """Return the statistics of each variable, and the number of dead rows of each of its tensors.
-
-    The number is None if it is unknown.
-    """
+    """Return the statistics of each variable, and the dead rows of each tensor, None if unknown."""
     readers = [reader for entry in entries for reader in entry.readers]
     quantiles = options.quantiles
     cache_key = ("statistics", *options.names, quantiles, options.exact)
@@ -245,19 +240,15 @@ def _describe_all(
             else:
                 result = values[start]
             if entry.absent is not None and entry.gone is not None:
-                entry_dead = _at_places(entry_dead, entry.gone)
+                remaining = iter(entry_dead)
+                places = entry.gone.ravel() if entry_dead else ()
+                entry_dead = [0 if is_gone else next(remaining) for is_gone in places]
                 # Absent tensors are filled with NaN; other statistics ignore these elements.
                 result[[options.names.index(name) for name in ("count", "nan")]] -= entry.absent
                 result[:, entry.gone] = np.nan
             results.append(result)
             dead_rows.append(entry_dead)
     return results, dead_rows
-
-
-def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
-    """Return the number of dead rows for each place of a variable; 0 if its tensor is absent."""
-    remaining = iter(dead)
-    return [0 if is_gone else next(remaining) for is_gone in gone.ravel()] if dead else []
 
 
 def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Progress) -> Array:
@@ -272,10 +263,10 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
     def describe_waiting() -> None:
         if not waiting:
             return
-        _describe_some(waiting, readers, options, rows)
-        for number, quantiles in _inexact_quantiles(waiting, rows, options):
+        _fill_rows(rows, waiting, readers, options)
+        for number, inexact in _inexact_quantiles(waiting, rows, options).items():
             if not readers[number].complex:
-                targets[number] = targets_of(waiting[number], quantiles)
+                targets[number] = targets_of(waiting[number], inexact)
         waiting.clear()
 
     def finish(number: int, sketch: Sketch) -> None:
@@ -298,34 +289,22 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
 
 def _inexact_quantiles(
     sketches: Mapping[int, Sketch], rows: Array, options: _StatsOptions
-) -> list[tuple[int, Sequence[float]]]:
-    """Return the numbers of tensors with the quantiles that need another pass.
-
-    A sketch keeps seven bits of the fraction of a number, but fewer of a subnormal number.
-    """
+) -> dict[int, Sequence[float]]:
+    """Return the quantiles that need another pass, by number of the tensor."""
     if options.exact:
-        return [(number, options.quantiles) for number in sketches]
-    numbers = list(sketches)
-    end = FIRST_QUANTILE + len(options.quantiles)
-    sizes = np.abs(rows[numbers, FIRST_QUANTILE:end])
+        return dict.fromkeys(sketches, options.quantiles)
+    numbers, levels = list(sketches), np.array(options.quantiles, np.float64)
+    sizes = np.abs(rows[numbers, FIRST_QUANTILE : FIRST_QUANTILE + len(levels)])
+    # A sketch has seven bits of the fraction of a number, but fewer of a subnormal number.
     normal = np.array([sketch.kind.smallest_normal for sketch in sketches.values()])
-    is_between = np.array([0 < quantile < 1 for quantile in options.quantiles], np.bool_)
-    subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between  # the ends are exact
-    return [
-        (
-            numbers[position],
-            [
-                q
-                for q, inexact in zip(options.quantiles, subnormal[position], strict=True)
-                if inexact
-            ],
-        )
-        for position in np.flatnonzero(subnormal.any(axis=1)).tolist()
-    ]
+    is_between = (levels > 0) & (levels < 1)  # the ends are exact
+    subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between
+    positions = np.flatnonzero(subnormal.any(axis=1)).tolist()
+    return {numbers[position]: levels[subnormal[position]].tolist() for position in positions}
 
 
-def _describe_some(
-    sketches: Mapping[int, Sketch], readers: Sequence[Reader], options: _StatsOptions, rows: Array
+def _fill_rows(
+    rows: Array, sketches: Mapping[int, Sketch], readers: Sequence[Reader], options: _StatsOptions
 ) -> None:
     """Fill the rows of tensors whose sketches are complete."""
     described = describe_all(list(sketches.values()), options.quantiles, channels=options.channels)

@@ -277,10 +277,7 @@ class Rows:
         self.open: dict[int, tuple[int, bool]] = {}
 
     def add(self, start: int, count: int, alive: Array | None = None) -> None:
-        """Add a run of elements.
-
-        `alive` has for each row whether one of the elements is not zero; None means all rows.
-        """
+        """Add a run of elements; `alive` has whether rows have a nonzero element, None if all."""
         first, last = start // self.length, (start + count - 1) // self.length
         ends = (True, True) if alive is None else (bool(alive[0]), bool(alive[-1]))
         if first == last:

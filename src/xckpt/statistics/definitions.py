@@ -21,10 +21,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Elements:
-    """The elements of several tensors: each attribute is an array with a number per tensor.
-
-    `low` and all attributes after it are of the finite elements, and NaN without any.
-    """
+    """The elements of several tensors: each attribute is an array with a number per tensor."""
 
     #: How the elements are counted; None for elements that have no code.
     kind: Kind | None
@@ -32,6 +29,7 @@ class Elements:
     nan: Array
     inf: Array
     zero: Array
+    # All others are of the finite elements, and NaN without any.
     low: Array
     high: Array
     mean: Array
@@ -49,11 +47,9 @@ class Elements:
         raise NotImplementedError
 
     def count_where(self, condition: Callable[[Array], Array]) -> Array:
-        """Count the finite elements that meet a condition; approximate for large types.
-
-        Elements of more than 16 bits are rounded to eight significant bits, except for zeros,
-        subnormal elements and the extremes.
-        """
+        """Count the finite elements that meet a condition; approximate for large types."""
+        # Elements of more than 16 bits are rounded to eight significant bits, except for zeros,
+        # subnormal elements and the extremes.
         raise NotImplementedError
 
 

@@ -328,11 +328,9 @@ def scaled(value: float, exponent: int) -> float:
 
 
 def exact_moments(kind: Kind, codes: Array, counts: Array, first: Array) -> list[list[float]]:
-    """Return mean, std, rms, l2, skew and kurtosis for each tensor, each rounded only once.
-
-    `codes` has the codes of all tensors one after another, each in ascending order of the values;
-    `first` has the position where each tensor begins.
-    """
+    """Return mean, std, rms, l2, skew and kurtosis for each tensor, each rounded only once."""
+    # `codes` has the codes of all tensors one after another, each in ascending order of the values;
+    # `first` has the position where each tensor begins.
     moments: list[list[float]] = []
     if not len(first):
         return moments
@@ -357,11 +355,8 @@ def exact_moments(kind: Kind, codes: Array, counts: Array, first: Array) -> list
 def _power_sums(
     kind: Kind, codes: Array, counts: Array, first: Array
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the sums of the first four powers of the values, in units of powers of two.
-
-    The first list has four integers for each tensor, the second the exponent of its unit: the
-    values of a tensor are integers times ``2**exponent``.
-    """
+    """Return the sums of the first four powers for each tensor, and the exponent of its unit."""
+    # The values of a tensor are integers times ``2**exponent``.
     significands, exponents = _integers(kind.name)
     exponent = exponents[codes]
     # Values ascend, so they form runs with the same exponent.
@@ -389,10 +384,8 @@ def _power_sums(
 
 
 def _group_sums(powers: Array, counts: Array, free_bits: int, starts: Array) -> list[int]:
-    """Return the exact sum of ``counts * powers`` for each group.
-
-    An int64 sum has `free_bits` bits left for the counts.
-    """
+    """Return the exact sum of ``counts * powers`` for each group."""
+    # An int64 sum has `free_bits` bits left for the counts.
     if powers.dtype == object:
         return [int(total) for total in np.add.reduceat(powers * counts.astype(object), starts)]
     bits = int(counts.max()).bit_length()

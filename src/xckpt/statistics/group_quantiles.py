@@ -39,20 +39,9 @@ def cached_tensors(readers: Iterable[Reader]) -> dict[str, CachedTensor]:
 
 
 def group_quantiles(tensors: Sequence[CachedTensor | None], numbers: Array, levels: Array) -> Array:
-    """Return the quantiles of the elements of each group, in ascending order of the groups.
-
-    A group is NaN if the counts of a tensor are missing. Elements of more than 16 bits are rounded,
-    as in `stats`.
-
-    Parameters
-    ----------
-    tensors : sequence of CachedTensor or None
-        Tensors, None for those without counts.
-    numbers : array of int
-        Group of each tensor.
-    levels : array of float
-        Quantiles to compute.
-    """
+    """Return the quantiles of the elements of each group, NaN if counts of a tensor are missing."""
+    # `numbers` has the group of each tensor. Rows are in ascending order of the groups. Elements of
+    # more than 16 bits are rounded, as in `stats`.
     present, groups = np.unique(numbers, return_inverse=True)
     quantiles = np.full((len(present), len(levels)), np.nan)
     remaining = np.bincount(groups)

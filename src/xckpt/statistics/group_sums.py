@@ -14,16 +14,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Groups:
-    """Tensors in groups, and the statistics of all finite elements of each group.
+    """Tensors in groups, and the statistics of all finite elements of each group."""
 
-    Parameters
-    ----------
-    columns : mapping of str to array
-        Statistics by name, with a number for each tensor.
-    numbers : array of int
-        Group of each tensor.
-    """
-
+    # `columns` has statistics by name, with a number for each tensor; `numbers` the groups of them.
     def __init__(self, columns: Mapping[str, Array], numbers: Array) -> None:
         order = np.argsort(numbers, kind="stable")
         self._order = order

@@ -64,10 +64,8 @@ class Merged(NamedTuple):
 def merge_statistics(
     groups: Groups, names: Sequence[str], quantiles: Callable[[Array], Array] | None = None
 ) -> Merged:
-    """Merge the statistics of tensors that have these names, as their definitions state.
-
-    `quantiles` returns the quantiles of all groups at levels, in a column for each level.
-    """
+    """Merge the statistics of tensors that have these names, as their definitions state."""
+    # `quantiles` returns the quantiles of all groups at levels, in a column for each level.
     merges = {statistic.name: statistic.merge for statistic in STATISTICS} | MERGES_OF_SPECTRA
     levels = [name for name in names if name.startswith("q") and name[1:2].isdigit()]
     columns: dict[str, Array] = {}
@@ -104,15 +102,23 @@ def _labels(key: str, names: Sequence[str], origin: DescribedTensors | None) -> 
     if key == "module":
         return [drop_indices(parse_name(split_leaf(name)[0]).template) for name in names]
     parsed = [parse_name(name) for name in names]
+    labels: list[int | None]
     if key == "layer":
         paths = [parts.outermost for parts in parsed]
         stacks = {path.removesuffix(parts.indices[0])
                   for path, parts in zip(paths, parsed, strict=True) if path}  # fmt: skip
         if len(stacks) > 1:  # for example an encoder and a decoder
             return [path or None for path in paths]
-        labels: list[Any] = [int(parts.indices[0]) if parts.indices else None for parts in parsed]
+        labels = [int(parts.indices[0]) if parts.indices else None for parts in parsed]
     else:
-        labels = [_number_of(key, parts.modules, parts.indices) for parts in parsed]
+        labels = []
+        for parts in parsed:  # modules called ``expert``, ``experts``, ``local_experts``, ...
+            numbers = [
+                int(index)
+                for module, index in zip(parts.modules, parts.indices, strict=True)
+                if module in {key, f"{key}s"} or module.endswith((f"_{key}", f"_{key}s"))
+            ]
+            labels.append(numbers[0] if numbers else None)
     if all(label is None for label in labels):
         modules = Counter(module for parts in parsed for module in parts.modules)
         keys = ["layer", "role", "module", *modules]
@@ -120,14 +126,6 @@ def _labels(key: str, names: Sequence[str], origin: DescribedTensors | None) -> 
         listed = f"did you mean {hint!r}?" if hint else f"keys are {', '.join(map(shown, keys))}"
         raise ValueError(f"no tensor has a number for {key!r} in its name; {listed}")
     return labels
-
-
-def _number_of(key: str, modules: Sequence[str], indices: Sequence[str]) -> int | None:
-    """Return the index of a module called ``expert``, ``experts``, ``local_experts``, ..."""
-    for module, index in zip(modules, indices, strict=True):
-        if module in {key, f"{key}s"} or module.endswith((f"_{key}", f"_{key}s")):
-            return int(index)
-    return None
 
 
 def _role_labels(names: Sequence[str], origin: DescribedTensors | None) -> list[str]:
@@ -163,19 +161,9 @@ def by(
     merge: Callable[..., Merged] | None = None,
     extra: Callable[[Sequence[str]], dict[str, Array]] | None = None,
 ) -> xr.Dataset:
-    """Return the statistics of all elements of each group; see `CheckpointAccessor.by`.
-
-    Parameters
-    ----------
-    result : xarray.Dataset
-        Statistics, measures, spectra or a histogram of whole tensors.
-    keys : sequence of str
-        Keys of the groups, which become dimensions.
-    merge : callable, optional
-        Merges the columns of several tensors; by default as the statistics state.
-    extra : callable, optional
-        Returns columns besides the statistics, for the names of the tensors.
-    """
+    """Return the statistics of all elements of each group; see `CheckpointAccessor.by`."""
+    # `merge` merges the columns of several tensors, by default as the statistics state; `extra`
+    # returns columns besides the statistics, for the names of the tensors.
     for variable, _ in named_tensors(result):
         record = stack_of(variable)
         if set(variable.dims[1:]) - set(record.dims if record else ()):
@@ -247,7 +235,9 @@ def place_tensors(
         if has_values is not None:
             has_label &= has_values
         outside = [n for n, has in zip(names, has_label.tolist(), strict=True) if not has]
-        picked = np.flatnonzero(_untied(names, origin) & has_label).tolist()
+        shared, present = origin.shared if origin else {}, set(names)
+        is_copy = [shared.get(name, "") in present for name in names]
+        picked = np.flatnonzero(has_label & ~np.array(is_copy, np.bool_)).tolist()
         if not picked:
             raise ValueError(f"no tensor has all keys {', '.join(map(repr, keys))}")
         coords = {key: _sorted(key, (labels[key][n] for n in picked)) for key in keys}
@@ -284,13 +274,6 @@ def _with_origin(grouped: xr.Dataset, result: xr.Dataset) -> xr.Dataset:
     note = {} if "origin" in result.encoding else {"note": _SAVED}
     grouped.attrs = {**attrs, **note, **grouped.attrs}
     return grouped
-
-
-def _untied(names: Sequence[str], origin: DescribedTensors | None) -> Array:
-    """Return which tensors count: all but copies of tensors that are there, too."""
-    shared = origin.shared if origin else {}
-    present = set(names)
-    return np.array([shared.get(name, "") not in present for name in names], np.bool_)
 
 
 def _histogram(result: xr.Dataset, rows: Array, places: Places) -> xr.Dataset:

@@ -74,7 +74,29 @@ def distributions(entries: Sequence[Described]) -> list[Distribution]:
     readers = [reader for entry in entries for reader in entry.readers]
 
     def finish(number: int, sketch: Sketch) -> Distribution:
-        return _distribution(readers[number], sketch)
+        elements = spectrum(sketch)
+        is_present = elements.counts > 0
+        values, counts = elements.values(is_present), elements.counts[is_present]
+        count = int(counts.sum())
+        low, high, smallest = _span(elements) if count else (np.nan, np.nan, np.inf)
+        mean, bulk = np.nan, (np.nan, np.nan)
+        if count:
+            mean = float(np.average(values, weights=counts))
+            ends = np.searchsorted(np.cumsum(counts), np.multiply(_BULK, count))
+            first, last = values[ends.clip(0, len(values) - 1)].tolist()
+            bulk = first, last
+        return Distribution(
+            name=readers[number].name,
+            count=count,
+            other=sketch.count - count,
+            low=low,
+            high=high,
+            mean=mean,
+            smallest=smallest,
+            bulk=bulk,
+            _reader=readers[number],
+            _sketch=sketch.pack(),
+        )
 
     with Progress(None, "histogram") as bar:
         results: list[Distribution] = gather(
@@ -154,7 +176,7 @@ def histogram(
         def scan(numbers: list[int]) -> list[list[float]]:
             def finish(number: int, sketch: Sketch) -> list[float]:
                 packed[numbers[number]] = sketch.pack()
-                return _span(sketch)
+                return _span(spectrum(sketch))
 
             selected = [readers[number] for number in numbers]
             return gather(selected, Sketch, finish, bar, cache=cache, stretched=True)
@@ -189,33 +211,8 @@ def histogram(
     return cast("Dataset", xr.Dataset(variables, coords))
 
 
-def _distribution(reader: Reader, sketch: Sketch) -> Distribution:
-    elements = spectrum(sketch)
-    is_present = elements.counts > 0
-    values, counts = elements.values(is_present), elements.counts[is_present]
-    count, packed = int(counts.sum()), sketch.pack()
-    nonfinite = sketch.count - count
-    if not count:
-        nan = np.nan
-        return Distribution(
-            reader.name, 0, nonfinite, nan, nan, nan, np.inf, (nan, nan), reader, packed
-        )
-    smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
-    # In other kinds, values are middles of codes, but a sketch has the exact extremes.
-    low, high = (values[0], values[-1]) if elements.kind.exact else (elements.low, elements.high)
-    ends = np.searchsorted(np.cumsum(counts), np.multiply(_BULK, count)).clip(0, len(values) - 1)
-    mean = float(np.average(values, weights=counts))
-    return Distribution(
-        *(reader.name, count, nonfinite, float(low), float(high), mean, smallest),
-        (float(values[ends[0]]), float(values[ends[1]])),
-        reader,
-        packed,
-    )
-
-
-def _span(sketch: Sketch) -> list[float]:
+def _span(elements: Spectrum) -> list[float]:
     """Return the smallest and the largest element, and the smallest nonzero magnitude."""
-    elements = spectrum(sketch)
     values = elements.values(elements.counts > 0)
     if not len(values):
         return [np.nan, np.nan, np.nan]
@@ -263,18 +260,23 @@ def bin_edges(bins: int | Array, scale: str, spans: Sequence[Sequence[float]]) -
         low, high = low - 0.5, high + 0.5
     if scale == "linear" or count < 3:
         return np.linspace(low, high, count + 1)
+    # Edges are spaced logarithmically on both sides of zero.
     smallest = min((span[2] for span in spans), default=np.inf)
-    return _symmetric_edges(low, high, smallest, count)
+    largest = max(-low, high)
+    start = max(largest * 10.0**-_DECADES, min(smallest, largest / 2))
+    octaves = [np.log2(max(bound / start, 1.0)) for bound in (-low, high)]
+    below = min(round((count - 1) * octaves[0] / sum(octaves)), count - 1)
+    negative, positive = _steps(start, -low, below), _steps(start, high, count - 1 - below)
+    edges: Array = np.unique(np.concatenate([-negative[::-1], positive]))
+    return edges
 
 
 def edges_on_grid(kind: Kind, edges: Array) -> Array:
-    """Move edges to halfway between the numbers that a sketch of a kind distinguishes.
-
-    Merge bins without such a number with their neighbours, so that each bin is as wide as the
-    spacing of its numbers. Counts divided by these widths are densities without a comb where bins
-    are finer than the numbers, and without a step where the spacing doubles. Elements equal to the
-    first or the last edge are inside.
-    """
+    """Move edges to halfway between the numbers that a sketch of a kind distinguishes."""
+    # Merge bins without such a number with their neighbours, so that each bin is as wide as the
+    # spacing of its numbers. Counts divided by these widths are densities without a comb where bins
+    # are finer than the numbers, and without a step where the spacing doubles. Elements equal to
+    # the first or the last edge are inside.
     if kind.exact:
         cells = _cells(kind)
         first = np.searchsorted(cells, edges[0], side="left") - 1
@@ -291,7 +293,11 @@ def edges_on_grid(kind: Kind, edges: Array) -> Array:
         high = high + 1 if kind.integer else np.nextafter(high, np.inf)
     low, high = _rounded(low, np.floor), _rounded(high, np.ceil)
     if kind.integer:
-        inner, low, high = (_between(bounds) for bounds in (inner, low, high))
+        # Halfway between integers, towards zero.
+        inner, low, high = (
+            np.copysign(np.maximum(np.rint(np.abs(bounds)), 1) - 0.5, bounds)
+            for bounds in (inner, low, high)
+        )
     ascending: Array = np.unique([low, *inner[(inner > low) & (inner < high)], high])
     return ascending
 
@@ -311,25 +317,6 @@ def _rounded(numbers: Array, round_to_integer: Any) -> Array:
     fractions, exponents = np.frexp(numbers)
     rounded: Array = np.ldexp(round_to_integer(fractions * 256) / 256, exponents)
     return rounded
-
-
-def _between(numbers: Array) -> Array:
-    """Move numbers to halfway between integers, towards zero."""
-    halfway: Array = np.copysign(np.maximum(np.rint(np.abs(numbers)), 1) - 0.5, numbers)
-    return halfway
-
-
-def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Array:
-    """Return edges spaced logarithmically on both sides of zero, from `low` to `high`."""
-    largest = max(-low, high)
-    start = max(largest * 10.0**-_DECADES, min(smallest, largest / 2))
-    spans = [np.log2(max(bound / start, 1.0)) for bound in (-low, high)]
-    shares = [round((count - 1) * span / sum(spans)) for span in spans]
-    negative = _steps(start, -low, min(shares[0], count - 1))
-    positive = _steps(start, high, count - 1 - min(shares[0], count - 1))
-    edges = np.concatenate([-negative[::-1], positive])
-    unique: Array = np.unique(edges)
-    return unique
 
 
 def _steps(start: float, stop: float, count: int) -> Array:

@@ -116,10 +116,7 @@ def refine(
     targets_by_tensor: Sequence[list[_QuantileTarget]],
     progress: Progress,
 ) -> list[dict[float, float]]:
-    """Return the exact quantiles of each tensor, by quantile.
-
-    `targets_by_tensor` has the targets of each tensor, from `targets_of`.
-    """
+    """Return the exact quantiles of each tensor, by quantile; the targets are from `targets_of`."""
     results: list[dict[float, float]] = [{} for _ in readers]
     remaining = {n: list(targets) for n, targets in enumerate(targets_by_tensor)}
 

@@ -38,11 +38,23 @@ def describe_rows(
     rows = variable.transpose(*dims, ...)
     length = prod(rows.shape[len(dims) :])
     step = max(1, LONGEST_ROW // max(1, length))
-    tables = [_table(rows, slab, length) for slab in _slabs(shape, step)] or [np.empty((0, 0))]
+    tables: list[Array] = []
+    for slab in _slabs(shape, step):
+        values = rows[slab].values
+        if values.dtype.kind == "c":
+            values = magnitudes(values)
+        elif not (values.dtype.kind in "iu" and values.dtype.isbuiltin):
+            with np.errstate(invalid="ignore"):  # signalling NaN
+                values = values.astype(np.float64)
+        count = values.size // length if length else prod(values.shape[: len(slab)])
+        tables.append(values.reshape(count, length))
     stored = np.dtype(variable.encoding.get("stored_dtype", variable.dtype))
     kind = kind_of(stored) or kind_of(variable.dtype)
     statistics = np.concatenate(
-        [describe_elements(TableElements(table, kind), quantiles) for table in tables]
+        [
+            describe_elements(TableElements(table, kind), quantiles)
+            for table in tables or [np.empty((0, 0))]
+        ]
     )
     if variable.dtype.kind == "c":
         statistics[:, of_real_numbers(quantiles)] = np.nan
@@ -58,19 +70,6 @@ def _slabs(shape: tuple[int, ...], step: int) -> list[tuple[Any, ...]]:
         return [(i, *inside) for i in range(shape[0]) for inside in _slabs(shape[1:], step)]
     rows = max(1, step // max(1, inner))
     return [(slice(start, start + rows),) for start in range(0, shape[0], rows)]
-
-
-def _table(rows: xr.Variable, slab: tuple[Any, ...], length: int) -> Array:
-    """Return rows as integers or float64, complex numbers as their magnitudes."""
-    values = rows[slab].values
-    if values.dtype.kind == "c":
-        values = magnitudes(values)
-    elif not (values.dtype.kind in "iu" and values.dtype.isbuiltin):
-        with np.errstate(invalid="ignore"):  # signalling NaN
-            values = values.astype(np.float64)
-    count = values.size // length if length else prod(values.shape[: len(slab)])
-    table: Array = values.reshape(count, length)
-    return table
 
 
 class TableElements(Elements):

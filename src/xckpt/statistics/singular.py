@@ -64,11 +64,9 @@ _FEWEST_IN_TAIL = 2
 
 
 def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
-    """Return all singular values of a matrix, largest first; NaN for values below the floor.
-
-    `blocks` returns an iterator over blocks of rows, and is called for each pass. The matrix has
-    at least as many rows as columns. All values are NaN if any element is not finite.
-    """
+    """Return all singular values of a matrix, largest first; NaN for values below the floor."""
+    # `blocks` returns an iterator over blocks of rows, and is called for each pass. The matrix has
+    # at least as many rows as columns. All values are NaN if any element is not finite.
     scale = 1.0
     gram = _gram(blocks, scale)
     if not _SQUARES[0] < np.trace(gram).real < _SQUARES[1]:
@@ -93,10 +91,8 @@ def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
 
 
 def values_of_product(left: Array, right: Array, scale: float) -> Array:
-    """Return the singular values of ``scale * left @ right``, largest first, without forming it.
-
-    Values below the floor are NaN, also those beyond the rank of the factors.
-    """
+    """Return the singular values of ``scale * left @ right``, largest first, without forming it."""
+    # Values below the floor are NaN, and all beyond the rank of the factors.
     values = np.full(min(len(left), right.shape[1]), np.nan)
     if not (np.isfinite(left).all() and np.isfinite(right).all()):
         return values
@@ -201,24 +197,10 @@ def _wide(block: Array) -> Array:
 def describe_values(
     values: Array, shape: tuple[int, int], epsilon: float, noise: float = 0.0
 ) -> list[float]:
-    """Compute `STATISTICS` from singular values.
-
-    Parameters
-    ----------
-    values : array
-        Largest first, NaN below the floor. NaN counts as zero, except for the condition.
-    shape : tuple of int
-        Rows and columns.
-    epsilon : float
-        Relative rounding of the element type.
-    noise : float
-        Largest singular value that rounding explains; NaN if it is unknown.
-
-    Returns
-    -------
-    list of float
-        The statistics in order; NaN where one is unknown or has no meaning.
-    """
+    """Compute `STATISTICS`, in order, from singular values; NaN if unknown or without meaning."""
+    # Values are largest first, NaN below the floor; NaN counts as zero, except for the condition.
+    # `shape` has rows and columns, `epsilon` is the relative rounding of the element type, `noise`
+    # the largest singular value that rounding explains, or NaN if that is unknown.
     if np.isnan(values[0]):
         return [np.nan] * len(STATISTICS)
     positive = values[values > 0]
@@ -243,20 +225,14 @@ def describe_values(
 
 
 class RoundingNoise:
-    """Bound on the singular values that rounding to the stored types adds to a difference.
+    """Bound on the singular values that rounding to the stored types adds to a difference."""
 
-    The error of each element is assumed to be independent and uniform over the distance to the next
-    number. The largest singular value of such errors is about the square root of the largest
-    variance of a row plus the square root of the largest variance of a column (Latała, "Some
-    estimates of norms of random matrices", Proc. AMS 133, 2005).
+    # The error of each element is assumed to be independent and uniform over the distance to the
+    # next number. The largest singular value of such errors is about the square root of the largest
+    # variance of a row plus the square root of the largest variance of a column (Latała, "Some
+    # estimates of norms of random matrices", Proc. AMS 133, 2005).
 
-    Parameters
-    ----------
-    kinds : sequence of Kind or None
-        Stored element types of the two matrices; None if the rounding is unknown, as for quantised
-        matrices.
-    """
-
+    # A kind is None if the rounding is unknown, as for quantised matrices.
     def __init__(self, kinds: Sequence[Kind | None]) -> None:
         self.sides = [None if kind is None else _RoundingSums(kind) for kind in kinds]
         self.is_complete = False
@@ -328,12 +304,10 @@ class _RoundingSums:
 
 
 def power_law(values: Array) -> tuple[float, float]:
-    """Fit a power law to the tail of positive numbers; return its exponent and the tail's start.
-
-    The exponent is the maximum-likelihood estimate. The start of the tail minimises the
-    Kolmogorov-Smirnov distance between the tail and the law: Clauset, Shalizi and Newman, Power-law
-    distributions in empirical data, SIAM Review 51, 661 (2009), equations 3.1 and 3.9.
-    """
+    """Fit a power law to the tail of positive numbers; return its exponent and the tail's start."""
+    # The exponent is the maximum-likelihood estimate. The start of the tail minimises the
+    # Kolmogorov-Smirnov distance between the tail and the law: Clauset, Shalizi and Newman,
+    # Power-law distributions in empirical data, SIAM Review 51, 661 (2009), equations 3.1 and 3.9.
     ordered = np.sort(values)
     if len(ordered) <= _FEWEST_IN_TAIL:
         return np.nan, np.nan

@@ -319,10 +319,8 @@ class Matrix:
         return float(np.finfo(np.float64 if is_double else np.float32).eps)
 
     def blocks(self, noise: RoundingNoise | None = None) -> Callable[[], Iterator[Array]]:
-        """Return a function that yields blocks of rows, or of transposed columns if there are more.
-
-        The first pass over a difference adds both sides to `noise`.
-        """
+        """Return a function that yields blocks of rows, or of transposed columns if wide."""
+        # The first pass over a difference adds both sides to `noise`.
         rows, columns = self.shape
         long, short = max(self.shape), min(self.shape)
         step = max(64, _BLOCK_NBYTES // (8 * short))
@@ -386,13 +384,6 @@ def _describe(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed
     return _Decomposed(described, values, noise)
 
 
-def _unpack_values(matrix: Matrix, data: bytes) -> _Decomposed:
-    values = np.frombuffer(data, "<f8").astype(np.float64)
-    if isinstance(matrix.array, _Difference):
-        return _describe(matrix, values[:-1], float(values[-1]))
-    return _describe(matrix, values, None)
-
-
 def _decompose_all(
     matrices: Sequence[Matrix], progress: ProgressOption, *, is_quick: bool, cache: bool
 ) -> dict[str, _Decomposed]:
@@ -407,7 +398,10 @@ def _decompose_all(
             if packed is None:
                 missing.append(matrix)
             else:
-                results[matrix.name] = _unpack_values(matrix, packed)
+                numbers, noise = np.frombuffer(packed, "<f8").astype(np.float64), None
+                if isinstance(matrix.array, _Difference):  # its noise follows its values
+                    numbers, noise = numbers[:-1], float(numbers[-1])
+                results[matrix.name] = _describe(matrix, numbers, noise)
         label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(missing)}"
         with Progress(progress, label, sum(matrix.nbytes for matrix in missing)) as bar:
 
@@ -415,7 +409,6 @@ def _decompose_all(
                 results[matrix.name] = decomposed
                 file = records[matrix.name]
                 if file is not None and decomposed.values is not None and decomposed.values[0] >= 0:
-                    # The noise of a difference follows its values.
                     noise = decomposed.noise
                     numbers = np.append(decomposed.values, [] if noise is None else noise)
                     file.put(key_of(matrix), numbers.astype("<f8").tobytes())

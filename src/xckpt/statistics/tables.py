@@ -191,11 +191,8 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
 
 
 def tensor_attributes(result: xr.Dataset, defaults: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the attributes of the tensors of a result, as lists in the order of the tensors.
-
-    The attribute of a variable is a list, or a single value if it has one tensor. `defaults` has
-    the attributes to return, with the values for missing ones.
-    """
+    """Return attributes of the tensors of a result, in order; `defaults` has the missing values."""
+    # The attribute of a variable is a list, or a single value if it has one tensor.
     columns: dict[str, list[Any]] = {key: [] for key in defaults}
     for variable, names in named_tensors(result):
         for key, default in defaults.items():

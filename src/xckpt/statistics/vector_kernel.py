@@ -65,11 +65,10 @@ _ONE = np.uint32(1)
 
 
 class PreferVectors:
-    """Calls a compiled function with vectors, or with plain loops if vectors fail to compile.
+    """Calls a compiled function with vectors, or with plain loops if vectors fail to compile."""
 
-    The last argument of the function is ``plain``: None, or True for plain loops. numba compiles
-    the function for the type of each argument, and leaves out branches that need it not to be None.
-    """
+    # The last argument of the function is ``plain``: None, or True for plain loops. numba compiles
+    # the function for the type of each argument, and leaves out branches that are not taken for it.
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -93,10 +92,8 @@ class PreferVectors:
 
 @within
 def add_powers(x: Any, center: Any, sums: Any) -> None:
-    """Sum up the powers of ``x - center``, for the elements in whole groups.
-
-    `sums` receives `LANES` accumulators of the first powers, then of the second ones, and so on.
-    """
+    """Sum up the powers of ``x - center``, for the elements in whole groups."""
+    # `sums` receives `LANES` accumulators of the first powers, then of the second ones, and so on.
     for i in range(4 * LANES):
         sums[i] = 0.0
     for group in range(x.size // (ROWS * LANES)):
@@ -115,12 +112,9 @@ def add_powers(x: Any, center: Any, sums: Any) -> None:
 
 @within
 def count_patterns(bits: Any, start: Any, shift: Any, table: Any, extremes: Any) -> Any:
-    """Count and compare elements by their bit patterns, from `start` on.
-
-    The code of a pattern is ``pattern >> shift``. Return three patterns, of these elements and of
-    the `extremes` so far: the largest as signed integers, and the largest and the smallest as
-    unsigned integers.
-    """
+    """Count elements by their codes, from `start` on; return their `extremes` and those so far."""
+    # The code of a pattern is ``pattern >> shift``. The extremes are three patterns: the largest as
+    # signed integers, and the largest and the smallest as unsigned integers.
     sign = bits.dtype.type(bits.dtype.type(1) << bits.dtype.type(8 * bits.itemsize - 1))
     top, farthest, nearest = extremes
     for i in range(start, bits.size):
@@ -175,10 +169,8 @@ class _Writer:
         return sums, [builder.bitcast(row, self.patterns) for row in rows]
 
     def count(self, array: Any, index: Any, shift: Any, tables: Any) -> None:
-        """Count the codes of `WIDTH` elements in two tables by turns.
-
-        If neighbours have the same code, neither waits for the counter of the other.
-        """
+        """Count the codes of `WIDTH` elements in two tables by turns."""
+        # If neighbours have the same code, neither waits for the counter of the other.
         builder = self.builder
         per_load = 64 // self.bits  # elements that are loaded at once
         for k in range(0, WIDTH, per_load):
@@ -210,13 +202,12 @@ def add_and_count(  # noqa: PLR0917  intrinsics take no keywords
 ) -> Any:
     """Do what `add_powers` and `count_patterns` do, for the elements in whole groups, in one pass.
 
-    `even` and `odd` are tables of counters; the count of a code is the sum of both. Unless `plain`
-    is None, nothing is done: the call stands in a branch that is never taken.
+    `even` and `odd` are tables of counters; the count of a code is the sum of both.
     """
     bits = x.dtype.bitwidth
     result = types.UniTuple(types.Integer.from_bitwidth(bits, signed=False), 3)
     signature = result(x, groups, center, sums, shift, even, odd, plain)
-    if plain != types.none:
+    if plain != types.none:  # the call is in a branch that is never taken
         return signature, lambda context, *_: context.get_constant_null(result)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -30,11 +30,9 @@ _TABLE = ".ckpt.table()"
 
 
 class ResultView(NamedTuple):
-    """A result as it is shown: lines for a large comparison, otherwise rows of the table.
+    """A result as it is shown: lines for a large comparison, otherwise rows of the table."""
 
-    `heading` and `rows` are printable; `conclusion` may contain names from files.
-    """
-
+    # `heading` and `rows` are printable; `conclusion` may contain names from files.
     heading: str
     conclusion: str = ""
     lines: tuple[ChangeLine, ...] = ()
@@ -102,27 +100,18 @@ def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
             compared = list(map(TensorChange, rows.index, statuses, sizes))
             return change_lines(compared)
         columns = [rows[name] for name in ("outcome", "cause", "offset", "scale", "heads")]
-        compared = [
-            _explained(name, status, size, *facts)
-            for name, status, size, *facts in zip(
-                rows.index, statuses, sizes, *columns, strict=True
-            )
-        ]
+        compared = []
+        for name, status, size, outcome, cause, *facts in zip(
+            rows.index, statuses, sizes, *columns, strict=True
+        ):
+            kind, text = status, ""
+            if outcome == "explained":
+                kind, text = "explained", "" if cause == "equal" else cause_text(cause, *facts)
+            elif outcome == "changed":
+                kind = "not_finite" if status == "not_finite" else "changed"
+                text = "" if cause == "changed" else cause
+            compared.append(TensorChange(name, kind, size, text))
         return change_lines(compared)
-
-
-def _explained(
-    name: str, status: str, size: float, outcome: str, cause: str, *facts: Any
-) -> TensorChange:
-    """Return a tensor with its explanation: admitted causes, or a description of the change."""
-    if outcome == "explained":
-        return TensorChange(
-            name, "explained", size, "" if cause == "equal" else cause_text(cause, *facts)
-        )
-    if outcome == "changed":
-        kind = "not_finite" if status == "not_finite" else "changed"
-        return TensorChange(name, kind, size, "" if cause == "changed" else cause)
-    return TensorChange(name, status, size)
 
 
 def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:
@@ -134,10 +123,8 @@ def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:
 
 
 def represented(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Return which rows of an explained comparison the row of another name already covers.
-
-    A matched pair of different names has two rows. The row of `a` represents both.
-    """
+    """Return which rows of an explained comparison the row of another name already covers."""
+    # A matched pair of different names has two rows. The row of `a` represents both.
     is_of_b = frame["status"] == "only_b"
     partners = {name for names in frame["other_names"][~is_of_b] for name in names.split(", ")}
     return is_of_b & frame.index.isin(partners)
