@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,11 +21,9 @@ from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import spectrum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from xckpt.health.evidence import Evidence, RuleFinding
-    from xckpt.progress import ProgressOption
-    from xckpt.scan.readers import Reader
 
 
 class CodeRange(NamedTuple):
@@ -43,8 +41,7 @@ class CodeRange(NamedTuple):
 
 def code_ranges(evidence: Evidence) -> list[CodeRange]:
     """Return the ranges of the codes of all quantised tensors."""
-    decoded = _decoded_codes(evidence.readers, progress=evidence.progress, cache=evidence.cache)
-    return [*_plain_codes(evidence), *decoded]
+    return [*_plain_codes(evidence), *_decoded_codes(evidence)]
 
 
 def _plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
@@ -62,21 +59,21 @@ def _plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
             yield CodeRange(row, dtypes[row], count, low, high, ends, scale_count)
 
 
-def _decoded_codes(
-    readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
-) -> list[CodeRange]:
+def _decoded_codes(evidence: Evidence) -> list[CodeRange]:
     """Return the ranges of tensors whose statistics describe decoded numbers; skip packed codes."""
-    quantised = {
-        row: reader.array for row, reader in enumerate(readers) if _has_codes(reader.array)
-    }
-    codes, arrays_by_row = [], list(quantised.items())
-    for _, lazy in arrays_by_row:
-        flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)
-        codes.append(reader_of(flat, lazy.name))
-    with Progress(progress, "codes") as bar:
+    tensors: list[tuple[int, QuantizedArray]] = []
+    codes = []
+    for row, reader in enumerate(evidence.readers):
+        lazy = reader.array
+        is_coded = isinstance(lazy, QuantizedArray)
+        if is_coded and lazy.quantization.bits == lazy.quantization.word_bits == 8:
+            flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)
+            tensors.append((row, lazy))
+            codes.append(reader_of(flat, lazy.name))
+    with Progress(evidence.progress, "codes") as bar:
 
         def finish(number: int, sketch: Sketch) -> CodeRange:
-            row, lazy = arrays_by_row[number]
+            row, lazy = tensors[number]
             values = spectrum(sketch).values()
             blocks = zip(lazy.shape, lazy.quantization.block, strict=True)
             low, high = (values[0], values[-1]) if len(values) else (0.0, 0.0)
@@ -84,14 +81,7 @@ def _decoded_codes(
             kind, ends = sketch.kind.name, count_at_ends(sketch)
             return CodeRange(row, kind, sketch.count, float(low), float(high), ends, scales)
 
-        return gather(codes, Sketch, finish, bar, cache=cache, stretched=True)
-
-
-def _has_codes(array: Any) -> bool:
-    """Return whether an array is decoded from codes of one byte."""
-    if not isinstance(array, QuantizedArray):
-        return False
-    return array.quantization.bits == array.quantization.word_bits == 8
+        return gather(codes, Sketch, finish, bar, cache=evidence.cache, stretched=True)
 
 
 # --- rules ---------------------------------------------------------------------------------------

@@ -25,16 +25,11 @@ _MOST_ROUNDS = 4
 
 
 class EqualTensors:
-    """Tensors that share their bytes, are stored twice, or belong to copied layers.
-
-    Parameters
-    ----------
-    evidence : Evidence
-        Evidence with readers, because equal statistics do not prove equal tensors. Runs are
-        skipped: `StepChanges` compares their steps.
-    """
+    """Tensors that share their bytes, are stored twice, or belong to copied layers."""
 
     def __init__(self, evidence: Evidence) -> None:
+        # Equal statistics do not prove equal tensors: these are read. Runs are skipped, because
+        # `StepChanges` compares their steps.
         readers = evidence.readers if evidence.run is None else ()
         owners: dict[Any, int] = {}
         #: Row of the first tensor with the same bytes of the file.

@@ -73,25 +73,7 @@ class Rule(ABC):
 
 
 class Evidence:
-    """Statistics of tensors, by name; NaN if a statistic was not computed.
-
-    Parameters
-    ----------
-    names : list of str
-        Names of the tensors. Each has a row in every column.
-    columns : dict of str to array
-        Statistics by name.
-    dtypes : list of str
-        Stored element types; empty if unknown.
-    shapes : list of tuple of int
-        Shapes of the tensors.
-    run : str, optional
-        Dimension of the steps of a training run. Names begin with it and the step.
-    readers : sequence of Reader, optional
-        The tensors themselves. Without them, only rules about statistics hold.
-    progress, cache : optional
-        See `stats`; used when tensors are read again.
-    """
+    """Statistics of tensors, by name; NaN if a statistic was not computed."""
 
     def __init__(
         self,
@@ -106,10 +88,14 @@ class Evidence:
         cache: bool = True,
     ) -> None:
         self.names = names
+        #: Statistics by name, with a number for each tensor.
         self.columns = columns
+        #: Stored element types; empty if unknown.
         self.dtypes = dtypes
         self.shapes = shapes
+        #: Dimension of the steps of a training run. Names begin with it and the step.
         self.run = run
+        #: The tensors themselves. Without them, only rules about statistics hold.
         self.readers = readers
         self.progress = progress
         self.cache = cache
@@ -175,10 +161,8 @@ class Evidence:
 
     @cached_property
     def is_new(self) -> bool:
-        """Whether the model seems to be initialised, but not trained.
-
-        Then most gains of norms are constant, or most biases in a model without norms.
-        """
+        """Whether the model seems to be initialised, but not trained."""
+        # Then most gains of norms are constant, or most biases in a model without norms.
         names = enumerate(self.dotted)
         rows = self.norms or [row for row, name in names if name.endswith((".bias", "_bias"))]
         is_constant = self["min"][rows] == self["max"][rows]
@@ -243,11 +227,9 @@ class Evidence:
 
 
 def out_of_line(values: Array, least: float, far: float) -> Array:
-    """Return the distance of each value from its neighbours; 0 where it is at most `far`.
-
-    The unit is the robust standard deviation of distances, at least `least`. The result is 0 unless
-    the value is beyond all of its neighbours, by half of its distance.
-    """
+    """Return the distance of each value from its neighbours; 0 where it is at most `far`."""
+    # The unit is the robust standard deviation of distances, at least `least`. The result is 0
+    # unless the value is beyond all of its neighbours, by half of its distance.
     last = len(values) - 1
     windows = []
     for position in range(len(values)):

@@ -35,13 +35,7 @@ _REQUIRED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
 
 
 class FindingsAccessor:
-    """Methods of xckpt for a table of findings.
-
-    Parameters
-    ----------
-    frame : Findings
-        Result of `findings`, or a selection of its rows.
-    """
+    """Methods of xckpt for a table of findings, or a selection of its rows."""
 
     def __init__(self, frame: Findings) -> None:
         self._frame = frame

@@ -35,10 +35,9 @@ _ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STA
 
 
 class RunSummary(pd.DataFrame):
-    """A table of a training run, with a column for each step, that shows a selection of its rows.
+    """A table of a training run, with a column for each step; it shows a selection of its rows."""
 
-    ``attrs["run"]`` is its heading, ``attrs["notes"]`` lists findings as sentences.
-    """
+    # ``attrs["run"]`` is its heading, ``attrs["notes"]`` lists findings as sentences.
 
     @property
     def _constructor(self) -> Any:
@@ -71,7 +70,10 @@ class RunSummary(pd.DataFrame):
             # The first row is the total.
             for row in [places[0], *_spread(places[1:], _MOST_ROWS)]:
                 name = shortened(printable(self.index[row][1]), _WIDEST_NAME)
-                rows.append([f"  {name}", *[_short(numbers[row, n]) for n in columns]])
+                values = numbers[row, columns].tolist()
+                # Three digits, but whole numbers in full, and a dash for NaN.
+                cells = [figure(v) if np.isnan(v) or v == round(v) else f"{v:.3g}" for v in values]
+                rows.append([f"  {name}", *cells])
         return [str(self.columns.name), *[f"{self.columns[n]:,}" for n in columns]], rows
 
     def _notes(self, rows: Sequence[Sequence[str]]) -> list[str]:
@@ -87,10 +89,7 @@ class RunSummary(pd.DataFrame):
 def run_summary(
     ds: xr.Dataset, dim: str, count: int, findings: Sequence[TensorFinding] | None, *, changes: bool
 ) -> RunSummary:
-    """Return the overview of a Dataset of `open_steps` with `count` tensors in each step.
-
-    `findings` is None if they are unknown. With `changes`, compare the steps.
-    """
+    """Return the overview of a Dataset of `open_steps` with `count` tensors in each step."""
     steps = ds.variables[dim].to_numpy().tolist()
     rows: dict[tuple[str, str], Any] = {
         ("metric", name): values for name, values in run_metrics(ds, dim).items()
@@ -116,10 +115,8 @@ def run_summary(
 
 
 def _change_rows(changes: StepChanges) -> dict[tuple[str, str], Any]:
-    """Return the change of each layer, and of the tensors of other roles, from step to step.
-
-    Changes are relative to the norm of the tensors; changes of counters are not.
-    """
+    """Return the change of each layer, and of the tensors of other roles, from step to step."""
+    # Changes are relative to the norm of the tensors; changes of counters are not.
     weights = [n for n, role in enumerate(changes.roles) if role in PARAMETERS]
     rows: dict[tuple[str, str], Any] = {}
     layers: dict[str, list[int]] = {}
@@ -144,11 +141,6 @@ def _change_rows(changes: StepChanges) -> dict[tuple[str, str], Any]:
     # Kinds in the order of their first rows, without interleaving.
     order = list(dict.fromkeys(kind for kind, _ in rows))
     return dict(sorted(rows.items(), key=lambda item: order.index(item[0][0])))
-
-
-def _short(value: float) -> str:
-    """Write a number with three digits, a whole one in full; a dash for NaN."""
-    return figure(value) if np.isnan(value) or value == round(value) else f"{value:.3g}"
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:

@@ -39,15 +39,7 @@ def step_changes(evidence: Evidence) -> StepChanges | None:
 
 
 class StepChanges:
-    """Changes of each tensor of a run between steps: rows are tensors, named without steps.
-
-    Parameters
-    ----------
-    evidence : Evidence
-        With readers and the dimension of the steps.
-    rows : iterable of int
-        Rows of the tensors to compare.
-    """
+    """Changes of each tensor of a run between steps: rows are tensors, named without steps."""
 
     def __init__(self, evidence: Evidence, rows: Iterable[int]) -> None:
         self.dim = evidence.run or ""
@@ -80,10 +72,8 @@ class StepChanges:
         self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
 
     def relative_change(self, rows: Sequence[int]) -> Array:
-        """Return the norm of the change of several tensors together, relative to their norm.
-
-        The norm is of the later step, and of the tensors that changed: others are not decoded.
-        """
+        """Return the norm of the change of several tensors together, relative to their norm."""
+        # The norm is of the later step, and of the tensors that changed: others are not decoded.
         norm = joint_norm(self.norm[rows])
         with np.errstate(invalid="ignore", divide="ignore"):
             size = joint_norm((self.norm / self.relative)[rows])

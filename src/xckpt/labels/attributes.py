@@ -17,21 +17,14 @@ _MAX_TEXT = 64
 
 
 class StackedAttrs(NamedTuple):
-    """Attributes of the members of a stack.
+    """Attributes of the members of a stack."""
 
-    Parameters
-    ----------
-    shared : dict
-        Attributes that all members have with the same value.
-    varying : dict of str to array
-        Attributes that all members have with different values: one value per position, flat; NaN
-        or an empty text at positions without a member.
-    dropped : list of str
-        Names of all other attributes.
-    """
-
+    #: Attributes that all members have with the same value.
     shared: dict[str, Any]
+    #: Attributes that all members have with different values: one value per position, flat; NaN or
+    #: an empty text at positions without a member.
     varying: dict[str, np.ndarray[Any, Any]]
+    #: Names of all other attributes.
     dropped: list[str]
 
 

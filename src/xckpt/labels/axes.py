@@ -28,30 +28,11 @@ _GENERATED = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
 
 
 class AxisNamer:
-    """Names for the axes of one Dataset, assigned variable by variable.
+    """Names for the axes of one Dataset, assigned variable by variable."""
 
-    Parameters
-    ----------
-    dims : mapping of str to sequence of (str or None), optional
-        The caller's names: globs of variable names, each with one name per axis. None leaves an
-        axis to the file, or to its size. The last matching glob wins.
-    reserved : collection of str
-        Names of variables, which no axis may have.
-
-    Raises
-    ------
-    TypeError
-        If `dims` does not map globs to sequences of names.
-    ValueError
-        If `dims` has the same name twice for a tensor.
-
-    Examples
-    --------
-    >>> namer = AxisNamer({"*.w": ("in", "out")})
-    >>> namer.name_axes("a.w", (3, 4)), namer.name_axes("b", (4, 4))
-    (('in', 'out'), ('d4', 'd4_1'))
-    """
-
+    # `dims` has the caller's names: globs of variable names, each with one name per axis. None
+    # leaves an axis to the file, or to its size. The last matching glob wins. `reserved` are names
+    # of variables, which no axis may have.
     def __init__(
         self,
         dims: Mapping[str, Sequence[str | None]] | None = None,
@@ -67,10 +48,7 @@ class AxisNamer:
         self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def for_child(self, index_sizes: Mapping[str, int]) -> AxisNamer:
-        """Return a namer for a node below this one in a tree; names keep their sizes there.
-
-        `index_sizes` has the sizes of the child's index coordinates by name.
-        """
+        """Return a namer for a node with these index coordinates, below this one in a tree."""
         child = AxisNamer()
         child._entries, child._reserved = self._entries, self._reserved
         child._index_coords = self._index_coords.union(index_sizes)
@@ -100,11 +78,9 @@ class AxisNamer:
         stack_dims: tuple[str, ...] = (),
         member: str = "",
     ) -> tuple[str, ...]:
-        """Return the names of a variable's axes.
-
-        `suggested` has the file's names. A stack begins with the axes `stack_dims`, and the
-        caller's globs also match the name of its first `member`.
-        """
+        """Return the names of a variable's axes; `suggested` has the file's names."""
+        # A stack begins with the axes `stack_dims`, and the caller's globs also match the name of
+        # its first `member`.
         chosen = self._chosen_names(variable, shape, stack_dims, member)
         if chosen is None and suggested is None and not stack_dims:
             return self._names_from_sizes(shape)

@@ -109,8 +109,17 @@ def _spellings(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple
     yield "gptrs", lambda name: _spell_gptrs(name, "layers", _LLAMA)
     # Finding the architecture takes time: only if there are names that no other rule matched.
     architecture = _best_architecture(ours, theirs) if ours and theirs else None
-    if architecture is not None:
-        yield "gguf", lambda name: _spell_gguf(name, architecture)
+    if architecture is None:
+        return
+
+    def spell_gguf(name: str) -> str | None:
+        form, index = _split_index(name)
+        spelling = _gguf_name(form, architecture)
+        if spelling is None or index is None:
+            return spelling
+        return spelling.replace(".0.", f".{index}.", 1)
+
+    yield "gguf", spell_gguf
 
 
 def _spell_leaf(name: str) -> str:
@@ -129,14 +138,6 @@ def _spell_gptrs(name: str, blocks: str, table: dict[str, str]) -> str:
         return table.get(name, name)
     number, inner = match.groups()
     return f"{blocks}.{number}.{table.get(inner, inner)}"
-
-
-def _spell_gguf(name: str, architecture: Any) -> str | None:
-    form, index = _split_index(name)
-    spelling = _gguf_name(form, architecture)
-    if spelling is None or index is None:
-        return spelling
-    return spelling.replace(".0.", f".{index}.", 1)
 
 
 def _split_index(name: str) -> tuple[str, str | None]:
@@ -222,25 +223,7 @@ _MODULE_CODES = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_
 
 
 def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Find the tensors that hold codes, and the scales of each.
-
-    Other integers in the module count as codes, too: shapes, zero points, indices of groups.
-
-    Parameters
-    ----------
-    dtypes : mapping of str to str
-        Stored element type of every tensor by name.
-
-    Returns
-    -------
-    dict of str to str
-        Name of the scales for each tensor of codes.
-
-    Examples
-    --------
-    >>> scales_of_codes({"a.weight": "int8", "a.weight_scale": "float32", "a.bias": "float32"})
-    {'a.weight': 'a.weight_scale'}
-    """
+    """Return the name of the scales of each tensor of codes, and of other integers beside codes."""
     codes, companions = codes_and_companions(dtypes)
     return codes | companions
 

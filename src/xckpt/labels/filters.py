@@ -6,7 +6,7 @@ The suggestions at the end complete error messages about names and filters witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import translate
 from itertools import islice
@@ -67,13 +67,7 @@ def _predicate(name_filter: Any) -> Callable[[str], Any]:
 
 
 def select_or_raise(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
-    """Return the names that a filter matches, as `select` does.
-
-    Raises
-    ------
-    ValueError
-        If the filter matches none of them.
-    """
+    """Return the names that a filter matches, as `select` does; raise if it matches none."""
     names = list(names)
     selected = select(names, name_filter)
     if name_filter is not None and names and not selected:
@@ -93,10 +87,8 @@ def no_match(names: Collection[str], name_filter: TensorFilter) -> str:
 def suggest_word(
     word: str, synonyms: Mapping[str, str], candidates: Iterable[str] = ()
 ) -> str | None:
-    """Return the word that an unknown one stands for, or the most similar candidate, or None.
-
-    `synonyms` has other words by the word to use instead, separated by spaces.
-    """
+    """Return the word that an unknown one stands for, or the most similar candidate, or None."""
+    # `synonyms` has other words by the word to use instead, separated by spaces.
     for replacement, words in synonyms.items():
         if word in words.split():
             return replacement
@@ -119,20 +111,19 @@ def suggest_filters(names: Iterable[str], name_filter: TensorFilter) -> str:
         return ""
     globs = [name_filter] if isinstance(name_filter, str) else list(name_filter)
     candidates = list(islice(names, _MAX_COMPARED))
-    suggestions = [text for glob in globs if (text := _suggest_glob(glob, candidates))]
+    suggestions: list[str] = []
+    for glob in globs:
+        suggestion: str | None = None
+        corrected = _correct_words(glob, candidates)
+        if any(wildcard in glob for wildcard in "*?["):
+            suggestion = corrected if select(candidates, corrected) else None
+        elif corrected not in candidates:  # otherwise a name, which suggest_names lists
+            suggestion = _glob_around(glob, candidates) or _glob_around(corrected, candidates)
+        if suggestion:
+            suggestions.append(suggestion)
     if not suggestions:
         return suggest_names(candidates, globs)
     return f"; did you mean {', '.join(map(shown, suggestions))}?"
-
-
-def _suggest_glob(glob: str, names: Sequence[str]) -> str | None:
-    """Return a glob that resembles the given one and matches a name, or None."""
-    corrected = _correct_words(glob, names)
-    if any(wildcard in glob for wildcard in "*?["):
-        return corrected if select(names, corrected) else None
-    if corrected in names:  # a name, which suggest_names lists
-        return None
-    return _glob_around(glob, names) or _glob_around(corrected, names)
 
 
 def _correct_words(glob: str, names: Iterable[str]) -> str:
@@ -148,10 +139,7 @@ def _correct_words(glob: str, names: Iterable[str]) -> str:
 
 
 def _glob_around(text: str, names: Iterable[str]) -> str | None:
-    """Return a glob for the tensors of a module, or else for all names that contain a text.
-
-    Upper and lower case are the same here.
-    """
+    """Return a glob for the tensors of a module, or else for all names that contain a text."""
     pattern = re.compile(re.escape(text), re.IGNORECASE)
     matches = [match for name in names if (match := pattern.search(name))]
     if not matches or not text:

@@ -58,29 +58,18 @@ _MAX_POSITIONS_PER_MEMBER = 64
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tensors that are one array with more axes.
+    """Tensors that are one array with more axes."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the variable: the members' name without its indices.
-    template : tuple of (str, int or None)
-        Pieces of the members' names: None for an index, or its width if it has leading zeros.
-    dims : tuple of str
-        Dimension of each index that varies, outermost first.
-    indices : tuple of tuple of int
-        Indices along each dimension, ascending.
-    members : tuple of str
-        Names of the tensors, in C order of the grid.
-    present : frozenset of tuple of int, optional
-        Indices of the members, if the grid has empty positions.
-    """
-
+    #: Name of the variable: the members' name without its indices.
     name: str
     template: _Template
+    #: Dimension of each index that varies, outermost first.
     dims: tuple[str, ...]
+    #: Indices along each dimension, ascending.
     indices: _Axes
+    #: Names of the tensors, in C order of the grid.
     members: tuple[str, ...]
+    #: Indices of the members, if the grid has empty positions.
     present: frozenset[_Position] | None = None
 
     @property
@@ -98,10 +87,7 @@ class Stack:
         return tuple(map(len, self.indices))
 
     def arrange(self, items: Iterable[_Item]) -> Iterator[_Item | None]:
-        """Yield an item for each position of the grid, None for empty ones.
-
-        `items` has one item per member.
-        """
+        """Yield the item of the member at each position of the grid, None for empty ones."""
         if self.present is None:
             return iter(items)
         remaining = iter(items)
@@ -120,28 +106,12 @@ def find_stacks(
     preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
     may_be_absent: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
-    """Group tensors of one kind whose names differ only in the indices of modules.
-
-    Parameters
-    ----------
-    kinds : mapping of str to hashable
-        Kind of each tensor by name, in file order. The members of a stack have the same kind.
-    modules : collection of str, optional
-        Numbered modules to stack; all by default.
-    paths : mapping of str to tuple of str, optional
-        Words of the names that dots and slashes do not separate.
-    reserved : collection of str
-        Names that no dimension may have, besides the names of tensors and stacks.
-    preferred_dims : mapping of str to tuple of (str or None), optional
-        `Stack.index_dims` of tensors in a larger file, whose dimensions keep their names.
-    may_be_absent : callable, optional
-        Asks for an outer join: whether a tensor may have empty positions next to it.
-
-    Returns
-    -------
-    list of Stack
-        In the order of their first members in `kinds`.
-    """
+    """Group tensors of one kind whose names differ only in the indices of modules."""
+    # `kinds` has the kind of each tensor by name, in file order. `modules` are the numbered modules
+    # to stack, by default all. `paths` has the words of names that dots and slashes do not
+    # separate, `reserved` names that no dimension may have. `preferred_dims` are `Stack.index_dims`
+    # of tensors in a larger file, whose dimensions keep their names. `may_be_absent` asks for an
+    # outer join: whether a tensor may have empty positions next to it.
     families = list(_families(kinds, modules, paths or {}))
     grids: list[_Grid] = []
     if may_be_absent is not None:
@@ -165,10 +135,8 @@ def find_stacks_in_tree(
     preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
     may_be_absent: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
-    """Group tensors as `find_stacks` does, with names of dimensions that a tree can have.
-
-    `others` has the names of variables that are not stacked, besides those in `kinds`.
-    """
+    """Group tensors as `find_stacks` does, with names of dimensions that a tree can have."""
+    # `others` has the names of variables that are not stacked, besides those in `kinds`.
     refused = set(reserved)
     while True:
         stacks = find_stacks(
@@ -201,10 +169,8 @@ def _format_piece(piece: str | int | None) -> str:
 def _clashing_dims(
     stacks: list[Stack], names: Iterable[str], paths: Mapping[str, _Path]
 ) -> set[str]:
-    """Return dimensions with the name of a variable, or of a node below the stack.
-
-    Their coordinates cannot be in the tree: children inherit the coordinates of a node.
-    """
+    """Return dimensions with the name of a variable, or of a node below the stack."""
+    # Their coordinates cannot be in the tree: children inherit the coordinates of a node.
     members = {name for stack in stacks for name in stack.members}
     stated: dict[str, _Path | None] = {
         name: paths.get(name) for name in names if name not in members
@@ -214,24 +180,18 @@ def _clashing_dims(
         stated[stack.name] = split_words(stack.template) if is_stated else None
     nodes_and_leaves = tree_paths(stated)
     dims = {dim for stack in stacks for dim in stack.dims}
-    nodes_below = _nodes_below({node for node, _ in nodes_and_leaves.values()}, dims)
+    nodes_below: dict[str, set[str]] = defaultdict(set)  # at any depth
+    for path in {node for node, _ in nodes_and_leaves.values()}:
+        nodes = path.split("/")[1:]
+        for depth, node in enumerate(nodes):
+            if node in dims:
+                for ancestor in range(depth + 1):
+                    nodes_below["/" + "/".join(nodes[:ancestor])].add(node)
     clashes = dims & {leaf for _, leaf in nodes_and_leaves.values()}
     for stack in stacks:
         node, _ = nodes_and_leaves[stack.name]
         clashes |= nodes_below.get(node, set()).intersection(stack.dims)
     return clashes
-
-
-def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
-    """Return which of some names the nodes below each node have, at any depth."""
-    below: dict[str, set[str]] = defaultdict(set)
-    for path in paths:
-        nodes = path.split("/")[1:]
-        for depth, node in enumerate(nodes):
-            if node in names:
-                for ancestor in range(depth + 1):
-                    below["/" + "/".join(nodes[:ancestor])].add(node)
-    return below
 
 
 # --- families ------------------------------------------------------------------------------------
@@ -267,10 +227,8 @@ def _families(
 def _split_by_width(
     template: _Template, members: Sequence[tuple[_Path, str]]
 ) -> Iterator[_Numbered]:
-    """Split tensors into families whose template can spell all indices along each axis.
-
-    ``1`` and ``01`` are the same number, and so are never in one family.
-    """
+    """Split tensors into families whose template can spell all indices along each axis."""
+    # ``1`` and ``01`` are the same number, and so are never in one family.
     modules = tuple(numbered_modules(template))
     columns = list(zip(*[spelling for spelling, _ in members], strict=True))
     # Many members share few indices: each is converted once.
@@ -348,7 +306,14 @@ def _outer_grids(
     while True:
         # Without families that are too sparse, modules can have fewer indices.
         candidates, joined, grids = joined, [], []
-        indices_by_module = _indices_by_module(candidates)
+        # The template up to an index names its module, because ``encoder.layers`` and
+        # ``decoder.layers`` are different modules.
+        numbers_by_module: dict[_Template, set[int]] = defaultdict(set)
+        for family in candidates:
+            columns = zip(*family.members, strict=True)
+            for module, column in zip(_module_prefixes(family.template), columns, strict=True):
+                numbers_by_module[module].update(column)
+        indices_by_module = {m: tuple(sorted(n)) for m, n in numbers_by_module.items()}
         for family in candidates:
             modules = _module_prefixes(family.template)
             indices = tuple(indices_by_module[module] for module in modules)
@@ -362,20 +327,6 @@ def _outer_grids(
             grids.append(_Grid(family.template, family.modules, indices, members, present))
         if len(joined) == len(candidates):
             return grids, remaining
-
-
-def _indices_by_module(families: Iterable[_Numbered]) -> dict[_Template, tuple[int, ...]]:
-    """Return all indices of each module.
-
-    The key is the template up to the index, as ``encoder.layers`` and ``decoder.layers`` are
-    different modules.
-    """
-    indices: dict[_Template, set[int]] = defaultdict(set)
-    for family in families:
-        columns = zip(*family.members, strict=True)
-        for module, column in zip(_module_prefixes(family.template), columns, strict=True):
-            indices[module].update(column)
-    return {module: tuple(sorted(numbers)) for module, numbers in indices.items()}
 
 
 def _module_prefixes(template: _Template) -> list[_Template]:

@@ -76,25 +76,13 @@ _MAX_CACHED_LENGTH = 512
 
 
 class ParsedName(NamedTuple):
-    """A tensor's name, taken apart.
+    """A tensor's name, taken apart."""
 
-    Parameters
-    ----------
-    template : tuple of (str or None)
-        Pieces of the name, None for indices.
-    modules : tuple of str
-        Numbered module of each index.
-    indices : tuple of str
-        Indices as they are spelled.
-
-    Examples
-    --------
-    >>> parse_name("h.0.attn.w")
-    ParsedName(template=('h.', None, '.attn', '.w'), modules=('h',), indices=('0',))
-    """
-
+    #: Pieces of the name, None for indices.
     template: tuple[str | None, ...]
+    #: Numbered module of each index.
     modules: tuple[str, ...]
+    #: Indices as they are spelled.
     indices: tuple[str, ...]
 
     @property
@@ -135,10 +123,8 @@ def is_index(piece: str) -> bool:
 def parse_name(
     name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
 ) -> ParsedName:
-    """Parse the indices in a name: all of them, or those of the numbered modules in `only`.
-
-    `path` has the words of the name if dots do not separate them.
-    """
+    """Parse the indices in a name: all of them, or those of the numbered modules in `only`."""
+    # `path` has the words of the name if dots do not separate them.
     if path is None:
         parsed = _parse(name, frozenset(only or ()))
     else:
@@ -198,10 +184,8 @@ def _have_digits(words: frozenset[str]) -> bool:
 
 @lru_cache(_MAX_FORMS)
 def _cuts(mask: bytes, extra: frozenset[str]) -> tuple[_Form | None, list[slice], list[slice]]:
-    """Return the form of the names that have a mask, and the slices of their texts and indices.
-
-    The mask of a name has zeros for its digits. The form is None if some of them are not indices.
-    """
+    """Return the form of the names that have a mask, and the slices of their texts and indices."""
+    # The mask of a name has zeros for its digits. The form is None if some of them are not indices.
     parts = _split_indices(mask.decode(), extra)
     ends = list(accumulate(map(len, parts)))
     cuts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -282,11 +266,9 @@ def strip_separator(text: str) -> str:
 
 
 def tokens(template: Template) -> list[tuple[str, str | int | None]]:
-    """List the words and indices in a template, each after its separator.
-
-    ``params/layers_3`` has the tokens ``("", "params"), ("/", "layers"), ("_", "3")``. A token
-    belongs to the word before it unless it follows a dot or slash.
-    """
+    """List the words and indices in a template, each after its separator."""
+    # ``params/layers_3`` has the tokens ``("", "params"), ("/", "layers"), ("_", "3")``. A token
+    # belongs to the word before it unless it follows a dot or slash.
     pieces = list(template)
     result: list[tuple[str, str | int | None]] = []
     joint = ""
@@ -337,10 +319,8 @@ def drop_indices(template: Template) -> str:
 
 
 def module_indices(template: Template) -> list[tuple[str, str | int | None]]:
-    """List the indices in a template, each with its numbered module.
-
-    An index that is text is the same in all names of the template.
-    """
+    """List the indices in a template, each with its numbered module."""
+    # An index that is text is the same in all names of the template.
     module, indices = _UNNAMED, []
     for _, token in tokens(template):
         if isinstance(token, str) and not is_index(token):

@@ -51,10 +51,8 @@ _ESCAPED = re.compile("%([0-9A-F]{2})")
 def tree_paths(
     names: Iterable[str] | Mapping[str, tuple[str, ...] | None],
 ) -> dict[str, tuple[str, str]]:
-    """Return the node and the variable of each tensor in a tree.
-
-    A mapping has the words of tensors that state them, and None for the others.
-    """
+    """Return the node and the variable of each tensor in a tree."""
+    # A mapping has the words of tensors that state them, and None for the others.
     stated = names if isinstance(names, Mapping) else dict.fromkeys(names)
     split = {
         name: _escape_words(path or split_name(name, _MAX_DEPTH)) for name, path in stated.items()
@@ -78,15 +76,12 @@ def tree_paths(
 
 
 def flat_name(path: str, variable: str, original: str = "") -> str:
-    """Return the flat name of a variable in the tree.
-
-    As far as it agrees with the `original` name of the tensor, it has the same slashes.
-    """
+    """Return the flat name of a variable in the tree, with the slashes of the original name."""
     words = [word for word in path.split("/") if word]
     if variable != _SELF:
         words.append(variable)
     name = ".".join("" if word == "%" else _ESCAPED.sub(_unescape, word) for word in words)
-    if "/" in original:
+    if "/" in original:  # restore its slashes as far as the names agree
         same = len(commonprefix([original.replace("/", "."), name]))
         name = original[:same] + name[same:]
     return name

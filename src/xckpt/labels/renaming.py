@@ -18,16 +18,7 @@ Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str
 def new_names(
     names: Iterable[str], renaming: Renaming | None, *, unique: bool = False
 ) -> dict[str, str]:
-    """Return the new name of each tensor by its old one.
-
-    Raises
-    ------
-    TypeError
-        If `renaming` is not of a type that `Renaming` lists, or returns something else than text.
-    ValueError
-        If it names a tensor that does not exist, or is not a valid regular expression; if `unique`,
-        also if two tensors get the same name.
-    """
+    """Return the new name of each tensor by its old one; if `unique`, raise if two are the same."""
     names = list(names)
     rename = _function_of(renaming, names)
     new_by_old: dict[str, str] = {}
@@ -50,7 +41,15 @@ def _function_of(renaming: Any, names: list[str]) -> Callable[[str], Any]:
     if renaming is None:
         return lambda name: name
     if isinstance(renaming, Mapping):
-        _require_existing(renaming, names)
+        existing = set(names)
+        missing = [name for name in renaming if name not in existing]
+        if missing:
+            first = missing[0]
+            if not isinstance(first, str):
+                raise TypeError(f"names maps old names to new ones, and {first!r} is not a string")
+            more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            hint = suggest_names(names, first)
+            raise ValueError(f"names has {shown(first)}{more}, but no tensor is called that{hint}")
         return lambda name: renaming.get(name, name)
     if callable(renaming):
         function: Callable[[str], Any] = renaming
@@ -69,19 +68,4 @@ def _function_of(renaming: Any, names: list[str]) -> Callable[[str], Any]:
     raise TypeError(
         "names takes a mapping, a function of a name, or a pair of a regular expression and its "
         f"replacement, not {renaming!r}; only xckpt.compare also takes 'auto'"
-    )
-
-
-def _require_existing(old_names: Iterable[Any], names: list[str]) -> None:
-    """Raise if a renaming has an old name that no tensor has."""
-    existing = set(names)
-    missing = [name for name in old_names if name not in existing]
-    if not missing:
-        return
-    first = missing[0]
-    if not isinstance(first, str):
-        raise TypeError(f"names maps old names to new ones, and {first!r} is not a string")
-    more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-    raise ValueError(
-        f"names has {shown(first)}{more}, but no tensor is called that{suggest_names(names, first)}"
     )

@@ -138,25 +138,9 @@ _INTEGER = re.compile(r"u?int[0-9]+")
 
 
 def roles_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Role]:
-    """Classify the tensors of a checkpoint.
-
-    Parameters
-    ----------
-    tensors : iterable of (str, str, tuple of int)
-        Name, stored element type and shape of every tensor. Neighbours matter: scales belong to
-        the codes in their module, and averages are weights if a checkpoint has no other weights.
-
-    Returns
-    -------
-    dict of str to Role
-        Role of each tensor by name, in the given order.
-
-    Examples
-    --------
-    >>> roles = roles_of([("fc.w", "float32", (8, 8)), ("fc.w.exp_avg", "float32", (8, 8))])
-    >>> [role.value for role in roles.values()]
-    ['weight', 'moment']
-    """
+    """Return the role of each tensor of a checkpoint, from names, stored types and shapes."""
+    # All tensors are needed: scales belong to the codes in their module, and averages are weights
+    # if a checkpoint has no other weights.
     dtypes: dict[str, str] = {}
     roles: dict[str, Role] = {}
     for name, dtype, shape in tensors:
@@ -261,11 +245,9 @@ _NOT_GAIN = _words(r"\w*(bias|beta|shift|mean|var|_b)")
 
 
 def norms_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> set[str]:
-    """Return the names of the gains of norms.
-
-    They are recognised by their names, by running statistics next to them, or because they are
-    vectors with a bias of the same length, which only norms have.
-    """
+    """Return the names of the gains of norms."""
+    # They are recognised by their names, by running statistics next to them, or because they are
+    # vectors with a bias of the same length, which only norms have.
     vectors = {name: shape for name, _, shape in tensors if sum([n != 1 for n in shape]) <= 1}
     norms = set()
     for name, shape in vectors.items():
