@@ -37,25 +37,19 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> None:
-    """Raise an error for invalid axes or matplotlib options, before a picture is computed.
-
-    `draw` is called with throwaway axes, and raises for invalid options.
-    """
+    """Raise an error for invalid axes or matplotlib options, before a picture is computed."""
     require_matplotlib()
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     if ax is not None and not isinstance(ax, Axes):
         raise TypeError(f"ax is one matplotlib.axes.Axes, not {type(ax).__name__}")
-    if draw is not None:
+    if draw is not None:  # it raises for invalid options
         draw(Figure().add_subplot())
 
 
 def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5, *, labels: int = 0) -> Axes:
-    """Return the axes to draw into: `ax`, or the axes of a new figure of a size in inches.
-
-    A new figure has room for a legend of `labels` labels at its side.
-    """
+    """Return `ax`, or new axes of a size in inches with room for so many labels beside them."""
     from matplotlib import pyplot as plt
 
     height = max(height, _INCHES_OF_FRAME + labels * _INCHES_OF_LABEL)
@@ -95,13 +89,11 @@ def write(text: Text, content: str, width: int = _WIDTH) -> None:
 
 
 def add_heading(ax: Axes, title: str, *notes: str, left: float = 50.0) -> None:
-    """Write a title, and below it notes in small letters.
-
-    `left` is the width of the labels at the left of the axes, in points.
-    """
+    """Write a title, and below it notes in small letters."""
     from matplotlib.font_manager import FontProperties
 
-    # In points. The layout comes later, and takes `left` from axes that fill the figure.
+    # In points. The layout comes later, and takes `left` from axes that fill the figure: the width
+    # of the labels at the left of the axes.
     figure: Any = ax.get_figure(root=True)
     figure_width, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
     is_alone = spec is not None and spec.get_gridspec().ncols == 1
@@ -130,11 +122,9 @@ def add_legend(
     below: Literal["axes", "labels"] | None = None,
     beside: bool = False,
 ) -> None:
-    """Add a legend: inside the axes if it is small, otherwise beside them.
-
-    `below` places it below the axes or their labels, and `beside` always beside the axes. Labels
-    without room are omitted, and the title of the legend states how many are shown.
-    """
+    """Add a legend: inside the axes if it is small, otherwise beside them."""
+    # `below` places it below the axes or their labels, and `beside` always beside the axes. Labels
+    # without room are omitted, and the title of the legend states how many are shown.
     if not handles:
         return
     figure: Any = ax.get_figure(root=True)
@@ -321,10 +311,8 @@ def luminance(colour: Any) -> float:
 
 
 def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None = None) -> None:
-    """Put ticks at the extremes and at zero, and regular ticks between them.
-
-    With `linthresh`, the scale is a symmetric logarithm, linear up to that magnitude.
-    """
+    """Put ticks at the extremes and at zero, and regular ticks between them."""
+    # With `linthresh`, the scale is a symmetric logarithm, linear up to that magnitude.
     from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, SymmetricalLogLocator
 
     figure: Any = ax.get_figure(root=True)

@@ -77,7 +77,11 @@ def draw_error(
     height, sizes = len(rows), {row.size for row in rows.values()}
     width = min(max(sizes), _MOST_COLUMNS)
     worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
-    values = np.array([_resample(row, width, worst) for row in rows.values()])
+    values = np.empty((height, width))
+    for line, row in zip(values, rows.values(), strict=True):
+        places = np.arange(width) * row.size // width
+        # The worst of neighbours in a longer row, or repeated values.
+        line[:] = worst.reduceat(row, places) if row.size >= width else row[places]
     if height > _MOST_ROWS:  # keep the worst of neighbours
         values = worst.reduceat(values, np.arange(_MOST_ROWS) * height // _MOST_ROWS, axis=0)
     ax = new_axes(ax, 8.0, 1.8 + _INCHES_PER_ROW * min(max(height, 4), _MOST_LABELS))
@@ -144,13 +148,6 @@ def _by_series(rows: Mapping[str, Array]) -> tuple[dict[str, Array], list[_Block
     labels = apart([series.label for series in all_series], _WIDEST_BLOCK)
     pairs = zip(blocks, labels, strict=True)
     return ordered, [block._replace(label=label + block.label) for block, label in pairs]
-
-
-def _resample(row: Array, width: int, worst: Any) -> Array:
-    """Return `width` values: the worst of neighbours in a longer row, or repeated values."""
-    places = np.arange(width) * row.size // width
-    resampled: Array = worst.reduceat(row, places) if row.size >= width else row[places]
-    return resampled
 
 
 def _channels_of(

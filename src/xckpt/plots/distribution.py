@@ -287,11 +287,8 @@ def _draw_bands(
 
 
 def _extremes(densities: Sequence[_Density]) -> list[tuple[_Density, str, float]]:
-    """Return the widest and the narrowest tensor, each with its dashes and its far end.
-
-    The far end is the extreme that is farther from the centre, the median of the means. Without
-    a difference between the two tensors, the list is empty.
-    """
+    """Return the widest and the narrowest tensor, if they differ, with dashes and far ends."""
+    # The far end is the extreme that is farther from the centre, the median of the means.
     centre = np.median([density.distribution.mean for density in densities])
 
     def far_end(density: _Density) -> float:
@@ -346,19 +343,15 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
         notes.append(f"alpha {alpha:.2f} of the tail")
     if minus is not None:
         (floor,) = result.attrs["noise_floor"]
-        notes.append(_draw_floor(ax, values, floor))
+        rank = "rank unknown: the rounding of quantised tensors is not known"
+        if not np.isnan(floor):
+            rank = f"rank {np.count_nonzero(values > floor):,} above the rounding"
+            ax.axhline(floor, color="C1", linewidth=1, linestyle="--")
+            text = ax.text(0.99, floor, "rounding", transform=ax.get_yaxis_transform(), color="C1")
+            text.set(ha="right", va="bottom", fontsize="small")
+        notes.append(rank)
     add_heading(ax, name if minus is None else f"{name}, the difference", *notes)
     return ax
-
-
-def _draw_floor(ax: Axes, values: Values, floor: float) -> str:
-    """Draw the largest value that rounding explains; return a note on the rank above it."""
-    if np.isnan(floor):
-        return "rank unknown: the rounding of quantised tensors is not known"
-    ax.axhline(floor, color="C1", linewidth=1, linestyle="--")
-    text = ax.text(0.99, floor, "rounding", transform=ax.get_yaxis_transform(), color="C1")
-    text.set(ha="right", va="bottom", fontsize="small")
-    return f"rank {np.count_nonzero(values > floor):,} above the rounding"
 
 
 def _draw_density(side: Axes, values: Values, alpha: float, start: float) -> None:

@@ -149,10 +149,8 @@ def _colours(values: Array) -> dict[str, Any]:
 
 
 def _limits(ascending: Array) -> tuple[float, float]:
-    """Return the smallest and the largest value that the colours span, without far ones.
-
-    A value is far if it is beyond the others by more than twice their span.
-    """
+    """Return the smallest and the largest value that the colours span, without far ones."""
+    # A value is far if it is beyond the others by more than twice their span.
     low, high = float(ascending[0]), float(ascending[-1])
     if len(ascending) < _FEWEST:
         return low, high

@@ -161,10 +161,7 @@ def _mark_rows(ax: Axes, sample: Sample) -> None:
 def _note_on_faults(
     tensors: OpenTensors, name: str, computed: xr.Dataset | None, sample: Sample
 ) -> str:
-    """Return a note on all NaN, infinities and dead rows, if the statistics are available.
-
-    `computed` is a result of `stats` that may include the tensor.
-    """
+    """Return a note on all NaN, infinities and dead rows, if the statistics are available."""
     from xckpt.health import findings
     from xckpt.statistics import known_stats
 
@@ -212,11 +209,9 @@ def _has_cheap_rows(variable: xr.Variable) -> bool:
 
 
 def sampled(array: Any, rows: int, columns: int, *, by_row: bool = True) -> Sample:
-    """Return the element of largest magnitude in the middle row of each block of an array.
-
-    Rows of a dask array are read one by one if `by_row`, otherwise each chunk is read once for
-    all of its rows. Only parts of long rows are read.
-    """
+    """Return the element of largest magnitude in the middle row of each block of an array."""
+    # Rows of a dask array are read one by one if `by_row`, otherwise each chunk is read once for
+    # all of its rows. Only parts of long rows are read.
     split = _split(array.shape)
     shape = prod(array.shape[:split]), prod(array.shape[split:])
     height, width = min(rows, shape[0]), min(columns, shape[1])
@@ -276,10 +271,9 @@ def blocks_of(array: Any, rows: int, columns: int) -> Sample:
 def _chunk_extremes(
     chunk: Any, start: list[int], shape: tuple[int, ...], split: int, size: tuple[int, int]
 ) -> tuple[Any, Array, Array, Array]:
-    """Return the blocks that a chunk overlaps, their extremes, its rows, and whether they are zero.
-
-    The blocks are an index into a picture of `size`, and the rows are numbers in the folded array.
-    """
+    """Return the blocks that a chunk overlaps, their extremes, its rows, and which are zero."""
+    # The blocks are an index into a picture of `size`, and the rows are numbers in the folded
+    # array.
     values = _real_numbers(chunk)
     rows = _flat_indices(start[:split], values.shape[:split], shape[:split])
     columns = _flat_indices(start[split:], values.shape[split:], shape[split:])
@@ -315,10 +309,7 @@ def _split(shape: tuple[int, ...]) -> int:
 
 
 def _read(slices: list[Any], by_row: bool) -> list[Array]:  # noqa: FBT001  the only option
-    """Compute slices of an array together, as real numbers.
-
-    With `by_row`, each slice reads only its own elements, instead of sharing the read of a chunk.
-    """
+    """Compute slices of an array together, as real numbers."""
     import dask
 
     if by_row:  # optimised together, slices of one chunk would share the read of all of it

@@ -146,10 +146,7 @@ def draw_layers(
 
 
 def _require_positions(names: Sequence[str], x: str | None, hue: str | None) -> Positions:
-    """Return the positions of tensors, only those numbered in the module `hue` if it is given.
-
-    Raise `ValueError` if no tensor is numbered.
-    """
+    """Return the positions of tensors, also numbered in the module `hue`; raise without any."""
     positions = positions_of(names, x)
     numbered = {} if positions is None else positions.names
     if hue is not None:
@@ -216,10 +213,8 @@ def _column(
     computed: xr.Dataset | None,
     variables: Collection[str],
 ) -> Mapping[str, float]:
-    """Return the statistic of every tensor by its name in the file.
-
-    Without `stats`, take it from `computed`, an earlier result, or compute it for `variables`.
-    """
+    """Return the statistic of every tensor by its name in the file."""
+    # Without `stats`, take it from `computed`, an earlier result, or compute it for `variables`.
     from xckpt.statistics import OF_MATRICES, spectrum, table
     from xckpt.statistics import stats as compute
 
@@ -242,11 +237,9 @@ def _lines_of(
     kind: Callable[[str], Any] | None,
     ndims: Mapping[str, int],
 ) -> tuple[str, list[_Line]]:
-    """Return the title and the lines of a panel.
-
-    There is a line for each series, or for each of its numbers in the module `hue`. Too many
-    lines are combined into bands.
-    """
+    """Return the title and the lines of a panel."""
+    # There is a line for each series, or for each of its numbers in the module `hue`. Too many
+    # lines are combined into bands.
     title, all_series = series_of(names, most=len(names))
     if kind is not None:
         all_series = [Series(str(kind(s.bare)), s.names, s.shared) for s in all_series]
@@ -285,7 +278,11 @@ def _lines(series: Series, column: Mapping[str, float], along: str, hue: str | N
                 if not np.isnan(value)
             ]
             if finite:
-                spread[:] = _levels([point.value for point in finite])
+                values = [point.value for point in finite]
+                # Without interpolation, a single outlier among few values does not widen the band.
+                lower = np.quantile(values, _INNER[0], method="higher")
+                upper = np.quantile(values, _INNER[1], method="lower")
+                spread[:] = min(values), lower, np.median(values), upper, max(values)
             candidates += finite
         most = max(map(len, points.values()))
         extremes: tuple[_Extreme, ...] = ()
@@ -295,14 +292,6 @@ def _lines(series: Series, column: Mapping[str, float], along: str, hue: str | N
             extremes = (lowest, highest)
         lines.append(_Line(series, number, positions, levels, most, extremes))
     return lines
-
-
-def _levels(values: list[float]) -> tuple[Any, ...]:
-    """Return the ends of the bands and the median, in ascending order."""
-    # Without interpolation, so that a single outlier among few values does not widen the band.
-    lower = np.quantile(values, _INNER[0], method="higher")
-    upper = np.quantile(values, _INNER[1], method="lower")
-    return min(values), lower, np.median(values), upper, max(values)
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -385,10 +374,8 @@ def _end_label(line: _Line, handle: Any) -> list[Label]:
 
 
 def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
-    """Return the points of a line to name, with their distances from the other points.
-
-    `bands` is the number of lines with bands in the panel.
-    """
+    """Return the points of a line to name, with their distances from the other points."""
+    # `bands` is the number of lines with bands in the panel.
     from xckpt.health import out_of_line
 
     middle = line.levels[2]

@@ -28,12 +28,11 @@ _STAGE = "stage"
 
 
 class Positions(NamedTuple):
-    """Positions of tensors along the axis, and their names there.
+    """Positions of tensors along the axis, and their names there."""
 
-    The numbers of a module are its positions. Where a model repeats the same tensors in modules of
-    several names (``layer1.0``, ``layer2.0``; ``down_blocks``, ``mid_block``), these follow each
-    other, and ``stage.{position}`` replaces the name of the stage in the names of tensors.
-    """
+    # The numbers of a module are its positions. Where a model repeats the same tensors in modules
+    # of several names (``layer1.0``, ``layer2.0``; ``down_blocks``, ``mid_block``), these follow
+    # each other, and ``stage.{position}`` replaces the name of the stage in the names of tensors.
 
     along: str
     names: dict[str, str]  # on the axis, by the names of the file
@@ -55,8 +54,9 @@ def positions_of(names: Sequence[str], along: str | None) -> Positions | None:
             place = _other_stage(name, insides)
             places |= {name: place} if place is not None else {}
     stages = list(dict.fromkeys(stage for stage, _ in places.values()))
+    modules = {(parse_name(stage).modules or (stage,))[-1] for stage in stages}
     # The layers of an encoder and of a decoder have the same numbers.
-    if len({_module_of(stage) for stage in stages}) < 2 or len(places) < len(mine):
+    if len(modules) < 2 or len(places) < len(mine):
         return Positions(base, {name: name for name in mine}, [])
     ordered = sorted(stages)
     ordered = [ordered[at] for at in ascending(ordered)]
@@ -87,20 +87,12 @@ def _template(inside: str) -> str:
     return "".join("*" if part is None else part for part in parse_name(inside).template)
 
 
-def _module_of(stage: str) -> str:
-    """Return the module whose numbers stages have, or the stage itself."""
-    bases = parse_name(stage).modules
-    return bases[-1] if bases else stage
-
-
 # --- panels --------------------------------------------------------------------------------------
 
 
 def panels_of(rows: Iterable[Row], roles: Mapping[str, Role]) -> list[list[str]]:
-    """Divide tensors into panels by their kinds, and by their modules if they are many.
-
-    Weights come first, then gains of norms, biases, and other roles.
-    """
+    """Divide tensors into panels by their kinds, and by their modules if they are many."""
+    # Weights come first, then gains of norms, biases, and other roles.
     rows = list(rows)
     norms = norms_of(row[:3] for row in rows)
     kinds: dict[tuple[int, str], list[str]] = {}

@@ -176,11 +176,9 @@ def groups_of(names: Iterable[str]) -> list[_Siblings]:
 def series_of(
     names: Iterable[str], most: int = MOST_LINES, ndims: Mapping[str, int] | None = None
 ) -> tuple[str, list[Series]]:
-    """Group tensors by their names without numbers; return the shared pattern and the series.
-
-    If there are more than `most`, series whose names differ in one word are united, as in the
-    summary, and then the smallest of the rest.
-    """
+    """Group tensors by their names without numbers; return the shared pattern and the series."""
+    # If there are more than `most`, series whose names differ in one word are united, as in the
+    # summary, and then the smallest of the rest.
     bundles = [[group] for group in groups_of(names)]
     if len(bundles) > most:
         bundles = _united([group for (group,) in bundles], ndims or {})
@@ -215,11 +213,9 @@ def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[
 
 
 def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[str]]:
-    """Return the pattern of the words that all names share, and the rest of each bundle.
-
-    ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one bundle its pattern. No
-    two labels are alike.
-    """
+    """Return the pattern of the words that all names share, and the rest of each bundle."""
+    # ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one bundle its pattern. No
+    # two labels are alike.
     if len(bundles) == 1:
         text = _label(bundles[0], 0)
         return text, apart([text])

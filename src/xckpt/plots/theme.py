@@ -69,11 +69,9 @@ def themed(draw: Callable[_P, Axes]) -> Callable[_P, Axes]:
 
 @contextmanager
 def styled(style: Mapping[str, Any]) -> Iterator[None]:
-    """Set parameters of matplotlib for a while.
-
-    Unlike `matplotlib.rc_context`, this resets no other parameters: the backend of notebooks makes
-    figures interactive when it is loaded, which is when the first figure is drawn.
-    """
+    """Set parameters of matplotlib for a while."""
+    # Unlike `matplotlib.rc_context`, this resets no other parameters: the backend of notebooks
+    # makes figures interactive when it is loaded, which is when the first figure is drawn.
     from matplotlib import rcParams
 
     parameters: Any = rcParams

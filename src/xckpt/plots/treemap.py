@@ -16,7 +16,7 @@ from xckpt.plots.series import require_any
 from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
@@ -77,7 +77,11 @@ def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Ax
     rows = {row.name: row for row in tensors.rows}
     chosen = tensors.select(names)
     require_any(chosen, rows, names)
-    root = _tree(rows[name] for name in chosen)
+    root = _Module("")
+    for name in chosen:
+        template = parse_name(name).template
+        root.add(rows[name], [_ANY if piece is None else piece for piece in template])
+    root = _collapse_chains(root)
     if not root.nbytes:
         raise ValueError("all tensors are empty")
     ax = new_axes(ax, 9.0, 5.0)
@@ -103,15 +107,6 @@ def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Ax
 
 
 # --- modules -------------------------------------------------------------------------------------
-
-
-def _tree(rows: Iterable[Row]) -> _Module:
-    """Return the root of the modules of tensors."""
-    root = _Module("")
-    for row in rows:
-        template = parse_name(row.name).template
-        root.add(row, [_ANY if piece is None else piece for piece in template])
-    return _collapse_chains(root)
 
 
 def _collapse_chains(module: _Module) -> _Module:
@@ -143,10 +138,8 @@ class _Canvas:
         self.nameless: list[tuple[Tile, Any, str, str]] = []
 
     def draw(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
-        """Draw a module and its children in a box.
-
-        `path` has the names of the enclosing modules that are not written around the box.
-        """
+        """Draw a module and its children in a box."""
+        # `path` has the names of the enclosing modules that are not written around the box.
         children = sorted(module.children.values(), key=lambda child: -child.nbytes)
         children = [child for child in children if child.nbytes]
         if not children or module.nbytes > sum(child.nbytes for child in children):
@@ -161,10 +154,7 @@ class _Canvas:
                 self.draw(child, tile, path)
 
     def _write_head(self, module: _Module, box: Tile) -> Tile:
-        """Write the name of a module at the top of its box; return the box without the head.
-
-        If the name does not fit, the box is returned unchanged.
-        """
+        """Write the name of a module at the top of its box, if it fits; return the rest."""
         name = printable(strip_separator(module.name))
         fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
         height = _HEAD_HEIGHT * _POINT_SIZES[0] / 72 / self.inches[1]
@@ -222,10 +212,7 @@ class _Canvas:
 
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
-    """Return the lines of a label at most `room` characters wide; empty if the name does not fit.
-
-    The last line has the number of tensors and their size, if there is room.
-    """
+    """Return the lines of a label, at most `room` wide; an empty list if the name does not fit."""
     name = strip_separator(printable("".join((*path, module.name))))
     parts = split_name(name)
     # The last two parts distinguish tensors of the same module.
@@ -248,11 +235,9 @@ def _facts(module: _Module) -> str:
 
 
 def squarify(sizes: Sequence[float], box: Tile, scale: tuple[float, float] = (1, 1)) -> list[Tile]:
-    """Cut a box into tiles with areas in proportion to sizes, as square as possible.
-
-    Sizes are in descending order; `scale` is the length of the units along both axes, so that the
-    tiles are square in the picture. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
-    """
+    """Cut a box into tiles with areas in proportion to sizes, as square as possible."""
+    # Sizes are in descending order; `scale` is the length of the units along both axes, so that the
+    # tiles are square in the picture. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
     tiles: list[Tile] = []
     remaining = list(sizes)
     while remaining:
