@@ -84,41 +84,20 @@ _FLAT_PREFIX = re.compile(r"lora_(unet|te[0-9]*|transformer|prior_unet|prior_te)
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A change of one tensor of a base model.
+    """A change of one tensor of a base model."""
 
-    Parameters
-    ----------
-    base : str
-        Name of the tensor in the base model, as far as the adapter states it.
-    kind : {"lora", "dora", "bias", "saved", "unsupported"}
-        Product of factors; the same with new norms of the outputs; number added to a bias; whole
-        tensor instead of the one of the base model; anything else.
-    tensors : mapping of str to str
-        Names of the tensors of the adapter: ``left``, ``right``, ``magnitude`` or ``value``.
-    shape : tuple of int
-        Shape of the change.
-    rank : int or None
-        Rank of the product.
-    alpha, scale : float or None
-        Stated alpha, and factor of the product; None if they are not stated.
-    note : str
-        Why there is no scale, or why the adapter is unsupported.
-    is_transposed : bool
-        Whether the product is of the transposed factors.
-    out_axis : int
-        Axis of the outputs, whose norms DoRA sets.
-    """
-
-    base: str
+    base: str  # name of the tensor in the base model, as far as the adapter states it
+    # "lora": product of factors; "dora": the same with new norms of the outputs; "bias": number
+    # added to a bias; "saved": whole tensor instead of the one of the base model; "unsupported"
     kind: str
-    tensors: Mapping[str, str]
-    shape: tuple[int, ...]
+    tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value
+    shape: tuple[int, ...]  # of the change
     rank: int | None = None
-    alpha: float | None = None
+    alpha: float | None = None  # None if it is not stated, like the scale
     scale: float | None = None
-    note: str = ""
-    is_transposed: bool = False
-    out_axis: int = 0
+    note: str = ""  # why there is no scale, or why the adapter is unsupported
+    is_transposed: bool = False  # whether the product is of the transposed factors
+    out_axis: int = 0  # axis of the outputs, whose norms DoRA sets
 
     @property
     def is_product(self) -> bool:
@@ -128,25 +107,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors of a product, for functions that need not form it.
+    """The factors of a product, for functions that need not form it."""
 
-    Parameters
-    ----------
-    left, right : dask array
-        Matrices of `rank` columns and rows.
-    scale : float
-        Factor of the product.
-    shape : tuple of int
-        Shape of the product; the axes after the first one may be several.
-    product : str
-        Name of the dask array of the product, by which others recognise that it is unchanged.
-    """
-
-    left: da.Array
-    right: da.Array
+    left: da.Array  # matrix of `rank` columns
+    right: da.Array  # matrix of `rank` rows
     scale: float
-    shape: tuple[int, ...]
-    product: str = ""
+    shape: tuple[int, ...]  # of the product; the axes after the first may be several
+    product: str = ""  # name of the dask array of the product, which shows that it is unchanged
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -167,11 +134,7 @@ class _AdaptedModule:
 
 
 def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> list[Adapter]:
-    """Return the adapters among the tensors of a file, in the order of their first tensors.
-
-    `config` is the content of ``adapter_config.json``. Only scalars named ``alpha`` are read. The
-    list is empty if no module has two factors.
-    """
+    """Return the adapters among the tensors of a file, in the order of their first tensors."""
     shapes = {row.name: row.shape for row in tensors.rows}
     modules, remaining_names = _modules_of(shapes)
     if not any(_factor_names(module) for module in modules.values()):
@@ -179,12 +142,12 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
     scales = _Scales(tensors, config)
     adapters = [_adapter(name, module, shapes, scales) for name, module in modules.items()]
     bases = {adapter.base for adapter in adapters}
-    adapters += [
-        Adapter(_biased(name), "bias", {"value": module.tensors["bias"]},
-                shapes[module.tensors["bias"]], scale=adapter.scale, note=adapter.note)
-        for (name, module), adapter in zip(modules.items(), list(adapters), strict=True)
-        if "bias" in module.tensors
-    ]  # fmt: skip
+    for (name, module), adapter in zip(modules.items(), list(adapters), strict=True):
+        if "bias" in module.tensors:
+            base, bias = f"{_base_module(name)}.bias", module.tensors["bias"]
+            tensor = {"value": bias}
+            scale, note = adapter.scale, adapter.note
+            adapters.append(Adapter(base, "bias", tensor, shapes[bias], scale=scale, note=note))
     for name in remaining_names:
         base = _base_of(name)
         if base not in bases:  # PEFT saves trained embeddings next to their factors
@@ -218,13 +181,10 @@ def _modules_of(names: Collection[str]) -> tuple[dict[str, _AdaptedModule], list
                 raise ValueError(f"the file has several adapters of one module: {both}")
             module.tensors[purpose] = name
     # Names such as "alpha" belong to an adapter only if the module has factors.
-    for stem in [stem for stem, module in modules.items() if not _is_of_adapter(module)]:
-        remaining_names += modules.pop(stem).tensors.values()
+    for stem, module in list(modules.items()):
+        if not module.is_unsupported and module.tensors.keys() <= {"alpha", "magnitude"}:
+            remaining_names += modules.pop(stem).tensors.values()
     return modules, remaining_names
-
-
-def _is_of_adapter(module: _AdaptedModule) -> bool:
-    return module.is_unsupported or bool(set(module.tensors) - {"alpha", "magnitude"})
 
 
 def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
@@ -243,15 +203,15 @@ def _base_of(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
 
 
-def _biased(module: str) -> str:
-    return f"{_base_of(module + '.').rstrip('.')}.bias"
+def _base_module(name: str) -> str:
+    return _base_of(f"{name}.").rstrip(".")
 
 
 def _adapter(
     name: str, module: _AdaptedModule, shapes: Mapping[str, tuple[int, ...]], scales: _Scales
 ) -> Adapter:
     """Return the adapter of a module."""
-    base = _base_of(f"{name}.").rstrip(".")
+    base = base_module = _base_module(name)
     if not base.endswith(".weight") and not _FLAT_PREFIX.match(base):
         base = f"{base}.weight"
     names = _factor_names(module)
@@ -273,7 +233,7 @@ def _adapter(
     if not fits or math.prod(second[2:]) != 1 or (form and len(first) != 2):
         return unsupported(f"its factors have the shapes {list(shapes[a])} and {list(shapes[b])}")
     rank = first[0]
-    alpha, scale, note = scales.find(_base_of(f"{name}.").rstrip("."), module, rank)
+    alpha, scale, note = scales.find(base_module, module, rank)
     is_transposed = form == "embedding" or (scales.is_transposed and len(first) == 2)
     left, right, shape = b, a, (second[0], *first[1:])
     if is_transposed:
@@ -299,20 +259,17 @@ def _adapter(
 
 
 class _Scales:
-    """The scales that a config, the attributes and the tensors ``alpha`` state.
-
-    Parameters
-    ----------
-    tensors : OpenTensors
-        The adapter.
-    config : mapping or None
-        Content of ``adapter_config.json``.
-    """
+    """The scales that a config, the attributes and the tensors ``alpha`` state."""
 
     def __init__(self, tensors: OpenTensors, config: Mapping[str, Any] | None) -> None:
         self.tensors = tensors
         self.config = config
-        self.metadata = _json(tensors.attrs.get("lora_adapter_metadata"))
+        metadata = tensors.attrs.get("lora_adapter_metadata")
+        try:
+            metadata = json.loads(metadata) if isinstance(metadata, str) else None
+        except (ValueError, RecursionError):
+            metadata = None
+        self.metadata = metadata if isinstance(metadata, dict) else {}
         options = config or {}
         used = [name for name in _UNSUPPORTED_OPTIONS if options.get(name)]
         self.problem = f"the option {used[0]} is unsupported" if used else ""
@@ -374,25 +331,15 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _json(text: Any) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 # --- base models ---------------------------------------------------------------------------------
 
 
 def match_bases(
     adapters: Sequence[Adapter], names: Collection[str]
 ) -> tuple[dict[str, Adapter], list[str]]:
-    """Return adapters by the names of their tensors in a base model, and the bases it lacks.
-
-    Names match if they are equal, if one is the end of exactly one other, or, for kohya, if they
-    are equal with underscores instead of dots.
-    """
+    """Return adapters by the names of their tensors in a base model, and the bases it lacks."""
+    # Names match if they are equal, if one is the end of exactly one other, or, for kohya, if they
+    # are equal with underscores instead of dots.
     base_names = set(names)
     by_end: dict[str, list[str]] = {}
     by_flat: dict[str, list[str]] = {}
@@ -440,18 +387,18 @@ def adapter_table(adapters: Sequence[Adapter]) -> pd.DataFrame:
 
 def factors_of(adapter: Adapter, tensors: OpenTensors, scale: float) -> Factors:
     """Return the factors of an adapter, unread."""
-    left, right = (_matrix(tensors, adapter.tensors[side]) for side in ("left", "right"))
-    if adapter.is_transposed:
-        left, right = left.T, right.T
-    # A convolution is a matrix with one row for each output.
-    left, right = left.reshape(len(left), -1), right.reshape(len(right), -1)
+    matrices = []
+    for side in ("left", "right"):
+        matrix = da.asarray(tensors.variable(adapter.tensors[side]).data)
+        if matrix.dtype not in {np.dtype("f4"), np.dtype("f8")}:
+            matrix = matrix.astype(np.float32)
+        if adapter.is_transposed:
+            matrix = matrix.T
+        # A convolution is a matrix with one row for each output.
+        matrices.append(matrix.reshape(len(matrix), -1))
+    left, right = matrices
     rows = max(1, target_nbytes() // (max(1, right.shape[1]) * left.dtype.itemsize))
     return Factors(left.rechunk((rows, -1)), right.rechunk(-1), scale, adapter.shape)
-
-
-def _matrix(tensors: OpenTensors, name: str) -> da.Array:
-    array: da.Array = da.asarray(tensors.variable(name).data)
-    return array if array.dtype in {np.dtype("f4"), np.dtype("f8")} else array.astype(np.float32)
 
 
 def factors_in(variable: xr.Variable) -> Factors | None:

@@ -14,9 +14,8 @@ from xckpt.labels.numbering import modules_by_frequency, split_words
 from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from xckpt.arrays import ReadOptions
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
@@ -37,26 +36,12 @@ class Stacked(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """An array that becomes a variable.
+    """An array that becomes a variable."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the variable.
-    lazy : LazyArray
-        Values of the variable.
-    tensor : Tensor
-        Tensor, or the first tensor of a stack.
-    role : str or None
-        Role of the part, None for a whole tensor.
-    stacked : Stacked or None
-        The stack, None for a single tensor.
-    """
-
-    name: str
+    name: str  # of the variable
     lazy: LazyArray
-    tensor: Tensor
-    role: str | None
+    tensor: Tensor  # the first one of a stack
+    role: str | None  # of a part; None for a whole tensor
     stacked: Stacked | None = None
 
     @property
@@ -95,27 +80,13 @@ class Listed(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The arrays of an Index.
+    """The arrays of an Index."""
 
-    Parameters
-    ----------
-    arrays : list of Listed
-        In the order of the variables.
-    flat_order : tuple of str
-        Names of the variables without stacking, in their order.
-    file_order : tuple of str
-        The same names in file order, the parts of a tensor together.
-    sources : mapping of (str or None) to Source
-        The file under None, shards by name.
-    shared : mapping of str to str
-        Tensors that share the data of another one; see `Index.shared`.
-    """
-
-    arrays: list[Listed]
-    flat_order: tuple[str, ...]
-    file_order: tuple[str, ...]
-    sources: Mapping[str | None, Source]
-    shared: Mapping[str, str]
+    arrays: list[Listed]  # in the order of the variables
+    flat_order: tuple[str, ...]  # names of the variables without stacking, in their order
+    file_order: tuple[str, ...]  # the same names in file order, the parts of a tensor together
+    sources: Mapping[str | None, Source]  # the file under None, shards by name
+    shared: Mapping[str, str]  # tensors that share the data of another one; see `Index.shared`
 
 
 def list_arrays(
@@ -134,10 +105,19 @@ def list_arrays(
     arrays: list[Listed] = []
     reading = options.reading
     for tensor in tensors:
-        stacked = stacks.get(tensor.name)
-        if stacked is None and tensor.name in members:
+        stack = stacks.get(tensor.name)
+        if stack is None and tensor.name in members:
             continue
-        arrays += _arrays(tensor, stacked, index, sources, reading)
+        by_role = lazy_arrays(tensor, sources, reading)
+        if stack is None:
+            arrays += [Listed(tensor.name, lazy, tensor, role) for role, lazy in by_role.items()]
+            continue
+        stacked_tensors = tuple(stack.arrange([index.tensors[name] for name in stack.members]))
+        for role, lazy in by_role.items():
+            absent = AbsentArray(stack.name, lazy.shape, lazy.dtype) if stack.present else None
+            stacked = TensorArrays(stacked_tensors, role, sources, reading, absent)
+            grid = StackedArray(stack.name, stacked, stack.shape)
+            arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked)))
     arrays = [array for array in _name_parts(arrays, tensors) if array.name not in drop]
     if options.dims and arrays:
         _warn_of_unused_names(index, arrays, options.dims)
@@ -189,32 +169,11 @@ def require_join(join: str) -> str:
     return join
 
 
-def free_name(name: str, taken: Collection[str]) -> str:
+def free_name(name: str, taken: Collection[Any]) -> str:
     """Return a name for a variable other than a tensor; tensors keep their exact names."""
     while name in taken:
         name = f"{name}:"
     return name
-
-
-def _arrays(
-    tensor: Tensor,
-    stacked: Stack | None,
-    index: Index,
-    sources: Mapping[str | None, Source],
-    reading: ReadOptions,
-) -> Iterator[Listed]:
-    """Return the arrays that represent a tensor, or the stack that starts with it."""
-    arrays = lazy_arrays(tensor, sources, reading)
-    if stacked is None:
-        for role, lazy in arrays.items():
-            yield Listed(tensor.name, lazy, tensor, role)
-        return
-    tensors = tuple(stacked.arrange([index.tensors[name] for name in stacked.members]))
-    for role, lazy in arrays.items():
-        absent = AbsentArray(stacked.name, lazy.shape, lazy.dtype) if stacked.present else None
-        members = TensorArrays(tensors, role, sources, reading, absent)
-        grid = StackedArray(stacked.name, members, stacked.shape)
-        yield Listed(stacked.name, grid, tensor, role, Stacked(stacked, members))
 
 
 def _stacks(

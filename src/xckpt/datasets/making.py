@@ -163,10 +163,9 @@ class _Coordinates:
         return array.name in self._names and array.role is None and array.stacked is None
 
     def dims(self, node: Mapping[str, Listed], above: AxisNamer | None = None) -> dict[str, int]:
-        """Return the dimensions of a node that have the name of a coordinate, with their sizes.
-
-        xarray turns a coordinate with this single dimension into an index, and reads it at once.
-        """
+        """Return the dimensions of a node that have the name of a coordinate, with their sizes."""
+        # xarray turns a coordinate with this single dimension into an index, and reads it at once:
+        # pandas must be able to index it, and it must be small.
         sizes: dict[str, int] = {}
         if not self._names:
             return sizes
@@ -178,16 +177,16 @@ class _Coordinates:
                 continue
             size = array.lazy.shape[dims.index(leaf)]
             is_free = above is None or above.fits(leaf, size)
-            if is_free and (len(dims) > 1 or _is_indexable(array)):
+            dtype = array.lazy.dtype
+            is_indexable = (
+                array.tensor.problem is None
+                and dtype.isbuiltin
+                and dtype != np.float16
+                and array.tensor.size * dtype.itemsize <= _LARGEST_INDEX
+            )
+            if is_free and (len(dims) > 1 or is_indexable):
                 sizes[leaf] = size
         return sizes
-
-
-def _is_indexable(array: Listed) -> bool:
-    """Return whether pandas can index an array that is small enough to read while opening."""
-    dtype = array.lazy.dtype
-    is_known = array.tensor.problem is None and dtype.isbuiltin and dtype != np.float16
-    return bool(is_known and array.tensor.size * dtype.itemsize <= _LARGEST_INDEX)
 
 
 def _claim(
@@ -287,24 +286,13 @@ def _stack_encoding(listing: Listing, dropped_attrs: dict[str, list[str]]) -> di
 
 @dataclass(frozen=True, slots=True)
 class VariableMaker:
-    """Makes the variables of one opened file.
+    """Makes the variables of one opened file."""
 
-    Parameters
-    ----------
-    source : str
-        Name of the file.
-    token : str
-        Digest of all options on which values or chunks depend; dask merges arrays of equal names.
-    target : int
-        Target size of a chunk, in bytes.
-    shared : mapping of str to str
-        Owners of the data of tied tensors, by name.
-    """
-
-    source: str
+    source: str  # name of the file
+    # Digest of all options on which values or chunks depend; dask merges arrays of equal names.
     token: str
-    target: int
-    shared: Mapping[str, str]
+    target: int  # target size of a chunk, in bytes
+    shared: Mapping[str, str]  # owners of the data of tied tensors, by name
 
     @classmethod
     def of(cls, source: Source, listing: Listing, options: OpenOptions) -> Self:
@@ -370,19 +358,7 @@ class VariableMaker:
 
 
 class OpenedMembers(Sequence[StackMember]):
-    """The members of a stack of an opened file, made on demand.
-
-    Parameters
-    ----------
-    maker : VariableMaker
-        The maker for the file.
-    arrays : TensorArrays
-        The tensors.
-    suffix : str
-        End of the names of variables, after the names of the tensors.
-    axes : dict of str to (str or None)
-        Names in the file of dimensions with another name in the stack.
-    """
+    """The members of a stack of an opened file, made on demand."""
 
     __slots__ = ("arrays", "axes", "maker", "suffix")
 
@@ -395,8 +371,8 @@ class OpenedMembers(Sequence[StackMember]):
     ) -> None:
         self.maker = maker
         self.arrays = arrays
-        self.suffix = suffix
-        self.axes = axes
+        self.suffix = suffix  # of the names of variables, after the names of the tensors
+        self.axes = axes  # names in the file of dimensions with another name in the stack
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -484,22 +460,18 @@ def _part_encoding(part: Part) -> dict[str, Any]:
     return encoding
 
 
-def _file_nbytes(source: Source, index: Index) -> int:
-    """Return the size of all files of a checkpoint, in bytes."""
-    shards_nbytes = sum([shard.size for shard in index.shards.values()])
-    # Files that were merged are shards, too.
-    return shards_nbytes if isinstance(source, ShardedSource) else index.nbytes + shards_nbytes
-
-
 def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
     """Add attributes and encoding of the file to a Dataset, and the function that closes it."""
+    shards_nbytes = sum([shard.size for shard in index.shards.values()])
+    # Files that were merged are shards, too.
+    own_nbytes = 0 if isinstance(source, ShardedSource) else index.nbytes
     ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
     ds.encoding |= {
         "format": index.format,
         "format_version": index.version,
         "source": source.name,
         "namespace": next_namespace(),
-        "file_nbytes": _file_nbytes(source, index),
+        "file_nbytes": own_nbytes + shards_nbytes,
     }
     if index.arrangement.order:
         ds.encoding["ordered"] = True

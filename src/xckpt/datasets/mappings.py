@@ -25,13 +25,32 @@ _DEEPEST = 100
 
 
 def as_dataset(obj: Any) -> Any:
-    """Turn a mapping of names to arrays into a Dataset; return other objects unchanged.
-
-    Dots join the keys of nested mappings; scalars and texts become attributes. Arrays of numpy,
-    dask and xarray, and tensors in main memory, are not copied.
-    """
+    """Turn a mapping of names to arrays into a Dataset; return other objects unchanged."""
+    # Arrays of numpy, dask and xarray, and tensors in main memory, are not copied.
     opened = xr.Dataset | xr.DataTree | xr.DataArray | Index
-    return obj if not isinstance(obj, Mapping) or isinstance(obj, opened) else _dataset(obj)
+    if not isinstance(obj, Mapping) or isinstance(obj, opened):
+        return obj
+    arrays: dict[str, Any] = {}
+    attrs: dict[str, Any] = {}
+    skipped: list[str] = []
+    for name, value in _flattened(obj, ()):
+        has_values = hasattr(value, "__array__") or hasattr(value, "__dlpack__")
+        if isinstance(value, _SCALARS):
+            attrs[name] = value
+        elif not (has_values and hasattr(value, "shape") and hasattr(value, "dtype")):
+            skipped.append(name)
+        elif name in arrays:
+            raise ValueError(f"two arrays are called {shown(name)}; rename one of them")
+        else:
+            arrays[name] = value
+    if obj and not arrays:
+        kinds = ", ".join(sorted({type(value).__name__ for value in obj.values()}))
+        raise TypeError(f"expected a mapping of names to arrays; its values are of type {kinds}")
+    if skipped:
+        warn(f"{some(skipped, 'values')} of the mapping left out: neither arrays nor numbers")
+    names = AxisNamer(None, arrays.keys())
+    variables = {name: _variable(name, value, names) for name, value in arrays.items()}
+    return xr.Dataset(variables, attrs=attrs)
 
 
 def as_dataset_of_one(array: xr.DataArray) -> xr.Dataset:
@@ -41,29 +60,6 @@ def as_dataset_of_one(array: xr.DataArray) -> xr.Dataset:
     ds = xr.Dataset({name: array.variable}, coords)
     ds.encoding = {key: array.encoding[key] for key in ("source",) if key in array.encoding}
     return ds
-
-
-def _dataset(mapping: Mapping[Any, Any]) -> xr.Dataset:
-    arrays: dict[str, Any] = {}
-    attrs: dict[str, Any] = {}
-    skipped: list[str] = []
-    for name, value in _flattened(mapping, ()):
-        if isinstance(value, _SCALARS):
-            attrs[name] = value
-        elif not _is_array(value):
-            skipped.append(name)
-        elif name in arrays:
-            raise ValueError(f"two arrays are called {shown(name)}; rename one of them")
-        else:
-            arrays[name] = value
-    if mapping and not arrays:
-        kinds = ", ".join(sorted({type(value).__name__ for value in mapping.values()}))
-        raise TypeError(f"expected a mapping of names to arrays; its values are of type {kinds}")
-    if skipped:
-        warn(f"{some(skipped, 'values')} of the mapping left out: neither arrays nor numbers")
-    names = AxisNamer(None, arrays.keys())
-    variables = {name: _variable(name, value, names) for name, value in arrays.items()}
-    return xr.Dataset(variables, attrs=attrs)
 
 
 def _flattened(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -79,11 +75,6 @@ def _flattened(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         return
     for key, inner in items:
         yield from _flattened(inner, (*path, key))
-
-
-def _is_array(value: Any) -> bool:
-    has_values = hasattr(value, "__array__") or hasattr(value, "__dlpack__")
-    return has_values and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:

@@ -43,24 +43,12 @@ _REMEDY = "pass parameters=[...], the names in the order in which the optimizer 
 
 
 class NumberedState(NamedTuple):
-    """The numbered state of one optimizer.
+    """The numbered state of one optimizer."""
 
-    Parameters
-    ----------
-    prefix : str
-        Text before ``state.0.exp_avg``.
-    groups : list of list of int
-        The numbers of the parameters in each group.
-    names : list of str or None
-        Names of all parameters in order, None if the optimizer has none.
-    states : dict of int to dict of str to Variable
-        The state of each parameter, by field.
-    """
-
-    prefix: str
-    groups: list[list[int]]
-    names: list[str] | None
-    states: dict[int, dict[str, xr.Variable]]
+    prefix: str  # text before ``state.0.exp_avg``
+    groups: list[list[int]]  # numbers of the parameters in each group
+    names: list[str] | None  # of all parameters in order, None if the optimizer has none
+    states: dict[int, dict[str, xr.Variable]]  # of each parameter, by field
 
     def name_of(self, number: int, field: str) -> str:
         """Return the name of a variable."""

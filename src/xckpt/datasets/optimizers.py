@@ -237,25 +237,20 @@ def _attached(model: xr.Dataset, states: Sequence[_State]) -> dict[str, xr.Varia
         same = state.owner is not None and state.owner.shape == state.variable.shape
         dims = state.owner.dims if state.owner is not None and same else state.variable.dims
         chosen = axes.name_axes(name, state.variable.shape, [str(dim) for dim in dims])
-        attached[name] = _adapted(state, chosen)
+        # The copy shares the data.
+        variable = attached[name] = state.variable.copy(deep=False)
+        if state.parameter is not None:
+            variable.attrs = {**variable.attrs, "parameter": state.parameter}
+        encoding = dict(variable.encoding)
+        if "tensor" in encoding:
+            encoding["tensor"] = state.renamed(encoding["tensor"])
+        if "preferred_chunks" in encoding:
+            new_dims = dict(zip(variable.dims, chosen, strict=True))
+            encoding["preferred_chunks"] = {
+                new_dims[dim]: size
+                for dim, size in encoding["preferred_chunks"].items()
+                if dim in new_dims  # false after the user renamed dimensions
+            }
+        variable.encoding = encoding
+        variable.dims = chosen
     return attached
-
-
-def _adapted(state: _State, dims: tuple[str, ...]) -> xr.Variable:
-    """Return the variable with the dimensions of the model, sharing its data."""
-    variable = state.variable.copy(deep=False)
-    if state.parameter is not None:
-        variable.attrs = {**variable.attrs, "parameter": state.parameter}
-    encoding = dict(variable.encoding)
-    if "tensor" in encoding:
-        encoding["tensor"] = state.renamed(encoding["tensor"])
-    if "preferred_chunks" in encoding:
-        names = dict(zip(variable.dims, dims, strict=True))
-        encoding["preferred_chunks"] = {
-            names[dim]: size
-            for dim, size in encoding["preferred_chunks"].items()
-            if dim in names  # false after the user renamed dimensions
-        }
-    variable.encoding = encoding
-    variable.dims = dims
-    return variable

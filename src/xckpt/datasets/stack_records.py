@@ -49,54 +49,30 @@ _NAMING = ("tensor", "part", _KEY)
 
 
 class StackMember(NamedTuple):
-    """A stacked tensor as a separate variable.
+    """A stacked tensor as a separate variable."""
 
-    Parameters
-    ----------
-    attrs : dict
-        Attributes in the file.
-    encoding : dict
-        Encoding without stacking.
-    data : dask.array.Array or None
-        Lazy array, None if only the stack has the data.
-    """
-
-    attrs: dict[Any, Any]
-    encoding: dict[Any, Any]
-    data: da.Array | None
+    attrs: dict[Any, Any]  # in the file
+    encoding: dict[Any, Any]  # without stacking
+    data: da.Array | None  # None if only the stack has the data
 
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """The dimensions and names of a stack, and its members before stacking.
+    """The dimensions and names of a stack, and its members before stacking."""
 
-    Parameters
-    ----------
-    template : tuple of (str, int or None)
-        Template of the names of the members; see `xckpt.labels.grids.Stack`.
-    dims : tuple of str
-        Dimensions that stacking made.
-    suffix : str
-        End of the names of members after the template, such as ``:scales`` for a part.
-    indices : tuple of tuple of int
-        Indices along each dimension at the time of stacking.
-    shared_attrs : tuple of str
-        Names of the attributes that all members had in common.
-    array : str or None
-        Name of the dask array of the whole stack; another array is a selection or a result.
-    members : sequence of StackMember
-        Members, the last dimension fastest; empty for a computed variable.
-    present : frozenset of tuple of int, optional
-        Indices of the members, if some places have none; see `xckpt.labels.grids.Stack`.
-    """
-
+    # Names of the members, as in `xckpt.labels.grids.Stack`.
     template: tuple[str | int | None, ...]
-    dims: tuple[str, ...]
+    dims: tuple[str, ...]  # made by stacking
+    # End of the names of members after the template, such as ``:scales`` for a part.
     suffix: str = ""
+    # Indices along each dimension at the time of stacking.
     indices: tuple[tuple[int, ...], ...] = ()
-    shared_attrs: tuple[str, ...] = ()
+    shared_attrs: tuple[str, ...] = ()  # names of the attributes that all members had in common
+    # Name of the dask array of the whole stack; another array is a selection or a result.
     array: str | None = None
+    # The last dimension varies fastest; empty for a computed variable.
     members: Sequence[StackMember | None] = ()
+    # Indices of the members, if some places have none, as in `xckpt.labels.grids.Stack`.
     present: frozenset[tuple[int, ...]] | None = None
 
     def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
@@ -176,31 +152,22 @@ def unstacked_encoding(variable: xr.Variable) -> dict[Any, Any]:
 def remember_stack(
     name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> xr.Variable:
-    """Return a variable with the record of its stack, if the coordinates still have it.
-
-    A computed variable has no encoding; the coordinates that stacking made keep theirs.
-    """
+    """Return a variable with the record of its stack, if the coordinates still have it."""
     if _KEY in variable.encoding:
         return variable
+    # A computed variable has no encoding; the coordinates that stacking made keep theirs.
     for index in indexes.values():
         record = marks_of(index).get(name)
-        if record is not None and _has_indices(variable, record, indexes):
+        if record is not None and all(
+            dim in indexes
+            and is_made_by_stacking(indexes[dim])
+            and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
+            for dim in record.dims
+        ):
             variable = variable.copy(deep=False)
             record_stack(variable.encoding, record)
             break
     return variable
-
-
-def _has_indices(
-    variable: xr.Variable, record: StackRecord, indexes: Mapping[Any, xr.Variable]
-) -> bool:
-    """Return whether the coordinates of a computed variable still identify its tensors."""
-    return all(
-        dim in indexes
-        and is_made_by_stacking(indexes[dim])
-        and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
-        for dim in record.dims
-    )
 
 
 # --- remaining members ---------------------------------------------------------------------------
@@ -229,22 +196,7 @@ def member_variables(
 
 
 class StackMembers:
-    """The remaining members of a stacked variable.
-
-    Parameters
-    ----------
-    name : str
-        Name of the variable, for messages.
-    variable : xarray.Variable
-        Stacked variable, with its record.
-    indexes : mapping of str to xarray.Variable
-        Index coordinates of its node.
-
-    Raises
-    ------
-    ValueError
-        If the coordinates do not identify the remaining members.
-    """
+    """The remaining members of a stacked variable, by its coordinates."""
 
     def __init__(
         self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
 
+# Keys of the encoding that all members of a stack have in common.
+_COMMON = ("layout", "stored_dtype", "stored_order", "part")
+
 __all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
 
 
@@ -97,32 +100,16 @@ def unstack_modules(obj: Obj) -> Obj:
 
 
 class NumberSet(NamedTuple):
-    """Numbers of a module, and the tensors that have exactly these numbers.
+    """Numbers of a module, and the tensors that have exactly these numbers."""
 
-    Parameters
-    ----------
-    module : str
-        Path of the module without other numbers: ``model.layers``.
-    numbers : tuple of int
-        Numbers in ascending order.
-    dim : str or None
-        Stacked dimension, None without one.
-    variables : tuple of str
-        Names of the tensors without their numbers: ``model.layers.mlp.w``.
-    """
-
-    module: str
-    numbers: tuple[int, ...]
-    dim: str | None
-    variables: tuple[str, ...]
+    module: str  # path without other numbers: ``model.layers``
+    numbers: tuple[int, ...]  # ascending
+    dim: str | None  # stacked dimension, None without one
+    variables: tuple[str, ...]  # names of the tensors without their numbers: ``model.layers.mlp.w``
 
 
 def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
-    """List the sets of numbers of each module with their tensors, the largest set first.
-
-    Stacking turns a module with several sets into several dimensions, or, in an outer join, into
-    one dimension with absent members.
-    """
+    """List the sets of numbers of each module with their tensors, the largest set first."""
     flat = flatten(obj)
     indexes = {path: flat.indexes(path) for path in flat.coords}
     # The numbers by module, position and dimension, for each name without numbers.
@@ -168,7 +155,16 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
     kinds, others = {}, []
     for name, variable in flat.variables.items():
         if isinstance(name, str) and stack_of(variable) is None:
-            kinds[name] = _kind(variable)
+            data = data_of(variable)
+            # All that the members of a stack have in common.
+            kinds[name] = (
+                variable.dims,
+                variable.shape,
+                variable.dtype,
+                type(data),
+                type(getattr(data, "_meta", None)),
+                *(str(variable.encoding.get(key)) for key in _COMMON),
+            )
         else:
             others.append(str(name))
     stated = {name: flat.variables[name].encoding.get("path") for name in kinds}
@@ -192,15 +188,6 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
             kinds, only, paths=paths, reserved=reserved, others=others, may_be_absent=may_be_absent
         )
     return find_stacks(kinds, only, paths=paths, reserved=reserved, may_be_absent=may_be_absent)
-
-
-def _kind(variable: xr.Variable) -> tuple[Any, ...]:
-    """Return the properties that the members of a stack have in common."""
-    data = data_of(variable)
-    keys = ("layout", "stored_dtype", "stored_order", "part")
-    stored = [str(variable.encoding.get(key)) for key in keys]
-    kinds = (type(data), type(getattr(data, "_meta", None)))
-    return (variable.dims, variable.shape, variable.dtype, *kinds, *stored)
 
 
 def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[str, list[str]]]:
@@ -248,8 +235,17 @@ def _places(
 def _stack_variable(stack: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Variable:
     variables = [flat.variables[name] for name in stack.members]
     first = variables[0]
-    data = _stack_arrays(stack, [_array(variable) for variable in variables])
-    keys = ("layout", "source", "stored_dtype", "stored_order", "part")
+    arrays: list[Any] = []
+    members = []
+    for variable in variables:
+        data = data_of(variable)
+        # Do not read what another engine left lazy.
+        is_adapter = isinstance(data, ExplicitlyIndexed)
+        arrays.append(variable.chunk().data if is_adapter else variable.data)
+        stored = data if is_stored(data) else None
+        members.append(StackMember(dict(variable.attrs), dict(variable.encoding), stored))
+    data = _stack_arrays(stack, arrays)
+    keys = (*_COMMON, "source")
     encoding = {key: first.encoding[key] for key in keys if key in first.encoding}
     encoding["nbytes"] = sum(v.encoding.get("nbytes", v.nbytes) for v in variables)
     encoding["original_shape"] = data.shape
@@ -265,25 +261,11 @@ def _stack_variable(stack: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Vari
         stack.indices,
         tuple(shared),
         getattr(data, "name", None),
-        tuple(stack.arrange([_as_member(variable) for variable in variables])),
+        tuple(stack.arrange(members)),
         stack.present,
     )
     record_stack(encoding, record)
     return LazyVariable.of((*stack.dims, *first.dims), data, shared or None, encoding)
-
-
-def _array(variable: xr.Variable) -> Any:
-    """Return the array of a variable without reading what another engine left lazy."""
-    if isinstance(data_of(variable), ExplicitlyIndexed):
-        return variable.chunk().data
-    return variable.data
-
-
-def _as_member(variable: xr.Variable) -> StackMember:
-    """Return a variable as a member, with its array only if that is stored in a file."""
-    data = data_of(variable)
-    lazy = data if is_stored(data) else None
-    return StackMember(dict(variable.attrs), dict(variable.encoding), lazy)
 
 
 def _stack_arrays(stack: Stack, arrays: list[Any]) -> Any:

@@ -61,21 +61,11 @@ Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 
 class Flat(NamedTuple):
-    """A Dataset or a tree without its structure.
+    """A Dataset or a tree without its structure."""
 
-    Parameters
-    ----------
-    variables : dict of str to Variable
-        The data variables, by the flat name of the tensor.
-    nodes : dict of str to str
-        Paths of their nodes, from the root of the whole tree.
-    coords : dict of str to dict of str to Variable
-        The coordinates of each node, by path; ``"/"`` is a Dataset itself.
-    """
-
-    variables: dict[Any, xr.Variable]
-    nodes: dict[Any, str]
-    coords: dict[str, dict[Any, xr.Variable]]
+    variables: dict[Any, xr.Variable]  # the data variables, by the flat name of the tensor
+    nodes: dict[Any, str]  # paths of their nodes, from the root of the whole tree
+    coords: dict[str, dict[Any, xr.Variable]]  # by path of the node; "/" is a Dataset itself
 
     def indexes(self, path: str) -> dict[Any, xr.Variable]:
         """Return the index coordinates of a node, including inherited ones."""
@@ -157,15 +147,7 @@ class DescribedTensors(NamedTuple):
 
 
 class OpenTensors:
-    """The tensors of an open object by name, including stacked tensors and nodes of a tree.
-
-    All lists are made on demand.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Object whose variables have the names of tensors.
-    """
+    """The tensors of an open object by name, including stacked tensors and nodes of a tree."""
 
     def __init__(self, obj: xr.Dataset | xr.DataTree | xr.DataArray) -> None:
         self._obj = as_dataset_of_one(obj) if isinstance(obj, xr.DataArray) else obj
@@ -231,10 +213,7 @@ class OpenTensors:
         return {name: unstacked[name] for name in names}
 
     def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
-        """Return the coordinates by tensor name, except those that stacking made.
-
-        An index that stacking made is included if it is along one of these dimensions.
-        """
+        """Return coordinates by tensor name; if stacking made them, only indexes along `dims`."""
         tensors: dict[str, xr.Variable] = {}
         for path, coords in self._flat.coords.items():
             for name, coord in coords.items():
@@ -450,17 +429,7 @@ class OpenTensors:
 
 
 class FileTensors(OpenTensors):
-    """The tensors of a file, without a Dataset until names of dimensions are needed.
-
-    Parameters
-    ----------
-    source : Source
-        Open file.
-    index : Index
-        Index of the file.
-    options : OpenOptions
-        Options of reading.
-    """
+    """The tensors of a file, without a Dataset until names of dimensions are needed."""
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
         self._opened = source, index, options

@@ -23,13 +23,7 @@ _DATA: Any = xr.Variable.data  # the property
 
 
 class LazyVariable(xr.Variable):
-    """A variable that stays dask-backed when `xarray.open_dataset` returns it.
-
-    xarray wraps the variables of an engine in copy-on-write and caching adapters
-    (``xarray.backends.api._protect_dataset_variables_inplace``). Around a dask array, these protect
-    nothing and hide the array: ``ds.chunks`` is empty and ``ds.compute()`` leaves dask arrays
-    behind. Therefore the setter of `data` removes such wrappers.
-    """
+    """A variable that stays dask-backed when `xarray.open_dataset` returns it."""
 
     __slots__ = ()
 
@@ -88,6 +82,10 @@ class LazyVariable(xr.Variable):
         """The array: a dask array until it is loaded."""
         return super().data
 
+    # xarray wraps the variables of an engine in copy-on-write and caching adapters
+    # (``xarray.backends.api._protect_dataset_variables_inplace``). Around a dask array, these
+    # protect nothing and hide the array: ``ds.chunks`` is empty, and ``ds.compute()`` leaves dask
+    # arrays behind.
     @data.setter
     def data(self, value: Any) -> None:
         if not isinstance(value, ExplicitlyIndexed):
