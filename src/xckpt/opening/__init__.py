@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import BinaryIO
 
-    from xckpt.index import Index, Tensor
+    from xckpt.index import FileSet, Index, Tensor
 
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
@@ -76,10 +76,7 @@ def open_index(
     silent: bool = False,
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
-
-    With `whole`, the index lists quantised weights instead of the tensors that store them.
-    """
+    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`."""
     with advising(obj):
         listed = list_files(obj, storage_options, format)
     if listed is None:
@@ -88,12 +85,12 @@ def open_index(
         with paused_collector():
             index = _read(source, format, format_options)
         if index.files is not None:
-            source, index = _open_set(source, index, format_options)
+            source, index = _open_set(source, index, index.files, format_options)
     else:
         listed, opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
         with paused_collector():
             source, index = merge(listed, opened)
-    if whole and may_be_quantized(index):
+    if whole and may_be_quantized(index):  # list weights instead of the tensors that store them
         with paused_collector():
             index = _with_weights(source, index)
     if not silent:
@@ -107,12 +104,9 @@ def open_index(
 
 
 def _open_set(
-    source: Source, index: Index, format_options: Mapping[str, Any]
+    source: Source, index: Index, files: FileSet, format_options: Mapping[str, Any]
 ) -> tuple[Source, Index]:
     """Open the other files of a checkpoint, which its first file lists."""
-    files = index.files
-    if files is None:
-        return source, index
     listed = list_set(source, files)
     label = files.names[files.position]
     others = listed._replace(files={n: f for n, f in listed.files.items() if n != label})
@@ -177,11 +171,7 @@ def open_each(
     *,
     mmap: bool = False,
 ) -> tuple[FileList, list[Opened]]:
-    """Open the files of a checkpoint in parallel, and read their indexes.
-
-    Damaged files are omitted if an index of shards has the names of their tensors. Their errors
-    become the `problems` of the returned list.
-    """
+    """Open the files of a checkpoint in parallel, and read their indexes."""
 
     def opened(file: tuple[str, Any]) -> Opened | CheckpointError:
         label, obj = file
@@ -204,6 +194,7 @@ def open_each(
         results = dict(zip(dict(existing), threads.map(opened, existing), strict=True))
     readable = [result for result in results.values() if isinstance(result, Opened)]
     problems = {name: e for name, e in results.items() if isinstance(e, CheckpointError)}
+    # Omit damaged files if an index of shards has the names of their tensors.
     if problems and (listed.weight_map is None or not readable):
         raise next(iter(problems.values()))
     for problem in problems.values():

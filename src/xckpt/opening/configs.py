@@ -17,34 +17,12 @@ __all__ = ["attrs_with_config", "read_config"]
 
 
 def read_config(
-    source: str,
+    source: str,  # path or URL of a file or folder; empty for an object in memory
     attrs: Mapping[Any, Any],
-    name: str = "config",
+    name: str = "config",  # without .json
     storage_options: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Return a config from the attributes of a checkpoint, or from the file next to it.
-
-    Parameters
-    ----------
-    source : str
-        Path or URL of a file or folder; empty for an object in memory.
-    attrs : mapping
-        Attributes of the checkpoint.
-    name : str
-        Name of the config, without ``.json``.
-    storage_options : dict, optional
-        Options for the storage of a URL.
-
-    Returns
-    -------
-    dict or None
-        None if the file is missing or cannot be read.
-
-    Warns
-    -----
-    CheckpointWarning
-        If the config is not a JSON object.
-    """
+    """Return a JSON object from the attributes or the file next to a checkpoint, or None."""
     content = attrs.get(name)
     if isinstance(content, dict):
         return content

@@ -88,7 +88,12 @@ def _hint(obj: Any, error: Exception) -> str | None:
     if on_hub is not None:
         return _moved(on_hub[1])
     if is_remote(obj):
-        return _remote_folder(obj, error)
+        name = obj.partition("?")[0].rstrip("/").rpartition("/")[2]
+        is_missing = isinstance(error, FileNotFoundError | IsADirectoryError)
+        if "." in name or "*" in obj or not is_missing:
+            return None
+        files = f"{obj.rstrip('/')}/*.safetensors"
+        return f"of a folder, name the files: xckpt.open({shown(files)})"
     path = local_path(obj)
     if Path(path).is_dir():
         return _in_folder(obj, error) if isinstance(error, IsADirectoryError) else None
@@ -116,18 +121,13 @@ def _in_folder(folder: str, error: IsADirectoryError) -> str | None:
         return f"xckpt.open_steps({shown(steps)}) opens them as one Dataset with a dimension step"
     if isinstance(error, SeveralFilesError):
         return None  # the error lists them
-    inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    with_files = (name for name in inside if _has_checkpoint(path / name))
-    name = next(with_files, None)
-    return None if name is None else f"{_open_call(path / name)} a folder in it"
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is readable and has a file with the name of a checkpoint."""
-    with suppress(PermissionError):
-        files = [entry.name.lower() for entry in folder.iterdir() if entry.is_file()]
-        return any(name.endswith(_endings()) for name in files)
-    return False
+    endings = _endings()
+    for name in sorted(entry.name for entry in path.iterdir() if entry.is_dir()):
+        with suppress(PermissionError):
+            files = [entry.name.lower() for entry in (path / name).iterdir() if entry.is_file()]
+            if any(file.endswith(endings) for file in files):
+                return f"{_open_call(path / name)} a folder in it"
+    return None
 
 
 def _endings() -> tuple[str, ...]:
@@ -159,12 +159,3 @@ def _moved(place: str) -> str | None:
             url = f"hf://{organisation}/{bare}{at}{revision}{'/' if rest else ''}{rest}"
             return f"{_open_call(url)} this model on the Hugging Face Hub"
     return None
-
-
-def _remote_folder(url: str, error: Exception) -> str | None:
-    """Return a hint at the files below a URL that may be a folder."""
-    name = url.partition("?")[0].rstrip("/").rpartition("/")[2]
-    if "." in name or "*" in url or not isinstance(error, FileNotFoundError | IsADirectoryError):
-        return None
-    files = f"{url.rstrip('/')}/*.safetensors"
-    return f"of a folder, name the files: xckpt.open({shown(files)})"

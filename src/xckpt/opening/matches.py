@@ -19,11 +19,7 @@ __all__ = ["check_filters"]
 
 
 def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
-    """Warn if `tensors=` matches no tensor in any file of the call; return options for this file.
-
-    The options omit globs of `dims=` that match only tensors of other files, because a glob without
-    a match raises a warning when axes are named.
-    """
+    """Warn if `tensors` match nothing in any file of the call; return options for this file."""
     # A glob may match the name of a stack instead of a tensor.
     globs = [] if options.stack or not options.dims else list(options.dims)
     filters = globs if options.tensors is None else [*globs, options.tensors]
@@ -37,11 +33,18 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
     for other in others:
         if not unmatched:
             break
-        more = _tensor_names(other, options)
-        unmatched = [pattern for pattern in unmatched if not has_match(more, pattern)]
-        names += more
+        try:
+            _, other_index = open_index(
+                other, storage_options=options.storage_options, whole=options.decode, silent=True
+            )
+        except (OSError, ValueError, CheckpointError):
+            continue  # opening that file raises its errors
+        unmatched = [p for p in unmatched if not has_match(other_index.tensors, p)]
+        names += other_index.tensors
     if options.tensors in unmatched and names:
         warn(f"{index.source}: {no_match(names, options.tensors)}")
+    # A glob without a match raises a warning when axes are named: omit globs that match only
+    # tensors of other files.
     dims = {
         glob: axes
         for glob, axes in (options.dims or {}).items()
@@ -61,14 +64,3 @@ def _opened_together(path: Any) -> list[Any]:
                 if isinstance(paths, list) and path in paths:
                     return paths
     return [path]
-
-
-def _tensor_names(path: Any, options: OpenOptions) -> list[str]:
-    """Return the names in another file of the call; opening that file raises its errors."""
-    try:
-        _, index = open_index(
-            path, storage_options=options.storage_options, whole=options.decode, silent=True
-        )
-    except (OSError, ValueError, CheckpointError):
-        return []
-    return list(index.tensors)

@@ -20,12 +20,9 @@ _MOST_METRICS = 100
 
 
 def run_metrics(ds: xr.Dataset, dim: str) -> dict[str, list[float]]:
-    """Return the metrics of a Dataset of `open_steps` by name, with a number for each step.
-
-    Metrics are attributes that vary between the files, and the logs in ``trainer_state.json``: the
-    last value logged at or before a step. NaN where the files have none.
-    """
+    """Return the metrics of a Dataset of `open_steps` by name: a number for each step, or NaN."""
     steps = ds.variables[dim].to_numpy().tolist()
+    # Attributes that vary between the files are coordinates.
     metrics = {
         str(name): coord.to_numpy().astype(np.float64).tolist()
         for name, coord in ds.coords.items()
@@ -36,6 +33,7 @@ def run_metrics(ds: xr.Dataset, dim: str) -> dict[str, list[float]]:
     for name, values in logs.items():
         if name not in metrics and len(metrics) < _MOST_METRICS:
             logged = sorted(values)
+            # The last value logged at or before each step.
             positions = [bisect_right(logged, step) for step in steps]
             metrics[name] = [values[logged[n - 1]] if n else float("nan") for n in positions]
     return metrics

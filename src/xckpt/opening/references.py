@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
-from math import isqrt, log, prod
+from math import isqrt, log
 from typing import TYPE_CHECKING, Any
 
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
@@ -147,7 +147,7 @@ def _obstacle(tensor: Tensor) -> str | None:
     if part.encoding is not None:
         return f"as they are compressed ({part.encoding})"
     components = tensor.name.split("/")
-    if any(each in {"", ".", ".."} or each.startswith((".z", "__")) for each in components):
+    if any(name in {"", ".", ".."} or name.startswith((".z", "__")) for name in components):
         return "as no zarr array can have their names"
     # fsspec treats a backslash as a slash.
     if (
@@ -179,8 +179,18 @@ def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict
         f"{tensor.name}/.zarray": _json(array),
         f"{tensor.name}/.zattrs": _json(attrs),
     }
-    if prod(tensor.shape):
-        refs |= _chunks(tensor, chunk, order, url)
+    if tensor.size and part.inline is not None:
+        key = f"{tensor.name}/{'.'.join('0' * tensor.ndim) or '0'}"
+        refs[key] = "base64:" + base64.b64encode(part.inline).decode()
+    elif tensor.size:
+        axis = 0 if order == "C" else tensor.ndim - 1
+        count = tensor.shape[axis] // chunk[axis] if tensor.ndim else 1
+        nbytes = part.nbytes // count
+        for number in range(count):
+            position = ["0"] * max(1, tensor.ndim)
+            position[axis if tensor.ndim else 0] = str(number)
+            key = f"{tensor.name}/{'.'.join(position)}"
+            refs[key] = [url, part.offset + number * nbytes, nbytes]
     return refs
 
 
@@ -190,41 +200,22 @@ def _chunk_shape(shape: tuple[int, ...], itemsize: int, target: int, order: str)
         return tuple(max(1, size) for size in shape)
     axis = 0 if order == "C" else len(shape) - 1
     rows = shape[axis]
-    wanted = chunks_along_slowest(shape, itemsize, target, order)[axis][0]
+    preferred = chunks_along_slowest(shape, itemsize, target, order)[axis][0]
     small = [n for n in range(1, isqrt(rows) + 1) if rows % n == 0]
-    step = min([*small, *(rows // n for n in small)], key=lambda n: abs(log(n / wanted)))
+    step = min([*small, *(rows // n for n in small)], key=lambda n: abs(log(n / preferred)))
     return (*shape[:axis], step, *shape[axis + 1 :])
-
-
-def _chunks(
-    tensor: Tensor, chunk: tuple[int, ...], order: str, url: str
-) -> dict[str, list[Any] | str]:
-    part = tensor.parts["data"]
-    if part.inline is not None:
-        key = f"{tensor.name}/{'.'.join('0' * tensor.ndim) or '0'}"
-        return {key: "base64:" + base64.b64encode(part.inline).decode()}
-    axis = 0 if order == "C" else tensor.ndim - 1
-    count = tensor.shape[axis] // chunk[axis] if tensor.ndim else 1
-    nbytes = part.nbytes // count
-    refs: dict[str, list[Any] | str] = {}
-    for number in range(count):
-        position = ["0"] * max(1, tensor.ndim)
-        position[axis if tensor.ndim else 0] = str(number)
-        key = f"{tensor.name}/{'.'.join(position)}"
-        refs[key] = [url, part.offset + number * nbytes, nbytes]
-    return refs
 
 
 def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Keep the attributes that JSON has."""
-    kept = {}
+    plain = {}
     for key, value in attrs.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             continue
-        kept[str(key)] = value
-    return kept
+        plain[str(key)] = value
+    return plain
 
 
 def _json(value: Any) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from glob import glob
@@ -67,47 +67,22 @@ class SeveralFilesError(IsADirectoryError):
 
 
 class FileList(NamedTuple):
-    """The files of a checkpoint.
+    """The files of a checkpoint."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the checkpoint, for messages and ``encoding["source"]``.
-    files : dict of str to object
-        Files to open, by their labels in messages; None for a missing file.
-    weight_map : mapping of str to str, or None
-        Label of the file of each tensor; None to take all tensors of all files.
-    attrs : mapping
-        Attributes of the whole checkpoint.
-    problems : mapping of str to CheckpointError
-        Errors of files that cannot be read, by label.
-    is_marked : bool
-        Whether the single file marks a folder, which is read as a whole.
-    """
-
-    name: str
-    files: dict[str, Any]
+    name: str  # for messages and ``encoding["source"]``
+    files: dict[str, Any]  # to open, by their labels in messages; None for a missing file
+    # Label of the file of each tensor; None to take all tensors of all files.
     weight_map: Mapping[str, str] | None = None
-    attrs: Mapping[str, Any] = {}
-    problems: Mapping[str, CheckpointError] = {}
-    is_marked: bool = False
+    attrs: Mapping[str, Any] = {}  # of the whole checkpoint
+    problems: Mapping[str, CheckpointError] = {}  # of files that cannot be read, by label
+    is_marked: bool = False  # whether the single file marks a folder, which is read as a whole
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open file of a checkpoint.
+    """An open file of a checkpoint."""
 
-    Parameters
-    ----------
-    label : str
-        Label of the file in messages.
-    source : Source
-        The file.
-    index : Index
-        Its index.
-    """
-
-    label: str
+    label: str  # in messages
     source: Source
     index: Index
 
@@ -166,7 +141,13 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
         return listed_as(marked[:1], {})._replace(is_marked=True)
     names = [name for name in sorted(files, key=natural_key) if not name.startswith(".")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    config = _config(files["config.json"]) if "config.json" in files else {}
+    config = {}
+    if "config.json" in files:
+        with (
+            suppress(FileNotFoundError, PermissionError, ValueError),
+            closing(_opened(files["config.json"])) as source,
+        ):
+            config = {"config": parse_json(_read_small(source))}
     # A single index is complete: the other files are not opened.
     has_index = len(indexes) == 1
     others = [] if has_index else [name for name in names if name not in indexes]
@@ -270,15 +251,6 @@ def _read_small(source: Source) -> bytes:
         raise ValueError(f"it has {source.size} bytes, more than {_LARGEST_CONFIG}")
     with source.reading_header() as header:
         return bytes(header.read(0, source.size))
-
-
-def _config(file: Path | Source) -> dict[str, Any]:
-    """Return the ``config.json`` of a model as an attribute."""
-    try:
-        with closing(_opened(file)) as source:
-            return {"config": parse_json(_read_small(source))}
-    except (FileNotFoundError, PermissionError, ValueError):
-        return {}
 
 
 def _listed(objects: Sequence[Any], storage_options: Mapping[str, Any] | None) -> FileList:

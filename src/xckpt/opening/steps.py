@@ -12,7 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
-from xckpt.datasets.listing import list_arrays, stacking_key
+from xckpt.datasets.listing import free_name, list_arrays, stacking_key
 from xckpt.datasets.making import described, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import marks_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.datasets.listing import Listing
-    from xckpt.index import Index, Tensor
+    from xckpt.index import Tensor
     from xckpt.typing import Dataset
 
 __all__ = ["open_steps"]
@@ -116,8 +116,22 @@ def open_steps(
     format_options = tuple(formats.get(engine).open_options)
     parsed = OpenOptions.parse(options, engine=engine, own=format_options)
     pairs = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda pair: pair[0])
-    opened = _open_all([file for _, file in pairs], engine, parsed)
     steps = [number for number, _ in pairs]
+
+    def opened_file(file: tuple[str, Any]) -> Opened:
+        label, obj = file
+        source, index = open_index(
+            obj,
+            engine,
+            storage_options=parsed.storage_options,
+            mmap=parsed.mmap,
+            whole=parsed.decode,
+            **parsed.format_options,
+        )
+        return Opened(label, source, index)
+
+    with ThreadPoolExecutor(min(len(pairs), _CONCURRENCY)) as threads:
+        opened = list(threads.map(opened_file, [file for _, file in pairs]))
     with paused_collector():
         return cast("Dataset", _combined(listed, opened, (dim, steps), join, parsed))
 
@@ -155,23 +169,6 @@ def _numbers_in(paths: list[str]) -> list[int]:
     return [int(match[1]) for match in matches if match is not None]
 
 
-def _open_all(files: list[tuple[str, Any]], engine: str, options: OpenOptions) -> list[Opened]:
-    def opened(file: tuple[str, Any]) -> Opened:
-        label, obj = file
-        source, index = open_index(
-            obj,
-            engine,
-            storage_options=options.storage_options,
-            mmap=options.mmap,
-            whole=options.decode,
-            **options.format_options,
-        )
-        return Opened(label, source, index)
-
-    with ThreadPoolExecutor(min(len(files), _CONCURRENCY)) as threads:
-        return list(threads.map(opened, files))
-
-
 def _combined(
     listed: FileList,
     opened: list[Opened],
@@ -193,10 +190,16 @@ def _combined(
     attrs = stack_attrs([_with_metrics(labelled_attrs(file)) for file in opened])
     # A single step gets no module, because a single tensor is never stacked.
     prefixes = [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
-    renamed = [
-        replace(file, index=_renamed(file.index, tensors, common, prefix))
-        for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True)
-    ]
+    renamed = []
+    for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True):
+        # Move tensors into the module of the step: ``step.100.embed``.
+        moved = {
+            prefix + name: replace(tensor.named(prefix + name), path=None)
+            for name, tensor in tensors.items()
+            if name in common
+        }
+        step_index = replace(file.index, tensors=moved, attrs={}, warnings=())
+        renamed.append(replace(file, index=step_index))
     source, index = merge(listed._replace(attrs=attrs.shared), renamed)
     options = replace(options, tensors=None, drop_variables=None)
     if len(steps) > 1:
@@ -212,10 +215,7 @@ def _combined(
     files = {step: labels[file.label] for step, file in zip(steps, opened, strict=True)}
     ds.variables[dim].encoding["steps"] = files
     for name, values in attrs.varying.items():
-        free = name
-        while free in ds.variables:
-            free = f"{free}:"
-        ds = ds.assign_coords({free: (dim, values)})
+        ds = ds.assign_coords({free_name(name, ds.variables): (dim, values)})
     if attrs.dropped:
         lost = ", ".join(map(shown, attrs.dropped))
         text = f"{index.source}: attributes that differ between steps are left out: {lost}"
@@ -260,21 +260,8 @@ def _common(
     return first.keys() - problems.keys()
 
 
-def _renamed(index: Index, tensors: Mapping[str, Tensor], names: set[str], prefix: str) -> Index:
-    """Move tensors into the module of the step: ``step.100.embed``."""
-    new = {
-        prefix + name: replace(tensor.named(prefix + name), path=None)
-        for name, tensor in tensors.items()
-        if name in names
-    }
-    return replace(index, tensors=new, attrs={}, warnings=())
-
-
 def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
-    """Return the options for tensors in the modules of steps, with stacking of steps.
-
-    `listing` has the variables of a single file.
-    """
+    """Return options for tensors in modules of steps, from the `listing` of a single file."""
     modules = [options.stack] if isinstance(options.stack, str) else options.stack or ()
     stack: Any = True if modules is True else [dim, *modules]
     variables = [array.name for array in listing.arrays]
