@@ -32,8 +32,7 @@ from tests.formats.ztensor_files import (
     v2_file,
     v12_file,
 )
-from xckpt.cli.common import print_document
-from xckpt.cli.files import _index_document
+from xckpt.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -231,7 +230,7 @@ def _use(path: Path) -> None:
             return
         assert pickle.loads(pickle.dumps(index)).tensors.keys() == index.tensors.keys()
         assert repr(index)
-        print_document(_index_document(index))
+        assert main(["info", "--json", str(path)]) == 0
         _compute(xr.open_dataset(path, engine=index.format))
         _compute(xr.open_dataset(path, engine=index.format, decode=False, stack=True))
         assert repr(xckpt.verify(path, progress=False))

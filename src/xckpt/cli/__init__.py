@@ -113,17 +113,13 @@ class _Commands(click.Group):
         first = args[0]
         if first not in self.commands and not first.startswith("-"):
             if not set("./\\*") & set(first) and not os.path.lexists(first):
-                ctx.fail(f"{shown(first)} is neither a command nor a file{_instead_of(first)}")
+                from xckpt.labels.filters import suggest_word
+
+                suggestion = suggest_word(first, _INSTEAD, self.commands)
+                hint = f"; did you mean 'xckpt {suggestion}'?" if suggestion else ""
+                ctx.fail(f"{shown(first)} is neither a command nor a file{hint}")
             args = ["info", *args]
         return super().resolve_command(ctx, args)
-
-
-def _instead_of(word: str) -> str:
-    """Return the end of a message, with a similar command if there is one."""
-    from xckpt.labels.filters import suggest_word
-
-    suggestion = suggest_word(word, _INSTEAD, commands.commands)
-    return f"; did you mean 'xckpt {suggestion}'?" if suggestion else ""
 
 
 @click.group(

@@ -37,9 +37,8 @@ from xckpt.formatting import counted, printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.formats import Format
-    from xckpt.index import Index, Part, Tensor
-    from xckpt.writing import Conversion, Manifest
+    from xckpt.index import Part, Tensor
+    from xckpt.writing import Manifest
     from xckpt.writing.verifying import Report
 
 __all__ = ["convert", "info", "manifest", "steps", "verify"]
@@ -57,7 +56,8 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
 
     It lists the largest patterns, with --all all of them, and with --json every tensor.
     """
-    from xckpt.notebook.summary import index_summary
+    from xckpt.notebook.footprint import footprint_of
+    from xckpt.notebook.summary import index_rows, index_summary
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
 
@@ -67,13 +67,61 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
         index = reading.index(file)
         config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
     if as_json:
-        print_document(_index_document(index, config))
+        document = {
+            "format": index.format,
+            "version": index.version,
+            "source": index.source,
+            "nbytes": index.nbytes,
+            "attrs": index.attrs,
+            "footprint": footprint_of(index_rows(index), config).document(),
+            "warnings": list(index.warnings),
+            "shards": {
+                name: {"size": shard.size, "digest": shard.digest}
+                for name, shard in index.shards.items()
+            },
+            "tensors": [_tensor(tensor) for tensor in index.tensors.values()],
+        }
+        print_document(document)
         return 0
     # A selection of tensors needs no note that they do not fill the file.
     index = replace(index, nbytes=0) if reading.tensors else index
     summary = index_summary(index, config)
     print_text(render(summary, most=None) if everything else render(summary))
     return 0
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "layout": tensor.layout,
+        "order": tensor.order,
+        "nbytes": tensor.nbytes,
+        "offset": min([p.offset for p in tensor.parts.values() if p.shard is None], default=None),
+        "parts": {role: _part(part) for role, part in tensor.parts.items()},
+        **_unusual(
+            dims=None if tensor.dims is None else list(tensor.dims),
+            problem=None if tensor.problem is None else tensor.problem.reason,
+            attrs=tensor.attrs or None,
+        ),
+    }
+
+
+def _part(part: Part) -> dict[str, Any]:
+    optional = ("encoding", "decoded_nbytes", "digest", "shard", "strides", "origin")
+    return {
+        "dtype": part.dtype,
+        "shape": None if part.shape is None else list(part.shape),
+        "offset": part.offset,
+        "nbytes": part.nbytes,
+        **_unusual(**{key: getattr(part, key) for key in optional}),
+    }
+
+
+def _unusual(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -115,61 +163,6 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
     ]
     print_document({"steps": numbers, "rows": rows, "notes": summary.attrs["notes"]})
     return 0
-
-
-def _index_document(index: Index, config: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-    from xckpt.notebook.footprint import footprint_of
-    from xckpt.notebook.summary import index_rows
-
-    footprint = footprint_of(index_rows(index), index.attrs if config is None else config)
-    return {
-        "format": index.format,
-        "version": index.version,
-        "source": index.source,
-        "nbytes": index.nbytes,
-        "attrs": index.attrs,
-        "footprint": footprint.document(),
-        "warnings": list(index.warnings),
-        "shards": {
-            name: {"size": shard.size, "digest": shard.digest}
-            for name, shard in index.shards.items()
-        },
-        "tensors": [_tensor(tensor) for tensor in index.tensors.values()],
-    }
-
-
-def _tensor(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "layout": tensor.layout,
-        "order": tensor.order,
-        "nbytes": tensor.nbytes,
-        "offset": min([p.offset for p in tensor.parts.values() if p.shard is None], default=None),
-        "parts": {role: _part(part) for role, part in tensor.parts.items()},
-        **_unusual(
-            dims=None if tensor.dims is None else list(tensor.dims),
-            problem=None if tensor.problem is None else tensor.problem.reason,
-            attrs=tensor.attrs or None,
-        ),
-    }
-
-
-def _part(part: Part) -> dict[str, Any]:
-    rarely = ("encoding", "decoded_nbytes", "digest", "shard", "strides", "origin")
-    return {
-        "dtype": part.dtype,
-        "shape": None if part.shape is None else list(part.shape),
-        "offset": part.offset,
-        "nbytes": part.nbytes,
-        **_unusual(**{key: getattr(part, key) for key in rarely}),
-    }
-
-
-def _unusual(**values: Any) -> dict[str, Any]:
-    """Return the values that are not None."""
-    return {key: value for key, value in values.items() if value is not None}
 
 
 # --- convert -------------------------------------------------------------------------------------
@@ -240,10 +233,11 @@ def convert(
     them; one warning lists the losses. Changes of element type are listed with their effect on the
     size. NEW appears once it is complete. FILE may be larger than memory.
     """
+    from xckpt.opening import read_index
     from xckpt.writing import convert as write
 
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    options = _format_options(pairs(texts) | shards, _writer(new, to))
+    options = _format_options(pairs(texts) | shards, new, to)
     index = reading.index(file)
     encoding = _encoding(requests, encodings)
     new_names = None if names is None else read_names(names)
@@ -263,25 +257,21 @@ def convert(
             **options,
         )
     if as_json:
-        print_document(_conversion_document(index.source, done, reading))
+        new_index = read_index(done.path, storage_options=reading.storage_options)
+        document = {
+            "source": index.source,
+            "destination": done.path,
+            "format": done.format,
+            "version": new_index.version,
+            "nbytes": done.nbytes,
+            "tensors": done.tensors,
+            "recasts": [recast._asdict() for recast in done.recasts],
+        }
+        print_document(document)
         return 0
     for line in repr(done).splitlines():
         complain(line)
     return 0
-
-
-def _conversion_document(source: str, done: Conversion, reading: FileInput) -> dict[str, Any]:
-    from xckpt.opening import read_index
-
-    return {
-        "source": source,
-        "destination": done.path,
-        "format": done.format,
-        "version": read_index(done.path, storage_options=reading.storage_options).version,
-        "nbytes": done.nbytes,
-        "tensors": done.tensors,
-        "recasts": [recast._asdict() for recast in done.recasts],
-    }
 
 
 def _encoding(
@@ -299,19 +289,16 @@ def _encoding(
     return encoding
 
 
-def _writer(new: str, engine: str | None) -> Format:
+def _format_options(texts: Mapping[str, str], new: str, engine: str | None) -> dict[str, Any]:
+    """Parse values by the annotations of the format's options: whole numbers, JSON, or text."""
     from xckpt.writing.saving import writer_of
 
     try:
-        return writer_of(new, engine)
+        writer = writer_of(new, engine)
     except ValueError as error:
         reason, engines, _ = str(error).partition("; pass engine=")
         hint = "; name the format with --to" if engines else ""
         raise click.UsageError(reason + hint) from error
-
-
-def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:
-    """Parse values by the annotations of the format's options: whole numbers, JSON, or text."""
     options: dict[str, Any] = {}
     for key, text in texts.items():
         if key not in writer.write_options:

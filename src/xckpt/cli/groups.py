@@ -37,10 +37,7 @@ by_option = click.option(
 def grouped_table(
     result: Any, keys: str, sort: str | None, *, ascending: bool = False, **options: Any
 ) -> pd.DataFrame:
-    """Return a result by layer, role, ..., with a row for each group that has tensors.
-
-    The attributes of the groups, and ``by`` with the keys, are attributes of the table.
-    """
+    """Return a result by layer, role, ..., with a row for each group that has tensors."""
     names = [name.strip() for name in keys.split(",")]
     with usage_errors():
         grouped = result.ckpt.by(*names, **options)
