@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from xckpt.notebook.summary import KnownResults, TensorFinding
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.notebook.summary import Summary
@@ -28,13 +29,7 @@ _BINS = 80
 
 
 class StaticSummary:
-    """A summary that shows itself in a notebook and a terminal.
-
-    Parameters
-    ----------
-    summary : Summary
-        What to show.
-    """
+    """A summary that shows itself in a notebook and a terminal."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary = summary
@@ -84,9 +79,14 @@ def compute(
     tensors: OpenTensors, names: Sequence[str], report: Callable[[int, int], object]
 ) -> KnownResults:
     """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
+    from xckpt.scan import require_numbers
     from xckpt.statistics import stats
 
-    numeric = [name for name in names if _has_numbers(tensors.variable(name))]
+    numeric = []
+    for name in names:
+        with suppress(TypeError):
+            require_numbers(tensors.variable(name).dtype)
+            numeric.append(name)
     return _computed(stats(_dataset(tensors, numeric), progress=report), numeric)
 
 
@@ -118,7 +118,12 @@ def histogram(
 
     bins: int | np.ndarray[Any, Any] = _BINS
     if tensors.variable(name).dtype.kind in "iu":
-        bins = _whole_edges(compute(tensors, [name], report).statistics[name])
+        statistics = compute(tensors, [name], report).statistics[name]
+        low, high = statistics["min"], statistics["max"]
+        # Cut between whole numbers, with equally many in each bin; otherwise some bins stick out.
+        width = max(1, ceil((high - low + 1) / _BINS))
+        count = ceil((high - low + 1) / width)
+        bins = low - 0.5 + width * np.arange(count + 1.0)
     result = counted(_dataset(tensors, [name]), bins, "linear", progress=report)
     left, right = (result[f"bin_{side}"].to_numpy() for side in ("left", "right"))
     return np.append(left, right[-1]), result.variables[0].to_numpy()
@@ -133,21 +138,3 @@ def _dataset(tensors: OpenTensors, names: Sequence[str]) -> xr.Dataset:
         data = data_of(variable)
         variables[key] = LazyVariable.of(dims, data, None, unstacked_encoding(variable))
     return xr.Dataset(variables)
-
-
-def _whole_edges(statistics: Mapping[str, float]) -> np.ndarray[Any, Any]:
-    """Cut between whole numbers, as many in each bin: else some bins stick out."""
-    low, high = statistics["min"], statistics["max"]
-    width = max(1, ceil((high - low + 1) / _BINS))
-    count = ceil((high - low + 1) / width)
-    return low - 0.5 + width * np.arange(count + 1.0)
-
-
-def _has_numbers(variable: xr.Variable) -> bool:
-    from xckpt.scan import require_numbers
-
-    try:
-        require_numbers(variable.dtype)
-    except TypeError:
-        return False
-    return True

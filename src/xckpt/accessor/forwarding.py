@@ -20,20 +20,7 @@ _PARAMETERS = "\nParameters\n----------\n"
 
 
 class Forwarded(Generic[P, R]):
-    """A method that calls a function with the open object as its first argument.
-
-    It has the signature and the docstring of the function, without the parameters that only a
-    path needs.
-
-    Parameters
-    ----------
-    load : callable
-        Returns the function. It is called on first use, as functions import heavy packages.
-    without : str, optional
-        Names of parameters to leave out of the signature and the docstring, besides the first one.
-    after : callable, optional
-        Called with the accessor, the result and the keyword arguments of the call.
-    """
+    """A method with the signature and docstring of the function that it calls with the object."""
 
     def __init__(
         self,
@@ -41,8 +28,11 @@ class Forwarded(Generic[P, R]):
         without: str = "",
         after: Callable[..., None] | None = None,
     ) -> None:
+        # Returns the function; called on first use, because functions import heavy packages.
         self._load = load
+        # Parameters that only a path needs, besides the first one.
         self._without = without.split()
+        # Called with the accessor, the result and the keyword arguments of the call.
         self._after = after
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -64,9 +54,9 @@ class Forwarded(Generic[P, R]):
 
         stated = signature(function)
         first, *others = stated.parameters.values()
-        kept = [parameter for parameter in others if parameter.name not in self._without]
+        parameters = [p for p in others if p.name not in self._without]
         method.__signature__ = stated.replace(  # type: ignore[attr-defined]
-            parameters=[first.replace(name="self", annotation=first.empty), *kept]
+            parameters=[first.replace(name="self", annotation=first.empty), *parameters]
         )
         method.__doc__ = _without(function.__doc__ or "", [first.name, *self._without])
         method.__name__, method.__module__ = self._name, self._owner.__module__
@@ -78,5 +68,6 @@ def _without(docstring: str, names: list[str]) -> str:
     """Remove parameters from a numpydoc docstring."""
     head, _, tail = cleandoc(docstring).partition(_PARAMETERS)
     entries, blank, rest = tail.partition("\n\n")
-    kept = [entry for entry in re.split(r"\n(?=\S)", entries) if entry.split(" :")[0] not in names]
-    return "".join([head, *([_PARAMETERS, "\n".join(kept)] if kept else []), blank, rest])
+    selected = [e for e in re.split(r"\n(?=\S)", entries) if e.split(" :")[0] not in names]
+    section = _PARAMETERS + "\n".join(selected) if selected else ""
+    return f"{head}{section}{blank}{rest}"

@@ -90,29 +90,25 @@ def describe(
     document.title = summary.title or "Checkpoint"
     document.summary(summary)
     document.heading("Findings")
-    _add_findings(document, summary)
-    _add_trends(document, table(stats), _TRENDS, partial(draw, stats=stats))
-
-
-def _add_findings(document: Document, summary: Summary) -> None:
     findings = summary.findings or ()
-    if not findings:
+    if findings:
+        fields = [
+            *(Field("severity"), Field("rule"), Field("tensors", "number"), Field("which", "name")),
+            *(Field("value", "number"), Field("explanation")),
+        ]
+        rows = [
+            (
+                *(finding.severity, finding.rule),
+                *(f"{finding.pattern.count:,}", finding.pattern.text),
+                *(_short(finding.value), getattr(finding, "explanation", "")),
+            )
+            for finding in findings[:_MOST_FINDINGS]
+        ]
+        _add_table(document, fields, rows)
+        _add_rest(document, len(findings) - len(rows), "finding")
+    else:
         document.paragraph("Nothing looks wrong.")
-        return
-    fields = [
-        *(Field("severity"), Field("rule"), Field("tensors", "number"), Field("which", "name")),
-        *(Field("value", "number"), Field("explanation")),
-    ]
-    rows = [
-        (
-            *(finding.severity, finding.rule),
-            *(f"{finding.pattern.count:,}", finding.pattern.text),
-            *(_short(finding.value), getattr(finding, "explanation", "")),
-        )
-        for finding in findings[:_MOST_FINDINGS]
-    ]
-    _add_table(document, fields, rows)
-    _add_rest(document, len(findings) - len(rows), "finding")
+    _add_trends(document, table(stats), _TRENDS, partial(draw, stats=stats))
 
 
 # --- comparisons ---------------------------------------------------------------------------------
