@@ -6,6 +6,7 @@ each piece runs in a fork. Neither xckpt nor xarray nor dask is loaded, nor what
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -85,6 +86,8 @@ def _serve() -> None:
     loaded = [name for name in _FRESH if name in sys.modules]
     if loaded:
         raise RuntimeError(f"{loaded} are loaded already")
+    gc.collect()
+    gc.freeze()  # otherwise each piece copies all of it when the collector runs
     for line in sys.stdin:
         request = json.loads(line)
         failed = _answer(**request)
@@ -101,6 +104,7 @@ def _answer(pieces: dict[str, str], folder: str, before: str) -> dict[str, str]:
                 os.chdir(folder)
                 names: dict[str, Any] = {"__name__": "__main__"}
                 exec(compile(before, "before", "exec"), names)  # noqa: S102  our own
+                gc.freeze()
                 json.dump(_failures(pieces, names), answer)
                 answer.flush()
             except BaseException:  # noqa: BLE001  everything is reported
