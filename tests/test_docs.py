@@ -59,7 +59,12 @@ FILES: dict[str, Callable[[Path], None]] = {
     "docs/how-to/leave-pickle-behind": documented.write_pickle,
     "docs/how-to/same-content": documented.write_steps,
 }
-WITH_GOLDEN = {"docs/how-to/hub", "docs/how-to/quantized-models", "docs/sharded"}
+WITH_GOLDEN = {
+    "docs/how-to/footprint",
+    "docs/how-to/hub",
+    "docs/how-to/quantized-models",
+    "docs/sharded",
+}
 # As `doctest` compares what a session shows; "..." may be anything.
 SESSION = """
 import doctest
