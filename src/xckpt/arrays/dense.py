@@ -120,10 +120,7 @@ class OnePartArray(LazyArray):
     def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read elements into the buffer, in stored order; see `LazyArray.flat`."""
         flat = self._flattened()
-        itemsize = flat.dtype.itemsize
-        memory = buffer[: buffer.nbytes // itemsize * itemsize].view(flat.dtype)
-        for position in range(start, stop, len(memory)):
-            block = memory[: stop - position]
+        for position, block in _blocks_in(buffer, flat.dtype, start, stop):
             flat.read_into(block, slice(position, position + len(block)))
             yield position, block
 
@@ -145,6 +142,15 @@ class OnePartArray(LazyArray):
         array = copy(self)
         array.reader = replace(self.reader, verify=self.reader.verify is not False)
         return array
+
+
+def _blocks_in(
+    buffer: Array, dtype: np.dtype[Any], start: int, stop: int
+) -> Iterator[tuple[int, Array]]:
+    """Yield the positions of blocks of elements, each with its memory in the buffer."""
+    memory = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+    for position in range(start, stop, len(memory)):
+        yield position, memory[: stop - position]
 
 
 class DenseArray(OnePartArray):
@@ -202,10 +208,7 @@ class DenseArray(OnePartArray):
         elif self.is_raw:
             # Without keys, which would take as long as reading a small tensor.
             part, source = self.reader.part, self.reader.source
-            dtype = stored_dtype(part.dtype)
-            memory = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            for position in range(start, stop, len(memory)):
-                block = memory[: stop - position]
+            for position, block in _blocks_in(buffer, stored_dtype(part.dtype), start, stop):
                 with locating(path=source.name, tensor=self.name):
                     self.reader.check(self.part_nbytes)
                     offset = part.offset + nbytes_of(part.dtype, position)
