@@ -78,7 +78,7 @@ def distributions(entries: Sequence[Described]) -> list[Distribution]:
         is_present = elements.counts > 0
         values, counts = elements.values(is_present), elements.counts[is_present]
         count = int(counts.sum())
-        low, high, smallest = _span(elements) if count else (np.nan, np.nan, np.inf)
+        low, high, smallest = _span(elements, values) if count else (np.nan, np.nan, np.inf)
         mean, bulk = np.nan, (np.nan, np.nan)
         if count:
             mean = float(np.average(values, weights=counts))
@@ -176,7 +176,8 @@ def histogram(
         def scan(numbers: list[int]) -> list[list[float]]:
             def finish(number: int, sketch: Sketch) -> list[float]:
                 packed[numbers[number]] = sketch.pack()
-                return _span(spectrum(sketch))
+                elements = spectrum(sketch)
+                return _span(elements, elements.values(elements.counts > 0))
 
             selected = [readers[number] for number in numbers]
             return gather(selected, Sketch, finish, bar, cache=cache, stretched=True)
@@ -211,9 +212,8 @@ def histogram(
     return cast("Dataset", xr.Dataset(variables, coords))
 
 
-def _span(elements: Spectrum) -> list[float]:
+def _span(elements: Spectrum, values: Array) -> list[float]:
     """Return the smallest and the largest element, and the smallest nonzero magnitude."""
-    values = elements.values(elements.counts > 0)
     if not len(values):
         return [np.nan, np.nan, np.nan]
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
