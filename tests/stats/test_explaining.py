@@ -15,6 +15,7 @@ from tests.stats.burn import llama
 from tests.stats.causes import BF16, Made, made, outcome_of, rope
 from tests.stats.checkpoints import model, write
 from tests.stats.oracle import is_so, random_pair
+from xckpt.comparison.explaining.quantisers import REPEATED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -381,3 +382,18 @@ def test_fused_tensors_do_not_match_parts_of_a_similar_name() -> None:
     b = {"model.layers.0.mlp.gate_up_proj.weight": np.vstack([gate, up])}
     table = explained(dataset(a), dataset(b), names="auto")
     assert set(table["cause"]) == {"fused"}
+
+
+def test_quantised_numbers_of_any_size_and_type() -> None:
+    rng = np.random.default_rng(0)
+    ours, theirs = {}, {}
+    for quantiser in REPEATED:
+        for dtype in (np.float32, np.float16, BF16):
+            for scale in (1e-5, 1e-2, 1.0, 300.0):
+                name = f"{quantiser.name} {np.dtype(dtype)} {scale}"
+                x = (rng.standard_normal((8, 256)) * scale).astype(np.float32)
+                ours[name] = x
+                theirs[name] = quantiser.round_trip(x.ravel()).reshape(x.shape).astype(dtype)
+    table = explained(dataset(ours), dataset(theirs))
+    unexplained = table.index[~table["cause"].str.startswith("quantised")]
+    assert not len(unexplained), table.loc[unexplained, "explanation"].tolist()
