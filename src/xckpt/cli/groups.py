@@ -38,6 +38,7 @@ def grouped_table(
     result: Any, keys: str, sort: str | None, *, ascending: bool = False, **options: Any
 ) -> pd.DataFrame:
     """Return a result by layer, role, ..., with a row for each group that has tensors."""
+    # The attributes of the groups, and "by" with the keys, are attributes of the table.
     names = [name.strip() for name in keys.split(",")]
     with usage_errors():
         grouped = result.ckpt.by(*names, **options)

@@ -26,7 +26,8 @@ _DEEPEST = 100
 
 def as_dataset(obj: Any) -> Any:
     """Turn a mapping of names to arrays into a Dataset; return other objects unchanged."""
-    # Arrays of numpy, dask and xarray, and tensors in main memory, are not copied.
+    # Dots join the keys of nested mappings; scalars and texts become attributes. Arrays of numpy,
+    # dask and xarray, and tensors in main memory, are not copied.
     opened = xr.Dataset | xr.DataTree | xr.DataArray | Index
     if not isinstance(obj, Mapping) or isinstance(obj, opened):
         return obj

@@ -196,7 +196,7 @@ def member_variables(
 
 
 class StackMembers:
-    """The remaining members of a stacked variable, by its coordinates."""
+    """The remaining members of a stacked variable; ambiguous coordinates are a `ValueError`."""
 
     def __init__(
         self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]

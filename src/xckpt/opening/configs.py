@@ -23,6 +23,7 @@ def read_config(
     storage_options: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Return a JSON object from the attributes or the file next to a checkpoint, or None."""
+    # None if the file is missing or cannot be read; a warning if it is not a JSON object.
     content = attrs.get(name)
     if isinstance(content, dict):
         return content

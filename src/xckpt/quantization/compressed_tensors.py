@@ -74,6 +74,7 @@ def compressed_problem(config: Mapping[str, Any]) -> str | None:
 
 def fit_params(model: Model, module: str, match: Callable[[Params], Weight]) -> Weight:
     """Return the weight of a module for the declared parameters that fit its tensors."""
+    # If several fit with different results, their targets decide.
     candidates = model.once(_declared_params)
     model.spend(trials=len(candidates) - 1)
     fitting: list[tuple[Params, Weight]] = []
