@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pandas as pd
+    import xarray as xr
 
     from xckpt.index import Index
 
@@ -375,8 +376,6 @@ def compare(
     """
     from xckpt.comparison import compare as compute
     from xckpt.statistics import comparison_lines, matched_names, table
-    from xckpt.statistics import stats as compute_stats
-    from xckpt.storage import new_file
 
     explain = explain or adapter is not None
     matching = _matching(rename, names)
@@ -406,10 +405,7 @@ def compare(
     frame = table(result)
     frame.attrs = {"channels": bool(dims), "explanation": result.attrs.get("explanation")}
     if write_names is not None:
-        content = json.dumps(matched_names(result), indent=1).encode("ascii") + b"\n"
-        with new_file(write_names) as sink:
-            sink.write(content, 0)
-            sink.commit()
+        _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
@@ -421,10 +417,7 @@ def compare(
         conclusion |= {"explained": is_good, "explanation": result.attrs["explanation"]}
     sentences = [] if dims else [str(line) for line in comparison_lines(frame)]
     if keys:
-        # The comparison may have skipped the values of equal tensors.
-        needs_norms = {"same", "changed"} <= set(frame["status"])
-        options: dict[str, Any] = {"progress": is_terminal(), "cache": not no_cache}
-        norms = compute_stats(ours, **options) if needs_norms else None
+        norms = _stats_for_groups(frame, ours, cache=not no_cache)
         groups = grouped_table(result, keys, sort, stats=norms).head(limit)
         document = {"a": a, "b": b, **conclusion} if as_json else None
         print_groups(groups, ["changed", "only_a", "only_b", *chosen], document)
@@ -477,6 +470,23 @@ def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> 
         columns = ",".join(_EXPLAINED)
     chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
     return list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
+
+
+def _stats_for_groups(frame: pd.DataFrame, ours: xr.Dataset, *, cache: bool) -> xr.Dataset | None:
+    """Return statistics with the norms of equal tensors, if groups of a comparison need them."""
+    from xckpt.statistics import stats as compute_stats
+
+    # The comparison may have skipped the values of equal tensors.
+    needs_norms = {"same", "changed"} <= set(frame["status"])
+    return compute_stats(ours, progress=is_terminal(), cache=cache) if needs_norms else None
+
+
+def _write_names(path: str, names: dict[str, str]) -> None:
+    from xckpt.storage import new_file
+
+    with new_file(path) as sink:
+        sink.write(json.dumps(names, indent=1).encode("ascii") + b"\n", 0)
+        sink.commit()
 
 
 def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:

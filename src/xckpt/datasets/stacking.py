@@ -40,11 +40,10 @@ from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
+__all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
 
 # Keys of the encoding that all members of a stack have in common.
 _COMMON = ("layout", "stored_dtype", "stored_order", "part")
-
-__all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
 
 
 def stack_modules(
@@ -110,6 +109,8 @@ class NumberSet(NamedTuple):
 
 def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     """List the sets of numbers of each module with their tensors, the largest set first."""
+    # Stacking turns a module with several sets into several dimensions, or, in an outer join, into
+    # one dimension with absent members.
     flat = flatten(obj)
     indexes = {path: flat.indexes(path) for path in flat.coords}
     # The numbers by module, position and dimension, for each name without numbers.

@@ -36,7 +36,7 @@ def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
         ends = _ends(origin, extents)
         unfinished = [chunk for chunk in unfinished if chunk[1][axis] > origin[axis]]
         for begin, end in unfinished:
-            if all(a < d and c < b for a, b, c, d in zip(begin, end, origin, ends, strict=True)):
+            if _overlap((begin, end), (origin, ends)):
                 positions = f"{list(begin)} and {list(origin)}"
                 raise _cover_error(f"chunks of {shown(name)} at {positions} overlap")
         unfinished.append((origin, ends))
@@ -63,6 +63,13 @@ def missing(shape: Shape, chunk: Shape, stored: Collection[Shape]) -> Iterator[t
 
 def _ends(origin: Shape, extents: Shape) -> Shape:
     return tuple([start + extent for start, extent in zip(origin, extents, strict=True)])
+
+
+def _overlap(first: tuple[Shape, Shape], second: tuple[Shape, Shape]) -> bool:
+    """Return whether two boxes, as pairs of first corner and ends, have an element in common."""
+    corners = zip(*first, *second, strict=True)
+    return all(start < other_end and other_start < end
+               for start, end, other_start, other_end in corners)  # fmt: skip
 
 
 def joined(name: str, shape: Shape, chunks: Mapping[Shape, Tensor]) -> Tensor:

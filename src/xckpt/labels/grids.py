@@ -244,12 +244,7 @@ def _split_by_width(
     if len(groups) > 1:
         # In 08, 09, 10, the last index has no leading zero, but the same width.
         widths = tuple(map(max, zip(*groups, strict=True)))
-        digits = (
-            (index, width)
-            for spelling, _ in members
-            for index, width in zip(spelling, widths, strict=True)
-        )
-        if all(len(n) == width if _padded_width(n) else len(n) >= width for n, width in digits):
+        if all(_has_widths(spelling, widths) for spelling, _ in members):
             groups = {widths: list(members)}
     for widths, group in groups.items():
         remaining = iter(widths)
@@ -261,6 +256,13 @@ def _split_by_width(
 def _padded_width(index: str) -> int:
     """Return the number of digits of an index with leading zeros, 0 for other indices."""
     return len(index) if index[0] == "0" and index != "0" else 0
+
+
+def _has_widths(spelling: _Path, widths: tuple[int, ...]) -> bool:
+    return all(
+        len(index) == width if _padded_width(index) else len(index) >= width
+        for index, width in zip(spelling, widths, strict=True)
+    )
 
 
 # --- grids ---------------------------------------------------------------------------------------

@@ -133,12 +133,7 @@ def stats(
     options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
     with paused_collector():
         entries = entries_of(contents, dim)
-        attrs: list[dict[str, Any]] = [{} for _ in entries]
-        for attr, entry in zip(attrs, entries if channels else (), strict=False):
-            # Findings need the stored dtype, and the shape of each tensor.
-            dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
-            shape = list(entry.readers[0].array.shape) if entry.readers else []
-            attr.update(dtype=str(dtype), shape=shape)
+        attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
         values, dead_rows = _describe_all(entries, options, progress)
         for attr, entry, dead in zip(attrs, entries, dead_rows, strict=True):
@@ -174,6 +169,15 @@ class _StatsOptions(NamedTuple):
     def names(self) -> list[str]:
         """Names of all statistics, in order."""
         return statistic_names(self.quantiles, channels=self.channels)
+
+
+def _stored_as(entry: Described) -> dict[str, Any]:
+    """Return the stored dtype and the shape of the tensors of a variable, for findings."""
+    dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
+    return {
+        "dtype": str(dtype),
+        "shape": list(entry.readers[0].array.shape) if entry.readers else [],
+    }
 
 
 def known_stats(obj: Any) -> xr.Dataset | None:

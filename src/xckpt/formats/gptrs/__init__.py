@@ -323,8 +323,9 @@ class _Collected:
                 self._identify(entry, attrs)
             dtype = _TYPES.get(entry.tag)
             if dtype is None:
-                reason = f"the element type {entry.tag} is unknown: expected 0 (f32), 1 (f16), "
-                raise _broken(entry, f"{reason}2 (bf16) or 3 (i32)", "DType")
+                supported = "0 (f32), 1 (f16), 2 (bf16) or 3 (i32)"
+                reason = f"the element type {entry.tag} is unknown: expected {supported}"
+                raise _broken(entry, reason, "DType")
             if kit.is_oversized(shape, dtype):
                 raise _broken(entry, f"the shape {shape} is larger than an array can be", "Shape")
             expected = nbytes_of(dtype, prod(shape))
