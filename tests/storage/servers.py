@@ -58,11 +58,16 @@ class Handler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # Connections that are not accepted yet. Beyond the default of 5 the system drops attempts, and
+    # 32 requests may come at once.
+    request_queue_size = 128
+
+
 def http_server(handler: type[Handler], **attributes: Any) -> ThreadingHTTPServer:
     """Make a server whose handlers have some more attributes."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Handler", (handler,), attributes))
-    server.daemon_threads = True
-    return server
+    return _Server(("127.0.0.1", 0), type("_Handler", (handler,), attributes))
 
 
 def url_of(server: Any) -> str:
