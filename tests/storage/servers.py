@@ -59,7 +59,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
     # Connections that are not accepted yet. Beyond the default of 5 the system drops attempts, and
     # 32 requests may come at once.
     request_queue_size = 128
