@@ -93,7 +93,7 @@ def write(
 ) -> Path:
     """Write a database with an array in one chunk each, and return its manifest."""
     entries: dict[bytes, bytes | tuple[int, int]] = {}
-    data = b""
+    data = bytearray()
     tree = {}
     for name, array in arrays.items():
         compressor = {"id": "zstd", "level": 1} if compress else None
