@@ -12,6 +12,7 @@ import xarray as xr
 import xckpt
 from tests.formats import torch_files
 from tests.stats.architectures import resnet
+from xckpt.formatting import columns
 from xckpt.sample import write_checkpoint
 
 if TYPE_CHECKING:
@@ -333,10 +334,10 @@ class TestResults:
 
     def test_statistics(self, ds: xr.Dataset) -> None:
         stats = ds.ckpt.stats()
-        head, columns, *rows, more = repr(stats.ckpt).split("\n")
+        head, titles, *rows, more = repr(stats.ckpt).split("\n")
         assert head.startswith("<Statistics>  20 tensors: ")
-        assert columns.split() == ["count", "nan", "inf", "min", "max", "mean", "std"]
-        assert rows[0].split()[:2] == ["h.0.w", "8"]
+        assert titles.split() == ["nan", "inf", "mean", "std", "min", "max", "count"]
+        assert [rows[0].split()[place] for place in (0, 1, -1)] == ["h.0.w", "0", "8"]
         assert more == "… 10 more: .ckpt.table()"
         assert "Statistics" in stats.ckpt._repr_html_()
         assert "Statistics" in repr(stats["h.0.w"].ckpt)
@@ -356,6 +357,45 @@ class TestResults:
 
     def test_a_histogram(self, ds: xr.Dataset) -> None:
         assert repr(ds.ckpt.histogram(5).ckpt) == "<Histogram>  20 tensors · 5 bins"
+
+    def test_groups(self, ds: xr.Dataset) -> None:
+        groups = ds.ckpt.stats().ckpt.by("h")
+        head, titles, *rows, more = repr(groups.ckpt).split("\n")
+        assert head == "<Groups>  by h: 20 groups"
+        assert titles.split()[:3] == ["tensors", "nan", "inf"]
+        assert rows[3].split()[:3] == ["3", "1", "0"]
+        assert more == "… 10 more: .to_dataframe()"
+        pairs = ds.ckpt.stats().ckpt.by("h", "role")
+        assert repr(pairs.ckpt).split("\n")[2].startswith("0 ")
+        counts = ds.ckpt.histogram(5).ckpt.by("h")
+        assert repr(counts.ckpt) == "<Groups>  by h: 5 bins"
+        assert "note" not in counts.attrs
+
+    @pytest.mark.parametrize("width", [80, 100, 300])
+    def test_lines_fit_the_terminal(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", str(width))
+        rng = np.random.default_rng(0)
+        parts = ["self_attn.q_proj.weight", "mlp.experts.gate_up_proj.weight"]
+        names = [f"model.language_model.layers.{n}.{part}" for n in range(20) for part in parts]
+        a = {name: rng.standard_normal((32, 32)).astype("f4") for name in names}
+        b = {name: values + rng.standard_normal(32).astype("f4") for name, values in a.items()}
+        b[names[7]][0, :2] = np.nan
+        paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+        for path, tensors in zip(paths, (a, b), strict=True):
+            xckpt.save(tensors, path)
+        ds = xckpt.open(paths[1])
+        ds.ckpt.findings()
+        shown = [
+            *(ds, ds.ckpt.stats(), ds.ckpt.spectrum(), ds.ckpt.stats().ckpt.by("layer", "module")),
+            *(xckpt.compare(*paths, explain=explain) for explain in (False, True)),
+            xckpt.compare(*paths, tensors=names[:3], explain=True),
+        ]
+        for obj in shown:
+            lines = repr(obj.ckpt).split("\n")
+            assert len(lines) > 2
+            assert max(map(columns, lines)) <= min(width, 120)
 
     def test_hostile_names_are_escaped(self) -> None:
         ds = xr.Dataset({"\x1b[2J<b>": ("x", [1.0, 2.0])})

@@ -15,6 +15,7 @@ import xarray as xr
 import xckpt
 from xckpt.cli import main
 from xckpt.errors import CheckpointWarning
+from xckpt.statistics import comparison_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -308,6 +309,12 @@ class TestMerges:
         path = tmp_path / "adapter/adapter_model.safetensors"
         again = base.ckpt.compare(tmp_path / "merged.safetensors", adapter=path, progress=False)
         assert again.ckpt.table()["outcome"].unique().tolist() == ["explained"]
+
+    def test_a_forgotten_merge_is_named(self, tmp_path: Path) -> None:
+        merge = Merge(tmp_path, np.float32).lora(Q).lora(FC)
+        merge.merged[Q] = merge.base[Q]
+        lines = [str(line) for line in comparison_lines(merge.compare().ckpt.table())]
+        assert lines[0] == f"{Q} is without the adapter"
 
     def test_the_command_line_verifies_a_merge(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from xckpt.formatting import (
     share,
     short_count,
     shortened,
+    wrapped,
 )
 
 
@@ -104,6 +105,20 @@ def test_printable_text_shows_as_it_is(text: str) -> None:
 @pytest.mark.parametrize("hidden", ["\n", "\x1b", "\x9b", "\u202e", "\u2066", "\u200b", "\ud800"])
 def test_characters_that_deceive_are_escaped(hidden: str) -> None:
     assert printable(f"a{hidden}b").isascii()
+
+
+@given(st.text(), st.integers(0, 40))
+def test_wrapped_text_fits_and_has_all_words(text: str, width: int) -> None:
+    lines = wrapped(printable(text), width + 8, 10**6)
+    assert all(columns(line) <= width + 8 for line in lines)
+    if columns(text) == len(text):  # otherwise wide words are shortened
+        assert "".join(lines).replace(" ", "") == printable(text).replace(" ", "")
+
+
+def test_arguments_are_not_broken() -> None:
+    lines = wrapped("one two three f(a, b, c) four", 20, 9)
+    assert lines == ["one two three", "  f(a, b, c) four"]
+    assert wrapped("one two three four five", 10, 2) == ["one two", "  three …"]
 
 
 @given(st.text(), st.integers(0, 40))

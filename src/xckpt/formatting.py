@@ -7,6 +7,8 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ TIMES = "×"
 UNKNOWN = "unknown"
 
 _NUMBERS = re.compile("([0-9]+)")
+_PARENTHESES = re.compile(r"\([^()]{,60}\)")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS = ("", "K", "M", "B", "T")
 _LONGEST_FILE_NAME = 80
@@ -26,6 +29,7 @@ _LONGEST_STRING = 40
 _LONGEST_LIST = 40
 _LONGEST_INTEGER_BITS = 256
 _LARGEST_EXACT = 10.0**15
+_NARROWEST_LINE, _WIDEST_LINE = 80, 120
 
 
 def printable(text: str) -> str:
@@ -42,6 +46,22 @@ def columns(text: str) -> int:
     if text.isascii():
         return len(text)
     return len(text) + sum([unicodedata.east_asian_width(c) in "WF" for c in text])
+
+
+def line_width() -> int:
+    """Return the width of lines of text: that of the terminal, from 80 to 120 columns."""
+    width = get_terminal_size((_WIDEST_LINE, 24)).columns
+    return max(_NARROWEST_LINE, min(width, _WIDEST_LINE))
+
+
+def wrapped(text: str, width: int, most_lines: int, indent: str = "  ") -> list[str]:
+    """Break a sentence between words into lines; all but the first have the indent."""
+    # Parentheses, often arguments in code, stay in one line. Printable text has no \xa0.
+    text = _PARENTHESES.sub(lambda match: match[0].replace(" ", "\xa0"), text)
+    limits: Any = {"max_lines": most_lines, "placeholder": " …"}
+    lines = wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, **limits)
+    # `wrap` counts wide characters once.
+    return [shortened(line.replace("\xa0", " "), width) for line in lines]
 
 
 def shortened(text: str, width: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import xarray as xr
 
+import xckpt
 from xckpt.cli import main
 from xckpt.writing import save
 
@@ -80,6 +81,19 @@ def test_a_row_for_each_channel_or_block(
     assert err == "xckpt: 4 channels: 4 changed\n"
     assert main(["compare", *pair, "--tensors", "w", "--dim", "a:3", "--dim", "b"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_narrow_terminal_shows_what_matters_most(
+    tmp_path: Path, checkpoint: Path, terminal: Any
+) -> None:
+    other = tmp_path / "other.safetensors"
+    ds = xckpt.open(checkpoint)
+    xckpt.save({str(name): ds[name].to_numpy() * 1.5 for name in list(ds)[:4]}, other)
+    for options in ([], ["--by", "role"], ["--explain"]):
+        out, _ = terminal("compare", str(other), str(checkpoint), *options, columns=80)
+        assert "rel_l2" in out.partition("too narrow")[0]
+    out, _ = terminal("compare", str(other), str(checkpoint), "--codes", columns=80)
+    assert "saturated" in out.partition("too narrow")[0]
 
 
 def test_the_json_document_of_compare(

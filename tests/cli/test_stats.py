@@ -129,16 +129,41 @@ def test_the_document_has_statistics_and_findings(
     assert document["findings"] == findings.to_dict("records")
 
 
+def plain(out: str) -> str:
+    """Remove colours and other control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
+
+
 def test_a_terminal_gets_a_table_that_fits(checkpoint: Path, terminal: Any) -> None:
     out, status = terminal("stats", str(checkpoint), columns=80)
     assert status == 0
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
-    table = plain[plain.index("tensor ") :]
+    table = plain(out)[plain(out).index("tensor ") :]
     assert max(map(len, table.splitlines())) <= 80
     assert "…" in table
     assert "too narrow for" in table
     assert "──" in table
     assert "\x1b[1m" in out
+
+
+def test_a_terminal_has_twenty_rows_with_distinct_names(tmp_path: Path, terminal: Any) -> None:
+    part = "mlp.experts.gate_up_projection.weight"
+    values = {f"model.language_model.layers.{n}.{part}": np.ones((8, 8)) for n in range(30)}
+    path = tmp_path / "m.safetensors"
+    xckpt.save(values, path)
+    for command in ("stats", "spectrum"):
+        out, _ = terminal(command, str(path), "--sort", "name", columns=80)
+        rows = [line.split()[0] for line in plain(out).splitlines() if "…" in line]
+        assert len(set(rows)) == len(rows) == 20
+        assert "the first 20 of 30 tensors; --limit 30 prints all" in plain(out)
+        assert plain(terminal(command, str(path), "--limit", "30")[0]).count("\n") > 30
+
+
+def test_a_narrow_terminal_shows_the_column_of_the_order(checkpoint: Path, terminal: Any) -> None:
+    out, _ = terminal("stats", str(checkpoint), "--sort", "kurtosis", columns=80)
+    table, _, hidden = plain(out).partition("too narrow for")
+    assert "kurtosis" in table
+    assert "nan" in table
+    assert "kurtosis" not in hidden
 
 
 def test_a_terminal_shows_progress(checkpoint: Path, terminal: Any) -> None:

@@ -1046,7 +1046,9 @@ class CheckpointAccessor(Generic[Obj]):
 
     def _result(self) -> ResultView | None:
         """Return the view of a result of statistics, None for tensors."""
-        if isinstance(self._obj, xr.DataTree) or not {"statistic", "bin"} & set(self._obj.dims):
+        if isinstance(self._obj, xr.DataTree):
+            return None
+        if not ({"statistic", "bin"} & set(self._obj.dims) or "grouped" in self._obj.encoding):
             return None
         from xckpt.statistics import ResultView
 
@@ -1168,9 +1170,7 @@ def _summary_of(obj: Any, storage_options: dict[str, Any] | None) -> Summary:
 
 
 def _not_ours(obj: xr.Dataset | xr.DataTree | xr.DataArray) -> str:
-    engines = ", ".join(repr(name) for name in formats.names())
     return (
-        f"<Checkpoint: none>  this {type(obj).__name__} was not opened from a checkpoint by "
-        f"xr.open_dataset(..., engine=...) with one of the engines {engines}, or an operation "
-        "made a new one of it"
+        f"<Checkpoint: none>  this {type(obj).__name__} was not opened from a checkpoint "
+        "(xckpt.open(path) opens one), or an operation made a new one of it"
     )

@@ -19,7 +19,7 @@ import click
 
 from xckpt.errors import CheckpointError, CheckpointWarning, deprecated_name, shown
 from xckpt.formats import names
-from xckpt.formatting import columns, printable, shortened
+from xckpt.formatting import columns, line_width, printable, shortened, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +46,7 @@ __all__ = [
     "pairs",
     "print_document",
     "print_findings",
+    "print_sentence",
     "print_table",
     "print_text",
     "read_names",
@@ -61,10 +62,11 @@ DAMAGED, FAILED = 1, 2
 
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
-_NARROWEST_NAME = 24
+_NARROWEST_NAME = 30
 # Without a limit, one long name would widen every row.
 _WIDEST_CELL = 120
 _GAP = "  "
+_MOST_LINES = 12  # of a sentence
 #: Colours of severities.
 COLOURS = {"error": "red", "warning": "yellow", "info": "blue"}
 
@@ -261,6 +263,14 @@ def print_text(text: str) -> None:
     click.echo(text, file=sys.stdout)
 
 
+def print_sentence(text: str) -> None:
+    """Print a sentence, broken into lines in a terminal."""
+    text = printable(text)
+    if sys.stdout.isatty():
+        text = "\n".join(wrapped(text, line_width(), _MOST_LINES))
+    print_text(text)
+
+
 def read_names(file: str) -> dict[str, str]:
     """Read a JSON object that maps old names of tensors to new ones."""
     try:
@@ -308,13 +318,16 @@ def print_findings(findings: pd.DataFrame) -> None:
         print_text(f"  {kind}: {text} [{rule}]")
 
 
-def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+def print_table(
+    head: Sequence[Column], rows: Sequence[Sequence[str]], most_wanted: Sequence[str] = ()
+) -> None:
     """Print a table: drawn in a terminal, otherwise as plain text with all rows and columns."""
+    # A narrow terminal shows the columns `most_wanted` rather than others.
     cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
     titles = [column.title for column in head]
     widths = [max(map(columns, texts)) for texts in zip(titles, *cells, strict=True)]
     if sys.stdout.isatty():
-        _draw(head, cells, widths)
+        _draw(head, cells, widths, most_wanted)
         return
     for row in [titles, *cells]:
         line = []
@@ -324,34 +337,41 @@ def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         print_text(_GAP.join(line).rstrip())
 
 
-def _draw(head: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+def _draw(
+    head: Sequence[Column],
+    cells: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    most_wanted: Sequence[str],
+) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from xckpt.notebook.short_names import apart
+
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     # Columns that do not fit are left out; names get the remaining width.
     least = min(widths[0], _NARROWEST_NAME)
-    count = len(widths)
-    while count > 1 and least + sum(widths[1:count]) + len(_GAP) * (count - 1) > console.width:
-        count -= 1
-    room = max(least, console.width - sum(widths[1:count]) - len(_GAP) * (count - 1))
+    room = console.width
+    fitting = set()
+    for n in sorted(range(1, len(head)), key=lambda n: head[n].title not in most_wanted):
+        if least + widths[n] + len(_GAP) > room:
+            break
+        room -= widths[n] + len(_GAP)
+        fitting.add(n)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in head[:count]:
-        justify: Any = "right" if column.right else "left"
-        table.add_column(Text(column.title), justify=justify, no_wrap=True)
-    for row in cells:
-        styled = [
-            Text(text, column.styles.get(text, ""))
-            for column, text in zip(head[1:count], row[1:count], strict=True)
-        ]
-        # Rich would cut the end of a name, which is its most specific part.
-        table.add_row(Text(shortened(row[0], room)), *styled)
+    for n in (0, *sorted(fitting)):
+        justify: Any = "right" if head[n].right else "left"
+        table.add_column(Text(head[n].title), justify=justify, no_wrap=True)
+    # Rich would cut the end of a name, which is its most specific part.
+    labels = apart([row[0] for row in cells], max(room, least))
+    for label, row in zip(labels, cells, strict=True):
+        styled = [Text(row[n], head[n].styles.get(row[n], "")) for n in sorted(fitting)]
+        table.add_row(Text(label), *styled)
     console.print(table)
-    if count < len(head):
-        hidden = ", ".join(column.title for column in head[count:])
-        complain(f"the terminal is too narrow for {hidden}")
+    if hidden := [head[n].title for n in range(1, len(head)) if n not in fitting]:
+        complain(f"the terminal is too narrow for {', '.join(hidden)}")
 
 
 # --- documents -----------------------------------------------------------------------------------

@@ -51,7 +51,10 @@ def grouped_table(
 
 
 def print_groups(
-    frame: pd.DataFrame, chosen: Sequence[str], document: dict[str, Any] | None
+    frame: pd.DataFrame,
+    chosen: Sequence[str],
+    document: dict[str, Any] | None,
+    most_wanted: Sequence[str] = (),
 ) -> None:
     """Print groups as a table of the chosen columns, or as a part of a JSON document."""
     notes = {key: frame.attrs[key] for key in _NOTES if key in frame.attrs}
@@ -67,7 +70,7 @@ def print_groups(
     ]
     numbers = frame.select_dtypes("number").columns
     head = [Column(name, right=name in numbers) for name in columns]
-    print_table(head, list(zip(*texts, strict=True)))
+    print_table(head, list(zip(*texts, strict=True)), most_wanted)
     if "outside" in notes:
         complain(f"tensors outside, whose names lack {' or '.join(keys)}: {notes['outside']}")
     if "unknown" in notes:

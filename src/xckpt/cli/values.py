@@ -24,8 +24,8 @@ from xckpt.cli.common import (
     json_rows,
     print_document,
     print_findings,
+    print_sentence,
     print_table,
-    print_text,
     read_names,
     reading_options,
     reading_options_beside_output,
@@ -34,7 +34,7 @@ from xckpt.cli.common import (
     usage_errors,
 )
 from xckpt.cli.groups import by_option, grouped_table, print_groups
-from xckpt.formatting import figure, printable
+from xckpt.formatting import figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +50,8 @@ _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
 _TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
+#: Columns that a narrow terminal shows rather than others.
+_MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "rel_l2")
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
 _WORDY = ("status", "outcome", "cause", "explanation", "other_names")
@@ -130,7 +132,8 @@ def stats(
     With --findings, print suspicious values instead: NaN, dead rows and heads, copied layers,
     saturated codes, ...; the exit status is 1 if any finding is an error or a warning. With --json,
     print both, with all columns. With --by, print a row for each layer, role, ... instead; with
-    --findings, their numbers.
+    --findings, their numbers. In a terminal the table has twenty rows, unless --limit states
+    another number.
     """
     from xckpt.health import examine, findings
     from xckpt.statistics import QUANTILES, statistic_names, table
@@ -158,11 +161,13 @@ def stats(
         if keys:
             document = {"source": index.source, "format": index.format}
             groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
-            print_groups(groups, chosen, document if as_json else None)
+            main = [sort or "", *_MAIN_STATISTICS]
+            print_groups(groups, chosen, document if as_json else None, main)
             return 0
         findings_frame = findings(result, ignore=ignore)
-    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
+    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending)
     if as_json:
+        frame = frame.head(limit)
         print_document(
             {
                 "source": index.source,
@@ -176,7 +181,7 @@ def stats(
     elif only_findings:
         print_findings(findings_frame.head(limit))
     else:
-        _print_statistics(frame, chosen)
+        _print_statistics(frame, chosen, limit, [sort or "", *_MAIN_STATISTICS])
     return int(only_findings and calls_for_action(findings_frame))
 
 
@@ -217,7 +222,11 @@ def _arranged(frame: pd.DataFrame, sort: str | None, *, ascending: bool) -> pd.D
     return frame.sort_values(sort, ascending=ascending, kind="stable", key=key)
 
 
-def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
+def _print_statistics(
+    frame: pd.DataFrame, chosen: list[str], limit: int | None, most_wanted: Sequence[str]
+) -> None:
+    count = len(frame)
+    frame = frame.head(_row_limit(limit))
     head = [Column("tensor")]
     texts = [frame.index.tolist()]
     for column in chosen:
@@ -229,7 +238,14 @@ def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
         else:
             texts.append([figure(value) for value in values])
         head.append(Column(column, right=column not in _TEXTS))
-    print_table(head, list(zip(*texts, strict=True)))
+    print_table(head, list(zip(*texts, strict=True)), most_wanted)
+    if limit is None and len(frame) < count:
+        complain(f"the first {len(frame)} of {count:,} tensors; --limit {count} prints all")
+
+
+def _row_limit(limit: int | None) -> int | None:
+    """Return the number of rows to print; in a terminal twenty unless the user states another."""
+    return _MOST_ROWS if limit is None and sys.stdout.isatty() else limit
 
 
 # --- spectrum ------------------------------------------------------------------------------------
@@ -279,13 +295,14 @@ def spectrum(
     )
     if keys:
         groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
-        print_groups(groups, chosen, {"source": index.source} if as_json else None)
+        document = {"source": index.source} if as_json else None
+        print_groups(groups, chosen, document, [sort or ""])
         return 0
-    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
+    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending)
     if as_json:
-        print_document({"source": index.source, "tensors": json_rows(frame)})
+        print_document({"source": index.source, "tensors": json_rows(frame.head(limit))})
     else:
-        _print_statistics(frame, ["dtype", "shape", *chosen])
+        _print_statistics(frame, ["dtype", "shape", *chosen], limit, [sort or "", *chosen])
     return 0
 
 
@@ -375,7 +392,7 @@ def compare(
     much. In a terminal the table then has twenty rows, unless --limit states another number.
     """
     from xckpt.comparison import compare as compute
-    from xckpt.statistics import comparison_lines, matched_names, table
+    from xckpt.statistics import OF_CODES, comparison_lines, matched_names, table
 
     explain = explain or adapter is not None
     matching = _matching(rename, names)
@@ -403,7 +420,12 @@ def compare(
             storage_options=reading.storage_options,
         )
     frame = table(result)
-    frame.attrs = {"channels": bool(dims), "explanation": result.attrs.get("explanation")}
+    of_codes = [name for name in chosen if name in OF_CODES] if codes else []
+    frame.attrs = {
+        "channels": bool(dims),
+        "explanation": result.attrs.get("explanation"),
+        "most_wanted": [sort or "", *_MAIN_MEASURES, *of_codes],
+    }
     if write_names is not None:
         _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
@@ -420,7 +442,8 @@ def compare(
         norms = _stats_for_groups(frame, ours, cache=not no_cache)
         groups = grouped_table(result, keys, sort, stats=norms).head(limit)
         document = {"a": a, "b": b, **conclusion} if as_json else None
-        print_groups(groups, ["changed", "only_a", "only_b", *chosen], document)
+        listed = ["changed", "only_a", "only_b", *chosen]
+        print_groups(groups, listed, document, ["changed", *frame.attrs["most_wanted"]])
     elif as_json:
         rows = json_rows(frame)
         print_document({"a": a, "b": b, **conclusion, "summary": sentences, "tensors": rows})
@@ -442,14 +465,13 @@ def _print_differences(
 
     is_explained = "outcome" in frame
     if is_explained:
-        print_text(printable(str(frame.attrs["explanation"])))
+        print_sentence(str(frame.attrs["explanation"]))
     is_listed = frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
     if is_listed.sum() > FEW_TENSORS and sentences:
-        print_text("\n".join(sentences))
-    if limit is None and sys.stdout.isatty():
-        limit = _MOST_ROWS
+        for sentence in sentences:
+            print_sentence(sentence)
     print_frame = _print_explanations if is_explained else _print_comparison
-    print_frame(frame, chosen, limit, everything=everything)
+    print_frame(frame, chosen, _row_limit(limit), everything=everything)
 
 
 def _require_whole_tensors(dims: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -567,7 +589,8 @@ def _print_rows(listed: pd.DataFrame, chosen: list[str]) -> None:
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
     head = [Column("tensor")]
     head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
-    print_table(head, list(zip(listed.index, *texts, strict=True)))
+    rows = list(zip(listed.index, *texts, strict=True))
+    print_table(head, rows, listed.attrs["most_wanted"])
 
 
 # --- report --------------------------------------------------------------------------------------

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from xckpt.formatting import base_name, counted, figure, printable, shortened
+from xckpt.formatting import (
+    base_name,
+    counted,
+    figure,
+    line_width,
+    printable,
+    shortened,
+    wrapped,
+)
 from xckpt.health.runs import COUNTING, changes_of, joint_norm
 from xckpt.labels.roles import PARAMETERS, Role
 from xckpt.notebook.folding import ascending
@@ -27,7 +35,8 @@ if TYPE_CHECKING:
 _MOST_STEPS = 6
 _MOST_ROWS = 11  # of a kind, after the first one
 _WIDEST_NOTE = 118
-_WIDEST_NAME = 30
+_WIDEST_NAME, _WIDEST_NUMBER = 30, 9
+_MOST_LINES = 3  # of a note
 _ALL = "all"
 _READS = "not compared yet: summary(changes=True) reads each step once, for changes and findings"
 # Names of rows for tensors other than weights.
@@ -55,11 +64,13 @@ class RunSummary(pd.DataFrame):
         """Return the heading, the table and the notes as lines of text."""
         titles, rows = self._cells()
         table = aligned([titles, *rows], "<" + ">" * (len(titles) - 1))
-        return [self.attrs["run"], *table, *[f"  {note}" for note in self._notes(rows)]]
+        width = line_width() - 2
+        notes = [line for note in self._notes(rows) for line in wrapped(note, width, _MOST_LINES)]
+        return [self.attrs["run"], *table, *[f"  {line}" for line in notes]]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles and the cells of a selection of rows and steps."""
-        columns = _spread(range(self.shape[1]), _MOST_STEPS)
+        columns = _spread(range(self.shape[1]), _most_steps())
         numbers = self.to_numpy()
         kinds: dict[str, list[int]] = {}
         for row, (kind, _) in enumerate(self.index):
@@ -79,11 +90,17 @@ class RunSummary(pd.DataFrame):
     def _notes(self, rows: Sequence[Sequence[str]]) -> list[str]:
         """Return the number of hidden steps and rows, and the findings."""
         shown = sum(name.startswith(" ") for name, *_ in rows)
-        hidden = max(0, self.shape[1] - _MOST_STEPS), len(self) - shown
+        hidden = max(0, self.shape[1] - _most_steps()), len(self) - shown
         facts = [counted(hidden[0], "more step")] if hidden[0] else []
         facts += [counted(hidden[1], "more row")] if hidden[1] else []
         more = [f"… {' and '.join(facts)}: the result is a DataFrame"] if facts else []
         return [*more, *[shortened(printable(note), _WIDEST_NOTE) for note in self.attrs["notes"]]]
+
+
+def _most_steps() -> int:
+    """Return the number of steps that fit beside the names."""
+    room = line_width() - len("    ") - _WIDEST_NAME
+    return min(_MOST_STEPS, room // (_WIDEST_NUMBER + len("  ")))
 
 
 def run_summary(

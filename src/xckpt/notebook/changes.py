@@ -36,6 +36,7 @@ _EXCEPTIONS = {
     "shape": ("has another shape in b", "have another shape in b"),
     "only_a": ("is only in a", "are only in a"),
     "only_b": ("is only in b", "are only in b"),
+    "not_merged": ("is without the adapter", "are without the adapter"),
     "not_finite": ("differs by NaN or infinities", "differ by NaN or infinities"),
     "changed": ("changed", "changed"),
 }

@@ -47,8 +47,10 @@ def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
     Outer modules are omitted if that suffices, else words that the labels share.
     """
     short = [_without_outer(printable(label), width) for label in labels]
-    for text in {text for text in short if short.count(text) > 1}:
-        positions = [position for position, label in enumerate(short) if label == text]
+    places: dict[str, list[int]] = {}
+    for position, text in enumerate(short):
+        places.setdefault(text, []).append(position)
+    for text, positions in places.items():
         different = list(dict.fromkeys(labels[position] for position in positions))
         if len(different) > 1:
             _, middles = _differences(different)

@@ -1,4 +1,4 @@
-"""A `Summary` as plain text: at most 120 columns, no colours, safe to print in any terminal."""
+"""A `Summary` as plain text as wide as the terminal, without colours, safe to print."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from xckpt.formatting import (
     binary_size,
     columns,
     counted,
+    line_width,
     printable,
     shape_text,
     share,
@@ -18,6 +19,7 @@ from xckpt.formatting import (
     shortened,
     value_text,
     word,
+    wrapped,
 )
 
 if TYPE_CHECKING:
@@ -26,12 +28,12 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Pattern
     from xckpt.notebook.summary import FoldedFinding, Summary
 
-_WIDTH = 120
 _INDENT = "  "
 _GAP = "  "
 _DOT = " · "
 _MOST_ROWS = 12
 _MOST_NOTES = 5
+_MOST_LINES = 3  # of a sentence
 _ALIGNMENT, _ALIGNMENT_OF_GROUPS = "<<<<>>", "<>>>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 #: Places where a name may break: after slashes and dots, except the dots of "0..63".
@@ -63,13 +65,13 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
     attrs = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
     sentences = [f"{kind}: {printable(text)}" if kind else text for kind, text in remarks(summary)]
     modules = [": ".join(parts) for parts in modules_text(summary)]
-    width = _WIDTH - len(_INDENT)
+    width = line_width() - len(_INDENT)
     return "\n".join(
         [
             _header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
             *aligned(groups_text(summary), _ALIGNMENT_OF_GROUPS),
-            *[_INDENT + shortened(sentence, width) for sentence in sentences],
+            *[_INDENT + line for text in sentences for line in wrapped(text, width, _MOST_LINES)],
             *_table(summary, len(summary.patterns) if most is None else most),
             *[_INDENT + shortened(line, width) for line in modules],
             *_listed("stored as: ", storage, len(storage), most_lines=1),
@@ -90,15 +92,16 @@ def _header(summary: Summary) -> str:
     ]
     before = "<Checkpoint "
     after = ">" + _GAP + _DOT.join([fact for fact in facts if fact])
-    title = shortened(summary.title, _WIDTH - len(before) - columns(after))
-    return shortened((before + title).rstrip() + after, _WIDTH)
+    width = line_width()
+    title = shortened(summary.title, width - len(before) - columns(after))
+    return shortened((before + title).rstrip() + after, width)
 
 
 def _listed(
     label: str, items: Iterable[str], count: int, *, most_lines: int, separator: str = _DOT
 ) -> Iterator[str]:
     """Pack `count` items into lines, as many as fit, and count the others."""
-    room = _WIDTH - len(_INDENT) - len(label)
+    room = line_width() - len(_INDENT) - len(label)
     lines: list[str] = []
     for placed, item in enumerate(items):
         text = shortened(item, room - _ROOM_FOR_MORE)
@@ -141,9 +144,10 @@ def _table(summary: Summary, most: int) -> Iterator[str]:
 def aligned(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
     """Pad cells to columns; if they are too wide, drop the shares first, then wrap names."""
     widths = [max(map(columns, cells)) for cells in zip(*rows, strict=True)]
-    if widths and _table_width(widths) > _WIDTH:
+    most = line_width()
+    if widths and _table_width(widths) > most:
         widths[-1] = 0
-        widths[0] -= max(0, _table_width(widths) - _WIDTH)
+        widths[0] -= max(0, _table_width(widths) - most)
     for name, *figures in rows:
         first, *continuation = _wrapped(name, widths[0])
         line = []
@@ -219,7 +223,7 @@ def rest_text(patterns: Sequence[Pattern]) -> str:
     return f"{counted(len(patterns), 'more pattern')}: {counted(count, 'tensor')}, {size}"
 
 
-def remarks(summary: Summary, width: int = _WIDTH) -> Iterator[tuple[str, str]]:
+def remarks(summary: Summary, width: int | None = None) -> Iterator[tuple[str, str]]:
     """Yield errors, findings and notes, as a kind and a sentence of at most `width` columns."""
     yield from [("error", error) for error in summary.errors[:_MOST_NOTES]]
     if summary.findings is not None:
@@ -230,9 +234,10 @@ def remarks(summary: Summary, width: int = _WIDTH) -> Iterator[tuple[str, str]]:
 
 
 def finding_lines(
-    findings: Sequence[FoldedFinding], width: int = _WIDTH
+    findings: Sequence[FoldedFinding], width: int | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield the number of findings and the first ones, as a kind and a sentence."""
+    width = width or line_width()
     yield "", findings_text(findings)
     for severity, rule, value, pattern, explanation in findings[:_MOST_FINDINGS]:
         subject = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"

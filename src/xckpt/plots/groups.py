@@ -17,6 +17,7 @@ from xckpt.plots.axes import (
     number_text,
     require_drawable,
     safe,
+    whole_numbers,
 )
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
 from xckpt.plots.theme import themed
@@ -73,6 +74,8 @@ def draw_groups(
     extend = "both" if len(is_above) == 2 else "max" if True in is_above else "min"
     bar = ax.figure.colorbar(image, ax=ax, extend=extend if beyond else "neither")
     bar.set_label(safe(statistic))
+    if grouped[statistic].dtype.kind == "i":
+        whole_numbers(bar.ax.yaxis)
     has_tensors = grouped["tensors"].to_numpy().reshape(values.shape) > 0
     notes = _fill_others(ax, values, has_tensors)
     if beyond:

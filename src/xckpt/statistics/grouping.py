@@ -121,6 +121,7 @@ def _labels(key: str, names: Sequence[str], origin: DescribedTensors | None) -> 
             labels.append(numbers[0] if numbers else None)
     if all(label is None for label in labels):
         modules = Counter(module for parts in parsed for module in parts.modules)
+        modules.pop("layers", None)  # its key is "layer"
         keys = ["layer", "role", "module", *modules]
         hint = suggest_word(key, {}, keys)
         listed = f"did you mean {hint!r}?" if hint else f"keys are {', '.join(map(shown, keys))}"
@@ -273,6 +274,7 @@ def _with_origin(grouped: xr.Dataset, result: xr.Dataset) -> xr.Dataset:
     attrs = {name: result.attrs[name] for name in _SOURCES if name in result.attrs}
     note = {} if "origin" in result.encoding else {"note": _SAVED}
     grouped.attrs = {**attrs, **note, **grouped.attrs}
+    grouped.encoding["grouped"] = True  # for its short text
     return grouped
 
 

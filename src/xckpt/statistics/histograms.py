@@ -209,7 +209,9 @@ def histogram(
     coords["bin"] = edges[:-1] / 2 + edges[1:] / 2
     coords["bin_left"] = ("bin", edges[:-1])
     coords["bin_right"] = ("bin", edges[1:])
-    return cast("Dataset", xr.Dataset(variables, coords))
+    result = xr.Dataset(variables, coords)
+    result.encoding["origin"] = contents.origin  # for groups by role
+    return cast("Dataset", result)
 
 
 def _span(elements: Spectrum, values: Array) -> list[float]:

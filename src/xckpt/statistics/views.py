@@ -5,10 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from xckpt.formatting import base_name, counted, printable, shortened
+from xckpt.formatting import base_name, counted, line_width, printable, wrapped
 from xckpt.index import paused_collector
 from xckpt.notebook.changes import FEW_TENSORS, TensorChange, change_lines
 from xckpt.notebook.html import sentences as sentences_html
+from xckpt.notebook.short_names import apart
 from xckpt.statistics.tables import has_channels, named_tensors, table, tensor_names
 from xckpt.upstream.xarray_variables import data_of
 
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.changes import ChangeLine
 
-# Columns of the short text of a result.
+# Columns of the short text of a result; the last ones are left out of narrow lines.
 _SHOWN = (
-    *("status", "outcome", "cause", "count", "equal_fraction", "nan", "inf"),
-    *("max_abs", "rmse", "rel_l2", "cosine"),
-    *("sqnr_db", "min", "max", "mean", "std"),
+    *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
+    *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
 )
 _MOST_ROWS = 10
-_WIDEST_NAME = 48
+_MOST_LINES = 6  # of a conclusion
 _TABLE = ".ckpt.table()"
 
 
@@ -42,6 +42,8 @@ class ResultView(NamedTuple):
     @classmethod
     def of(cls, result: xr.Dataset) -> Self | None:
         """Return the view of a result; None for another Dataset."""
+        if result.encoding.get("grouped"):
+            return cls._of_groups(result)
         kind = _kind_of(result)
         if kind is None:
             return None
@@ -66,18 +68,34 @@ class ResultView(NamedTuple):
             more = f"every tensor: {_TABLE}"
             return cls(heading, conclusion, tuple(comparison_lines(frame)), more=more)
         columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
-        top = frame[columns].head(_MOST_ROWS).rename_axis(None)
-        top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
-        rows = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
-        more = f"… {len(frame) - len(top):,} more: {_TABLE}" if len(frame) > len(top) else ""
-        return cls(heading, conclusion, (), rows, more)
+        return cls(heading, conclusion, (), *_first_rows(frame[columns], _TABLE))
+
+    @classmethod
+    def _of_groups(cls, groups: xr.Dataset) -> Self:
+        """Return the view of a result of `by`."""
+        keys = [str(dim) for dim in groups.dims if dim != "bin"]
+        of = " of ".join(["Groups", *map(base_name, filter(None, [groups.attrs.get("source")]))])
+        heading = f"<{of}>  by {', '.join(map(printable, keys))}: {{}}"
+        if "bin" in groups.dims:
+            return cls(heading.format(f"{groups.sizes['bin']} bins"))
+        frame = groups.to_dataframe()
+        frame = frame[frame["tensors"] > 0]
+        frame.index = [
+            " ".join(map(str, label if len(keys) > 1 else [label])) for label in frame.index
+        ]
+        columns = ["tensors", *[name for name in _SHOWN if name in frame]]
+        columns += [name for name in frame if name not in columns]
+        rows, more = _first_rows(frame[columns], ".to_dataframe()")
+        return cls(heading.format(counted(len(frame), "group")), "", (), rows, more)
 
     def text(self) -> str:
         """Return the view as text."""
         indent = "  " if self.lines else ""
-        lines = [indent + str(line) for line in self.lines]
+        width = line_width()
+        conclusion = wrapped(self.conclusion, width, _MOST_LINES, indent="")
+        lines = [indent + part for line in self.lines for part in wrapped(str(line), width - 2, 2)]
         more = self.more and indent + self.more
-        return "\n".join(filter(None, (self.heading, self.conclusion, *lines, self.rows, more)))
+        return "\n".join(filter(None, (self.heading, *conclusion, *lines, self.rows, more)))
 
     def html(self) -> str:
         """Return the view as HTML."""
@@ -85,6 +103,19 @@ class ResultView(NamedTuple):
             return f"<pre style='line-height:1.4'>{escape(self.text())}</pre>"
         items = [(str(line), line.is_exception) for line in self.lines]
         return sentences_html(self.heading, self.conclusion, items, self.more)
+
+
+def _first_rows(frame: pd.DataFrame, rest: str) -> tuple[str, str]:
+    """Return the first rows as text, without the last columns if lines are too narrow."""
+    width = line_width()
+    top = frame.head(_MOST_ROWS).rename_axis(None)
+    top.index = apart(top.index.map(str).tolist(), width * 2 // 5)
+    text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
+    while text.find("\n") > width and top.shape[1] > 1:
+        top = top.iloc[:, :-1]
+        text = top.to_string(float_format=lambda x: f"{x:.4g}")
+    more = f"… {len(frame) - len(top):,} more: {rest}" if len(frame) > len(top) else ""
+    return text, more
 
 
 def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
@@ -108,7 +139,8 @@ def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
             if outcome == "explained":
                 kind, text = "explained", "" if cause == "equal" else cause_text(cause, *facts)
             elif outcome == "changed":
-                kind = "not_finite" if status == "not_finite" else "changed"
+                # Equal tensors have changed only if an adapter should have changed them.
+                kind = {"same": "not_merged", "not_finite": "not_finite"}.get(status, "changed")
                 text = "" if cause == "changed" else cause
             compared.append(TensorChange(name, kind, size, text))
         return change_lines(compared)
