@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import dask
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.fresh import FreshProcesses
 from xckpt import formats
@@ -38,8 +39,15 @@ GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared
 _ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where they are"
 
 
+@given(st.none())
+def _register_generator(_: None) -> None:
+    """Have hypothesis make its generator."""
+
+
 def pytest_collection_finish() -> None:
     """Have the collector look no more at what was loaded and collected: all of it stays."""
+    # The lowest version of hypothesis does not find the owner of a generator among frozen objects.
+    _register_generator()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)  # and at the rest not after every few arrays
