@@ -311,3 +311,16 @@ def test_the_command_line_lists_exceptions_first_and_each_pair_once(
     assert len(lines) == 15
     assert "model.layers.{0..2,4,5}.mlp.up_proj.weight -> blk.{0..2,4,5}.ffn_up.weight" in out
     assert err == "xckpt: 50 tensors: 2 changed, 48 explained\n"
+
+
+@pytest.mark.parametrize("stem", ["fused", "layers.3", "layers.3.attn"])
+@pytest.mark.parametrize("order", ["qkv", "qvk", "kqv"])
+def test_joined_parts_whose_last_word_is_their_role(stem: str, order: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = {"q": 64, "k": 32, "v": 32}
+    parts = {f"{stem}.{role}": rng.standard_normal((rows[role], 128)) for role in order}
+    joined = {stem: np.concatenate(list(parts.values()))}
+    table = xckpt.compare(parts, joined, explain=True, progress=False).ckpt.table()
+    is_usual = order == "qkv"
+    assert set(table["outcome"]) == {"explained" if is_usual else "changed"}
+    assert set(table["cause"]) == {"fused" if is_usual else "misplaced+fused"}

@@ -194,13 +194,14 @@ class TestResult:
         ds = xr.open_dataset(both[0], engine="safetensors")
         result = ds.ckpt.compare(both[1], explain=True)
         lines = repr(result.ckpt).splitlines()
-        assert lines[1] == result.attrs["explanation"]
         assert len(lines) <= 20
-        assert "in a" in lines[2]
+        body = " ".join(lines[1:])
+        assert body.startswith(result.attrs["explanation"])
+        assert " in a" in body.removeprefix(result.attrs["explanation"])
         few = ds.ckpt.compare(both[1], explain=True, tensors="0/rope.scaled")
-        lines = repr(few.ckpt).splitlines()
-        assert lines[1] == few.attrs["explanation"]
-        assert "cause" in lines[2]
+        body = " ".join(repr(few.ckpt).splitlines()[1:])
+        assert body.startswith(few.attrs["explanation"])
+        assert "cause" in body.removeprefix(few.attrs["explanation"])
 
     def test_has_lists_along_stacked_dimensions(self, tmp_path: Path) -> None:
         a = write(tmp_path / "a.safetensors", model())

@@ -322,11 +322,12 @@ def _is_regular(parts: Sequence[Spelled], siblings: Counter[tuple[str, ...]] | N
     """Return whether parts are in the order of their numbers, or in the order of most siblings."""
     templates = tuple([part.template for part in parts])
     numbers = [part.numbers for part in parts]
-    if len({(_core(part), len(part.numbers)) for part in parts}) == 1:
+    is_numbered = len(set(numbers)) > 1
+    if is_numbered and len({(_core(part), len(part.numbers)) for part in parts}) == 1:
         # Only one of the numbers differs from part to part.
         slots = [len(set(values)) for values in zip(*numbers, strict=False)]
         return sum(n > 1 for n in slots) == 1 and all(a < b for a, b in pairwise(numbers))
-    if len(set(numbers)) == 1:
+    if not is_numbered:
         return _is_usual(templates, siblings)
     if len(set(templates)) == len(templates):
         return False
