@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt.formatting import base_name, counted, line_width, printable, wrapped
 from xckpt.index import paused_collector
-from xckpt.notebook.changes import FEW_TENSORS, TensorChange, change_lines
+from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, TensorChange, change_lines
 from xckpt.notebook.html import sentences as sentences_html
 from xckpt.notebook.short_names import apart
 from xckpt.statistics.tables import has_channels, named_tensors, table, tensor_names
@@ -66,7 +66,9 @@ class ResultView(NamedTuple):
         conclusion = printable(str(result.attrs.get("explanation", "")))
         if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
             more = f"every tensor: {_TABLE}"
-            return cls(heading, conclusion, tuple(comparison_lines(frame)), more=more)
+            more_lines = len(wrapped(conclusion, line_width(), _MOST_LINES)) - 1
+            lines = comparison_lines(frame, MOST_LINES - max(0, more_lines))
+            return cls(heading, conclusion, tuple(lines), more=more)
         columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
         return cls(heading, conclusion, (), *_first_rows(frame[columns], _TABLE))
 
@@ -118,7 +120,7 @@ def _first_rows(frame: pd.DataFrame, rest: str) -> tuple[str, str]:
     return text, more
 
 
-def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
+def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[ChangeLine]:
     """Summarise the table of a comparison in a few sentences, exceptions first."""
     with paused_collector():
         explained = "outcome" in frame
@@ -129,7 +131,7 @@ def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
         statuses = rows["status"].astype(str).where(~spoilt, "not_finite").tolist()
         if not explained:
             compared = list(map(TensorChange, rows.index, statuses, sizes))
-            return change_lines(compared)
+            return change_lines(compared, most)
         columns = [rows[name] for name in ("outcome", "cause", "offset", "scale", "heads")]
         compared = []
         for name, status, size, outcome, cause, *facts in zip(
@@ -143,7 +145,7 @@ def comparison_lines(frame: pd.DataFrame) -> list[ChangeLine]:
                 kind = {"same": "not_merged", "not_finite": "not_finite"}.get(status, "changed")
                 text = "" if cause == "changed" else cause
             compared.append(TensorChange(name, kind, size, text))
-        return change_lines(compared)
+        return change_lines(compared, most)
 
 
 def cause_text(cause: str, offset: float, scale: float, heads: float) -> str:
