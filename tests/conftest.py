@@ -60,6 +60,7 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("xckpt.storage.requests._FIRST_PAUSE", 0.001)
         patch.setattr("os.fsync", _not_waiting)
+        patch.setenv("COLUMNS", "120")  # whatever the terminal, or what xdist takes for one
         if _PROFILE == "xckpt" and find_spec("hypothesis.internal.conjecture.providers"):
             # It would draw constants of all loaded modules, and so depend on other tests.
             name = "hypothesis.internal.conjecture.providers.is_local_module_file"
