@@ -370,6 +370,9 @@ class TestResults:
         counts = ds.ckpt.histogram(5).ckpt.by("h")
         assert repr(counts.ckpt) == "<Groups>  by h: 5 bins"
         assert "note" not in counts.attrs
+        for part in (groups[["std"]], groups.isel(h=0), groups.sum()):
+            assert "an operation made a new one" in repr(part.ckpt)
+        assert repr(counts.isel(h=0).ckpt).endswith("5 bins")
 
     @pytest.mark.parametrize("width", [80, 100, 300])
     def test_lines_fit_the_terminal(

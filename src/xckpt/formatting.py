@@ -49,7 +49,7 @@ def columns(text: str) -> int:
 
 
 def line_width() -> int:
-    """Return the width of lines of text: that of the terminal, from 80 to 120 columns."""
+    """Return the width of the terminal, limited to 80 to 120 columns; 120 without a terminal."""
     width = get_terminal_size((_WIDEST_LINE, 24)).columns
     return max(_NARROWEST_LINE, min(width, _WIDEST_LINE))
 

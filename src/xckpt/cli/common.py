@@ -322,7 +322,7 @@ def print_table(
     head: Sequence[Column], rows: Sequence[Sequence[str]], most_wanted: Sequence[str] = ()
 ) -> None:
     """Print a table: drawn in a terminal, otherwise as plain text with all rows and columns."""
-    # A narrow terminal shows the columns `most_wanted` rather than others.
+    # A narrow terminal shows the columns `most_wanted`, in this order, rather than others.
     cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
     titles = [column.title for column in head]
     widths = [max(map(columns, texts)) for texts in zip(titles, *cells, strict=True)]
@@ -355,7 +355,8 @@ def _draw(
     least = min(widths[0], _NARROWEST_NAME)
     room = console.width
     fitting = set()
-    for n in sorted(range(1, len(head)), key=lambda n: head[n].title not in most_wanted):
+    order = list(dict.fromkeys([*most_wanted, *(column.title for column in head)]))
+    for n in sorted(range(1, len(head)), key=lambda n: order.index(head[n].title)):
         if least + widths[n] + len(_GAP) > room:
             break
         room -= widths[n] + len(_GAP)

@@ -141,6 +141,7 @@ def stats(
 
     existing = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
     chosen = _chosen(columns, existing, None if sort in _NAMES else sort)
+    most_wanted = [sort or "", *_MAIN_STATISTICS]
     require_rules(ignore)
     index = reading.index(file)
     options: dict[str, Any] = {
@@ -161,8 +162,7 @@ def stats(
         if keys:
             document = {"source": index.source, "format": index.format}
             groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
-            main = [sort or "", *_MAIN_STATISTICS]
-            print_groups(groups, chosen, document if as_json else None, main)
+            print_groups(groups, chosen, document if as_json else None, most_wanted)
             return 0
         findings_frame = findings(result, ignore=ignore)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending)
@@ -181,7 +181,7 @@ def stats(
     elif only_findings:
         print_findings(findings_frame.head(limit))
     else:
-        _print_statistics(frame, chosen, limit, [sort or "", *_MAIN_STATISTICS])
+        _print_statistics(frame, chosen, limit, most_wanted)
     return int(only_findings and calls_for_action(findings_frame))
 
 
@@ -420,11 +420,10 @@ def compare(
             storage_options=reading.storage_options,
         )
     frame = table(result)
-    of_codes = [name for name in chosen if name in OF_CODES] if codes else []
     frame.attrs = {
         "channels": bool(dims),
         "explanation": result.attrs.get("explanation"),
-        "most_wanted": [sort or "", *_MAIN_MEASURES, *of_codes],
+        "most_wanted": [sort or "", *_MAIN_MEASURES, *OF_CODES],
     }
     if write_names is not None:
         _write_names(write_names, matched_names(result))

@@ -42,7 +42,11 @@ class ResultView(NamedTuple):
     @classmethod
     def of(cls, result: xr.Dataset) -> Self | None:
         """Return the view of a result; None for another Dataset."""
-        if result.encoding.get("grouped"):
+        # Selections and reductions of groups keep the encoding.
+        has_groups = bool(set(result.dims) - {"bin"}) and (
+            "bin" in result.dims or "tensors" in result
+        )
+        if result.encoding.get("grouped") and has_groups:
             return cls._of_groups(result)
         kind = _kind_of(result)
         if kind is None:
