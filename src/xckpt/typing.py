@@ -8,8 +8,13 @@ makes one of a Dataset that xarray opened.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import xarray as xr
 
 __all__ = ["DataArray", "DataTree", "Dataset"]
 
 Dataset, DataArray, DataTree = xr.Dataset, xr.DataArray, xr.DataTree
+#: An array of any type and number of dimensions.
+Array = np.ndarray[Any, np.dtype[Any]]

@@ -1,11 +1,14 @@
 from collections.abc import Hashable, Iterable
-from typing import Self, overload
+from typing import Any, Self, TypeAlias, overload
 
+import numpy as np
 import xarray as xr
 
 from xckpt.accessor import CheckpointAccessor
 
 __all__ = ["DataArray", "DataTree", "Dataset"]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 class Dataset(xr.Dataset):
     @property

@@ -16,7 +16,6 @@ from tests.conftest import golden_files
 from xckpt.testing import Bad, Expected, Samples, Want
 from xckpt.testing.samples import (
     LARGE,
-    Array,
     assert_same,
     assert_told,
     computed,
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from xckpt.typing import Array
+
 __all__ = [
     "LARGE",
-    "Array",
     "Bad",
     "Declared",
     "Expected",

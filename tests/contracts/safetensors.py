@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.contracts.declared import Array, Bad, Declared, Expected, Want
+from tests.contracts.declared import Bad, Declared, Expected, Want
 from tests.formats.safetensors_files import entry, safetensors_file
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from xckpt.typing import Array
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = ["float16", "float32", "float64", "complex64"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.notebook.summary import Summary
+    from xckpt.typing import Array
 
 __all__ = ["StaticSummary", "compute", "explore", "histogram"]
 
@@ -112,11 +113,11 @@ def _computed(
 
 def histogram(
     tensors: OpenTensors, name: str, report: Callable[[int, int], object]
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+) -> tuple[Array, Array]:
     """Count the elements of a tensor in bins, as `xckpt.notebook.explorer.Histogram`."""
     from xckpt.statistics import histogram as counted
 
-    bins: int | np.ndarray[Any, Any] = _BINS
+    bins: int | Array = _BINS
     if tensors.variable(name).dtype.kind in "iu":
         statistics = compute(tensors, [name], report).statistics[name]
         low, high = statistics["min"], statistics["max"]

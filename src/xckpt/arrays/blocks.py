@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.parts import PartReader
     from xckpt.storage.prefetch import Range
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Size of pieces that are decoded; a piece and its elements stay in the second-level cache.
 _BLOCK_NBYTES = 1 << 20

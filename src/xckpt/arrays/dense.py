@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Size of blocks that are read for a few of their elements; they stay in the second-level cache.
 _BLOCK_NBYTES = 1 << 20

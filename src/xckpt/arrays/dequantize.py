@@ -28,9 +28,9 @@ from xckpt.arrays.compiling import compiled, inlined
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["decode"]
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
+__all__ = ["decode"]
 
 # Eight bytes, each 255 if its bit is set in the index, else 0; then the same for seven bits, with
 # their parity as the eighth.

@@ -13,6 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from xckpt.typing import Array
+
 AxisKey = int | slice | np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -62,7 +64,7 @@ def _normalize_axis(entry: Any, length: int) -> AxisKey:
     return position % length
 
 
-def _normalize_array(entry: np.ndarray[Any, Any], length: int) -> AxisKey:
+def _normalize_array(entry: Array, length: int) -> AxisKey:
     if entry.ndim != 1:
         raise IndexError(f"only 1-d arrays can index an axis, not {entry.ndim}-d ones")
     if entry.dtype == bool:

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
-
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Size of the blocks of `LazyArray.flat` that are decoded, in bytes.
 PIECE_NBYTES = 4 << 20
@@ -92,7 +90,7 @@ class LazyArray(ABC):
         with locating(path=self.source.name, tensor=self.name):
             return self.select(spelled_out)
 
-    def read_into(self, out: np.ndarray[Any, Any], key: Any) -> None:
+    def read_into(self, out: Array, key: Any) -> None:
         """Read a selection into an array of its shape and dtype."""
         spelled_out = normalize(key, self.shape)
         with locating(path=self.source.name, tensor=self.name):
@@ -102,7 +100,7 @@ class LazyArray(ABC):
     def select(self, key: tuple[AxisKey, ...]) -> Any:
         """Return a selection by a key that `normalize` has spelled out."""
 
-    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
         """Read a selection by a spelled-out key into an array of its shape and dtype."""
         out[...] = self.select(key)
 
@@ -177,7 +175,7 @@ class LazyArray(ABC):
         del bare._origin  # noqa: SLF001  a copy of this object
         return bare
 
-    def allocate(self, order: Any = "C") -> np.ndarray[Any, Any]:
+    def allocate(self, order: Any = "C") -> Array:
         """Return memory for the whole array, to be read into."""
         try:
             return np.empty(self.shape, self.dtype, order)
@@ -267,7 +265,7 @@ class SlicedArray(LazyArray):
         """Return a selection; see `LazyArray.select`."""
         return self.base.select(compose(self.key, key))
 
-    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
         """Read a selection into an array; see `LazyArray.select_into`."""
         self.base.select_into(compose(self.key, key), out)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from xckpt.index import Part, Tensor
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Largest span of bytes that is read at once with the unused bytes between elements.
 _STRIDED_NBYTES = 4 << 20
@@ -226,7 +225,7 @@ class PartReader:
         """Whether elements have to be gathered, or inverted, after decoding."""
         return self.part.strides is not None or self.part.inverted is not None
 
-    def select(self, key: Sequence[AxisKey]) -> np.ndarray[Any, Any]:
+    def select(self, key: Sequence[AxisKey]) -> Array:
         """Return a selection of a part with strides or inverted bits, as opaque elements."""
         part, shape = self.part, self.part.shape or ()
         nbytes = part.nbytes if part.encoding is None else part.decoded_nbytes or 0

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage import Source
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 #: Block size of tensors stored in another order of axes, whose rows are in many places.
 TURNED_NBYTES = 32 << 20

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.keys import AxisKey, Chunks
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # The number of chunks is at most 256, plus one for each stored MiB, however large the shape is.
 _MOST_CHUNKS = 256

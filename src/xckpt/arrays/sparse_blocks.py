@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xckpt.arrays.sparse import SparseArray, StoredElements
 from xckpt.storage import is_mapped
 
-Array = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    from xckpt.typing import Array
 
 
 class SparseBlocksArray(SparseArray):

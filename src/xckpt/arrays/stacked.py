@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
+    from xckpt.typing import Array
 
 # Members smaller than this share chunks, which are at most so large: to read 61 biases at once is
 # one task then, and to read one of them still reads that one.
@@ -78,7 +79,7 @@ class AbsentArray(LazyArray):
         """Return a selection; see `LazyArray.select`."""
         return np.full(result_shape(self.shape, key), np.nan, self.dtype)
 
-    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
         """Read a selection into an array; see `LazyArray.select_into`."""
         out[...] = np.nan
 
@@ -219,7 +220,7 @@ class StackedArray(LazyArray):
         self.select_into(key, stacked)
         return stacked
 
-    def select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+    def select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
         """Read a selection into an array; see `LazyArray.select_into`."""
         if not out.flags.c_contiguous or not out.size:
             super().select_into(key, out)

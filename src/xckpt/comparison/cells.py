@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from xckpt.scan.entries import Described
     from xckpt.scan.readers import Reader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Every axis is cut into blocks: of one element, of some neighbours, or of its whole length if it is
 # reduced completely. The products of blocks are the cells of a grid.

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
-    from xckpt.typing import Dataset
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array, Dataset
 
 
 def compare(

@@ -20,7 +20,7 @@ from xckpt.statistics.vector_kernel import LANES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Statistics of a comparison, in the order in which `measures` returns them.
 MEASURES = (

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
     from xckpt.scan.readers import Reader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 __all__ = ["Merges", "open_merges"]
 

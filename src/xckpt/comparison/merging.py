@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.statistics.group_sums import Groups
+    from xckpt.typing import Array
 
 __all__ = ["compared_by"]
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # Measures that need the sums of the pairs.
 _OF_SUMS = ("rmse", "rel_l2", "cosine", "sqnr_db", "nmse")

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.parts import PartReader
     from xckpt.storage.prefetch import Range
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Bytes to read at a time against the order of a file, where one read yields few elements.
 TURNED_NBYTES = 64 << 20

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.datasets.tensors import OpenTensors
+    from xckpt.typing import Array
 
 __all__ = [
     "Adapter",
@@ -116,7 +117,7 @@ class Factors:
     product: str = ""  # name of the dask array of the product, which shows that it is unchanged
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
 
-    def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def arrays(self) -> tuple[Array, Array]:
         """Read both factors, as float64."""
         left, right = da.compute(self.left, self.right)
         return left.astype(np.float64), right.astype(np.float64)

@@ -17,6 +17,8 @@ from xckpt.labels import AxisNamer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xckpt.typing import Array
+
 __all__ = ["as_dataset", "as_dataset_of_one"]
 
 _SCALARS = (str, int, float, bool, type(None))
@@ -92,7 +94,7 @@ def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:
     return xr.Variable(names.name_axes(name, value.shape), value)
 
 
-def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+def _as_numpy(value: Any) -> Array:
     """Return the elements of a tensor of another library; bfloat16 becomes `ml_dtypes.bfloat16`."""
     for method in ("detach", "cpu"):  # methods of PyTorch
         value = getattr(value, method, lambda value=value: value)()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import DescribedTensors
     from xckpt.progress import ProgressOption
     from xckpt.scan.readers import Reader
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 T = TypeVar("T")
 
 #: Roles of weights, whether they are trained, averaged or copied for an optimizer.

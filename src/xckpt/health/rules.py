@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xckpt.health.evidence import Evidence, RuleFinding
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # --- elements ------------------------------------------------------------------------------------
 

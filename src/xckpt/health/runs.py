@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.labels import TensorFilter
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Roles of tensors that change by whole numbers, which would hide the smaller changes of weights.
 COUNTING = frozenset({Role.COUNTER, Role.STEP, Role.STATE})

@@ -9,6 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from xckpt.typing import Array
+
 __all__ = ["StackedAttrs", "stack_attrs"]
 
 _MISSING = object()
@@ -23,7 +25,7 @@ class StackedAttrs(NamedTuple):
     shared: dict[str, Any]
     #: Attributes that all members have with different values: one value per position, flat; NaN or
     #: an empty text at positions without a member.
-    varying: dict[str, np.ndarray[Any, Any]]
+    varying: dict[str, Array]
     #: Names of all other attributes.
     dropped: list[str]
 
@@ -58,7 +60,7 @@ def _is_same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and not isinstance(a, np.ndarray) and bool(a == b)
 
 
-def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
+def _as_array(values: list[Any]) -> Array | None:
     """Return scalars of one type as an array, or None if they are anything else."""
     types = {type(value) for value in values}
     if len(types) != 1 or not types <= {bool, int, float, str}:

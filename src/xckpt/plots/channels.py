@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.cells import Reduced
     from xckpt.labels import TensorFilter
+    from xckpt.typing import Array
 
 # More rows or columns than a picture has pixels would hide the worst ones.
 _MOST_ROWS, _MOST_COLUMNS = 256, 512
@@ -41,8 +42,6 @@ _INCHES_PER_ROW, _POINTS_PER_CHARACTER = 0.24, 5.0
 _UNKNOWN, _EQUAL = "#e6007e", "#9e9e9e"
 # Statistics whose smallest value is the worst.
 _GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @themed

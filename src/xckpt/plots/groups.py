@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 _INCHES_PER_ROW, _INCHES_PER_COLUMN, _FRAME = 0.2, 0.34, 2.2
 _TALLEST, _WIDEST = 11.0, 14.0

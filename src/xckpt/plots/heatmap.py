@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
+    from xckpt.typing import Array
+
 _MOST_ELEMENTS = 1 << 24
 # The last axes of a tensor with more than two are folded into at most this many columns.
 _WIDEST_FOLD = 1 << 16
@@ -39,8 +41,6 @@ _START = np.array([0])
 _NAN_COLOUR = "#e6007e"
 _DEAD_COLOUR = "#d9731a"
 _ROBUST = (1.0, 99.0)
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Sample(NamedTuple):

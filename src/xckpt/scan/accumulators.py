@@ -7,13 +7,14 @@ another accumulator provides the other elements. Therefore results depend only o
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from xckpt.scan.trees import LEAF, MergeTree
 
-Array = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    from xckpt.typing import Array
 
 #: Size of a block to read, in bytes; several leaves, so that compiled loops are called seldom.
 BLOCK_NBYTES = 4 << 20

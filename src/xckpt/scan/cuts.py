@@ -11,8 +11,6 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from xckpt.errors import CheckpointError, locating
 from xckpt.scan.accumulators import BLOCK_NBYTES
 from xckpt.scan.trees import LEAF
@@ -23,14 +21,13 @@ if TYPE_CHECKING:
 
     from xckpt.scan.accumulators import Accumulator
     from xckpt.storage.prefetch import Range
+    from xckpt.typing import Array
 
 # Limits on small tensors of a local file that are read together: bytes between two of them, and
 # bytes of all.
 _LARGEST_GAP = 4096
 _TOGETHER_NBYTES = 1 << 20
 _ALIGNMENT = 64
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 _thread = threading.local()
 

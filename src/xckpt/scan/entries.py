@@ -39,11 +39,9 @@ if TYPE_CHECKING:
 
     from xckpt.opening import OpenPath
     from xckpt.scan.readers import Reader
-    from xckpt.typing import Dataset
+    from xckpt.typing import Array, Dataset
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Elements of the longest row that is sorted in memory: 32 MiB as float64.
 LONGEST_ROW = 1 << 22

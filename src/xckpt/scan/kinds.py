@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xckpt.elements import ALL_TYPES, ElementType, code_values, stored_dtype
 
-Array = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    from xckpt.typing import Array
 
 # Bits of the sign, the exponent and seven bits of the fraction, of a float32 and a float64.
 _FLOAT32_CODE_BITS, _FLOAT64_CODE_BITS = 16, 19

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Attributes of lazy arrays that determine their elements, besides the stored parts.
 DECODING = ("order", "strict", "block_type", "quantization", "origins")

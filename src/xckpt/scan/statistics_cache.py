@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from xckpt.scan.kinds import Kind
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Increment this whenever results for the same bytes, or the packing of values, change.
 VERSION = 1

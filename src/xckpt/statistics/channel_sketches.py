@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from xckpt.scan.kinds import Kind
     from xckpt.statistics.counts import Tables
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Names of the statistics of channels; they follow all others.
 OF_CHANNELS = (

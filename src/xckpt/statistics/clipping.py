@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
     from xckpt.statistics.group_sums import Groups
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: The statistics, of a tensor that has codes: elements of the original beyond `OUTLYING`, the share
 #: of them that was cut off, scales, and the share of them at the limits of their type.

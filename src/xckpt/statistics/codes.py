@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: The statistics, of a tensor that has codes.
 USE_OF_CODES = ("saturated", "unused")

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable, Described
     from xckpt.scan.readers import Reader
-    from xckpt.typing import Dataset
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array, Dataset
 
 # Codes of the sketches that are described together; so many fit in the second-level cache.
 _CODES_AT_ONCE = 1 << 16

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.scan.kinds import Kind
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Smallest length of a row; shorter slices are not rows of a matrix.
 SHORTEST_ROW = 2

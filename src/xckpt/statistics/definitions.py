@@ -7,7 +7,7 @@ an array with a number for each of them. Next to it stands how the numbers of se
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from xckpt.scan.kinds import Kind
     from xckpt.statistics.group_sums import Groups
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 
 class Elements:

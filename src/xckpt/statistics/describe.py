@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from xckpt.scan.kinds import Kind
     from xckpt.statistics.counts import Sketch
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 
 @dataclass(frozen=True, slots=True)

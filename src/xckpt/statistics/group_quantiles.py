@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from xckpt.scan.kinds import Kind
     from xckpt.scan.readers import Reader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 
 class CachedTensor(NamedTuple):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 
 class Groups:

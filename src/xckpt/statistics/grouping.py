@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.datasets.tensors import DescribedTensors
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 _ROLES = [role.value for role in Role]
 _NEVER = {

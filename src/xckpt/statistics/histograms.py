@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from xckpt.scan.kinds import Kind
     from xckpt.scan.readers import Reader
     from xckpt.statistics.describe import Spectrum
-    from xckpt.typing import Dataset
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array, Dataset
 
 # Powers of ten below the largest value that the logarithmic part of a symmetric scale spans.
 _DECADES = 8

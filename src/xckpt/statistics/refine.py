@@ -8,7 +8,7 @@ float32, at most four for 64 bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from xckpt.scan.kinds import Kind
     from xckpt.scan.readers import Reader
     from xckpt.statistics.counts import Sketch
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 _BUCKET_BITS = 16
 

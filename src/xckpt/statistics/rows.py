@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.scan.kinds import Kind
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Integers up to here, and their sums, are exact as float64.
 _EXACT = 1 << 53

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from xckpt.scan.kinds import Kind
     from xckpt.statistics.group_sums import Groups
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Statistics of a matrix, in order.
 STATISTICS = (

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
     from xckpt.scan.kinds import Kind
     from xckpt.scan.readers import Reader
     from xckpt.storage.prefetch import Range
-    from xckpt.typing import Dataset
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array, Dataset
 
 #: Largest number of elements of a matrix that is selected by default; most larger ones are
 #: embeddings.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from hypothesis import strategies as st
 
     from xckpt.index import Index
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 
 class Want(NamedTuple):

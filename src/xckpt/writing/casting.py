@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.arrays.sparse import SparseArray
     from xckpt.index import Tensor
+    from xckpt.typing import Array
 
 __all__ = [
     "Cast",
@@ -41,8 +42,6 @@ __all__ = [
 ]
 
 Cast = Literal["exact", "allow", "never"]
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def element_type(dtype: np.dtype[Any]) -> str | None:
@@ -227,7 +226,7 @@ def _wanted(arrays: dict[str, Any], stored: str) -> tuple[dict[str, WantedPart],
     return parts, arrays
 
 
-def stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def stored_elements(block: Any, name: str) -> tuple[Array, Array]:
     """Return coordinates and values, sorted by position."""
     if not is_sparse(block):
         block = np.asarray(block)
@@ -248,7 +247,7 @@ def stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.nda
     return np.asarray(coo.coords, np.int64), np.asarray(coo.data)
 
 
-def _row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+def _row_pointers(rows: Array, count: int) -> Array:
     """Return the position of the first element of each row, and of the end of the last row."""
     return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64)
 
@@ -294,7 +293,7 @@ def _of_dask(array: Any, layout: str, name: str) -> dict[str, Any]:
 
 def _share(
     block: Any, *, role: str, tensor: str, known: dict[str, list[int]], block_id: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """Return the share of a block of rows in a part."""
     coords, values = stored_elements(block, tensor)
     if role == "count":
@@ -314,13 +313,13 @@ def _share(
 
 def _of_role(
     role: str,
-    coords: Sequence[np.ndarray[Any, Any]],
-    values: np.ndarray[Any, Any],
+    coords: Sequence[Array],
+    values: Array,
     rows: int,
     before: int,
     *,
     is_first: bool,
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """Return the share of elements of some rows in a part, with the number of elements before."""
     if role == "values":
         return values

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from xckpt.storage.digests import Hasher
     from xckpt.storage.partial import Place
     from xckpt.storage.prefetch import Range
+    from xckpt.typing import Array
     from xckpt.writing.casting import Cast
 
     # The start of a range of the raw bytes, and a function that reads it, on any thread.
@@ -256,7 +257,7 @@ class ArrayData(PartData):
         is_stream = isinstance(array, DenseArray) and array.reader.part.encoding in STREAMS
         return array if is_stream else None
 
-    def _converted_blocks(self) -> Iterator[np.ndarray[Any, Any]]:
+    def _converted_blocks(self) -> Iterator[Array]:
         stream = self._stream
         if stream is None:
             yield from (self.converted(key) for key, _ in self.runs())
@@ -289,7 +290,7 @@ class ArrayData(PartData):
         for key in product(*along):
             yield key, prod([run.stop - run.start for run in key])
 
-    def converted(self, key: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    def converted(self, key: tuple[slice, ...]) -> Array:
         """Return a converted run; its axes are in the order of the file."""
         key = key[::-1] if self.order == "F" else key
         origin = self.origin or [0] * len(key)
@@ -298,14 +299,14 @@ class ArrayData(PartData):
         return block.T if self.order == "F" else block
 
 
-def _joined(codes: np.ndarray[Any, Any]) -> memoryview:
+def _joined(codes: Array) -> memoryview:
     """Pack two 4-bit codes into each byte, the first one into the low half."""
     if len(codes) % 2:
         codes = np.append(codes, np.uint8(0))
     return (codes[::2] & 0xF | codes[1::2] << 4).astype(np.uint8).data
 
 
-def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+def as_bytes(array: Array) -> memoryview:
     """Return the bytes of an array in C order, without a copy where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
@@ -465,7 +466,7 @@ def store_tasks(data: ArrayData, place: Any, offset: int) -> list[Any]:
 
 def _store_block(
     block: Any, *, place: Place, region: _ArrayTarget, block_id: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """Convert a chunk and write it to its place; return the number of bytes."""
     block = np.asarray(block)
     origin = [along[i] for along, i in zip(region.starts, block_id, strict=True)]
@@ -489,7 +490,7 @@ def _write_run(
     path: str,
     fileno: int,
     region: _ArrayTarget,
-    block: np.ndarray[Any, Any],
+    block: Array,
     start: tuple[int, ...],
 ) -> None:
     """Write a block that begins at `start`; its axes are in the order of the file."""

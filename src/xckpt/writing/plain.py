@@ -27,6 +27,8 @@ from xckpt.writing.gathering import array_of, unmodified_array
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from xckpt.typing import Array
+
     # Datasets and the names of the nodes below them, by path.
     _Nodes = dict[str, tuple[xr.Dataset, tuple[str, ...]]]
 
@@ -243,10 +245,10 @@ def _map_blocks(array: Any, function: Any, dtype: str, new_axes: tuple[int, ...]
     )
 
 
-def _pairs(values: Any) -> np.ndarray[Any, Any]:
+def _pairs(values: Any) -> Array:
     """Return the real and imaginary parts of complex values along a new last axis, bit for bit."""
     array = np.ascontiguousarray(values)
-    pairs: np.ndarray[Any, Any] = array.view(array.real.dtype).reshape(*np.shape(values), 2)
+    pairs: Array = array.view(array.real.dtype).reshape(*np.shape(values), 2)
     return pairs
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from xckpt.scan.readers import Reader
     from xckpt.storage.prefetch import Range
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 

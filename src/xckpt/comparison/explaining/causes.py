@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from xckpt.comparison.explaining.rounding import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Relations that hold for a smaller share of the elements are not reported.
 LIKELY = 0.9

@@ -7,7 +7,7 @@ its parts. The search walks along these sums and looks for the next part at the 
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.explaining.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 # The least agreement of the sums of a part with its place, by the least number of sums.

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: The least correlation of the sides of a low-rank update.
 NEAR = 0.5

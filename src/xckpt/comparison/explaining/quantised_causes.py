@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from xckpt.comparison.explaining.rounding import FRACTION_BITS, UNCHANGED, Trans
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Types that numbers are rounded to before they are quantised.
 _ROUNDED_TO = ("float16", "bfloat16", "float8_e4m3fn")

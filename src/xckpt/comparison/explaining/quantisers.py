@@ -31,7 +31,8 @@ from xckpt.scan.readers import ArrayReader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
+
 F32 = np.float32
 
 #: How far an element may exceed the last level, in steps, after a search for scales.

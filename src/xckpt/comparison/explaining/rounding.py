@@ -15,7 +15,7 @@ from xckpt.scan.kinds import kind_named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Bits of the fraction of the types that numbers are rounded to.
 FRACTION_BITS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import lru_cache
 from itertools import permutations, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.explaining.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 #: The least agreement of the sums of two tensors that may have the same numbers.

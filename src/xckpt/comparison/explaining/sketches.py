@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
+    from xckpt.typing import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 # One-dimensional tensors up to this size have a row for each element.

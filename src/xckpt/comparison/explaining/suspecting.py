@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from xckpt.comparison.explaining.quantised_causes import (
 
 if TYPE_CHECKING:
     from xckpt.comparison.explaining.causes import Relation, SampledPairs
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 # Elements of a first sample that rules relations out, and relations to test on the whole sample.
 _FEW = 2048

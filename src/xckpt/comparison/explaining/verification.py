@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.pairs import PairReader
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    from xckpt.typing import Array
 
 #: Kinds with numbers that float64 cannot represent exactly.
 INEXACT = frozenset({"int64", "uint64", "complex128"})
