@@ -79,6 +79,18 @@ def _require_shape(tensor: Tensor, shape: tuple[int, ...], bits: int, group: int
         )
 
 
+def _group_size(
+    config: Mapping[str, Any], columns: int, groups: int | None, *, may_be_partial: bool = False
+) -> int:
+    """Return the size of a group, from the number of groups if it is not declared."""
+    declared = config.get("group_size", config.get("q_group_size"))
+    if declared is not None:
+        return check_group(declared) or max(columns, 1)
+    if not groups or (columns % groups and not may_be_partial):
+        raise LayoutError("grid", f"{groups} groups do not divide {columns} columns")
+    return max(ceil_div(columns, groups), 1)
+
+
 # --- GPTQ ----------------------------------------------------------------------------------------
 
 
@@ -131,7 +143,8 @@ def _gptq_weight(
     bits = _gptq_bits(config, codes, group_index, zeros)
     rows = codes.shape[1]
     columns = codes.shape[0] * 32 // bits if group_index is None else group_index.size
-    group = _gptq_group(config, columns, scales.shape[0], has_index=group_index is not None)
+    has_index = group_index is not None
+    group = _group_size(config, columns, scales.shape[0], may_be_partial=has_index)
     groups = ceil_div(columns, group)
     is_symmetric, format = config.get("sym") is True, _gptq_format(config)
     if format not in _GPTQ_FORMATS:
@@ -198,32 +211,22 @@ def _gptq_bits(
     return check_bits(bits, (2, 3, 4, 8))
 
 
-def _gptq_group(config: Mapping[str, Any], columns: int, groups: int, *, has_index: bool) -> int:
-    """Return the size of a group, from the number of groups if it is not declared."""
-    declared = config.get("group_size", config.get("q_group_size"))
-    if declared is not None:
-        return check_group(declared) or max(columns, 1)
-    group = ceil_div(columns, max(groups, 1)) or 1
-    if columns % group and not has_index:
-        raise LayoutError("grid", f"{groups} groups do not divide {columns} columns")
-    return group
-
-
 # --- AWQ -----------------------------------------------------------------------------------------
 
 
 def _match_awq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Weight:
+    check_bits(model.config.get("bits", model.config.get("w_bit", 4)), (4,))
     is_gemv = str(model.config.get("version", "gemm")).lower() == "gemv"
     if is_gemv:
         rows, columns = codes.shape[0], codes.shape[1] * 8
-        group = _awq_group(model, columns, None)
+        group = _group_size(model.config, columns, None)
         # Rows of zero points are padded to whole words, and to more of them for small groups.
         multiple = 1 if group >= 128 else 2 if group >= 64 else 4
         words = ceil_div(ceil_div(ceil_div(columns, group), 8), multiple) * multiple
         zeros_shape, scales_shape = (rows, words), (rows, words * 8)
     else:
         columns, rows = codes.shape[0], codes.shape[1] * 8
-        group = _awq_group(model, columns, scales.shape[0])
+        group = _group_size(model.config, columns, scales.shape[0])
         groups = ceil_div(columns, group)
         zeros_shape, scales_shape = (groups, codes.shape[1]), (groups, rows)
     parts = {"data": view_as(codes), "scales": view_as(scales)}
@@ -248,14 +251,3 @@ def _match_awq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Weig
         stored_grid=scales_shape if is_gemv else (),
     )
     return Weight(f"{module}.weight", (rows, columns), quantization, parts)
-
-
-def _awq_group(model: Model, columns: int, groups: int | None) -> int:
-    """Return the size of a group, from the number of groups if it is not declared."""
-    check_bits(model.config.get("bits", model.config.get("w_bit", 4)), (4,))
-    declared = model.config.get("group_size", model.config.get("q_group_size"))
-    if declared is not None:
-        return check_group(declared) or max(columns, 1)
-    if not groups or columns % groups:
-        raise LayoutError("grid", f"{groups} groups do not divide {columns} columns")
-    return max(columns // groups, 1)

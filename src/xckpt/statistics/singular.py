@@ -76,15 +76,25 @@ def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
     values = np.full(len(gram), np.nan)
     basis: Array | None = None
     done = 0
+    linalg = _scipy_linalg() if len(gram) else None
     while True:
-        squares = _eigenvalues(gram)[::-1]
+        squares: Array = (
+            np.linalg.eigvalsh(gram)
+            if linalg is None
+            else linalg.eigh(gram, eigvals_only=True, driver="evr", check_finite=False)
+        )[::-1]
         largest = squares[0] if basis is None else values[0] ** 2
         count = int(np.count_nonzero(squares > max(_HIDDEN * squares[0], FLOOR**2 * largest)))
         values[done : done + count] = np.sqrt(squares[:count])
         done += count
         if not count or done == len(values):
             return values * scale
-        directions = _least_directions(gram, len(gram) - count)
+        hidden = len(gram) - count
+        directions: Array = (
+            np.linalg.eigh(gram)[1][:, :hidden]
+            if linalg is None
+            else linalg.eigh(gram, subset_by_index=[0, hidden - 1], driver="evr")[1]
+        )
         basis = directions if basis is None else basis @ directions
         gram = _gram(blocks, scale, basis)
 
@@ -114,8 +124,8 @@ def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | No
             rows /= scale
         if basis is not None:
             rows = rows @ basis
-        blas = None if rows.dtype.kind == "c" else _blas()
-        if blas is None:
+        linalg = None if rows.dtype.kind == "c" else _scipy_linalg()
+        if linalg is None:
             with np.errstate(over="ignore", invalid="ignore"):
                 # numpy recognises the same array on both sides, and computes half.
                 product = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
@@ -126,42 +136,19 @@ def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | No
         # Update one triangle in place; numpy would copy the other one element by element.
         is_c = rows.flags.c_contiguous
         matrix = rows.T if is_c else rows
-        total = blas.dsyrk(
+        total = linalg.blas.dsyrk(
             1.0, matrix, beta=1.0, c=total, trans=int(not is_c), lower=1, overwrite_c=1
         )
     return np.zeros((0, 0)) if total is None else total
 
 
-def _blas() -> Any:
+def _scipy_linalg() -> Any:
+    """Return `scipy.linalg`, which takes less time than numpy; None if it is not installed."""
     try:
-        from scipy.linalg import blas  # type: ignore[import-untyped]
+        from scipy import linalg  # type: ignore[import-untyped]
     except ImportError:
         return None
-    return blas
-
-
-def _eigenvalues(gram: Array) -> Array:
-    """Return the eigenvalues, smallest first."""
-    eigenvalues: Array
-    if not len(gram) or _blas() is None:
-        eigenvalues = np.linalg.eigvalsh(gram)
-        return eigenvalues
-    from scipy.linalg import eigh
-
-    eigenvalues = eigh(gram, eigvals_only=True, driver="evr", check_finite=False)
-    return eigenvalues
-
-
-def _least_directions(gram: Array, count: int) -> Array:
-    """Return the eigenvectors of the smallest eigenvalues."""
-    vectors: Array
-    try:
-        from scipy.linalg import eigh
-    except ImportError:
-        vectors = np.linalg.eigh(gram)[1][:, :count]
-        return vectors
-    vectors = eigh(gram, subset_by_index=[0, count - 1], driver="evr")[1]
-    return vectors
+    return linalg
 
 
 def describe_largest(blocks: Callable[[], Iterable[Array]], columns: int) -> list[float]:
