@@ -8,8 +8,6 @@ import numpy as np
 
 from xckpt.arrays.compiling import compiled
 
-__all__ = ["scale_codes", "turn", "unpack_pieces"]
-
 _TILE = 64
 
 

@@ -10,8 +10,6 @@ from numba.extending import intrinsic
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["compiled", "generated", "inlined", "within"]
-
 # A wrapper takes as long to make as a short loop, and nobody calls these functions from C. Division
 # by zero gives infinity or NaN, as in numpy, instead of a check and an error.
 _OPTIONS: Any = {"nogil": True, "no_cfunc_wrapper": True, "error_model": "numpy"}

@@ -484,8 +484,7 @@ def unpack_codes(data: memoryview | Array, bits: int) -> Array:
     """Unpack small codes that share bytes, the lowest bits first."""
     raw = np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data
     codes = raw[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
-    unpacked: Array = codes.reshape(*raw.shape[:-1], -1)
-    return unpacked
+    return codes.reshape(*raw.shape[:-1], -1)
 
 
 class _Share(NamedTuple):

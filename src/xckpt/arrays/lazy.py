@@ -302,5 +302,4 @@ def flat_blocks(
 
 def dense_values(block: Any) -> Array:
     """Return the values of a block, which may be sparse, as a numpy array."""
-    values: Array = np.asarray(block.todense() if hasattr(block, "todense") else block)
-    return values
+    return np.asarray(block.todense() if hasattr(block, "todense") else block)

@@ -384,8 +384,7 @@ def _values(code: str, bits: int) -> Array:
     if code in ELEMENT_TYPES:
         return elements(codes.data, code, decode=True)
     # Floats of six bits are not an element type: they always share words.
-    values: Array = codes.view(stored_dtype(code)).astype(np.float32)
-    return values
+    return codes.view(stored_dtype(code)).astype(np.float32)
 
 
 class _Packing(NamedTuple):

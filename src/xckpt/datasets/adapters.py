@@ -45,17 +45,6 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.typing import Array
 
-__all__ = [
-    "Adapter",
-    "Factors",
-    "adapter_table",
-    "factors_in",
-    "factors_of",
-    "find_adapters",
-    "match_bases",
-    "update_dataset",
-]
-
 # Ends of the names of tensors, by the purpose of the tensor. A transposed factor ends in "T".
 _ENDINGS = {
     ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_B.bias": "bias",

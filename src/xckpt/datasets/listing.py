@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
 
-__all__ = ["Listed", "Listing", "list_arrays", "require_join", "stacked_modules", "stacking_key"]
-
 # Modules in a message.
 _MOST_MODULES = 8
 # Attempts to find a free name for a part by adding colons. Only malicious files need more.

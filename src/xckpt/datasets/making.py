@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     Shapes = Mapping[str, tuple[int, ...]]
     AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
 
-__all__ = ["add_coords", "described", "make_dataset", "make_groups"]
-
 # Coordinates of up to this size in bytes are indexes.
 _LARGEST_INDEX = 1 << 26
 # Keys of the encoding that all members of a stack have in common.

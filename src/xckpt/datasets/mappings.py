@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from xckpt.typing import Array
 
-__all__ = ["as_dataset", "as_dataset_of_one"]
-
 _SCALARS = (str, int, float, bool, type(None))
 # A bound, because a mapping may contain itself.
 _DEEPEST = 100

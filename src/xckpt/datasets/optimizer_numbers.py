@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["NumberedState", "numbers_in", "owners_of"]
-
 _STATE = re.compile(r"((?:.+\.)?)state\.([0-9]{1,18})\.(.+)", re.DOTALL)
 _GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
 _ENTRY = re.compile(

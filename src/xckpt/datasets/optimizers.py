@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-__all__ = ["attach", "training_parts"]
-
 _OF_OPTIMIZERS = frozenset({Role.MOMENT, Role.MASTER, Role.STEP})
 _BY_ID = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
 # Fields of the state of torch.optim and similar optimizers.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import ReadOptions
 
-__all__ = ["OpenOptions"]
-
 _SWITCHES = frozenset({"decode", "mmap", "sparse", "verify"})
 
 

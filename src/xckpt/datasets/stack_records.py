@@ -26,23 +26,6 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-__all__ = [
-    "StackMarks",
-    "StackMember",
-    "StackMembers",
-    "StackRecord",
-    "is_made_by_stacking",
-    "marked_encoding",
-    "marks_of",
-    "member_variables",
-    "naming_encoding",
-    "record_stack",
-    "remaining_indices",
-    "remember_stack",
-    "stack_of",
-    "unstacked_encoding",
-]
-
 _KEY = "stack"
 # Keys of an encoding that name the tensors of a variable.
 _NAMING = ("tensor", "part", _KEY)
@@ -113,8 +96,7 @@ class StackMarks(dict[str, StackRecord]):
 
 def stack_of(variable: xr.Variable) -> StackRecord | None:
     """Return the record of a stacked variable, None for other variables."""
-    record: StackRecord | None = variable.encoding.get(_KEY)
-    return record
+    return variable.encoding.get(_KEY)
 
 
 def record_stack(encoding: dict[Any, Any], record: StackRecord) -> None:

@@ -40,8 +40,6 @@ from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
-__all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
-
 # Keys of the encoding that all members of a stack have in common.
 _COMMON = ("layout", "stored_dtype", "stored_order", "part")
 

@@ -44,17 +44,6 @@ if TYPE_CHECKING:
 
     DtypeFilter = DTypeLike | list[DTypeLike] | tuple[DTypeLike, ...] | set[DTypeLike]
 
-__all__ = [
-    "FileTensors",
-    "Obj",
-    "OpenTensors",
-    "find",
-    "flatten",
-    "no_tensor",
-    "rebuild",
-    "tensor_name",
-]
-
 
 #: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)

@@ -16,8 +16,6 @@ from xckpt.upstream.xarray_variables import IS_FAST, ExplicitlyIndexed, data_of,
 if TYPE_CHECKING:
     from xckpt.arrays.keys import Chunks
 
-__all__ = ["LazyVariable", "preferred_chunks"]
-
 
 _DATA: Any = xr.Variable.data  # the property
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from xckpt.typing import Array
 
-__all__ = ["StackedAttrs", "stack_attrs"]
-
 _MISSING = object()
 # Longer texts stay objects: a fixed-width array takes the memory of the longest for each member.
 _MAX_TEXT = 64

@@ -21,8 +21,6 @@ from xckpt.errors import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["AxisNamer", "explicit_name"]
-
 # Names that xckpt (d768, d768_1) and xarray (dim_0) generate.
 _GENERATED = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     Spell = Callable[[str], str | None]
 
-__all__ = ["codes_and_companions", "match_names", "scales_of_codes"]
-
 # --- equal tensors -------------------------------------------------------------------------------
 
 _WRAPPERS = re.compile(r"^((module|_orig_mod|base_model|model|transformer)\.)+(?=.)")

@@ -14,17 +14,6 @@ from typing import Any
 
 from xckpt.errors import shown
 
-__all__ = [
-    "TensorFilter",
-    "has_match",
-    "no_match",
-    "select",
-    "select_or_raise",
-    "suggest_filters",
-    "suggest_names",
-    "suggest_word",
-]
-
 #: A glob, several globs, a compiled regular expression, or a predicate of the name.
 TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
 

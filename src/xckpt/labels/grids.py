@@ -40,8 +40,6 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-__all__ = ["Stack", "find_stacks", "find_stacks_in_tree", "member_names"]
-
 _Item = TypeVar("_Item")
 # The words of a name, or its indices as they are spelled.
 _Path = tuple[str, ...]

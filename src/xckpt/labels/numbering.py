@@ -36,22 +36,6 @@ if TYPE_CHECKING:
     # Indices are None, or a number of digits if they have leading zeros.
     Template = Iterable[str | int | None]
 
-__all__ = [
-    "ParsedName",
-    "drop_indices",
-    "has_words",
-    "is_index",
-    "module_indices",
-    "modules_by_frequency",
-    "numbered_modules",
-    "parse_name",
-    "split_leaf",
-    "split_name",
-    "split_words",
-    "strip_separator",
-    "tokens",
-]
-
 # The module of an index that begins a name, as in a bare `Sequential`: "0.weight".
 _UNNAMED = "index"
 # Coordinates are 64-bit integers, and `int` refuses more than 4300 digits.

@@ -38,8 +38,6 @@ from xckpt.labels.numbering import split_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["child_nodes", "flat_name", "tree_paths"]
-
 _MAX_DEPTH = 64
 _SELF = "%self"
 # Python decodes an invalid byte 0x80 as U+DC80, and so on ("surrogateescape").

@@ -9,8 +9,6 @@ from typing import Any
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names
 
-__all__ = ["Renaming", "new_names"]
-
 #: New names by old ones, a function of the old name, or a regular expression and its replacement.
 Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
 

@@ -32,8 +32,6 @@ from xckpt.labels.numbering import split_leaf, split_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["PARAMETERS", "Role", "norms_of", "roles_of"]
-
 
 class Role(StrEnum):
     """Purpose of a tensor in a checkpoint."""

@@ -15,8 +15,6 @@ from xckpt.arrays.graph import active_client
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["on_cluster", "placed", "send_out", "waiting_client"]
-
 
 def waiting_client() -> Any:
     """Return the client of a cluster whose tasks can be waited for; None inside its workers."""

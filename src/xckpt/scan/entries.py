@@ -357,5 +357,4 @@ def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, An
     few = {name: variable for name, variable in variables.items() if name in checked}
     result = xr.Dataset(few, coords)
     coords_only = {name: v for name, v in result.variables.items() if name not in few}
-    complete: xr.Dataset = result._replace({**variables, **coords_only})
-    return complete
+    return result._replace({**variables, **coords_only})

@@ -92,8 +92,7 @@ class Kind:
     def middles(self, codes: Array) -> Array:
         """Return the middle of the numbers that share each code, for a kind that is not exact."""
         if self.name == "float32":
-            middles: Array = _float32_middles().take(codes, mode="wrap")
-            return middles
+            return _float32_middles().take(codes, mode="wrap")
         patterns = codes.astype(np.uint64) << np.uint64(45) | np.uint64(1 << 44)
         return patterns.view(np.float64)
 

@@ -44,8 +44,7 @@ class Spectrum:
         if kind.integer:
             # Codes up to 255 are single integers. Beyond, rounding the middle costs no accuracy.
             middle = np.trunc(middle)
-        values: Array = np.where(codes < 0, 0.0, middle).clip(self.low, self.high)
-        return values
+        return np.where(codes < 0, 0.0, middle).clip(self.low, self.high)
 
 
 def spectrum(sketch: Sketch) -> Spectrum:
@@ -100,8 +99,7 @@ def describe_all(
     for numbers in groups.values():
         group = [sketches[number] for number in numbers]
         tables.append(describe_elements(elements_of(group), quantiles, channels=channels))
-    rows: Array = np.concatenate(tables)[np.argsort(np.concatenate(list(groups.values())))]
-    return rows
+    return np.concatenate(tables)[np.argsort(np.concatenate(list(groups.values())))]
 
 
 def elements_of(sketches: Sequence[Sketch]) -> ExactElements | ApproximateElements:

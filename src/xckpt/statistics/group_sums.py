@@ -43,13 +43,11 @@ class Groups:
 
     def spread(self, values: Array) -> Array:
         """Return the number of its group for each tensor."""
-        spread: Array = values[self._owner]
-        return spread
+        return values[self._owner]
 
     def highest(self, values: Array) -> Array:
         """Return the largest of the numbers of each group."""
-        highest: Array = np.maximum.reduceat(values, self._starts)
-        return highest
+        return np.maximum.reduceat(values, self._starts)
 
     def norm(self, name: str) -> Array:
         """Return the root of the sum of the squares of a statistic over each group."""
@@ -88,8 +86,7 @@ class Groups:
     @cached_property
     def std(self) -> Array:
         """Standard deviation of each group."""
-        std: Array = np.ldexp(np.sqrt(self._central[0]), self._exponent)
-        return std
+        return np.ldexp(np.sqrt(self._central[0]), self._exponent)
 
     @property
     def rms(self) -> Array:
@@ -116,8 +113,7 @@ class Groups:
     @cached_property
     def _share(self) -> Array:
         """Part of the finite elements of its group that each tensor has; NaN without any."""
-        share: Array = self.finite / self.spread(self.all_finite)
-        return share
+        return self.finite / self.spread(self.all_finite)
 
     def _of_finite(self, name: str) -> Array:
         """Return a statistic of the tensors, zero for tensors without finite elements."""
@@ -153,5 +149,4 @@ class Groups:
         """Return the root of the weighted sum of the squares of each group."""
         exponent = np.frexp(self.highest(values))[1]
         squares = np.ldexp(values, -self.spread(exponent)) ** 2
-        root: Array = np.ldexp(np.sqrt(self.sum(weights * squares)), exponent)
-        return root
+        return np.ldexp(np.sqrt(self.sum(weights * squares)), exponent)

@@ -267,8 +267,7 @@ def bin_edges(bins: int | Array, scale: str, spans: Sequence[Sequence[float]]) -
     octaves = [np.log2(max(bound / start, 1.0)) for bound in (-low, high)]
     below = min(round((count - 1) * octaves[0] / sum(octaves)), count - 1)
     negative, positive = _steps(start, -low, below), _steps(start, high, count - 1 - below)
-    edges: Array = np.unique(np.concatenate([-negative[::-1], positive]))
-    return edges
+    return np.unique(np.concatenate([-negative[::-1], positive]))
 
 
 def edges_on_grid(kind: Kind, edges: Array) -> Array:
@@ -298,8 +297,7 @@ def edges_on_grid(kind: Kind, edges: Array) -> Array:
             np.copysign(np.maximum(np.rint(np.abs(bounds)), 1) - 0.5, bounds)
             for bounds in (inner, low, high)
         )
-    ascending: Array = np.unique([low, *inner[(inner > low) & (inner < high)], high])
-    return ascending
+    return np.unique([low, *inner[(inner > low) & (inner < high)], high])
 
 
 @cache
@@ -308,8 +306,7 @@ def _cells(kind: Kind) -> Array:
     values = np.unique(kind.values[np.isfinite(kind.values)])
     middles = values[:-1] / 2 + values[1:] / 2
     ends = 2 * values[0] - middles[0], 2 * values[-1] - middles[-1]
-    cells: Array = np.concatenate([ends[:1], middles, ends[1:]])
-    return cells
+    return np.concatenate([ends[:1], middles, ends[1:]])
 
 
 def _rounded(numbers: Array, round_to_integer: Any) -> Array:

@@ -20,17 +20,6 @@ try:
 except ImportError:  # then tasks are tuples
     DataNode = Task = getter = None  # type: ignore[assignment,misc]
 
-__all__ = [
-    "IS_FAST",
-    "LateGraph",
-    "LightLayer",
-    "arguments_within",
-    "call_task",
-    "make_array",
-    "read_task",
-    "reorder",
-]
-
 
 def _make_directly(graph: Any, name: str, chunks: Any, meta: Any, shape: tuple[int, ...]) -> Any:
     """Return an array, of chunks and meta that are right by construction."""

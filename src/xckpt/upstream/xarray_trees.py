@@ -27,8 +27,6 @@ from xckpt.upstream import IS_PLAIN
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["make_module", "make_tree"]
-
 
 def make_module(variables: dict[str, xr.Variable], coords: Mapping[str, xr.Variable]) -> xr.Dataset:
     """Return a Dataset of variables whose dimensions have the same sizes in all of them."""
