@@ -27,7 +27,7 @@ from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
 from xckpt.storage.source import ShardedSource, sources_of
-from xckpt.upstream.xarray_trees import make_module
+from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -118,7 +118,7 @@ def make_groups(
             roles = axis_names(shapes)
         taken = {*node, *children.get(path, ())}
         group = _group(node, taken, maker, names[key], coords=coords, roles=roles, marks=marks)
-        datasets[path] = make_module(group.variables, group.coords)
+        datasets[path] = assemble_dataset(group.variables, group.coords)
         dropped |= group.dropped_attrs
     # The order of nodes is not the order of the file.
     encoding = _stack_encoding(listing, dropped)

@@ -33,6 +33,7 @@ from xckpt.scan.kinds import require_numbers
 from xckpt.scan.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
+from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -338,7 +339,7 @@ def laid_out(
             for name, coord in contents.coords.items()
             if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
         }
-    result = _assembled(variables, coords)
+    result = assemble_dataset(variables, coords)
     if contents.source:
         result.attrs = {"source": contents.source}
     # Marks the result for our formatter: xarray takes minutes to show very many variables.
@@ -346,15 +347,3 @@ def laid_out(
     # For groups by role. Saved results lack it.
     result.encoding["origin"] = contents.origin
     return cast("Dataset", result)
-
-
-def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, Any]) -> xr.Dataset:
-    """Return a Dataset of variables whose dimensions are known to agree."""
-    # The constructor copies and compares all variables twice. It only gets one variable for each
-    # combination of dimensions; the others are added without these checks.
-    by_dims = {variable.dims: name for name, variable in variables.items()}
-    checked = {"statistic", *coords, *by_dims.values(), *(dim for dims in by_dims for dim in dims)}
-    few = {name: variable for name, variable in variables.items() if name in checked}
-    result = xr.Dataset(few, coords)
-    coords_only = {name: v for name, v in result.variables.items() if name not in few}
-    return result._replace({**variables, **coords_only})

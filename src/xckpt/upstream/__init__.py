@@ -20,8 +20,8 @@ array                                          memory, because chunks are read i
 ``__dask_optimize__`` of an instance           computing 500 arrays: two thirds of the time;
                                                10,000: two fifths
 state of dask's scheduler: ``ready``           remote reading: in the order of the file
-`Dataset._construct_direct`, slots of          `open_datatree`: a twentieth of the time
-`DataTree`
+`Dataset._construct_direct` and ``_indexes``,  `open_datatree`: a twentieth of the time;
+slots of `DataTree`                            `stats`: results without another look at them
 =============================================  ==================================================
 
 `Variable._data` has no public alternative: `Variable.data` reads lazy data. A `Variable` without
