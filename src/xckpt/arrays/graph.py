@@ -43,7 +43,7 @@ from xckpt.upstream.dask_arrays import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from xckpt.arrays.keys import AxisKey, Chunks
@@ -57,17 +57,9 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     """Make a dask array over a lazy array."""
     array: Any = make_array(TensorGraph(lazy, name, chunks), name, chunks, meta, lazy.shape)
     # Set on the instance, because arrays that are derived from it must not have them.
-    is_dense = isinstance(meta, np.ndarray)
-    if not IS_FAST:
-        if is_dense and _nbytes(lazy) >= UNCHECKED_NBYTES:
-            array.__dask_postcompute__ = partial(_plain_postcompute, lazy, weakref.ref(array))
-        return cast("da.Array", array)
-    if is_dense and _nbytes(lazy) >= UNCHECKED_NBYTES:
-        array.__dask_postcompute__ = partial(_checked_postcompute, lazy, chunks)
-    # The chunks of a slice may be views of more than they show.
-    elif not isinstance(lazy, SlicedArray):
-        array.__dask_postcompute__ = _postcompute(chunks)
-    array.__dask_optimize__ = _optimize_stored
+    array.__dask_postcompute__ = partial(_postcompute, lazy, chunks)
+    if IS_FAST:
+        array.__dask_optimize__ = _optimize_stored
     return cast("da.Array", array)
 
 
@@ -98,8 +90,7 @@ def read_small(array: da.Array) -> Any:
     """Return the values of a small stored array; None if dask has to compute it."""
     # dask takes a millisecond for a graph of one task, 20 times as long as reading a row.
     lazy = array.dask.lazy
-    is_dense = isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
-    has_one_chunk = is_dense and all(len(sizes) == 1 for sizes in array.chunks)
+    has_one_chunk = _is_dense(lazy) and all(len(sizes) == 1 for sizes in array.chunks)
     has_scheduler = dask.config.get("scheduler", None) is not None or active_client() is not None
     if not has_one_chunk or has_scheduler or _nbytes(lazy) > _SMALL:
         return None
@@ -133,8 +124,7 @@ class TensorGraph(LateGraph):
         """Return the graph for computing the whole array."""
         lazy, name, chunks = self._tensor
         layer = TensorLayer(lazy, name, chunks)
-        is_dense = isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
-        if IS_FAST and len(layer) > 1 and is_dense:
+        if IS_FAST and len(layer) > 1 and _is_dense(lazy):
             layer.result = _Result(lazy)
         return HighLevelGraph({name: layer}, {name: set()})
 
@@ -293,29 +283,25 @@ def _read_into(lazy: LazyArray, result: _Result | None, key: Any, index: tuple[s
     return block
 
 
-def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
-    """Raise before the first chunk is computed if the whole array would not fit in memory."""
-    if active_client() is None:  # on a cluster, chunks may stay on the workers
+def _postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
+    """Return how to join chunks; raise before the first is computed if memory cannot hold all."""
+    # On a cluster, chunks may stay on the workers.
+    is_large = _nbytes(lazy) >= UNCHECKED_NBYTES and _is_dense(lazy)
+    if is_large and active_client() is None:
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
-    if isinstance(lazy, SlicedArray):
+    # The chunks of a slice may be views of more than they show.
+    if not IS_FAST or isinstance(lazy, SlicedArray):
         return _finalized, ()
     return _gathered, (chunks,)
-
-
-def _plain_postcompute(lazy: LazyArray, array: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Check the same as `_checked_postcompute`, and let dask join the chunks."""
-    _checked_postcompute(lazy, ())
-    return da.Array.__dask_postcompute__(array())  # type: ignore[no-any-return]
 
 
 def _nbytes(lazy: LazyArray) -> int:
     return prod(lazy.shape) * lazy.dtype.itemsize
 
 
-@lru_cache(maxsize=4096)
-def _postcompute(chunks: Chunks) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
-    return lambda: (_gathered, (chunks,))
+def _is_dense(lazy: LazyArray) -> bool:
+    return isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray)
 
 
 def _gathered(results: Any, chunks: Chunks) -> Any:
