@@ -43,7 +43,6 @@ class AxisNamer:
         self._sizes: ChainMap[str, int] = ChainMap()
         # Layers repeat the same names and shapes: each combination is worked out once.
         self._fitted: dict[tuple[Sequence[str | None], tuple[int, ...]], tuple[str, ...]] = {}
-        self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def for_child(self, index_sizes: Mapping[str, int]) -> AxisNamer:
         """Return a namer for a node with these index coordinates, below this one in a tree."""
@@ -80,8 +79,6 @@ class AxisNamer:
         # A stack begins with the axes `stack_dims`, and the caller's globs also match the name of
         # its first `member`.
         chosen = self._chosen_names(variable, shape, stack_dims, member)
-        if chosen is None and suggested is None and not stack_dims:
-            return self._names_from_sizes(shape)
         unnamed = (None,) * len(shape)
         if stack_dims:
             suggested = (*stack_dims, *(suggested or unnamed[len(stack_dims) :]))
@@ -136,16 +133,6 @@ class AxisNamer:
         for name, size in zip(fitted, shape, strict=True):
             names.append(self._name_from_size(size, {*names, *fitted}) if name is None else name)
         return tuple(names)
-
-    def _names_from_sizes(self, shape: tuple[int, ...]) -> tuple[str, ...]:
-        cached = self._by_shape.get(shape)
-        if cached is not None:
-            return cached
-        names: list[str] = []
-        for size in shape:
-            names.append(self._name_from_size(size, names))
-        self._by_shape[shape] = tuple(names)
-        return self._by_shape[shape]
 
     def _name_from_size(self, size: int, used: Collection[str | None]) -> str:
         """Return ``d768``, or the first of ``d768_1``, ``d768_2``, ... that can be used."""

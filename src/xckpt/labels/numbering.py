@@ -53,6 +53,8 @@ _REPEATED = re.compile(
     r"|[\w-]*(?:resnet|attention|sampler|encoder|decoder|head|level|module|cell)s",
     re.IGNORECASE | re.ASCII,
 )
+# A parsed name without its indices: template and modules.
+_Form = tuple[tuple[str | None, ...], tuple[str, ...]]
 # The names of a model have few forms. Long names are not cached, so that a hostile file cannot fill
 # the memory.
 _MAX_FORMS = 4096
@@ -147,18 +149,10 @@ def _parse(name: str, extra: frozenset[str]) -> ParsedName:
         if form is None:
             form = _form_of(tuple([name[cut] for cut in texts]))
         # Lists first: this runs for every tensor of a file, and a generator takes longer.
-        return ParsedName(form.template, form.modules, tuple([name[cut] for cut in indices]))
+        return ParsedName(*form, tuple([name[cut] for cut in indices]))
     parts = _split_indices(name, extra)
     form_of = _form_of if len(name) <= _MAX_CACHED_LENGTH else _form_of.__wrapped__
-    form = form_of(tuple(parts[::2]))
-    return ParsedName(form.template, form.modules, tuple(parts[1::2]))
-
-
-class _Form(NamedTuple):
-    """A parsed name without its indices, which many names have in common."""
-
-    template: tuple[str | None, ...]
-    modules: tuple[str, ...]
+    return ParsedName(*form_of(tuple(parts[::2])), tuple(parts[1::2]))
 
 
 @lru_cache
@@ -180,19 +174,16 @@ def _cuts(mask: bytes, extra: frozenset[str]) -> tuple[_Form | None, list[slice]
 
 def _split_indices(name: str, extra: frozenset[str]) -> list[str]:
     """Split a name into texts and the indices between them."""
-    is_short = len(name) <= _MAX_CACHED_LENGTH
-    is_index_between = _is_index_between if is_short else _is_index_between.__wrapped__
     parts = _DIGITS.split(name)
     merged = parts[:1]
     for digits, (before, after) in zip(parts[1::2], pairwise(parts[::2]), strict=True):
-        if is_index_between(before, after, extra):
+        if _is_index_between(before, after, extra):
             merged += [digits, after]
         else:
             merged[-1] += digits + after
     return merged
 
 
-@lru_cache(_MAX_FORMS)
 def _is_index_between(before: str, after: str, extra: frozenset[str]) -> bool:
     """Return whether digits between two texts are an index."""
     match = _JOINT.search(before)
@@ -209,7 +200,7 @@ def _is_index_between(before: str, after: str, extra: frozenset[str]) -> bool:
 
 @lru_cache(_MAX_FORMS)
 def _form_of(texts: tuple[str, ...]) -> _Form:
-    """Return the form of names with an index between every two texts."""
+    """Return the template and the modules of names with an index between every two texts."""
     template: list[str | None] = []
     for position, text in enumerate(texts):
         is_first, is_last = position == 0, position == len(texts) - 1
@@ -223,7 +214,7 @@ def _form_of(texts: tuple[str, ...]) -> _Form:
             pieces[-2:] = ["".join(pieces[-2:])]
         if text or len(texts) == 1:
             template += pieces
-    return _Form(tuple(template), tuple(numbered_modules(template)))
+    return tuple(template), tuple(numbered_modules(template))
 
 
 def _path_pieces(path: Sequence[str]) -> list[str]:
