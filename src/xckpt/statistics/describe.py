@@ -40,11 +40,7 @@ class Spectrum:
         if kind.exact:
             exact: Array = kind.values[codes]
             return exact
-        middle = kind.middles(codes)
-        if kind.integer:
-            # Codes up to 255 are single integers. Beyond, rounding the middle costs no accuracy.
-            middle = np.trunc(middle)
-        return np.where(codes < 0, 0.0, middle).clip(self.low, self.high)
+        return np.where(codes < 0, 0.0, kind.middles(codes)).clip(self.low, self.high)
 
 
 def spectrum(sketch: Sketch) -> Spectrum:
@@ -212,11 +208,6 @@ class ApproximateElements(_SketchedElements):
         self.mean = self._spread(mean)
         self.std, self.rms = (self._spread(np.ldexp(x, scale)) for x in (std, rms))
 
-    def _rounded(self, codes: Array) -> Array:
-        values = self.kind.middles(codes)
-        # Codes up to 255 are single integers. Beyond, rounding the middle costs no accuracy.
-        return np.trunc(values) if self.kind.integer else values
-
     def count_where(self, condition: Callable[[Array], Array]) -> Array:
         """Count the elements by their codes; zeros share codes with tiny elements."""
         codes, owner, counts = self.pool.codes, self.pool.owner, self.pool.counts.copy()
@@ -224,7 +215,7 @@ class ApproximateElements(_SketchedElements):
         for code, zeros in ((0, self.zero - self.negative_zero), (minus_zero, self.negative_zero)):
             is_code = codes == code
             counts[is_code] -= zeros[owner[is_code]]
-        values = self._rounded(codes).clip(self.low[owner], self.high[owner])
+        values = self.kind.middles(codes).clip(self.low[owner], self.high[owner])
         total = self.pool.sums(np.where(np.isfinite(values) & condition(values), counts, 0))
         counted: Array = total + self.zero * condition(np.zeros(1))
         return counted
@@ -257,7 +248,7 @@ class ApproximateElements(_SketchedElements):
         )
         codes = pool.codes[places.clip(0, len(pool.codes) - 1)]
         sign = 1 << (kind.code_bits - 1)
-        values = self._rounded(np.where(region == 1, sign, np.where(region == 3, 0, codes)))
+        values = kind.middles(np.where(region == 1, sign, np.where(region == 3, 0, codes)))
         # Zeros are positive, whatever the sign of an extreme that is zero.
         low, high = self.low, self.high
         values = np.where(region == 2, 0.0, values.clip(low[:, None], high[:, None]))
