@@ -274,14 +274,7 @@ def _is_far(source: Source) -> bool:
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
     """Run a task on a worker, with its own reading ahead."""
     with reading_ahead(ranges_of(task)):
-        return scan_cuts(task, operation, _Never())
-
-
-class _Never:
-    """An event that is never set: the cluster cancels tasks itself."""
-
-    def is_set(self) -> bool:
-        return False
+        return scan_cuts(task, operation, threading.Event())  # the cluster cancels tasks itself
 
 
 # --- chunks of dask arrays -----------------------------------------------------------------------

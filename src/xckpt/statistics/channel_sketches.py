@@ -112,15 +112,10 @@ def width_of(reader: Any) -> int:
     if reader.sparse or reader.complex or not reader.kind.has_zero or not reader.row:
         return 0
     width = reader.row
-    if not is_turned(reader) and (width > _MOST_COLUMNS or width == reader.size):
+    if not reader.is_turned and (width > _MOST_COLUMNS or width == reader.size):
         width = reader.array.shape[-1]
     few = _FEWEST_COLUMNS <= width <= _MOST_COLUMNS and reader.size // width <= _MOST_ROWS
     return width if few else 0
-
-
-def is_turned(reader: Any) -> bool:
-    """Return whether the rows of a tensor are stored as columns."""
-    return bool(reader.is_turned)
 
 
 def _used_bits(values: Array, patterns: Array, mask: int) -> int:

@@ -17,7 +17,6 @@ from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.channel_sketches import (
     ChannelSketch,
     channel_statistics,
-    is_turned,
     width_of,
 )
 from xckpt.statistics.counts import Sketch
@@ -316,7 +315,7 @@ def _fill_rows(
             np.where(is_real, np.nan, row) if readers[number].complex else row
         )
         if isinstance(sketch, ChannelSketch):
-            std, turned = float(row[options.names.index("std")]), is_turned(readers[number])
+            std, turned = float(row[options.names.index("std")]), readers[number].is_turned
             rows[number, len(row) : -1] = channel_statistics(sketch, std, turned=turned)
         if sketch.rows.length:
             rows[number, -1] = sketch.rows.dead
