@@ -19,8 +19,7 @@ from xckpt.arrays.dense import ChunkedArray, DenseArray, dense_array, elements
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
 from xckpt.arrays.scaled import quantized_array
-from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
-from xckpt.arrays.sparse_blocks import SparseBlocksArray
+from xckpt.arrays.sparse_blocks import SPARSE_ARRAYS
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError, FormatError, locating
 from xckpt.index import StoredList
@@ -81,14 +80,8 @@ def _arrays(
         }
     if tensor.layout == "blocks":
         return {None: BlockArray(tensor.name, readers["data"], tensor.shape, tensor.dtype)}
-    if tensor.layout == "sparse_csr":
-        return {None: CSRArray(tensor, readers, sparse=options.sparse)}
-    if tensor.layout == "sparse_csc":
-        return {None: CSCArray(tensor, readers, sparse=options.sparse)}
-    if tensor.layout == "sparse_coo":
-        return {None: COOArray(tensor, readers, sparse=options.sparse)}
-    if tensor.layout in {"sparse_bsr", "sparse_bsc", "sparse_hybrid"}:
-        return {None: SparseBlocksArray(tensor, readers, sparse=options.sparse)}
+    if tensor.layout in SPARSE_ARRAYS:
+        return {None: SPARSE_ARRAYS[tensor.layout](tensor, readers, sparse=options.sparse)}
     return {None: quantized_array(tensor, readers)}
 
 

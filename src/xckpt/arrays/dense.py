@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -487,14 +487,6 @@ def unpack_codes(data: memoryview | Array, bits: int) -> Array:
     return codes.reshape(*raw.shape[:-1], -1)
 
 
-class _Share(NamedTuple):
-    """The selected elements of a block: their place in the result, and their key in the block."""
-
-    role: str
-    outer: tuple[Any, ...]
-    inner: tuple[AxisKey, ...]
-
-
 class ChunkedArray(LazyArray):
     """A tensor in blocks; a selection reads its share of each block."""
 
@@ -528,7 +520,7 @@ class ChunkedArray(LazyArray):
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
         """Return the blocks that are needed; see `LazyArray.narrowed`."""
-        needed = {share.role for share in self._shares(key)}
+        needed = {role for role, _, _ in self._shares(key)}
         fewer = copy(self.bare())
         if needed:
             fewer.blocks = {role: self.blocks[role] for role in needed}
@@ -550,7 +542,10 @@ class ChunkedArray(LazyArray):
             else:
                 out[np.ix_(*outer)] = block[inner]
 
-    def _shares(self, key: tuple[AxisKey, ...]) -> Iterator[_Share]:
+    def _shares(
+        self, key: tuple[AxisKey, ...]
+    ) -> Iterator[tuple[str, tuple[Any, ...], tuple[AxisKey, ...]]]:
+        """Yield the blocks with selected elements, their places in the result, and their keys."""
         for role, block in self.blocks.items():
             outer: list[Any] = []
             inner: list[AxisKey] = []
@@ -569,7 +564,7 @@ class ChunkedArray(LazyArray):
             else:
                 if all(isinstance(places, range) for places in outer):
                     outer = [slice(places.start, places.stop) for places in outer]
-                yield _Share(role, tuple(outer), tuple(inner))
+                yield role, tuple(outer), tuple(inner)
 
 
 def _within(entry: AxisKey, length: int, low: int, high: int) -> tuple[Any, AxisKey]:

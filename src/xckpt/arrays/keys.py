@@ -115,13 +115,8 @@ def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> ElementRun:
 
 def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...]:
     """Return the shape of a selection."""
-    sizes = []
-    for length, entry in zip(shape, key, strict=True):
-        if isinstance(entry, slice):
-            sizes.append(len(range(*entry.indices(length))))
-        elif not isinstance(entry, int):
-            sizes.append(len(entry))
-    return tuple(sizes)
+    pairs = zip(shape, key, strict=True)
+    return tuple([len(positions(e, length)) for length, e in pairs if not isinstance(e, int)])
 
 
 def is_all(run: ElementRun) -> bool:

@@ -130,12 +130,8 @@ class QuantizedArray(_OfParts):
 
     def scales(self, start: Shape, stop: Shape) -> Array:
         """Return the scale of every element in a box."""
-        box = _Box(start, stop)
-        entries = [self._entries(axis, box) for axis in range(self.ndim)]
-        first = tuple([int(along.min()) for along in entries])
-        grid = _Box(first, tuple([int(along.max()) + 1 for along in entries]))
-        index = np.ix_(*(along - begin for along, begin in zip(entries, first, strict=True)))
-        scales: Array = self._scales(grid)[index]
+        entries, grid = self._entries_and_grid(_Box(start, stop))
+        scales: Array = self._scales(grid)[_places_in(grid, entries)]
         factor = self.quantization.factor
         return scales if factor is None else scales * np.float32(factor)
 
@@ -169,11 +165,7 @@ class QuantizedArray(_OfParts):
 
     def _numbers(self, box: _Box) -> Array:
         scheme = self.quantization
-        entries = [self._entries(axis, box) for axis in range(self.ndim)]
-        grid = _Box(
-            tuple([int(along.min()) for along in entries]),
-            tuple([int(along.max()) + 1 for along in entries]),
-        )
+        entries, grid = self._entries_and_grid(box)
         if scheme.bits > 8 or scheme.wide:
             return self._numbers_by_numpy(box, grid, entries)
         table, codes = self._codes(box)
@@ -199,8 +191,7 @@ class QuantizedArray(_OfParts):
 
     def _numbers_by_numpy(self, box: _Box, grid: _Box, entries: Sequence[Array]) -> Array:
         """Compute numbers from codes that need more than float32 or a table of 256 values."""
-        scheme = self.quantization
-        block = np.ix_(*(along - start for along, start in zip(entries, grid.start, strict=True)))
+        scheme, block = self.quantization, _places_in(grid, entries)
         if scheme.bits > 8:
             codes = self._dense("data", self.shape)[box.along(tuple(range(self.ndim)))]
         else:
@@ -214,6 +205,12 @@ class QuantizedArray(_OfParts):
         with np.errstate(all="ignore"):  # scales are whatever the file has
             products: Array = (numbers * self._scales(grid)[block]).astype(np.float32)
         return products
+
+    def _entries_and_grid(self, box: _Box) -> tuple[list[Array], _Box]:
+        """Return the positions in the grid along each axis, and the box around them."""
+        entries = [self._entries(axis, box) for axis in range(self.ndim)]
+        starts = tuple([int(along.min()) for along in entries])
+        return entries, _Box(starts, tuple([int(along.max()) + 1 for along in entries]))
 
     def _entries(self, axis: int, box: _Box) -> Array:
         """Return the position in the grid of each position along an axis."""
@@ -368,6 +365,11 @@ class CodebookArray(_OfParts):
         return DenseArray(self.name, self.readers[role], (count,))
 
 
+def _places_in(grid: _Box, entries: Sequence[Array]) -> tuple[Array, ...]:
+    """Return the index of positions along each axis in a part of the grid."""
+    return np.ix_(*(along - start for along, start in zip(entries, grid.start, strict=True)))
+
+
 # Packing of the codes of a codebook.
 _NIBBLES = Quantization((1,), "uint8", 4, 8, 0, msb_first=True)
 
@@ -387,16 +389,9 @@ def _values(code: str, bits: int) -> Array:
     return codes.view(stored_dtype(code)).astype(np.float32)
 
 
-class _Packing(NamedTuple):
-    """How codes share words; see `unpack_pieces`."""
-
-    codes: int  # in a period
-    words: int
-    pieces: Array
-
-
 @lru_cache(maxsize=256)
-def _packing(scheme: Quantization) -> _Packing:
+def _packing(scheme: Quantization) -> tuple[int, int, Array]:
+    """Return the codes and the words of a period, and the pieces of `unpack_pieces`."""
     bits, word_bits = scheme.bits, scheme.word_bits
     places: list[list[tuple[int, int]]] = []  # of each code: bits before it in a period, and width
     if scheme.planes:
@@ -426,7 +421,7 @@ def _packing(scheme: Quantization) -> _Packing:
                 pieces[code, number] = (*address, (1 << count) - 1, shift)
                 shift, number, bit = shift + count, number + 1, bit + count
     most = int((pieces[..., 3] > 0).sum(axis=1).max())
-    return _Packing(codes, words, np.ascontiguousarray(pieces[:, :most]))
+    return codes, words, np.ascontiguousarray(pieces[:, :most])
 
 
 def _unpack(
@@ -443,27 +438,27 @@ def _unpack(
     """Return the codes in a box; codes along `axis` share words, and lines begin a new word."""
     from xckpt.arrays.code_loops import unpack_pieces
 
-    packing, nbytes = _packing(scheme), scheme.word_bits // 8
+    (period, period_words, pieces), nbytes = _packing(scheme), scheme.word_bits // 8
     place = axes.index(axis)
     # Number of words for the codes of a line.
-    periods, remainder = divmod(shape[axis], packing.codes)
-    words = periods * packing.words
+    periods, remainder = divmod(shape[axis], period)
+    words = periods * period_words
     if remainder:
         stream_words = -(-remainder * scheme.bits // scheme.word_bits)
-        words += stream_words if scheme.stream else packing.words
-    before = box.start[axis] // packing.codes
-    after = -(-box.stop[axis] // packing.codes)
+        words += stream_words if scheme.stream else period_words
+    before = box.start[axis] // period
+    after = -(-box.stop[axis] // period)
     stored = [words if number == axis else shape[number] for number in axes]
     key = list(box.along(axes))
-    key[place] = slice(before * packing.words, min(after * packing.words, words))
+    key[place] = slice(before * period_words, min(after * period_words, words))
     raw = replace(reader, part=replace(reader.part, dtype="uint8"))
     data = DenseArray(name, raw, (*stored, nbytes), decode=False)[tuple(key)]
     sizes = [box.shape[number] for number in axes]
     outer, inner = prod(sizes[:place]), prod(sizes[place + 1 :])
     lines = np.ascontiguousarray(data).reshape(outer, -1, inner, nbytes)
     codes = np.empty((outer, sizes[place], inner), np.uint8)
-    first, mask = box.start[axis] - before * packing.codes, (1 << scheme.bits) - 1
-    unpack_pieces(lines, packing.pieces, packing.words, first, add, mask, codes)
+    first, mask = box.start[axis] - before * period, (1 << scheme.bits) - 1
+    unpack_pieces(lines, pieces, period_words, first, add, mask, codes)
     return np.transpose(codes.reshape(sizes), np.argsort(axes))
 
 

@@ -84,7 +84,7 @@ def require_sparse() -> Any:
 class SparseArray(LazyArray):
     """Base class of sparse tensors, whose selections are dense arrays or `sparse.COO`."""
 
-    __slots__ = ("readers", "shapes", "sparse", "strict")
+    __slots__ = ("layout", "readers", "shapes", "sparse", "strict")
 
     advice = "Select less of it at once, or open it with sparse=True"
 
@@ -93,6 +93,7 @@ class SparseArray(LazyArray):
     ) -> None:
         source = readers["values"].source
         super().__init__(tensor.name, source, tensor.shape, decoded_dtype(tensor.dtype))
+        self.layout = tensor.layout
         self.readers = dict(readers)
         self.shapes = {role: part.shape for role, part in tensor.parts.items()}
         self.sparse = sparse
@@ -109,10 +110,10 @@ class SparseArray(LazyArray):
 
     def blocks(self) -> Iterator[StoredElements]:
         """Yield all stored elements in order, in blocks of whole rows."""
-        yield self._load()
+        yield self.load()
 
     @abstractmethod
-    def _load(self) -> StoredElements:
+    def load(self) -> StoredElements:
         """Read all stored elements at once."""
 
     @property
@@ -198,9 +199,10 @@ class SparseArray(LazyArray):
     def _part(self, role: str, start: int, stop: int, count: int) -> Array:
         """Return elements `start` to `stop` of a part that has `count` of them."""
         size = nbytes_of(self.readers[role].part.dtype, 1)
-        return self._typed(role, self.readers[role].read(start * size, stop * size, count * size))
+        return self.typed(role, self.readers[role].read(start * size, stop * size, count * size))
 
-    def _typed(self, role: str, data: memoryview) -> Array:
+    def typed(self, role: str, data: memoryview) -> Array:
+        """Return the elements in bytes of a part."""
         part = self.readers[role].part
         return elements(data, part.dtype, decode=True, byteorder=part.byteorder, strict=self.strict)
 
@@ -216,7 +218,7 @@ class SparseArray(LazyArray):
         )
         key = (type(self), self.shape, self.strict, parts)
         with _loading.of(key):
-            return _kept.get(key, self._load)
+            return _kept.get(key, self.load)
 
     def _in_order(self, coords: Sequence[Array], values: Array) -> tuple[list[Array], Array]:
         """Sort elements by position, and add up duplicates."""
@@ -322,11 +324,8 @@ class CSRArray(SparseArray):
         for stream in (pointers, columns, values):
             stream.finish()
 
-    def whole(self) -> StoredElements:
-        """Read all stored elements at once."""
-        return self._load()
-
-    def _load(self) -> StoredElements:
+    def load(self) -> StoredElements:
+        """Read all stored elements at once; see `SparseArray.load`."""
         self._require_memory(self._count())
         blocks = list(self.blocks())
         if not blocks:  # a matrix without rows
@@ -387,9 +386,9 @@ class _ElementStream:
     def __init__(self, array: SparseArray, role: str, count: int) -> None:
         reader = array.readers[role]
         nbytes = nbytes_of(reader.part.dtype, count)
-        self._blocks = (array._typed(role, data) for data in reader.blocks(nbytes, _PIECE_NBYTES))  # noqa: SLF001
+        self._blocks = (array.typed(role, data) for data in reader.blocks(nbytes, _PIECE_NBYTES))
         # The first block is read immediately, so that an unreadable part raises here.
-        self._block = next(self._blocks, array._typed(role, memoryview(b"")))  # noqa: SLF001
+        self._block = next(self._blocks, array.typed(role, memoryview(b"")))
 
     def take(self, count: int) -> Array:
         """Return the next elements as a copy, because the next block may reuse the buffer."""
@@ -421,8 +420,9 @@ class CSCArray(SparseArray):
         super().__init__(tensor, readers, sparse=sparse)
         self.turned = CSRArray(replace(tensor, shape=tensor.shape[::-1]), readers)
 
-    def _load(self) -> StoredElements:
-        transpose = self.turned.whole()
+    def load(self) -> StoredElements:
+        """Sort the stored elements of the transpose; see `SparseArray.load`."""
+        transpose = self.turned.load()
         coords, values = self._in_order(transpose.coords[::-1], transpose.values)
         return StoredElements(0, self.shape[0], tuple(coords), values)
 
@@ -432,7 +432,8 @@ class COOArray(SparseArray):
 
     __slots__ = ()
 
-    def _load(self) -> StoredElements:
+    def load(self) -> StoredElements:
+        """Read, check and sort all stored elements; see `SparseArray.load`."""
         count = self._count()
         stored = self._part("coords", 0, self.ndim * count, self.ndim * count)
         coords = stored.reshape(self.ndim, count)

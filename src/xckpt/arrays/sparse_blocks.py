@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.sparse import SparseArray, StoredElements
+from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray, SparseArray, StoredElements
 from xckpt.storage import is_mapped
 
 if TYPE_CHECKING:
@@ -20,13 +20,10 @@ class SparseBlocksArray(SparseArray):
     # The part `values` has a block for each position along its first axis. Positions are rows or
     # columns of blocks (`indptr`, `indices`), or coordinates along the first axes (`coords`), with
     # whole blocks along the others.
-    __slots__ = ("layout",)
+    __slots__ = ()
 
-    def __init__(self, tensor: Any, readers: Any, *, sparse: bool = False) -> None:
-        super().__init__(tensor, readers, sparse=sparse)
-        self.layout = tensor.layout
-
-    def _load(self) -> StoredElements:
+    def load(self) -> StoredElements:
+        """Read and check all blocks, and sort their elements; see `SparseArray.load`."""
         count, *extents = self._shape("values")
         self._require_memory(count * prod(extents))
         if self.layout == "sparse_hybrid":
@@ -75,3 +72,12 @@ class SparseBlocksArray(SparseArray):
         along = np.repeat(np.arange(grid[outer]), counts)
         starts = [along * extents[outer], indices.astype(np.int64) * extents[1 - outer]]
         return starts if outer == 0 else starts[::-1]
+
+
+#: The arrays of sparse tensors, by layout.
+SPARSE_ARRAYS: dict[str, type[SparseArray]] = {
+    "sparse_csr": CSRArray,
+    "sparse_csc": CSCArray,
+    "sparse_coo": COOArray,
+    **dict.fromkeys(("sparse_bsr", "sparse_bsc", "sparse_hybrid"), SparseBlocksArray),
+}
