@@ -59,7 +59,7 @@ VALUES = np.random.default_rng(0).standard_normal((60, 50)).astype(np.float32)
 
 def test_raw_elements_are_read_into_one_buffer() -> None:
     reader = reader_of(dense(VALUES, "float32", VALUES.tobytes()))
-    assert reader.is_raw
+    assert reader.array.is_raw
     check(reader, VALUES)
     buffer = np.empty(1 << 10, np.uint8)
     for _, values in reader.blocks(0, VALUES.size, buffer):
@@ -76,7 +76,7 @@ def test_fortran_order() -> None:
 def test_big_endian_elements() -> None:
     data = VALUES.astype(">f4").tobytes()
     reader = reader_of(dense(VALUES, "float32", data, byteorder="big"))
-    assert not reader.is_raw
+    assert not reader.array.is_raw
     check(reader, VALUES)
 
 

@@ -190,7 +190,10 @@ class DenseArray(OnePartArray):
     @property
     def flat_dtype(self) -> np.dtype[Any]:
         """The stored dtype, except of booleans and complex numbers."""
-        return self.dtype if self.dtype.kind == "c" else self._flattened().dtype
+        element_type = self.reader.part.dtype
+        is_decoded = ELEMENT_TYPES[element_type].decoded == "bool"
+        stored = decoded_dtype(element_type) if is_decoded else stored_dtype(element_type)
+        return self.dtype if self.dtype.kind == "c" else stored
 
     def flat_ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the byte ranges of elements in stored order; see `LazyArray.flat_ranges`."""

@@ -65,6 +65,9 @@ class PairReader(Reader):
     leaves.
     """
 
+    #: Whether pairs of zeros are left out.
+    omits_zeros = False
+
     def __init__(self, first: Reader, second: Reader) -> None:
         self.first = first
         self.second = second
@@ -209,6 +212,8 @@ class _StoredRows:
 class ChunkedPair(ChunkedTensor):
     """Two tensors of one shape as chunks of pairs; at least one tensor is a dask array."""
 
+    omits_zeros = False
+
     def __init__(self, first: Reader, second: Reader) -> None:
         import dask.array as da
 
@@ -342,7 +347,7 @@ def stored_pair(pair: Any) -> PairReader | None:
     """Return a reader of the stored bytes of two tensors; None if equal bytes prove nothing."""
     if not isinstance(pair, PairReader) or pair.identity is None:
         return None
-    if pair.first.is_raw or pair.second.is_raw:
+    if any(getattr(side.array, "is_raw", False) for side in (pair.first, pair.second)):
         return None
     ours, theirs = (_parts(reader.array) for reader in (pair.first, pair.second))
     if (

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
 from xckpt.arrays.sparse import SparseArray
 from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.index import Part
-from xckpt.scan.kinds import Kind, kind_named, magnitudes, require_numbers
+from xckpt.scan.kinds import magnitudes, require_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xckpt.scan.kinds import Kind
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
@@ -61,21 +61,24 @@ class Reader:
     whole = False
     #: Whether the elements are in the memory of this process.
     local = False
-    #: Whether blocks in C order are whole positions along the first axis.
-    whole_rows = False
     #: Whether elements are magnitudes: the kernels know no complex numbers.
     complex = False
-    #: Whether elements are read as they are in the file.
-    is_raw = False
     #: Whether rows of the tensor are stored as columns.
     is_turned = False
-    #: Whether `rows` gives stored values only; whether pairs of zeros are left out.
+    #: Whether `rows` gives stored values only.
     sparse = False
-    omits_zeros = False
     #: File and offset, to read in this order.
     place: tuple[str, int] = ("", 0)
     #: Stored parts with their files, and options of decoding; None if the content may change.
     identity: tuple[Any, ...] | None = None
+
+    def __init__(self, array: Any, kind: Kind, nbytes: int | None = None) -> None:
+        self.array = array
+        self.kind = kind
+        self.complex = array.dtype.kind == "c"
+        self.size = prod(array.shape)
+        self.nbytes = self.size * array.dtype.itemsize if nbytes is None else nbytes
+        self.row = prod(array.shape[1:]) if len(array.shape) > 1 else 0
 
     @property
     def shared_source(self) -> Source | None:
@@ -98,12 +101,8 @@ class Reader:
             return self.nbytes
         return self.nbytes * stop // self.size - self.nbytes * start // self.size
 
-    def _describe(self, lazy: Any) -> None:
-        """Describe a lazy array, with its place and identity if it is made of parts."""
-        self.complex = lazy.dtype.kind == "c"
-        self.size = prod(lazy.shape)
-        self.row = _row(lazy.shape[::-1] if lazy.order == "F" else lazy.shape)
-        self.nbytes = self.size * lazy.dtype.itemsize
+    def _identify(self, lazy: Any) -> None:
+        """Add the place and the identity of a lazy array that is made of parts."""
         if hasattr(lazy, "readers"):
             part = (lazy.readers.get("data") or next(iter(lazy.readers.values()))).part
             self.place = (lazy.source.name, part.offset)
@@ -122,19 +121,17 @@ class TensorReader(Reader):
 
     def __init__(self, lazy: LazyArray) -> None:
         lazy.require_expansion()
-        self.array = lazy
-        self.is_raw, self.whole = lazy.is_raw, lazy.is_stream
-        self.is_turned = lazy.order == "F" and lazy.dtype.kind != "c"
-        if isinstance(lazy, DenseArray) and self.is_raw:
-            self.kind = kind_named(lazy.reader.part.dtype)
-        else:
-            self.kind = require_numbers(lazy.flat_dtype)
-        self._describe(lazy)
+        super().__init__(lazy, require_numbers(lazy.flat_dtype))
+        self.whole = lazy.is_stream
+        self.is_turned = lazy.order == "F" and not self.complex
+        if self.is_turned:
+            self.row = prod(lazy.shape[:-1]) if lazy.ndim > 1 else 0
+        self._identify(lazy)
 
     @property
     def shared_source(self) -> Source | None:
         """See `Reader.shared_source`."""
-        if self.is_raw:
+        if self.array.is_raw:
             part = self.array.reader.part
             if part.nbytes == self.nbytes <= _SMALL_NBYTES and part.digest is None:
                 with suppress(OSError, CheckpointError):  # reading it raises them
@@ -154,8 +151,9 @@ class TensorReader(Reader):
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read a range of the elements; see `LazyArray.flat`."""
+        is_raw = self.array.is_raw
         for position, values in self.array.flat(start, stop, buffer):
-            if self.is_raw:
+            if is_raw:
                 yield position, values.view(self.block_dtype)
             else:
                 yield position, magnitudes(values) if self.complex else values
@@ -167,19 +165,12 @@ class ArrayReader(Reader):
     def __init__(self, array: Any, nbytes: int | None = None) -> None:
         if isinstance(array, LazyArray):
             array.require_expansion()
-        self.array = array
-        dtype = np.dtype(array.dtype)
-        self.complex = dtype.kind == "c"
-        self.kind = require_numbers(dtype)
-        self.size = prod(array.shape)
-        self.nbytes = self.size * dtype.itemsize if nbytes is None else nbytes
-        self.row = _row(tuple(array.shape))
+        super().__init__(array, require_numbers(array.dtype), nbytes)
         self.piece_nbytes = PIECE_NBYTES
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read a range of the elements."""
-        pieces = flat_blocks(self.array, start, stop, self.piece_nbytes, whole_rows=self.whole_rows)
-        for position, values in pieces:
+        for position, values in flat_blocks(self.array, start, stop, self.piece_nbytes):
             yield position, magnitudes(values) if self.complex else values
 
 
@@ -189,9 +180,8 @@ class SparseReader(Reader):
     whole = sparse = True
 
     def __init__(self, lazy: SparseArray) -> None:
-        self.array = lazy
-        self.kind = require_numbers(lazy.dtype)
-        self._describe(lazy)
+        super().__init__(lazy, require_numbers(lazy.dtype))
+        self._identify(lazy)
         if self.size > sys.maxsize:
             raise UnsupportedError(
                 f"{self.size} elements are more than can be counted",
@@ -217,12 +207,10 @@ class ChunkedTensor(Reader):
     def __init__(self, array: Any) -> None:
         if any(math.isnan(size) for sizes in array.chunks for size in sizes):
             array = array.compute_chunk_sizes()
-        self.complex = array.dtype.kind == "c"
-        self.kind = require_numbers(array.dtype)
+        super().__init__(array, require_numbers(array.dtype))
         self.array, runs = _in_runs(array)
-        self.size = int(array.size)
-        self.nbytes = int(array.nbytes)
-        self.row = prod(array.shape[1:]) if runs and array.ndim > 1 else 0
+        if not runs:
+            self.row = 0
 
     def chunks(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """Return the position of each chunk in the grid, and its first and last elements."""
@@ -243,10 +231,6 @@ def reader_of(lazy: LazyArray, name: str = "") -> Reader:
         reader = TensorReader(lazy)
     reader.name = name
     return reader
-
-
-def _row(shape: tuple[int, ...]) -> int:
-    return prod(shape[1:]) if len(shape) > 1 else 0
 
 
 def _in_runs(array: Any) -> tuple[Any, bool]:

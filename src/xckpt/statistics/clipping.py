@@ -11,10 +11,10 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.elements import BLOCK_TYPES
-from xckpt.scan.readers import ArrayReader, reader_of
+from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.codes import USE_OF_CODES, CodeArray
 from xckpt.statistics.counts import Sketch
@@ -108,8 +108,8 @@ def _class_reader(ours: Reader, theirs: Reader, threshold: float) -> Reader | No
     if np.isnan(threshold) or ours.complex or len(lazy.shape) < 2 or len(ends) < 2:
         return None
     read = partial(_classes, (ours.array, lazy), ends, threshold)
-    reader = ArrayReader(CodeArray(lazy.shape, read), ours.nbytes + theirs.nbytes)
-    reader.place, reader.name, reader.whole_rows = theirs.place, theirs.name, True
+    reader = reader_of(CodeArray(lazy, lazy.shape, read, PIECE_NBYTES), theirs.name)
+    reader.place, reader.nbytes = theirs.place, ours.nbytes + theirs.nbytes
     # Arrays in memory are not sent to a cluster.
     reader.local = not isinstance(ours.array, LazyArray)
     if ours.identity is not None and theirs.identity is not None:

@@ -14,14 +14,15 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.lazy import LazyArray, flat_blocks
 from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
 from xckpt.elements import ALL_TYPES, BLOCK_TYPES, code_values
-from xckpt.scan.readers import ArrayReader
+from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
@@ -40,27 +41,32 @@ class _Coded(NamedTuple):
     paired: bool = False
 
 
-class CodeArray:
-    """An array of codes, or of bytes with two codes each, that is read by indexing it."""
+class CodeArray(LazyArray):
+    """The codes of a tensor, or bytes with two codes each, which a function reads box by box."""
 
-    dtype = np.dtype(np.uint8)
+    __slots__ = ("read", "rows_nbytes")
 
     def __init__(
-        self, shape: tuple[int, ...], read: Callable[[tuple[int, ...], tuple[int, ...]], Array]
+        self,
+        lazy: LazyArray,
+        shape: tuple[int, ...],
+        read: Callable[[tuple[int, ...], tuple[int, ...]], Array],
+        rows_nbytes: int | None = None,
     ) -> None:
-        self.shape = shape
+        super().__init__(lazy.name, lazy.source, shape, np.dtype(np.uint8))
         self.read = read
+        self.rows_nbytes = rows_nbytes  # size of blocks, if they consist of whole rows
 
-    def __getitem__(self, key: Any) -> Array:
-        entries = key if isinstance(key, tuple) else (key,)
-        missing = [slice(None)] * (len(self.shape) - len(entries))
-        starts, stops = [], []
-        for entry, size in zip((*entries, *missing), self.shape, strict=True):
-            is_slice = isinstance(entry, slice)
-            start, stop = entry.indices(size)[:2] if is_slice else (entry, entry + 1)
-            starts.append(start)
-            stops.append(stop)
-        return self.read(tuple(starts), tuple(stops))
+    def select(self, key: tuple[Any, ...]) -> Array:
+        """Return the codes in a box, with all axes."""
+        starts = tuple([e.start if isinstance(e, slice) else e for e in key])
+        return self.read(starts, tuple([e.stop if isinstance(e, slice) else e + 1 for e in key]))
+
+    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read codes in C order; see `LazyArray.flat`."""
+        if self.rows_nbytes is None:
+            return super().flat(start, stop, buffer)
+        return flat_blocks(self, start, stop, self.rows_nbytes, whole_rows=True)
 
 
 def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) -> Array:
@@ -100,7 +106,9 @@ def _coded(reader: Reader) -> _Coded | None:
     if isinstance(lazy, CodebookArray) or (
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
     ):
-        return _Coded(_code_reader(reader, CodeArray(lazy.shape, lazy.codes)), lazy.code_values)
+        is_turned = isinstance(lazy, QuantizedArray) and lazy.is_turned
+        codes = CodeArray(lazy, lazy.shape, lazy.codes, TURNED_NBYTES if is_turned else None)
+        return _Coded(_code_reader(reader, codes), lazy.code_values)
     if isinstance(lazy, BlockArray):
         block = BLOCK_TYPES[lazy.block_type]
         place = block.codes
@@ -110,6 +118,7 @@ def _coded(reader: Reader) -> _Coded | None:
         count = prod(lazy.shape) // block.size
         stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
         codes = CodeArray(
+            lazy,
             (count, place.stop - place.start),
             lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
         )
@@ -125,10 +134,8 @@ def _coded(reader: Reader) -> _Coded | None:
 
 
 def _code_reader(reader: Reader, codes: CodeArray) -> Reader:
-    code_reader = ArrayReader(codes, reader.nbytes)
-    code_reader.place, code_reader.name = reader.place, reader.name
-    if isinstance(reader.array, QuantizedArray) and reader.array.is_turned:
-        code_reader.whole_rows, code_reader.piece_nbytes = True, TURNED_NBYTES
+    code_reader = reader_of(codes, reader.name)
+    code_reader.place, code_reader.nbytes = reader.place, reader.nbytes
     if reader.identity is not None:
         code_reader.identity = (reader.identity[0], "codes", *reader.identity[1:])
     return code_reader
