@@ -227,10 +227,7 @@ def _group(
         stack, members = array.stacked
         attrs = stack_attrs([None if t is None else t.attrs for t in members.tensors])
         group.variables[leaf] = maker.stack(array, dims, attrs.shared, axes)
-        record = StackRecord(
-            stack.template, stack.dims, array.suffix, stack.indices, present=stack.present
-        )
-        marks.add(array.name, record)
+        marks.add(array.name, group.variables[leaf])
         add_coords(group.coords, leaf, stack, attrs, taken, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[array.name] = attrs.dropped
@@ -306,11 +303,7 @@ class VariableMaker:
     ) -> LazyVariable:
         """Make the variable of a listed array that is not stacked."""
         array = self.array(listed.name, listed.lazy)
-        encoding = _encoding(listed.tensor, listed.role, self.source, listed.suffix)
-        if axes:
-            encoding["axes"] = axes
-        if listed.tensor.name in self.shared:
-            encoding["shares"] = self.shared[listed.tensor.name]
+        encoding = self.encoding(listed.tensor, listed.role, listed.suffix, axes)
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
         encoding["original_shape"] = array.shape
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
@@ -349,6 +342,17 @@ class VariableMaker:
         record_stack(encoding, record)
         return LazyVariable.of(dims, array, attrs or None, encoding)
 
+    def encoding(
+        self, tensor: Tensor, role: str | None, suffix: str, axes: dict[str, str | None]
+    ) -> dict[str, Any]:
+        """Return the encoding of a variable that is not stacked."""
+        encoding = _encoding(tensor, role, self.source, suffix)
+        if axes:
+            encoding["axes"] = axes
+        if tensor.name in self.shared:
+            encoding["shares"] = self.shared[tensor.name]
+        return encoding
+
     def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:
         """Make a dask array over a lazy array."""
         meta = lazy.empty((0,) * lazy.ndim)
@@ -380,11 +384,7 @@ class OpenedMembers(Sequence[StackMember]):
             return tuple([self[n] for n in range(len(self))[position]])
         tensor, role = self.arrays.tensors[position], self.arrays.role
         array = self.maker.array(f"{tensor.name}{self.suffix}", self.arrays[position])
-        encoding = _encoding(tensor, role, self.maker.source, self.suffix)
-        if self.axes:
-            encoding["axes"] = self.axes
-        if tensor.name in self.maker.shared:
-            encoding["shares"] = self.maker.shared[tensor.name]
+        encoding = self.maker.encoding(tensor, role, self.suffix, self.axes)
         return StackMember(dict(tensor.attrs), encoding, array)
 
 

@@ -9,7 +9,7 @@ coordinates also show the members in a selection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -81,8 +81,10 @@ class StackMarks(dict[str, StackRecord]):
 
     __slots__ = ()
 
-    def add(self, name: str, record: StackRecord) -> None:
-        """Add a record by the name of its variable, and by the name that it has within a tree."""
+    def add(self, name: str, variable: xr.Variable) -> None:
+        """Add the record of a variable, by its name and by the name that it has within a tree."""
+        # Coordinates outlive the variable, and must not keep its members.
+        record = replace(variable.encoding[_KEY], shared_attrs=(), array=None, members=())
         self.setdefault(name.replace("/", "."), record)
         self[name] = record
 

@@ -208,10 +208,7 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
         attrs = stack_attrs([*stack.arrange([flat.variables[n].attrs for n in stack.members])])
         variables[stack.name] = _stack_variable(stack, flat, attrs.shared)
         path, leaf = places[stack.name]
-        record = StackRecord(
-            stack.template, stack.dims, indices=stack.indices, present=stack.present
-        )
-        marks.add(stack.name, record)
+        marks.add(stack.name, variables[stack.name])
         add_coords(coords.setdefault(path, {}), leaf, stack, attrs, flat.variables, marks=marks)
         if attrs.dropped:
             dropped[stack.name] = attrs.dropped

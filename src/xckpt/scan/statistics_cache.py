@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -48,6 +48,9 @@ _HEAD = struct.Struct("<16sIQ")  # group, length and checksum of a record
 _COUNT = struct.Struct("<I")
 _KEY_NBYTES = 16
 _ROW = "row"
+
+# The path or URL of a checkpoint, and the version of its content.
+_Checkpoint = tuple[str, Any]
 
 _LARGEST_RECORD = 64 << 20
 _LARGEST_FILE = 256 << 20
@@ -86,7 +89,7 @@ def open_records(
     folder = cache.folder(FOLDER) if enabled else None
     group = digest_of(VERSION, kind, *options)
     are_rows = kind == _ROW
-    files: dict[CheckpointVersion, Records] = {}
+    files: dict[_Checkpoint, Records] = {}
     records: list[Records | None] = []
     for checkpoint in _checkpoints_of(readers):
         if folder is None or checkpoint is None:
@@ -149,9 +152,9 @@ class Records:
         self._end = _end_of(records) if self._data else 0
         #: The frame of each value, and the place of the value in the decompressed frame, by key.
         self._places: dict[bytes, tuple[_Range, int, int]] = {}
-        for record in records:
-            if record.group == group:
-                self._places |= dict(_places(self._data, record))
+        for record_group, payload in records:
+            if record_group == group:
+                self._places |= dict(_places(self._data, payload))
         self._frames: dict[_Range, bytes] = {}
         self._pending: dict[bytes, bytes] = {}
         self._pending_nbytes = 0
@@ -203,13 +206,6 @@ class Records:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-class CheckpointVersion(NamedTuple):
-    """The path or URL of a checkpoint, and the version of its content."""
-
-    name: str
-    version: Any
-
-
 def key_of(reader: Cacheable, *parts: Any) -> bytes:
     """Return the key of a tensor, or of a part of it."""
     return digest_of(reader.kind.name, reader.identity, *parts)
@@ -220,9 +216,9 @@ def digest_of(*values: Any) -> bytes:
     return blake2b(repr(values).encode(), digest_size=_KEY_NBYTES).digest()
 
 
-def _checkpoints_of(readers: Sequence[Cacheable]) -> list[CheckpointVersion | None]:
+def _checkpoints_of(readers: Sequence[Cacheable]) -> list[_Checkpoint | None]:
     """Return the checkpoint of each tensor; None if its content may change under its identity."""
-    by_files: dict[Any, CheckpointVersion | None] = {None: None}
+    by_files: dict[Any, _Checkpoint | None] = {None: None}
     checkpoints = []
     for reader in readers:
         files = None
@@ -230,7 +226,7 @@ def _checkpoints_of(readers: Sequence[Cacheable]) -> list[CheckpointVersion | No
             files = tuple([(name, version) for _, name, version, *_ in reader.identity[0]])
         if files is not None and files not in by_files:
             are_lasting = all(is_lasting(*file) for file in files)
-            by_files[files] = CheckpointVersion(*files[0]) if are_lasting else None
+            by_files[files] = files[0] if are_lasting else None
         checkpoints.append(by_files[files])
     return checkpoints
 
@@ -250,18 +246,12 @@ def is_lasting(name: str, version: Any) -> bool:
 _Range = tuple[int, int]
 
 
-class _StoredRecord(NamedTuple):
-    group: bytes
-    start: int
-    stop: int
-
-
 def _read(path: Path) -> bytes:
     data = cache.read(path, _LARGEST_FILE + _LARGEST_RECORD)
     return data if data is not None and data.startswith(_MAGIC) else b""
 
 
-def _records(data: bytes) -> Iterator[_StoredRecord]:
+def _records(data: bytes) -> Iterator[tuple[bytes, _Range]]:
     """Yield the intact records of a file: their groups, and the places of their payloads."""
     offset = len(_MAGIC)
     memory = memoryview(data)
@@ -270,19 +260,19 @@ def _records(data: bytes) -> Iterator[_StoredRecord]:
         start = offset + _HEAD.size
         offset = start + length
         if offset <= len(data) and _checksum(group, memory[start:offset]) == checksum:
-            yield _StoredRecord(group, start, offset)
+            yield group, (start, offset)
 
 
-def _end_of(records: Iterable[_StoredRecord]) -> int:
-    return max((record.stop for record in records), default=len(_MAGIC))
+def _end_of(records: Iterable[tuple[bytes, _Range]]) -> int:
+    return max((stop for _, (_, stop) in records), default=len(_MAGIC))
 
 
-def _places(data: bytes, record: _StoredRecord) -> Iterator[tuple[bytes, tuple[_Range, int, int]]]:
-    """Yield the keys of a record, with the frame of each value and its place in the frame."""
-    (count,) = _COUNT.unpack_from(data, record.start)
-    keys = record.start + _COUNT.size
+def _places(data: bytes, payload: _Range) -> Iterator[tuple[bytes, tuple[_Range, int, int]]]:
+    """Yield the keys of a payload, with the frame of each value and its place in the frame."""
+    (count,) = _COUNT.unpack_from(data, payload[0])
+    keys = payload[0] + _COUNT.size
     lengths = keys + _KEY_NBYTES * count
-    frame = lengths + 4 * count, record.stop
+    frame = lengths + 4 * count, payload[1]
     stops = np.cumsum(np.frombuffer(data, "<u4", count, lengths), dtype=np.int64).tolist()
     start = 0
     for position, stop in zip(range(keys, lengths, _KEY_NBYTES), stops, strict=True):
