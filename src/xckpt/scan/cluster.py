@@ -13,7 +13,7 @@ from xckpt.arrays import LazyArray
 from xckpt.arrays.graph import active_client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def waiting_client() -> Any:
@@ -63,8 +63,6 @@ def on_cluster(
     # repeats its tasks, which depend only on their files.
     if not tasks:
         return
-    from distributed import as_completed
-
     token = f"xckpt-{uuid4().hex}"
     workers = placed([place(task) for task in tasks], client.nthreads())
     futures = {}
@@ -72,13 +70,23 @@ def on_cluster(
         target = {} if worker is None else {"workers": [worker], "allow_other_workers": True}
         key = f"{token}-{number}"
         futures[client.submit(work, task, pure=False, key=key, **target)] = task
-    done: Any = as_completed  # untyped
+    for future, result in results_of(client, list(futures)):
+        deliver(futures.pop(future), result)
+        future.release()
+
+
+def results_of(client: Any, futures: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield futures with their results, as they arrive; cancel the others after an error."""
+    from distributed import as_completed
+
+    completed: Any = as_completed  # untyped
+    remaining = set(futures)
     try:
-        for future, result in done(list(futures), with_results=True):
-            deliver(futures.pop(future), result)
-            future.release()
+        for future, result in completed(futures, with_results=True):
+            remaining.discard(future)
+            yield future, result
     finally:
-        client.cancel(list(futures))
+        client.cancel(list(remaining))
 
 
 def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list[str | None]:

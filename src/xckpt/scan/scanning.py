@@ -21,7 +21,7 @@ from xckpt.arrays.lazy import dense_values
 from xckpt.errors import CheckpointError
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
-from xckpt.scan.cluster import on_cluster, waiting_client
+from xckpt.scan.cluster import on_cluster, results_of, waiting_client
 from xckpt.scan.cuts import Cut, ranges_of, scan_cuts, tasks_of
 from xckpt.scan.kinds import magnitudes
 from xckpt.scan.readers import ChunkedTensor
@@ -338,12 +338,5 @@ def _run_chunks(
         with Callback(posttask=done):
             get(graph, list(sizes))
         return
-    from distributed import as_completed
-
-    completed: Any = as_completed  # untyped
-    futures = client.get(graph, list(sizes), sync=False)
-    try:
-        for future, result in completed(futures, with_results=True):
-            done(future.key, result)
-    finally:
-        client.cancel(futures)
+    for future, result in results_of(client, client.get(graph, list(sizes), sync=False)):
+        done(future.key, result)
