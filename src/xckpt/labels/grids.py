@@ -117,7 +117,7 @@ def find_stacks(
     for family in families:
         for indices in _full_grids(list(family.members)):
             members = tuple([family.members[position] for position in product(*indices)])
-            grids.append(_Grid(family.template, family.modules, indices, members))
+            grids.append(_Grid(family.template, indices, members))
     grids = [_fix_shared_indices(grid) for grid in grids if len(grid.members) > 1]
     order = {name: number for number, name in enumerate(kinds)}
     return _named_stacks(grids, order, reserved, preferred_dims or {})
@@ -199,7 +199,6 @@ class _Numbered(NamedTuple):
     """Tensors of one kind with the same template, by their indices."""
 
     template: _Template
-    modules: tuple[str, ...]
     members: dict[_Position, str]
 
 
@@ -227,14 +226,13 @@ def _split_by_width(
 ) -> Iterator[_Numbered]:
     """Split tensors into families whose template can spell all indices along each axis."""
     # ``1`` and ``01`` are the same number, and so are never in one family.
-    modules = tuple(numbered_modules(template))
     columns = list(zip(*[spelling for spelling, _ in members], strict=True))
     # Many members share few indices: each is converted once.
     values = [{index: int(index) for index in set(column)} for column in columns]
     if not any(_padded_width(index) for column in values for index in column):
         axes = [[value[index] for index in col] for value, col in zip(values, columns, strict=True)]
         names = [name for _, name in members]
-        yield _Numbered(template, modules, dict(zip(zip(*axes, strict=True), names, strict=True)))
+        yield _Numbered(template, dict(zip(zip(*axes, strict=True), names, strict=True)))
         return
     groups: dict[tuple[int, ...], list[tuple[_Path, str]]] = defaultdict(list)
     for spelling, name in members:
@@ -247,8 +245,7 @@ def _split_by_width(
     for widths, group in groups.items():
         remaining = iter(widths)
         padded = tuple((next(remaining) or None) if piece is None else piece for piece in template)
-        positions = {tuple(map(int, spelling)): name for spelling, name in group}
-        yield _Numbered(padded, modules, positions)
+        yield _Numbered(padded, {tuple(map(int, spelling)): name for spelling, name in group})
 
 
 def _padded_width(index: str) -> int:
@@ -270,7 +267,6 @@ class _Grid(NamedTuple):
     """Members of a family that are a stack, with `present` as in `Stack`."""
 
     template: _Template
-    modules: tuple[str, ...]
     indices: _Axes
     members: tuple[str, ...]
     present: frozenset[_Position] | None = None
@@ -322,7 +318,7 @@ def _outer_grids(
             joined.append(family)
             members = tuple(family.members[position] for position in sorted(family.members))
             present = None if size == len(members) else frozenset(family.members)
-            grids.append(_Grid(family.template, family.modules, indices, members, present))
+            grids.append(_Grid(family.template, indices, members, present))
         if len(joined) == len(candidates):
             return grids, remaining
 
@@ -339,21 +335,16 @@ def _fix_shared_indices(grid: _Grid) -> _Grid:
     if all(len(indices) > 1 for indices in grid.indices):
         return grid
     template: list[str | int | None] = []
-    axes = iter(zip(grid.modules, grid.indices, strict=True))
+    axes = iter(grid.indices)
     for piece in grid.template:
-        if isinstance(piece, str):
-            template.append(piece)
-            continue
-        _, indices = next(axes)
-        is_shared = len(indices) == 1
-        template.append(_format_piece(piece) % indices[0] if is_shared else piece)
+        indices = () if isinstance(piece, str) else next(axes)
+        template.append(_format_piece(piece) % indices if len(indices) == 1 else piece)
     varying = [axis for axis, indices in enumerate(grid.indices) if len(indices) > 1]
     present = None
     if grid.present is not None:
         present = frozenset(tuple(position[axis] for axis in varying) for position in grid.present)
     return _Grid(
         tuple(template),
-        tuple(grid.modules[axis] for axis in varying),
         tuple(grid.indices[axis] for axis in varying),
         grid.members,
         present,
@@ -403,13 +394,13 @@ def _dimensions_of(
     grid: _Grid, preferred_dims: Mapping[str, tuple[str | None, ...]]
 ) -> list[_Dimension]:
     """Return the dimensions of a grid, named after its modules unless its members prefer others."""
-    names = grid.modules
+    names = modules = numbered_modules(grid.template)
     preferred = {preferred_dims.get(name) for name in grid.members} if preferred_dims else {None}
     index_dims = preferred.pop() if len(preferred) == 1 else None
     if index_dims:
         indices = [index for _, index in module_indices(grid.template)]
         dims = [d for d, i in zip(index_dims, indices, strict=True) if not isinstance(i, str)]
-        names = tuple(dim or module for dim, module in zip(dims, grid.modules, strict=True))
+        names = [dim or module for dim, module in zip(dims, modules, strict=True)]
     occurrences: Counter[str] = Counter()
     dimensions = []
     for name, axis_indices in zip(names, grid.indices, strict=True):
