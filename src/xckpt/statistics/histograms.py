@@ -322,10 +322,8 @@ def _steps(start: float, stop: float, count: int) -> Array:
         edges = (
             np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
         )
-        fractions, exponents = np.frexp(edges)
-        digits = np.rint(fractions * 256)
-        digits[0] = np.floor(fractions[0] * 256)
-        rounded: Array = np.ldexp(digits / 256, exponents)
+        rounded = _rounded(edges, np.rint)
+        rounded[0] = _rounded(edges[0], np.floor)
     if len(edges) == 1:
         return np.maximum(rounded, stop)
     return np.append(rounded[:-1][rounded[:-1] < stop], stop)

@@ -202,16 +202,11 @@ def _select_matrices(
     entries: Sequence[Described], tensors: TensorFilter | None, subtracted: OpenTensors | None
 ) -> dict[str, Matrix]:
     """Return the matrices by the names of their tensors; warn once if some are left out."""
-    sides = {
-        r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers
-    }
+    sides, others = _operands(entries), _operands(entries_of(subtracted) if subtracted else [])
     factors = {entry.readers[0].name: factors_in(entry.variable) for entry in entries}
     names = select(sides, tensors)
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
-    other_sides: dict[str, _Operand] = {}
-    for entry in entries_of(subtracted) if subtracted is not None else ():
-        other_sides |= {r.name: _Operand(r, _stored_kind(entry, r)) for r in entry.readers}
     left_out: Counter[str] = Counter()
     matrices = {}
     for name in names:
@@ -221,13 +216,13 @@ def _select_matrices(
         elif subtracted is None:
             array = factors.get(name) or reader.array
             matrices[name] = Matrix(name, array, reader.kind, reader.identity)
-        elif name not in other_sides:
+        elif name not in others:
             left_out["are not in the other checkpoint"] += 1
-        elif other_sides[name].reader.array.shape != reader.array.shape:
+        elif others[name].reader.array.shape != reader.array.shape:
             left_out["have another shape in the other checkpoint"] += 1
         else:
-            other_reader = other_sides[name].reader
-            kinds = sides[name].stored, other_sides[name].stored
+            other_reader = others[name].reader
+            kinds = sides[name].stored, others[name].stored
             identity = None
             if reader.identity is not None and other_reader.identity is not None:
                 stored = reader.identity[0] + other_reader.identity[0]
@@ -245,6 +240,10 @@ class _Operand(NamedTuple):
 
     reader: Reader
     stored: Kind | None
+
+
+def _operands(entries: Iterable[Described]) -> dict[str, _Operand]:
+    return {r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
 
 
 def _stored_kind(entry: Described, reader: Reader) -> Kind | None:
