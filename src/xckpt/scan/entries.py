@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import compress
 from math import prod
-from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from uuid import uuid4
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -298,18 +297,9 @@ def deferred(
     find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
 ) -> list[Any]:
     """Return dask arrays of the results of one shared call of a function on `inputs`."""
-    from dask.highlevelgraph import HighLevelGraph
-
-    scan = f"xckpt-stats-{uuid4().hex}"
     # In a partial, because dask would search an argument for tasks, down to the last tensor.
-    shared: dict[str, Any] = {scan: {scan: (partial(find_all, inputs),)}}
-    arrays = []
-    for number, shape in enumerate(shapes):
-        name = f"{scan}-{number}"
-        layer: dict[Any, Any] = {(name, *([0] * len(shape))): (getitem, scan, number)}
-        graph = HighLevelGraph({**shared, name: layer}, {name: {scan}, scan: set()})
-        arrays.append(da.Array(graph, name, tuple((n,) for n in shape), dtype=np.float64))
-    return arrays
+    scan = dask.delayed(partial(find_all, inputs), pure=False)()
+    return [da.from_delayed(scan[n], shape, np.float64) for n, shape in enumerate(shapes)]
 
 
 def laid_out(
