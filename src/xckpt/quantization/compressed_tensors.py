@@ -27,7 +27,7 @@ from xckpt.quantization.model import (
 from xckpt.quantization.small_floats import small_float_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from xckpt.index import Tensor
     from xckpt.quantization.model import Shape
@@ -74,31 +74,17 @@ def compressed_problem(config: Mapping[str, Any]) -> str | None:
 
 def fit_params(model: Model, module: str, match: Callable[[Params], Weight]) -> Weight:
     """Return the weight of a module for the declared parameters that fit its tensors."""
-    # If several fit with different results, their targets decide.
-    candidates = model.once(_declared_params)
-    model.spend(trials=len(candidates) - 1)
-    fitting: list[tuple[Params, Weight]] = []
-    errors: list[LayoutError] = []
-    for params in candidates:
+    # If several fit with different results, the first with a target of this name decides, or else
+    # the first with a pattern that matches it.
+
+    def match_supported(params: Params) -> Weight:
         if params.problem is not None:
-            errors.append(LayoutError("config", params.problem))
-            continue
-        try:
-            weight = match(params)
-        except LayoutError as error:
-            errors.append(error)
-            continue
-        if all(weight != previous for _, previous in fitting):
-            fitting.append((params, weight))
-    if not fitting:
-        raise errors[0]
+            raise LayoutError("config", params.problem)
+        return match(params)
+
+    fitting = model.fit(model.once(_declared_params), match_supported)
     if len(fitting) == 1:
         return fitting[0][1]
-    return _choose_by_target(fitting, module)
-
-
-def _choose_by_target(fitting: Sequence[tuple[Params, Weight]], module: str) -> Weight:
-    """Return the first weight whose targets name a module, or else the first with a pattern."""
     for params, weight in fitting:
         if module in params.targets:
             return weight

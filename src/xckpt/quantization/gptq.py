@@ -5,6 +5,7 @@ References: gptqmodel 7.7; AutoAWQ at commit 88e4c76b.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xckpt.quantization.config import is_match
@@ -96,24 +97,12 @@ def _group_size(
 
 def _match_gptq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Weight:
     """Return the weight that follows from any of the configs that may apply to a module."""
-    weights: list[Weight] = []
-    errors: list[LayoutError] = []
-    configs = _gptq_configs(model, module)
-    model.spend(trials=len(configs) - 1)
-    for config in configs:
-        try:
-            weight = _gptq_weight(model, module, codes, scales, config)
-        except LayoutError as error:
-            errors.append(error)
-            continue
-        if weight not in weights:
-            weights.append(weight)
-    if not weights:
-        raise errors[0]
-    if len(weights) > 1:
+    match = partial(_gptq_weight, model, module, codes, scales)
+    (_, weight), *others = model.fit(_gptq_configs(model, module), match)
+    if others:
         reason = "its parameters depend on a pattern of 'dynamic' that is too complex to match"
         raise LayoutError("dynamic", reason)
-    return weights[0]
+    return weight
 
 
 def _gptq_configs(model: Model, module: str) -> list[Mapping[str, Any]]:

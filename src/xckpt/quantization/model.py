@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 T = TypeVar("T")
+P = TypeVar("P")  # parameters of a scheme
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # More than the size of any stored shape, or of any state of bitsandbytes, in bytes.
@@ -104,6 +105,23 @@ class Model:
         self._microseconds += _MICROSECONDS_PER_TRIAL * trials + patterns
         if self._microseconds > _MAX_MICROSECONDS:
             raise LayoutError("effort", "the config has too many alternative parameters to try")
+
+    def fit(self, candidates: Sequence[P], match: Callable[[P], Weight]) -> list[tuple[P, Weight]]:
+        """Return the parameters that fit with their weights, the first for each; raise if none."""
+        self.spend(trials=len(candidates) - 1)
+        fitting: list[tuple[P, Weight]] = []
+        errors: list[LayoutError] = []
+        for params in candidates:
+            try:
+                weight = match(params)
+            except LayoutError as error:
+                errors.append(error)
+                continue
+            if all(weight != previous for _, previous in fitting):
+                fitting.append((params, weight))
+        if not fitting:
+            raise errors[0]
+        return fitting
 
     def find(self, name: str) -> Tensor | None:
         """Return a stored tensor, or None if it is missing; raise if it is not a plain array."""
