@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.dense import OnePartArray
+from xckpt.arrays.dense import DenseArray, OnePartArray
 from xckpt.arrays.keys import (
     AxisKey,
     Chunks,
@@ -47,6 +48,14 @@ class BlockArray(OnePartArray):
         """Decoded size of the part, in bytes."""
         block = BLOCK_TYPES[self.block_type]
         return prod(self.shape) // block.size * block.nbytes
+
+    @property
+    def stored_blocks(self) -> DenseArray:
+        """The bytes of the blocks as they are stored, a block in each row."""
+        block = BLOCK_TYPES[self.block_type]
+        raw = replace(self.reader, part=replace(self.reader.part, dtype="uint8"))
+        shape = prod(self.shape) // block.size, block.nbytes
+        return DenseArray(self.name, raw, shape, decode=False)
 
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return the blocks that a selection touches, if it is a run; see `LazyArray.ranges`."""

@@ -68,11 +68,17 @@ class _Box(NamedTuple):
 class _OfParts(LazyArray):
     """A float32 array computed from several parts, which may be in different files."""
 
-    __slots__ = ("readers",)
+    __slots__ = ("quantization", "readers", "strict")
 
+    scheme: type[Quantization | Codebook]
     quantization: Quantization | Codebook
 
     def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
+        if not isinstance(tensor.quantization, self.scheme):
+            missing = self.scheme.__name__.lower()
+            raise ValueError(f"tensor {tensor.name!r} has no {missing}")  # noqa: TRY004
+        self.quantization = tensor.quantization
+        self.strict = tensor.strict
         super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
         self.readers = dict(readers)
 
@@ -93,16 +99,10 @@ class _OfParts(LazyArray):
 class QuantizedArray(_OfParts):
     """A quantised tensor with a grid of scales; selecting decodes the box around the selection."""
 
-    __slots__ = ("quantization", "strict")
+    __slots__ = ()
 
+    scheme = Quantization
     quantization: Quantization
-
-    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
-        if not isinstance(tensor.quantization, Quantization):
-            raise ValueError(f"tensor {tensor.name!r} has no quantization")  # noqa: TRY004
-        super().__init__(tensor, readers)
-        self.quantization = tensor.quantization
-        self.strict = tensor.strict
 
     @property
     def is_turned(self) -> bool:
@@ -295,15 +295,10 @@ class QuantizedArray(_OfParts):
 class CodebookArray(_OfParts):
     """A tensor of codes whose values are in a table; see `xckpt.index.Codebook`."""
 
-    __slots__ = ("quantization",)
+    __slots__ = ()
 
+    scheme = Codebook
     quantization: Codebook
-
-    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
-        if not isinstance(tensor.quantization, Codebook):
-            raise ValueError(f"tensor {tensor.name!r} has no codebook")  # noqa: TRY004
-        super().__init__(tensor, readers)
-        self.quantization = tensor.quantization
 
     @property
     def code_values(self) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -151,10 +150,8 @@ def _scales_and_codes(
     if isinstance(lazy, DenseArray):
         return 1.0, decoded
     block = BLOCK_TYPES[lazy.block_type]
-    raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
     of_row = prod(lazy.shape[1:]) // block.size
-    stored = DenseArray(lazy.name, raw, (lazy.shape[0] * of_row, block.nbytes), decode=False)
-    heads = np.ascontiguousarray(stored[starts[0] * of_row : stops[0] * of_row, :2])
+    heads = np.ascontiguousarray(lazy.stored_blocks[starts[0] * of_row : stops[0] * of_row, :2])
     scales = heads.view("<f2").astype(np.float64).repeat(block.size).reshape(decoded.shape)
     return scales, np.rint(decoded / scales)
 

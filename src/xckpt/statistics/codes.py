@@ -6,8 +6,7 @@ Blocks of GGUF are included if their codes have 4 or 8 bits, in bytes of their o
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import nan, prod
+from math import nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -114,12 +113,10 @@ def _coded(reader: Reader) -> _Coded | None:
         place = block.codes
         if place is None:
             return None
-        raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
-        count = prod(lazy.shape) // block.size
-        stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
+        stored = lazy.stored_blocks
         codes = CodeArray(
             lazy,
-            (count, place.stop - place.start),
+            (stored.shape[0], place.stop - place.start),
             lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
         )
         bits = ALL_TYPES[place.dtype].bits

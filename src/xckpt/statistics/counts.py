@@ -254,7 +254,7 @@ _WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 def _pack_integers(numbers: Array, largest: int) -> bytes:
     """Pack integers up to `largest` in as few bytes as possible, after a byte with their width."""
-    width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
+    width = np.min_scalar_type(largest).itemsize
     return bytes([width]) + numbers.astype(_WIDTHS[width]).tobytes()
 
 
