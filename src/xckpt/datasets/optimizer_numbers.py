@@ -28,8 +28,8 @@ _GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
 _ENTRY = re.compile(
     r"((?:.+\.)?param_groups\.[0-9]{1,9}\.param(?:s|_names))\.([0-9]{1,9})", re.DOTALL
 )
-# Fields with the shape of their parameter.
-_WHOLE = frozenset(
+#: Fields with the shape of their parameter.
+WHOLE = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
         *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
@@ -135,7 +135,7 @@ def owners_of(
 def _shape(numbers: NumberedState, number: int) -> Shape | None:
     """Return the shape of a parameter, inferred from its state; None if it is unknown."""
     fields = {field: v.shape for field, v in numbers.states[number].items()}
-    stated = {field: shape for field, shape in fields.items() if field in _WHOLE}
+    stated = {field: shape for field, shape in fields.items() if field in WHOLE}
     if not stated:  # such as Adafactor, which has means of rows and of columns
         for field, row in fields.items():
             column = fields.get(f"{field.removesuffix('_row')}_col")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_of
+from xckpt.datasets.optimizer_numbers import WHOLE, NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 _OF_OPTIMIZERS = frozenset({Role.MOMENT, Role.MASTER, Role.STEP})
 _BY_ID = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
 # Fields of the state of torch.optim and similar optimizers.
-_FIELDS = frozenset(
-    {
-        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
-        *("square_avg", "grad_avg", "acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax"),
-    }
-)
+_FIELDS = WHOLE | {"step", "eta", "mu"}
 # Components that wrappers of modules insert anywhere in names.
 _WRAPPERS = frozenset(
     {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_flat_param"}
