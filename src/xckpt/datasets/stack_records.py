@@ -22,7 +22,7 @@ from xckpt.labels.grids import member_names
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     import xarray as xr
 
@@ -177,6 +177,24 @@ def member_variables(
         return {name: variable}
     members = StackMembers(name, variable, indexes)
     return {member: members.variable(member) for member in members.numbers}
+
+
+def unstacked_variables(
+    variables: Mapping[Any, xr.Variable],
+    # Returns the index coordinates of a variable, by its name.
+    indexes_of: Callable[[Any], Mapping[Any, xr.Variable]],
+    order: Iterable[Any],
+) -> dict[Any, xr.Variable]:
+    """Return a variable for each tensor; those in `order` come first, in that order."""
+    unstacked: dict[Any, xr.Variable] = {}
+    for name, variable in variables.items():
+        for member, member_variable in member_variables(name, variable, indexes_of(name)).items():
+            if member in unstacked:
+                raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
+            unstacked[member] = member_variable
+    positions = {name: position for position, name in enumerate(order)}
+    names = sorted(unstacked, key=lambda name: positions.get(name, len(positions)))
+    return {name: unstacked[name] for name in names}
 
 
 class StackMembers:

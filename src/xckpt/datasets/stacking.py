@@ -24,9 +24,9 @@ from xckpt.datasets.stack_records import (
     StackMember,
     StackMembers,
     StackRecord,
-    member_variables,
     record_stack,
     stack_of,
+    unstacked_variables,
 )
 from xckpt.datasets.tensors import Flat, Obj, flatten, rebuild
 from xckpt.datasets.variables import LazyVariable
@@ -69,24 +69,14 @@ def unstack_modules(obj: Obj) -> Obj:
     if not any(map(stack_of, flat.variables.values())):
         copied: Obj = rebuild(obj, flat)
         return copied
-    new = Flat({}, {}, flat.coords)
-    stacked_dims: set[str] = set()
-    for name, variable in flat.variables.items():
-        record = stack_of(variable)
-        if record is not None:
-            stacked_dims.update(record.dims)
-        members = member_variables(name, variable, flat.indexes(flat.nodes[name]))
-        for member, unstacked in members.items():
-            if member in new.variables:
-                raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
-            new.variables[member] = unstacked
-    order = {name: position for position, name in enumerate(obj.encoding.get("flat_order", ()))}
-    names = sorted(new.variables, key=lambda name: order.get(name, len(order)))
+    order = obj.encoding.get("flat_order", ())
+    variables = unstacked_variables(flat.variables, lambda n: flat.indexes(flat.nodes[n]), order)
+    records = filter(None, map(stack_of, flat.variables.values()))
+    stacked_dims = {dim for record in records for dim in record.dims}
     coords = {
         path: {n: v for n, v in node_coords.items() if n not in stacked_dims or v.dims}
         for path, node_coords in flat.coords.items()
     }
-    variables = {name: new.variables[name] for name in names}
     result: Obj = rebuild(obj, Flat(variables, {}, coords))
     for key in ("flat_order", "dropped_attrs"):
         result.encoding.pop(key, None)

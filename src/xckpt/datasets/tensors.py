@@ -18,13 +18,13 @@ from xckpt.datasets.mappings import as_dataset_of_one
 from xckpt.datasets.stack_records import (
     StackMembers,
     is_made_by_stacking,
-    member_variables,
     naming_encoding,
     remember_stack,
     stack_of,
+    unstacked_variables,
 )
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import shown, warn
+from xckpt.errors import warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
@@ -185,21 +185,9 @@ class OpenTensors:
 
     def unstacked(self) -> dict[Any, xr.Variable]:
         """Return a variable for each tensor, in the order of the file."""
-        unstacked: dict[Any, xr.Variable] = {}
-        for name, variable in self.variables.items():
-            indexes = self._indexes[self._flat.nodes[name]]
-            for member, member_variable in member_variables(name, variable, indexes).items():
-                if member in unstacked:
-                    raise ValueError(
-                        f"{shown(member)} is a variable, and stacked in {shown(name)} too"
-                    )
-                unstacked[member] = member_variable
         encoding = self.obj.encoding
-        order = _positions(encoding.get("file_order", encoding.get("flat_order", ())))
-        if not order:
-            return unstacked
-        names = sorted(unstacked, key=lambda name: order.get(name, len(order)))
-        return {name: unstacked[name] for name in names}
+        order = encoding.get("file_order", encoding.get("flat_order", ()))
+        return unstacked_variables(self.variables, self._indexes_of, order)
 
     def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
         """Return coordinates by tensor name; if stacking made them, only indexes along `dims`."""
@@ -241,7 +229,8 @@ class OpenTensors:
             rows = self._listing.rows
             if shared := self.shared:
                 rows = list(tied(rows, shared))
-        order = _positions(self.obj.encoding.get("flat_order", ()))
+        flat_order = self.obj.encoding.get("flat_order", ())
+        order = {name: position for position, name in enumerate(flat_order)}
         return sorted(rows, key=lambda row: order.get(row.name, len(order))) if order else rows
 
     @property
@@ -559,10 +548,6 @@ def stored_array(variable: xr.Variable) -> LazyArray | None:
         lazy = layers[0].lazy
         return lazy if lazy.shape == array.shape else None
     return None
-
-
-def _positions(names: Iterable[Any]) -> dict[Any, int]:
-    return {name: position for position, name in enumerate(names)}
 
 
 def _part_of(nbytes: int, shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
