@@ -92,7 +92,7 @@ def read_small(array: da.Array) -> Any:
     lazy = array.dask.lazy
     has_one_chunk = _is_dense(lazy) and all(len(sizes) == 1 for sizes in array.chunks)
     has_scheduler = dask.config.get("scheduler", None) is not None or active_client() is not None
-    if not has_one_chunk or has_scheduler or _nbytes(lazy) > _SMALL:
+    if not has_one_chunk or has_scheduler or lazy.nbytes > _SMALL:
         return None
     finish, extra = array.__dask_postcompute__()
     return np.asarray(finish([lazy[...]], *extra))
@@ -286,18 +286,14 @@ def _read_into(lazy: LazyArray, result: _Result | None, key: Any, index: tuple[s
 def _postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
     """Return how to join chunks; raise before the first is computed if memory cannot hold all."""
     # On a cluster, chunks may stay on the workers.
-    is_large = _nbytes(lazy) >= UNCHECKED_NBYTES and _is_dense(lazy)
+    is_large = lazy.nbytes >= UNCHECKED_NBYTES and _is_dense(lazy)
     if is_large and active_client() is None:
         with locating(path=lazy.source.name, tensor=lazy.name):
-            require_memory(_nbytes(lazy), lazy.advice)
+            require_memory(lazy.nbytes, lazy.advice)
     # The chunks of a slice may be views of more than they show.
     if not IS_FAST or isinstance(lazy, SlicedArray):
         return _finalized, ()
     return _gathered, (chunks,)
-
-
-def _nbytes(lazy: LazyArray) -> int:
-    return prod(lazy.shape) * lazy.dtype.itemsize
 
 
 def _is_dense(lazy: LazyArray) -> bool:

@@ -71,6 +71,11 @@ class LazyArray(ABC):
         return len(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """Size of all elements in memory, in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
     def sources(self) -> Collection[Source]:
         """All files that the array is read from."""
         return [self.source]
@@ -118,18 +123,16 @@ class LazyArray(ABC):
     @property
     def is_expanded(self) -> bool:
         """Whether a few stored bytes stand for too many elements to read them all."""
-        nbytes = prod(self.shape) * self.dtype.itemsize
-        if not exceeds_expansion(nbytes, 0):
+        if not exceeds_expansion(self.nbytes, 0):
             return False
         stored = self.stored_nbytes
-        return stored is not None and exceeds_expansion(nbytes, stored)
+        return stored is not None and exceeds_expansion(self.nbytes, stored)
 
     def require_expansion(self) -> None:
         """Raise `TooLargeError` if it is expanded, before all of it is read piece by piece."""
         if self.is_expanded:
             with locating(path=self.source.name, tensor=self.name):
-                nbytes = prod(self.shape) * self.dtype.itemsize
-                require_expansion(nbytes, self.stored_nbytes or 0)
+                require_expansion(self.nbytes, self.stored_nbytes or 0)
 
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return the byte ranges that a selection is read from, in order, if they are known."""

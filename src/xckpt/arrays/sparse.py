@@ -139,8 +139,7 @@ class SparseArray(LazyArray):
         if not self.sparse and self.is_expanded:
             return tuple((size,) for size in self.shape)
         max_chunks = _MOST_CHUNKS + self.nbytes_stored // _NBYTES_PER_CHUNK
-        total = prod(self.shape) * self.dtype.itemsize
-        target = max(target, self.nbytes_read, total // max_chunks)
+        target = max(target, self.nbytes_read, self.nbytes // max_chunks)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
 
     def empty(self, shape: tuple[int, ...]) -> Any:

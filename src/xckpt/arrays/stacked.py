@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -164,9 +163,7 @@ class StackedArray(LazyArray):
 
     def chunks(self, target: int) -> Chunks:
         """Return a chunk or several to each member; small members share some."""
-        first = self.first
-        inner = first.chunks(target)
-        nbytes = prod(first.shape) * self.dtype.itemsize
+        inner, nbytes = self.first.chunks(target), self.first.nbytes
         if nbytes < _SMALL and all(len(sizes) == 1 for sizes in inner):
             most = min(target, _LARGEST_SHARED, _MOST_SHARED * max(1, nbytes))
             return chunks_along_slowest(self.grid, max(1, nbytes), most) + inner

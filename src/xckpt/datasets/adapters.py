@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
@@ -427,7 +427,5 @@ def update_dataset(
     for base, parts in factors.items():
         variable, adapter = dataset.variables[base], by_base[base]
         variable.attrs |= {"kind": adapter.kind, "rank": adapter.rank, "scale": parts.scale}
-        variable.encoding["factors"] = Factors(
-            parts.left, parts.right, parts.scale, parts.shape, arrays[base].name
-        )
+        variable.encoding["factors"] = replace(parts, product=arrays[base].name)
     return dataset

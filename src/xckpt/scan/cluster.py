@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -98,18 +99,15 @@ def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list
     per_thread = sum(nbytes for _, nbytes in tasks) / sum(threads.values())
     shares = {worker: per_thread * count for worker, count in threads.items()}
 
-    def preference(file: str) -> list[str]:
-        def rank(worker: str) -> bytes:
-            pair = f"{worker}\0{file}".encode("utf-8", "surrogatepass")
-            return blake2b(pair, digest_size=8).digest()
-
-        return sorted(threads, key=rank)
+    def rank(worker: str, file: str) -> bytes:
+        pair = f"{worker}\0{file}".encode("utf-8", "surrogatepass")
+        return blake2b(pair, digest_size=8).digest()
 
     workers: dict[str, list[str]] = {}
     chosen: list[str | None] = []
     for file, nbytes in tasks:
         if file not in workers:
-            workers[file] = preference(file)
+            workers[file] = sorted(threads, key=partial(rank, file=file))
         # A worker may exceed its share by half a task. Without any share left, take the least busy.
         best = next((w for w in workers[file] if shares[w] >= nbytes / 2), None)
         best = best or max(workers[file], key=shares.__getitem__)
