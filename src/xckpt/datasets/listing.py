@@ -9,7 +9,7 @@ from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be
 from xckpt.errors import shown, warn
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.filters import suggest_filters
-from xckpt.labels.grids import Stack, find_stacks, find_stacks_in_tree
+from xckpt.labels.grids import Stack, find_stacks
 from xckpt.labels.numbering import modules_by_frequency, split_words
 from xckpt.storage.source import sources_of
 
@@ -204,12 +204,12 @@ def _stacks(
         parted = [t for t in tensors if t.layout != "dense" and _in_parts(t, options)]
         parts = [f"{tensor.name}:{role}" for tensor in parted for role in tensor.parts]
         reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
-        find = find_stacks_in_tree if for_tree else find_stacks
-        return find(
+        return find_stacks(
             kinds,
             only,
             paths=paths,
             reserved=reserved,
+            for_tree=for_tree,
             preferred_dims=preferred_dims,
             may_be_absent=may_be_absent if require_join(options.join) == "outer" else None,
         )

@@ -33,7 +33,7 @@ from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.attributes import stack_attrs
-from xckpt.labels.grids import Stack, find_stacks, find_stacks_in_tree
+from xckpt.labels.grids import Stack, find_stacks
 from xckpt.labels.numbering import drop_indices, is_index, module_indices, parse_name, split_words
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 
@@ -171,12 +171,15 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
         meta = np.empty(0, variable.dtype) if is_adapter else getattr(data, "_meta", data)
         return can_be_absent(meta)
 
-    may_be_absent = outer if join == "outer" else None
-    if isinstance(obj, xr.DataTree):
-        return find_stacks_in_tree(
-            kinds, only, paths=paths, reserved=reserved, others=others, may_be_absent=may_be_absent
-        )
-    return find_stacks(kinds, only, paths=paths, reserved=reserved, may_be_absent=may_be_absent)
+    return find_stacks(
+        kinds,
+        only,
+        paths=paths,
+        reserved=reserved,
+        for_tree=isinstance(obj, xr.DataTree),
+        others=others,
+        may_be_absent=outer if join == "outer" else None,
+    )
 
 
 def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[str, list[str]]]:

@@ -101,15 +101,18 @@ def find_stacks(
     *,
     paths: Mapping[str, _Path] | None = None,
     reserved: Collection[str] = (),
+    for_tree: bool = False,
+    others: Collection[str] = (),
     preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
     may_be_absent: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
     """Group tensors of one kind whose names differ only in the indices of modules."""
     # `kinds` has the kind of each tensor by name, in file order. `modules` are the numbered modules
     # to stack, by default all. `paths` has the words of names that dots and slashes do not
-    # separate, `reserved` names that no dimension may have. `preferred_dims` are `Stack.index_dims`
-    # of tensors in a larger file, whose dimensions keep their names. `may_be_absent` asks for an
-    # outer join: whether a tensor may have empty positions next to it.
+    # separate, `reserved` names that no dimension may have. `for_tree` asks for dimensions that a
+    # tree can have; `others` has its variables that are not in `kinds`. `preferred_dims` are
+    # `Stack.index_dims` of tensors in a larger file, whose dimensions keep their names.
+    # `may_be_absent` asks for an outer join: whether a tensor may have empty positions next to it.
     families = list(_families(kinds, modules, paths or {}))
     grids: list[_Grid] = []
     if may_be_absent is not None:
@@ -120,32 +123,10 @@ def find_stacks(
             grids.append(_Grid(family.template, indices, members))
     grids = [_fix_shared_indices(grid) for grid in grids if len(grid.members) > 1]
     order = {name: number for number, name in enumerate(kinds)}
-    return _named_stacks(grids, order, reserved, preferred_dims or {})
-
-
-def find_stacks_in_tree(
-    kinds: Mapping[str, Hashable],
-    modules: Collection[str] | None = None,
-    *,
-    paths: Mapping[str, _Path] | None = None,
-    reserved: Collection[str] = (),
-    others: Collection[str] = (),
-    preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
-    may_be_absent: Callable[[str], bool] | None = None,
-) -> list[Stack]:
-    """Group tensors as `find_stacks` does, with names of dimensions that a tree can have."""
-    # `others` has the names of variables that are not stacked, besides those in `kinds`.
     refused = set(reserved)
     while True:
-        stacks = find_stacks(
-            kinds,
-            modules,
-            paths=paths,
-            reserved=refused,
-            preferred_dims=preferred_dims,
-            may_be_absent=may_be_absent,
-        )
-        clashes = _clashing_dims(stacks, [*kinds, *others], paths or {})
+        stacks = _named_stacks(grids, order, refused, preferred_dims or {})
+        clashes = _clashing_dims(stacks, [*kinds, *others], paths or {}) if for_tree else set()
         if not clashes:
             return stacks
         refused |= clashes
