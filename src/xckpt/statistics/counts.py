@@ -186,14 +186,18 @@ class Sketch(Accumulator):
             self.low = 0 if self.low is None else min(self.low, 0)
             self.high = 0 if self.high is None else max(self.high, 0)
 
-    def merge(self, other: Sketch) -> None:
-        """Add the sketch of other elements of the same tensor."""
+    def merge_counts(self, other: Sketch) -> None:
+        """Add the counts and extremes of other elements, of this or of another tensor."""
         self._add_counts(*other.counted())
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.low is not None and other.high is not None:
             self.low = other.low if self.low is None else min(self.low, other.low)
             self.high = other.high if self.high is None else max(self.high, other.high)
+
+    def merge(self, other: Sketch) -> None:
+        """Add the sketch of other elements of the same tensor."""
+        self.merge_counts(other)
         self.rows.merge(other.rows)
         super().merge(other)
 

@@ -46,37 +46,22 @@ def group_quantiles(tensors: Sequence[CachedTensor | None], numbers: Array, leve
     remaining = np.bincount(groups)
     # Group by group, because the counts of all tensors may not fit in memory.
     order = [n for n in np.argsort(groups, kind="stable").tolist() if tensors[n] is not None]
-    spectra: dict[int, list[Spectrum]] = {}
+    sketches: dict[int, dict[str, Sketch]] = {}  # of incomplete groups, by kind
 
     def add(position: int, sketch: Sketch) -> None:
         group = int(groups[order[position]])
-        for incomplete in [number for number in spectra if number != group]:
-            del spectra[incomplete]
-        spectra[group] = _united([*spectra.get(group, []), spectrum(sketch)])
+        for incomplete in [number for number in sketches if number != group]:
+            del sketches[incomplete]
+        total = sketches.setdefault(group, {}).setdefault(sketch.kind.name, sketch)
+        if total is not sketch:
+            total.merge_counts(sketch)
         remaining[group] -= 1
         if not remaining[group]:
-            quantiles[group] = _quantiles(spectra.pop(group), levels)
+            spectra = map(spectrum, sketches.pop(group).values())
+            quantiles[group] = _quantiles([part for part in spectra if len(part.codes)], levels)
 
     load_cached([tensors[n] for n in order], Sketch, add)
     return quantiles
-
-
-def _united(spectra: list[Spectrum]) -> list[Spectrum]:
-    """Add the last distribution to the one of the same kind."""
-    *earlier, last = spectra
-    if not len(last.codes):
-        return earlier
-    for position, prior in enumerate(earlier):
-        if prior.kind == last.kind:
-            # Zeros have the code -1.
-            counts = np.zeros((1 << last.kind.code_bits) + 1, np.int64)
-            for part in (prior, last):
-                counts[part.codes + 1] += part.counts
-            codes = np.flatnonzero(counts)
-            low, high = min(prior.low, last.low), max(prior.high, last.high)
-            earlier[position] = Spectrum(last.kind, codes - 1, counts[codes], low, high)
-            return earlier
-    return spectra
 
 
 def _quantiles(spectra: list[Spectrum], levels: Array) -> Array:
