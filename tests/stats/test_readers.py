@@ -73,6 +73,16 @@ def test_fortran_order() -> None:
     assert check(reader_of(lazy), VALUES).rows.length == 60
 
 
+def test_rows_of_complex_numbers_in_fortran_order_are_those_of_their_c_order() -> None:
+    values = VALUES.astype(np.complex64)
+    values[7] = 0
+    part = Part("complex64", values.shape, 0, values.nbytes)
+    source = CountingSource(values.tobytes("F"))
+    lazy = DenseArray("t", PartReader(source, part), values.shape, order="F")
+    (sketch,) = scanned(reader_of(lazy))
+    assert (sketch.rows.length, sketch.rows.dead) == (50, 1)
+
+
 def test_big_endian_elements() -> None:
     data = VALUES.astype(">f4").tobytes()
     reader = reader_of(dense(VALUES, "float32", data, byteorder="big"))
