@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,6 +114,7 @@ def _float32_middles() -> Array:
     return middles
 
 
+@lru_cache(maxsize=256)
 def kind_of(dtype: np.dtype[Any]) -> Kind | None:
     """Return the kind of the elements of an array; None if they are not real numbers."""
     name = dtype.name
