@@ -12,7 +12,6 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite, prod
-from operator import itemgetter
 from struct import error as StructError  # noqa: N812
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -308,53 +307,22 @@ def decode_cbor(
         raise FormatError(f"not CBOR: {shown(reason)[1:-1]}", rule=rule) from error
 
 
-_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP = range(6)
-_SIMPLE = {False: b"\xf4", True: b"\xf5", None: b"\xf6"}
-
-
 def encode_cbor(value: Any) -> bytes:
     """Encode a value as core deterministic CBOR (RFC 8949, section 4.2.1)."""
-    # Supported are dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
-    # encoding of cbor2 follows RFC 7049 instead, which orders keys of several types differently.
-    pieces: list[bytes] = []
-    _encode(value, pieces.append)
-    return b"".join(pieces)
+    import cbor2
+
+    return cbor2.dumps(value, canonical=True, encoders={dict: _encode_map})
 
 
-def _encode(value: Any, put: Callable[[bytes], None]) -> None:
-    kind = type(value)
-    if kind is str:
-        data = value.encode()
-        put(_head(_TEXT, len(data)) + data)
-    elif kind is int:
-        put(_head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, ~value))
-    elif kind is dict:
-        put(_head(_MAP, len(value)))
-        keys = [(encode_cbor(key), item) for key, item in value.items()]
-        for key, item in sorted(keys, key=itemgetter(0)):
-            put(key)
-            _encode(item, put)
-    elif kind is list:
-        put(_head(_ARRAY, len(value)))
-        for item in value:
-            _encode(item, put)
-    elif kind is bytes:
-        put(_head(_BYTES, len(value)) + value)
-    elif kind is float:
-        import cbor2
-
-        put(cbor2.dumps(value, canonical=True))
-    else:
-        put(_SIMPLE[value])
-
-
-def _head(major: int, argument: int) -> bytes:
-    if argument < 24:
-        return bytes((major << 5 | argument,))
-    for code, size in ((24, 1), (25, 2), (26, 4)):
-        if argument < 1 << 8 * size:
-            return bytes((major << 5 | code,)) + argument.to_bytes(size, "big")
-    return bytes((major << 5 | 27,)) + argument.to_bytes(8, "big")
+def _encode_map(encoder: Any, entries: dict[Any, Any]) -> None:
+    # cbor2 follows RFC 7049, which orders keys of several types differently.
+    if all(type(key) is str for key in entries):
+        encoder.encode_map(entries)
+        return
+    encoder.encode_length(5, len(entries))
+    for key in sorted(entries, key=encode_cbor):
+        encoder.encode(key)
+        encoder.encode(entries[key])
 
 
 # --- checks ---------------------------------------------------------------------------------------
