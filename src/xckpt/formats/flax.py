@@ -263,10 +263,9 @@ class _Tree(kit.Cursor):
         try:
             return self._array(name, place)
         except CheckpointError as error:
-            error.offset = start if error.offset is None else error.offset
+            problem = error.located(tensor=name, offset=start)
             if error.rule == "Truncated":
-                raise error.located(tensor=name) from None
-            problem = error.located(tensor=name)
+                raise problem from None
             return Tensor(name, "unknown", (), {}, problem=problem, path=place)
 
     def _array(self, name: str, path: tuple[str, ...] | None) -> Tensor:

@@ -442,6 +442,18 @@ def read_each(
     return values
 
 
+@contextmanager
+def locating(
+    *, path: str | None = None, offset: int | None = None, tensor: str | None = None
+) -> Iterator[None]:
+    """Add the file, the byte offset and the tensor to errors that lack them."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.located(path=path, offset=offset, tensor=tensor)
+        raise
+
+
 class Notes:
     """A collection of warnings about a file, with one short text for each reason."""
 

@@ -266,10 +266,8 @@ def _inline(cursor: kit.Cursor) -> Iterator[_Entry]:
         name = _name(cursor, _U32)
         *shape, tag, flag, nbytes = _fields(cursor, _U32, _INLINE, name)
         entry = _Entry(at, name, 0, tuple(shape), tag, flag, cursor.at, nbytes)
-        try:
+        with kit.locating(tensor=name):
             cursor.skip(nbytes, "data")
-        except FormatError as error:
-            raise error.located(tensor=name) from None
         yield entry
 
 

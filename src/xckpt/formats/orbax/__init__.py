@@ -290,8 +290,8 @@ class _Folder:
                     parsed[kind, data] = zarr.parse(data, kind)
                 tensor = zarr.tensor(name, parsed[kind, data], store)
             except CheckpointError as error:
-                error.offset = 0 if error.offset is None else error.offset
-                tensor = Tensor(name, "unknown", (), {}, problem=error.located(tensor=shown_name))
+                problem = error.located(tensor=shown_name, offset=0)
+                tensor = Tensor(name, "unknown", (), {}, problem=problem)
             path = path if path is not None and any(path) else None
             tensors[shown_name] = replace(tensor, name=shown_name, path=path)
         return tensors

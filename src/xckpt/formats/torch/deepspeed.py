@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import nbytes_of
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.errors import FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
@@ -57,10 +57,8 @@ class _States:
 
     def __init__(self, source: Readable, notes: kit.Notes, shard: str | None = None) -> None:
         self.source, self.shard = source, shard
-        try:
+        with kit.locating(path=source.name):
             content = containers.read(source, notes)
-        except CheckpointError as error:
-            raise error.located(path=source.name) from error.__cause__
         self.version, self._nbytes, self._base = content.version, content.nbytes, content.base
         self.tensors = Tensors(content.place, notes, content.byteorder, content.base, shard)
         self.value = content.value
@@ -69,10 +67,8 @@ class _States:
     def tensor(self, value: Any, name: str) -> Tensor | None:
         """Return a value as a tensor; None for other values."""
         self.tensors.name = name
-        try:
+        with kit.locating(path=self.source.name, tensor=name):
             return self.tensors.tensor(value) if type(value) is Call else None
-        except CheckpointError as error:
-            raise error.located(path=self.source.name, tensor=name) from error.__cause__
 
     def flat(self, value: Any, name: str) -> Part:
         """Return a flat vector, or raise `FormatError`."""
@@ -97,10 +93,8 @@ class _States:
     def walk(self, notes: kit.Notes, values: Any, path: tuple[str, ...] = ()) -> ObjectWalk:
         """Return all tensors and plain values below a value."""
         objects = ObjectWalk(self.tensors, self._nbytes, notes, self._base)
-        try:
+        with kit.locating(path=self.source.name):
             objects.walk(values, path)
-        except CheckpointError as error:
-            raise error.located(path=self.source.name) from error.__cause__
         return objects
 
     def broken(self, reason: str, name: str, rule: str, hint: str = _COMPLETE) -> FormatError:

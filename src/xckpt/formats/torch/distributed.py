@@ -92,11 +92,9 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         reason = f"the metadata have {source.size} bytes, more than {_LARGEST_METADATA}"
         raise UnsupportedError(reason, offset=0, rule="Metadata")
     root = Machine(bytes(source.read(0, source.size))).run()
-    try:
+    with kit.locating(offset=0):
         reader = _MetadataReader(source, notes, _fields(root, "metadata.Metadata"))
         reader.read_all()
-    except CheckpointError as error:
-        raise error.located(offset=0) from error.__cause__
     version = reader.fields.get("version")
     version = version if type(version) is str else ""
     return kit.folder_index(

@@ -13,7 +13,7 @@ from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
 from xckpt.formats.plan import Plan, PlannedPart, WantedPart
@@ -485,14 +485,12 @@ def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str
         return parts
     if tensor.layout == "structural":
         return {role: flat(part) for role, part in parts.items()}
-    try:
+    with kit.locating(tensor=tensor.name):
         require_roles(tensor.layout, parts, ROLES[tensor.layout])
         if tensor.layout == "dense":
             check_dense(parts["data"], tensor.shape)
             return {"data": replace(parts["data"], shape=tensor.shape)}
         parts = sparse(tensor.layout, tensor.shape, parts)
-    except CheckpointError as error:
-        raise error.located(tensor=tensor.name) from None
     roles = ROLES[tensor.layout][1:]
     bits = max(ELEMENT_TYPES[parts[role].dtype].bits for role in roles)
     dtype = next(name for name in index_types if ELEMENT_TYPES[name].bits >= bits)
