@@ -110,8 +110,7 @@ class Flax(Format):
             reason = f"{tree.left} bytes follow the only object"
             raise FormatError(reason, offset=tree.at, rule="ExtraData")
         tensors, attrs = tree.contents()
-        notes = tree.notes.warnings()
-        return Index(self.name, "", tensors, attrs, source.name, source.size, warnings=notes)
+        return kit.index_of(self.name, source, tensors, attrs, notes=tree.notes)
 
 
 @dataclass(slots=True)

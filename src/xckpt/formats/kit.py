@@ -16,7 +16,7 @@ from struct import error as StructError  # noqa: N812
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, is_json
 
 if TYPE_CHECKING:
@@ -486,17 +486,26 @@ def sibling(source: Readable, name: str) -> Readable | None:
         return None
 
 
-def folder_index(
+def missing_file(
+    name: str, source: Readable, hint: str, rule: str | None = None
+) -> CheckpointError:
+    """Return the error for a file of the folder that `source` refers to."""
+    reason = f"the file {shown(name)} is missing"
+    return MissingShardError(reason, path=source.name, rule=rule, hint=hint)
+
+
+def index_of(
     format: str,
     source: Readable,
-    tensors: dict[str, Tensor],
-    attrs: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    attrs: Mapping[str, Any],
     *,
-    shards: dict[str, Shard],
     notes: Notes,
     version: str = "",
+    shards: Mapping[str, Shard] | None = None,
 ) -> Index:
     """Return the Index of a file and its shards, whose size is that of all of them."""
+    shards = shards or {}
     size = source.size + sum(shard.size for shard in shards.values())
     return Index(format, version, tensors, attrs, source.name, size, shards, notes.warnings())
 

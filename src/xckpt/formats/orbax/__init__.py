@@ -136,7 +136,8 @@ class _Folder:
     def _open(self, name: str) -> Readable:
         file = self._optional(name)
         if file is None:
-            raise ocdbt.missing(name, self._source)
+            hint = "Copy the whole folder"
+            raise kit.missing_file(name, self._source, hint, "Missing").located(offset=0)
         return file
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -169,9 +170,7 @@ class _Folder:
             for name, file in self._files.items()
             if file is not None and name in used
         }
-        return kit.folder_index(
-            format, self._source, tensors, attrs, shards=shards, notes=self._notes
-        )
+        return kit.index_of(format, self._source, tensors, attrs, notes=self._notes, shards=shards)
 
     def _metadata(self, source: Readable | None) -> Mapping[str, Any]:
         file = source or self._optional(self._prefix + _TREE)

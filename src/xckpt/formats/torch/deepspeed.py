@@ -114,14 +114,9 @@ def read(format: str, source: Readable) -> Index | None:
         return None
     else:
         reader.read_all()
-    return kit.folder_index(
-        format,
-        source,
-        reader.tensors,
-        reader.attrs,
-        shards=reader.shards,
-        notes=notes,
-        version=model.version,
+    tensors, attrs, shards = reader.tensors, reader.attrs, reader.shards
+    return kit.index_of(
+        format, source, tensors, attrs, notes=notes, version=model.version, shards=shards
     )
 
 
@@ -161,8 +156,7 @@ class _FolderReader:
         """Read another file of the folder."""
         file = file or kit.sibling(self._model.source, name)
         if file is None:
-            reason, path = f"the file {shown(name)} is missing", self._model.source.name
-            raise MissingShardError(reason, path=path, rule="Ranks", hint=_COMPLETE)
+            raise kit.missing_file(name, self._model.source, _COMPLETE, "Ranks")
         self.shards[name] = Shard(file.size, None, (name,))
         return _States(file, self._notes, name)
 

@@ -84,11 +84,8 @@ def read(source: Readable, magic: bytes) -> Index:
             if "generator" in root:
                 generator = manifest.attributes({"generator": root["generator"]})
                 attrs.setdefault("generator", generator["generator"])
-    warnings += ranges.notes.warnings()
-    name, size = source.name, source.size
-    return kit.with_arrangement(
-        Index("ztensor", version, tensors, attrs, name, size, warnings=warnings)
-    )
+    index = kit.index_of("ztensor", source, tensors, attrs, notes=ranges.notes, version=version)
+    return kit.with_arrangement(replace(index, warnings=warnings + index.warnings))
 
 
 class _Ranges:
