@@ -637,21 +637,23 @@ def with_arrangement(index: Index, texts: Mapping[str, Any] | None = None) -> In
     if texts is None:  # they are attributes
         texts = {key: attrs.pop(key, None) for key in (DIMS_KEY, ARRANGEMENT_KEY)}
     tensors = with_dims(dict(index.tensors), texts.get(DIMS_KEY))
-    fields, names = _ArrangementFields(texts.get(ARRANGEMENT_KEY)), list(tensors)
-    for name, tensor_attrs in fields.mappings("attrs"):
+    (fields, are_valid), names = _fitting_fields(texts.get(ARRANGEMENT_KEY)), list(tensors)
+    for name, tensor_attrs in fields["attrs"].items():
         if name in tensors:
             tensors[name] = replace(tensors[name], attrs={**tensor_attrs, **tensors[name].attrs})
-    for name in fields.names("json"):
+    for name in dict.fromkeys(fields["json"]):
         if type(attrs.get(name)) is str:
             try:
                 attrs[name] = _loaded(attrs[name], DEEPEST_ATTRS)
             except ValueError:
-                fields.are_valid = False
-    coords = tuple([name for name in fields.names("coords") if name in tensors])
-    order = tuple([names[position] for position in fields.order(len(names))])
-    arrangement = Arrangement(coords, order, dict(fields.mappings("modules")))
+                are_valid = False
+    coords = tuple([name for name in dict.fromkeys(fields["coords"]) if name in tensors])
+    if fields["order"] and sorted(fields["order"]) != list(range(len(names))):
+        are_valid, fields["order"] = False, []
+    order = tuple([names[position] for position in fields["order"]])
+    arrangement = Arrangement(coords, order, fields["modules"])
     warnings = index.warnings
-    if not fields.are_valid:
+    if not are_valid:
         warnings += (f"{ARRANGEMENT_KEY!r} is malformed, and ignored in part",)
     return replace(index, tensors=tensors, attrs=attrs, warnings=warnings, arrangement=arrangement)
 
@@ -669,46 +671,30 @@ def _loaded(text: Any, levels: int) -> Any:
     return value
 
 
-class _ArrangementFields:
-    """The fields in the text of `ARRANGEMENT_KEY`, which may be malformed."""
+# The fields of `ARRANGEMENT_KEY`, with the types of their entries.
+_ARRANGEMENT = {"coords": (list, str), "order": (list, int), "attrs": (dict, dict)}
+_ARRANGEMENT |= {"modules": (dict, dict), "json": (list, str)}
 
-    def __init__(self, text: Any) -> None:
-        try:
-            fields: Any = {} if text is None else _loaded(text, DEEPEST_ATTRS + 3)
-        except ValueError:
-            fields = None
-        #: Whether all fields that were read have the right type.
-        self.are_valid = type(fields) is dict
-        self._fields: dict[str, Any] = fields if self.are_valid else {}
 
-    def names(self, field: str) -> list[str]:
-        entries = self._typed(field, list)
-        self.are_valid &= all(type(name) is str for name in entries)
-        return list(dict.fromkeys([name for name in entries if type(name) is str]))
-
-    def mappings(self, field: str) -> list[tuple[str, dict[str, Any]]]:
-        entries = self._typed(field, dict)
-        self.are_valid &= all(type(value) is dict for value in entries.values())
-        return [(name, value) for name, value in entries.items() if type(value) is dict]
-
-    def order(self, count: int) -> list[int]:
-        """Return the positions of `count` tensors; none if they are not a permutation."""
-        positions: list[int] = self._typed("order", list)
-        if positions and not (
-            len(positions) == count
-            and all(type(position) is int for position in positions)
-            and set(positions) == set(range(count))
-        ):
-            self.are_valid = False
-            return []
-        return positions
-
-    def _typed(self, field: str, kind: type) -> Any:
-        value = self._fields.get(field, kind())
+def _fitting_fields(text: Any) -> tuple[dict[str, Any], bool]:
+    """Return the entries of a text for `ARRANGEMENT_KEY` that fit, and whether all of them do."""
+    try:
+        stated: Any = {} if text is None else _loaded(text, DEEPEST_ATTRS + 3)
+    except ValueError:
+        stated = None
+    are_valid = type(stated) is dict
+    stated = stated if are_valid else {}
+    fields: dict[str, Any] = {}
+    for field, (kind, entry) in _ARRANGEMENT.items():
+        value = stated.get(field, kind())
         if type(value) is not kind:
-            self.are_valid = False
-            return kind()
-        return value
+            are_valid, value = False, kind()
+        if kind is dict:
+            fields[field] = {name: item for name, item in value.items() if type(item) is entry}
+        else:
+            fields[field] = [item for item in value if type(item) is entry]
+        are_valid &= len(fields[field]) == len(value)
+    return fields, are_valid
 
 
 # --- fields of decoded JSON and CBOR --------------------------------------------------------------
