@@ -314,7 +314,7 @@ class VariableMaker:
         if listed.tensor.name in self.shared:
             encoding["shares"] = self.shared[listed.tensor.name]
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        encoding["original_shape"] = array.shape
+        encoding["original_shape"] = listed.lazy.shape
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
         return LazyVariable.of(dims, array, attrs, encoding)
 
