@@ -305,7 +305,7 @@ class VariableMaker:
         array = self.array(listed.name, listed.lazy)
         encoding = self.encoding(listed.tensor, listed.role, listed.suffix, axes)
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        encoding["original_shape"] = array.shape
+        encoding["original_shape"] = listed.lazy.shape
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
         return LazyVariable.of(dims, array, attrs, encoding)
 

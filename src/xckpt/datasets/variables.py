@@ -58,11 +58,12 @@ class LazyVariable(xr.Variable):
     # A fast path, because xarray copies each variable twice before the user gets it. If xarray
     # stops calling this method, copying takes longer.
     def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
-        array = data_of(self)
-        if not IS_FAST or deep or data is not None or not isinstance(array, da.Array | np.ndarray):
+        is_array = IS_FAST and isinstance(self._data, (da.Array, np.ndarray))
+        if not is_array or deep or data is not None:
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)
-        return self.of(self._dims, array, attrs, dict(self._encoding or {}))
+        encoding = dict(self._encoding or {})
+        return make_variable(type(self), self._dims, self._data, attrs, encoding)
 
     @property
     def values(self) -> Any:

@@ -110,8 +110,7 @@ class Flax(Format):
             reason = f"{tree.left} bytes follow the only object"
             raise FormatError(reason, offset=tree.at, rule="ExtraData")
         tensors, attrs = tree.contents()
-        notes = tree.notes.warnings()
-        return Index(self.name, "", tensors, attrs, source.name, source.size, warnings=notes)
+        return kit.index_of(self.name, source, tensors, attrs, notes=tree.notes)
 
 
 @dataclass(slots=True)
@@ -263,10 +262,9 @@ class _Tree(kit.Cursor):
         try:
             return self._array(name, place)
         except CheckpointError as error:
-            error.offset = start if error.offset is None else error.offset
+            problem = error.located(tensor=name, offset=start)
             if error.rule == "Truncated":
-                raise error.located(tensor=name) from None
-            problem = error.located(tensor=name)
+                raise problem from None
             return Tensor(name, "unknown", (), {}, problem=problem, path=place)
 
     def _array(self, name: str, path: tuple[str, ...] | None) -> Tensor:

@@ -12,12 +12,11 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite, prod
-from operator import itemgetter
 from struct import error as StructError  # noqa: N812
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.index import DEEPEST_ATTRS, Arrangement, Index, is_json
 
 if TYPE_CHECKING:
@@ -308,53 +307,22 @@ def decode_cbor(
         raise FormatError(f"not CBOR: {shown(reason)[1:-1]}", rule=rule) from error
 
 
-_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP = range(6)
-_SIMPLE = {False: b"\xf4", True: b"\xf5", None: b"\xf6"}
-
-
 def encode_cbor(value: Any) -> bytes:
     """Encode a value as core deterministic CBOR (RFC 8949, section 4.2.1)."""
-    # Supported are dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
-    # encoding of cbor2 follows RFC 7049 instead, which orders keys of several types differently.
-    pieces: list[bytes] = []
-    _encode(value, pieces.append)
-    return b"".join(pieces)
+    import cbor2
+
+    return cbor2.dumps(value, canonical=True, encoders={dict: _encode_map})
 
 
-def _encode(value: Any, put: Callable[[bytes], None]) -> None:
-    kind = type(value)
-    if kind is str:
-        data = value.encode()
-        put(_head(_TEXT, len(data)) + data)
-    elif kind is int:
-        put(_head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, ~value))
-    elif kind is dict:
-        put(_head(_MAP, len(value)))
-        keys = [(encode_cbor(key), item) for key, item in value.items()]
-        for key, item in sorted(keys, key=itemgetter(0)):
-            put(key)
-            _encode(item, put)
-    elif kind is list:
-        put(_head(_ARRAY, len(value)))
-        for item in value:
-            _encode(item, put)
-    elif kind is bytes:
-        put(_head(_BYTES, len(value)) + value)
-    elif kind is float:
-        import cbor2
-
-        put(cbor2.dumps(value, canonical=True))
-    else:
-        put(_SIMPLE[value])
-
-
-def _head(major: int, argument: int) -> bytes:
-    if argument < 24:
-        return bytes((major << 5 | argument,))
-    for code, size in ((24, 1), (25, 2), (26, 4)):
-        if argument < 1 << 8 * size:
-            return bytes((major << 5 | code,)) + argument.to_bytes(size, "big")
-    return bytes((major << 5 | 27,)) + argument.to_bytes(8, "big")
+def _encode_map(encoder: Any, entries: dict[Any, Any]) -> None:
+    # cbor2 follows RFC 7049, which orders keys of several types differently.
+    if all(type(key) is str for key in entries):
+        encoder.encode_map(entries)
+        return
+    encoder.encode_length(5, len(entries))
+    for key in sorted(entries, key=encode_cbor):
+        encoder.encode(key)
+        encoder.encode(entries[key])
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -474,6 +442,18 @@ def read_each(
     return values
 
 
+@contextmanager
+def locating(
+    *, path: str | None = None, offset: int | None = None, tensor: str | None = None
+) -> Iterator[None]:
+    """Add the file, the byte offset and the tensor to errors that lack them."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.located(path=path, offset=offset, tensor=tensor)
+        raise
+
+
 class Notes:
     """A collection of warnings about a file, with one short text for each reason."""
 
@@ -506,17 +486,26 @@ def sibling(source: Readable, name: str) -> Readable | None:
         return None
 
 
-def folder_index(
+def missing_file(
+    name: str, source: Readable, hint: str, rule: str | None = None
+) -> CheckpointError:
+    """Return the error for a file of the folder that `source` refers to."""
+    reason = f"the file {shown(name)} is missing"
+    return MissingShardError(reason, path=source.name, rule=rule, hint=hint)
+
+
+def index_of(
     format: str,
     source: Readable,
-    tensors: dict[str, Tensor],
-    attrs: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    attrs: Mapping[str, Any],
     *,
-    shards: dict[str, Shard],
     notes: Notes,
     version: str = "",
+    shards: Mapping[str, Shard] | None = None,
 ) -> Index:
     """Return the Index of a file and its shards, whose size is that of all of them."""
+    shards = shards or {}
     size = source.size + sum(shard.size for shard in shards.values())
     return Index(format, version, tensors, attrs, source.name, size, shards, notes.warnings())
 
@@ -648,21 +637,23 @@ def with_arrangement(index: Index, texts: Mapping[str, Any] | None = None) -> In
     if texts is None:  # they are attributes
         texts = {key: attrs.pop(key, None) for key in (DIMS_KEY, ARRANGEMENT_KEY)}
     tensors = with_dims(dict(index.tensors), texts.get(DIMS_KEY))
-    fields, names = _ArrangementFields(texts.get(ARRANGEMENT_KEY)), list(tensors)
-    for name, tensor_attrs in fields.mappings("attrs"):
+    (fields, are_valid), names = _fitting_fields(texts.get(ARRANGEMENT_KEY)), list(tensors)
+    for name, tensor_attrs in fields["attrs"].items():
         if name in tensors:
             tensors[name] = replace(tensors[name], attrs={**tensor_attrs, **tensors[name].attrs})
-    for name in fields.names("json"):
+    for name in dict.fromkeys(fields["json"]):
         if type(attrs.get(name)) is str:
             try:
                 attrs[name] = _loaded(attrs[name], DEEPEST_ATTRS)
             except ValueError:
-                fields.are_valid = False
-    coords = tuple([name for name in fields.names("coords") if name in tensors])
-    order = tuple([names[position] for position in fields.order(len(names))])
-    arrangement = Arrangement(coords, order, dict(fields.mappings("modules")))
+                are_valid = False
+    coords = tuple([name for name in dict.fromkeys(fields["coords"]) if name in tensors])
+    if fields["order"] and sorted(fields["order"]) != list(range(len(names))):
+        are_valid, fields["order"] = False, []
+    order = tuple([names[position] for position in fields["order"]])
+    arrangement = Arrangement(coords, order, fields["modules"])
     warnings = index.warnings
-    if not fields.are_valid:
+    if not are_valid:
         warnings += (f"{ARRANGEMENT_KEY!r} is malformed, and ignored in part",)
     return replace(index, tensors=tensors, attrs=attrs, warnings=warnings, arrangement=arrangement)
 
@@ -680,46 +671,30 @@ def _loaded(text: Any, levels: int) -> Any:
     return value
 
 
-class _ArrangementFields:
-    """The fields in the text of `ARRANGEMENT_KEY`, which may be malformed."""
+# The fields of `ARRANGEMENT_KEY`, with the types of their entries.
+_ARRANGEMENT = {"coords": (list, str), "order": (list, int), "attrs": (dict, dict)}
+_ARRANGEMENT |= {"modules": (dict, dict), "json": (list, str)}
 
-    def __init__(self, text: Any) -> None:
-        try:
-            fields: Any = {} if text is None else _loaded(text, DEEPEST_ATTRS + 3)
-        except ValueError:
-            fields = None
-        #: Whether all fields that were read have the right type.
-        self.are_valid = type(fields) is dict
-        self._fields: dict[str, Any] = fields if self.are_valid else {}
 
-    def names(self, field: str) -> list[str]:
-        entries = self._typed(field, list)
-        self.are_valid &= all(type(name) is str for name in entries)
-        return list(dict.fromkeys([name for name in entries if type(name) is str]))
-
-    def mappings(self, field: str) -> list[tuple[str, dict[str, Any]]]:
-        entries = self._typed(field, dict)
-        self.are_valid &= all(type(value) is dict for value in entries.values())
-        return [(name, value) for name, value in entries.items() if type(value) is dict]
-
-    def order(self, count: int) -> list[int]:
-        """Return the positions of `count` tensors; none if they are not a permutation."""
-        positions: list[int] = self._typed("order", list)
-        if positions and not (
-            len(positions) == count
-            and all(type(position) is int for position in positions)
-            and set(positions) == set(range(count))
-        ):
-            self.are_valid = False
-            return []
-        return positions
-
-    def _typed(self, field: str, kind: type) -> Any:
-        value = self._fields.get(field, kind())
+def _fitting_fields(text: Any) -> tuple[dict[str, Any], bool]:
+    """Return the entries of a text for `ARRANGEMENT_KEY` that fit, and whether all of them do."""
+    try:
+        stated: Any = {} if text is None else _loaded(text, DEEPEST_ATTRS + 3)
+    except ValueError:
+        stated = None
+    are_valid = type(stated) is dict
+    stated = stated if are_valid else {}
+    fields: dict[str, Any] = {}
+    for field, (kind, entry) in _ARRANGEMENT.items():
+        value = stated.get(field, kind())
         if type(value) is not kind:
-            self.are_valid = False
-            return kind()
-        return value
+            are_valid, value = False, kind()
+        if kind is dict:
+            fields[field] = {name: item for name, item in value.items() if type(item) is entry}
+        else:
+            fields[field] = [item for item in value if type(item) is entry]
+        are_valid &= len(fields[field]) == len(value)
+    return fields, are_valid
 
 
 # --- fields of decoded JSON and CBOR --------------------------------------------------------------

@@ -88,11 +88,10 @@ class Npz(Format):
         tensors, attrs = _arrays(members, notes), kit.json_object(members.extra_data())
         if not all(type(text) is str for text in attrs.values()):
             attrs = {}  # another program wrote this extra data
-        texts = notes.warnings()
-        if texts and not tensors:
+        if notes.warnings() and not tensors:
             raise FormatError("no member of the archive is an array", rule="Members", offset=0)
-        version, size = ".".join(map(str, start[6:])) if is_single else "", source.size
-        index = Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
+        version = ".".join(map(str, start[6:])) if is_single else ""
+        index = kit.index_of(self.name, source, tensors, attrs, notes=notes, version=version)
         return kit.with_arrangement(index)
 
     def plan(self, draft: Draft) -> Plan:

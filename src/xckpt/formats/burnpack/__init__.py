@@ -120,7 +120,7 @@ class Burnpack(Format):
         kit.check_option("layout", layout, ("aligned", "legacy"))
         version, length = _header(source)
         end = _HEADER.size + length
-        try:
+        with kit.locating(offset=_HEADER.size):
             root = cbor.struct(
                 "metadata", cbor.decode(bytes(source.read(_HEADER.size, length))), _ROOT
             )
@@ -139,9 +139,6 @@ class Burnpack(Format):
             for key, value in attrs.items():
                 if type(value) is not str:
                     raise cbor.mistyped(f"metadata {key!r}", value, "text")
-        except CheckpointError as error:
-            error.located(offset=_HEADER.size)
-            raise
         dialect = str(version) if layout == "aligned" else f"{version}-legacy"
         warnings = () if version else ("version 0, which no burn has written, is read as 1",)
         name, size = source.name, source.size

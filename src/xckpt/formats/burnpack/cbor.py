@@ -137,31 +137,19 @@ def encode(
     """Encode the metadata of a file."""
     import cbor2
 
-    fields = [cbor2.dumps("tensors") + cbor2.dumps(dict(sorted(descriptors.items())))]
+    root: dict[str, Any] = {"tensors": dict(sorted(descriptors.items()))}
     if attrs:
-        fields.append(cbor2.dumps("metadata") + cbor2.dumps(dict(sorted(attrs.items()))))
+        root["metadata"] = dict(sorted(attrs.items()))
     if scalars:
-        # The heads of a map and of an integer differ in the three highest bits only.
-        first, *remaining = cbor2.dumps(len(scalars))
-        entries = [
-            cbor2.dumps(name) + b"\xa1" + cbor2.dumps(kind) + _number(value)
-            for name, (kind, value) in sorted(scalars.items())
-        ]
-        fields.append(
-            b"".join((cbor2.dumps("scalars"), bytes((first | 0xA0, *remaining)), *entries))
-        )
-    metadata = bytes((0xA0 | len(fields),)) + b"".join(fields)
+        root["scalars"] = {name: {kind: value} for name, (kind, value) in sorted(scalars.items())}
+    metadata = cbor2.dumps(root, encoders={float: _encode_float})
     if len(metadata) > _LARGEST:
         raise UnsupportedError("metadata of more than 4 GiB", rule="Metadata")
     return metadata
 
 
-def _number(value: float) -> bytes:
-    """Encode a number as ciborium does: a float in the shortest form that keeps its bits."""
-    import cbor2
-
-    if type(value) is not float:
-        return cbor2.dumps(value)
+def _encode_float(encoder: Any, value: float) -> None:
+    """Encode a float as ciborium does, in the shortest form that keeps its bits."""
     bits = binary.pack(">d", value)
     # cbor2 has one NaN only.
     for first, form in ((b"\xf9", ">e"), (b"\xfa", ">f")):
@@ -170,8 +158,9 @@ def _number(value: float) -> bytes:
         except OverflowError:
             continue
         if binary.pack(">d", *binary.unpack(form, shorter)) == bits:
-            return first + shorter
-    return b"\xfb" + bits
+            encoder.write(first + shorter)
+            return
+    encoder.write(b"\xfb" + bits)
 
 
 # --- scalars --------------------------------------------------------------------------------------

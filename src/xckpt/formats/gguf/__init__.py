@@ -104,18 +104,9 @@ class Gguf(Format):
         reader = _HeadReader(source)
         attrs = reader.attrs()
         tensors = reader.tensors(attrs)
-        index = Index(
-            self.name,
-            str(reader.version),
-            tensors,
-            attrs,
-            source.name,
-            source.size,
-            files=_file_set(source.name, attrs, reader),
-            warnings=reader.notes.warnings(),
-            attr_types=reader.types,
-        )
-        return kit.with_arrangement(index)
+        files, version = _file_set(source.name, attrs, reader), str(reader.version)
+        index = kit.index_of(self.name, source, tensors, attrs, notes=reader.notes, version=version)
+        return kit.with_arrangement(replace(index, files=files, attr_types=reader.types))
 
     def plan(self, draft: Draft, *, long_names: bool = False) -> Plan:
         """Plan the metadata, the list of tensors, and their data.

@@ -56,7 +56,7 @@ from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.formats.gptrs.models import ModelConfig
 
@@ -110,7 +110,7 @@ class Gptrs(Format):
             config = parse_config(cursor.take(length, "the config"), start)
         if version == 1:
             collected, dialect = _Collected(cursor.at, source.size, config), "1"
-            collected.add(_inline(cursor))
+            collected.add(_entries(cursor, _U32, ids=False, by_rank=_INLINE))
         else:
             collected, dialect = _indexed(cursor, source.size, config)
         attrs = {} if config is None else dict(config.attrs)
@@ -244,60 +244,37 @@ def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple
     return collected, "2"
 
 
-def _entries(cursor: kit.Cursor, lengths: Struct, *, ids: bool) -> Iterator[_Entry]:
-    """Read an index with lengths of this encoding; 64-bit lengths must fill it exactly."""
-    smallest = 2 * lengths.size + _INDEXED[0].size + (_ID_NBYTES if ids else 0)
-    for _ in range(_checked_count(cursor, lengths, smallest)):
-        at = cursor.at
-        name = _name(cursor, lengths)
-        identity = int.from_bytes(cursor.take(_ID_NBYTES, "a base id"), "little") if ids else None
-        *shape, tag, flag, offset, nbytes = _fields(cursor, lengths, _INDEXED, name)
-        yield _Entry(at, name, identity, tuple(shape), tag, flag, offset, nbytes)
-    if lengths is _U64 and cursor.left:
-        reason = f"{cursor.left} bytes follow the last entry of the index"
-        raise FormatError(reason, offset=cursor.at, rule="IndexLength")
-
-
-def _inline(cursor: kit.Cursor) -> Iterator[_Entry]:
-    """Read the records of version 1, in which the data of each tensor follow its description."""
-    smallest = 2 * _U32.size + _INLINE[0].size
-    for _ in range(_checked_count(cursor, _U32, smallest)):
-        at = cursor.at
-        name = _name(cursor, _U32)
-        *shape, tag, flag, nbytes = _fields(cursor, _U32, _INLINE, name)
-        entry = _Entry(at, name, 0, tuple(shape), tag, flag, cursor.at, nbytes)
-        try:
-            cursor.skip(nbytes, "data")
-        except FormatError as error:
-            raise error.located(tensor=name) from None
-        yield entry
-
-
-def _checked_count(cursor: kit.Cursor, lengths: Struct, smallest: int) -> int:
+def _entries(
+    cursor: kit.Cursor, lengths: Struct, *, ids: bool, by_rank: Sequence[Struct] = _INDEXED
+) -> Iterator[_Entry]:
+    """Read entries with lengths of this encoding; 64-bit lengths must fill the index exactly."""
+    smallest = 2 * lengths.size + by_rank[0].size + (_ID_NBYTES if ids else 0)
     at = cursor.at
     count = cursor.number(lengths, "number of tensors")
     if count * smallest > cursor.left:
-        needed = f"{count} tensor(s) need {count * smallest} bytes or more"
-        reason = f"{needed}, but {cursor.left} are left"
+        reason = f"{count} tensor(s) need {count * smallest} bytes or more, "
+        reason += f"but {cursor.left} are left"
         raise FormatError(reason, offset=at, rule="TensorCount")
-    return count
-
-
-def _name(cursor: kit.Cursor, lengths: Struct) -> str:
-    return cursor.text(cursor.number(lengths, "length of a name"), "name of a tensor", "Name")
-
-
-def _fields(
-    cursor: kit.Cursor, lengths: Struct, by_rank: list[Struct], name: str
-) -> tuple[Any, ...]:
-    """Read the fields after the name and the id: number of axes, shape, type, flag, sizes."""
-    at = cursor.at
-    rank = cursor.number(lengths, "number of axes")
-    if rank > kit.MOST_AXES:
-        cursor.skip(8 * rank, "a shape")
-        reason = f"{rank} axes are more than the {kit.MOST_AXES} that arrays can have"
-        raise UnsupportedError(reason, offset=at, tensor=name, rule="Rank")
-    return cursor.fields(by_rank[rank], "a description")
+    for _ in range(count):
+        at = cursor.at
+        name = cursor.text(cursor.number(lengths, "length of a name"), "name of a tensor", "Name")
+        identity = int.from_bytes(cursor.take(_ID_NBYTES, "a base id"), "little") if ids else None
+        rank_at = cursor.at
+        rank = cursor.number(lengths, "number of axes")
+        if rank > kit.MOST_AXES:
+            cursor.skip(8 * rank, "a shape")
+            reason = f"{rank} axes are more than the {kit.MOST_AXES} that arrays can have"
+            raise UnsupportedError(reason, offset=rank_at, tensor=name, rule="Rank")
+        fields = cursor.fields(by_rank[rank], "a description")
+        tag, flag, *stated, nbytes = fields[rank:]
+        offset = stated[0] if stated else cursor.at
+        if not stated:  # in version 1, the data follow
+            with kit.locating(tensor=name):
+                cursor.skip(nbytes, "data")
+        yield _Entry(at, name, identity, fields[:rank], tag, flag, offset, nbytes)
+    if lengths is _U64 and cursor.left:
+        reason = f"{cursor.left} bytes follow the last entry of the index"
+        raise FormatError(reason, offset=cursor.at, rule="IndexLength")
 
 
 class _Collected:

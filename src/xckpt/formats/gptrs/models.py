@@ -221,14 +221,12 @@ def _is_policy(value: Any) -> bool:
         return True
     if not (text.startswith("benchmark(") and text.endswith(")")):
         return False
-    options = (option.strip() for option in text[len("benchmark(") : -1].split(","))
-    return all(map(_is_cache_size, filter(None, options)))
+    options = [option.strip() for option in text[len("benchmark(") : -1].split(",")]
+    sizes = [_CACHE_SIZE.fullmatch(option) for option in options if option]
+    return all(size is not None and 0 < int(size[1]) < _COUNTS for size in sizes)
 
 
-def _is_cache_size(option: str) -> bool:
-    digits = option.removeprefix("cache=").removeprefix("+")
-    is_number = option.startswith("cache=") and digits.isascii() and digits.isdigit()
-    return is_number and len(digits.lstrip("0")) <= 20 and 0 < int(digits) < _COUNTS
+_CACHE_SIZE = re.compile(r"cache=\+?0*([0-9]{1,20})")
 
 
 def write_config(kind: str, config: Any, more: Mapping[str, Any]) -> bytes:

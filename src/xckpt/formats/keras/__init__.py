@@ -29,13 +29,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import (
-    CheckpointError,
-    FormatError,
-    MissingShardError,
-    UnsupportedError,
-    shown,
-)
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.keras import hdf5, library
 from xckpt.formats.keras.datasets import read_tensor
@@ -93,8 +87,7 @@ class Keras(Format):
         tensors = _sorted(_tensors(contents, image))
         tensors = Layers(contents.groups, attrs.get("config")).named(tensors)
         version = str(attrs.get("keras_version", ""))
-        size, texts = source.size, notes.warnings()
-        return Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
+        return kit.index_of(self.name, source, tensors, attrs, notes=notes, version=version)
 
     def _sharded(self, source: Readable, notes: kit.Notes) -> Index:
         weight_map = _weight_map(source)
@@ -103,9 +96,8 @@ class Keras(Format):
         for name in dict.fromkeys(chain.from_iterable(weight_map.values())):
             shard = kit.sibling(source, name)
             if shard is None:
-                reason = f"the file {shown(name)} is missing"
                 hint = "Copy it into the folder of the list"
-                raise MissingShardError(reason, path=source.name, offset=0, hint=hint)
+                raise kit.missing_file(name, source, hint).located(offset=0)
             shards[name] = Shard(shard.size, None, (name,))
             image = _image(shard)
             try:
@@ -127,7 +119,7 @@ class Keras(Format):
                 notes.add("no file has variables of this group", shown(group))
         attrs = _attributes(groups, notes)
         tensors = Layers(groups.groups, attrs.get("config")).named(_sorted(tensors))
-        return kit.folder_index(self.name, source, tensors, attrs, shards=shards, notes=notes)
+        return kit.index_of(self.name, source, tensors, attrs, notes=notes, shards=shards)
 
 
 # --- shards ---------------------------------------------------------------------------------------

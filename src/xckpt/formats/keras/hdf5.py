@@ -373,10 +373,8 @@ class Walk:
         attrs = {}
         for kind, data, at in messages:
             if kind == 12:
-                try:
+                with kit.locating(offset=self._image.offset(at)):
                     name, value = decode_attribute(data, self._object)
-                except CheckpointError as error:
-                    raise error.located(offset=self._image.offset(at)) from None
                 if value is not None:
                     attrs[name] = value
         return attrs

@@ -7,6 +7,7 @@ the library is loaded, and no link to elsewhere is followed.
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -66,11 +67,7 @@ class _File(io.BufferedReader):
 
 def is_available() -> bool:
     """Return whether h5py is installed."""
-    try:
-        import h5py  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("h5py") is not None
 
 
 def read(image: Image, notes: kit.Notes, newer: NewerError | None = None) -> Contents:

@@ -195,10 +195,8 @@ def _tensors(values: Sequence[Any], field: str) -> tuple[list[Record], list[int]
         dtype = entry.get("dataType", 0)
         is_number = type(dtype) is int and 0 <= dtype < len(_NUMBERED)
         dtype = _NUMBERED[dtype] if is_number else element_type(str(dtype), f"{entry_field}: the")
-        try:
+        with kit.locating(tensor=name):
             check_shape(dtype, shape, nbytes)
-        except FormatError as error:
-            raise error.located(tensor=name) from None
         records.append(Record(name, dtype, tuple(shape), nbytes))
         offsets.append(offset)
     return records, offsets

@@ -173,8 +173,7 @@ def _read_record(cursor: NetCursor) -> Record:
         *shape, nbytes = cursor.fields(_sizes(cursor), "shape and size")
         check_shape(dtype, shape, nbytes)
     except FormatError as error:
-        error.offset = at if error.offset is None else error.offset
-        raise error.located(tensor=name) from None
+        raise error.located(tensor=name, offset=at) from None
     return Record(name, dtype, tuple(shape), nbytes)
 
 
@@ -434,10 +433,8 @@ def _find(source: Readable, names: Sequence[str], shard: ListedShard) -> ShardFi
             continue  # a checkpoint in one file, perhaps this one
         if magic != SHARD_MAGIC and not name.lower().endswith(".shard"):
             return ShardFile(name, file.size)
-        try:
+        with kit.locating(path=file.name):
             return _read_header(name, file, shard)
-        except FormatError as error:
-            raise error.located(path=file.name) from None
     return None
 
 

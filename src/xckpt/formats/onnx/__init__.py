@@ -92,16 +92,9 @@ class Onnx(Format):
             raise FormatError("the file is empty", offset=0, rule="Empty")
         model = _ModelReader(source, constants=constants)
         model.read()
-        return Index(
-            self.name,
-            str(model.attrs.get("ir_version", "")),
-            model.named(),
-            model.attrs,
-            source.name,
-            source.size,
-            model.shards,
-            model.notes.warnings(),
-        )
+        version, size = str(model.attrs.get("ir_version", "")), source.size
+        tensors, attrs, notes = model.named(), model.attrs, model.notes.warnings()
+        return Index(self.name, version, tensors, attrs, source.name, size, model.shards, notes)
 
 
 class _ModelReader(ProtoReader):

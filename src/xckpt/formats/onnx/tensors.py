@@ -147,8 +147,7 @@ class ProtoReader(Wire):
             part = self._part(proto, dtype, shape)
             return Tensor(joined, dtype, shape, {"data": part}, attrs=attrs, path=place)
         except CheckpointError as error:
-            error.offset = proto.offset if error.offset is None else error.offset
-            problem = error.located(tensor=joined)
+            problem = error.located(tensor=joined, offset=proto.offset)
             return Tensor(joined, dtype, shape, {}, attrs=attrs, path=place, problem=problem)
         finally:
             self.at = at
@@ -274,8 +273,8 @@ class ProtoReader(Wire):
             indices = self._tensor(protos[2], path, name)
             coords = self._coords(indices, extents, values.shape)
         except CheckpointError as error:
-            error.offset = start if error.offset is None else error.offset
-            return replace(values, parts={}, problem=error.located(tensor=values.name))
+            problem = error.located(tensor=values.name, offset=start)
+            return replace(values, parts={}, problem=problem)
         finally:
             self.at = at
         parts = {"values": values.parts["data"], "coords": coords}

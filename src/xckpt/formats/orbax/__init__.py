@@ -136,7 +136,8 @@ class _Folder:
     def _open(self, name: str) -> Readable:
         file = self._optional(name)
         if file is None:
-            raise ocdbt.missing(name, self._source)
+            hint = "Copy the whole folder"
+            raise kit.missing_file(name, self._source, hint, "Missing").located(offset=0)
         return file
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -169,9 +170,7 @@ class _Folder:
             for name, file in self._files.items()
             if file is not None and name in used
         }
-        return kit.folder_index(
-            format, self._source, tensors, attrs, shards=shards, notes=self._notes
-        )
+        return kit.index_of(format, self._source, tensors, attrs, notes=self._notes, shards=shards)
 
     def _metadata(self, source: Readable | None) -> Mapping[str, Any]:
         file = source or self._optional(self._prefix + _TREE)
@@ -290,8 +289,8 @@ class _Folder:
                     parsed[kind, data] = zarr.parse(data, kind)
                 tensor = zarr.tensor(name, parsed[kind, data], store)
             except CheckpointError as error:
-                error.offset = 0 if error.offset is None else error.offset
-                tensor = Tensor(name, "unknown", (), {}, problem=error.located(tensor=shown_name))
+                problem = error.located(tensor=shown_name, offset=0)
+                tensor = Tensor(name, "unknown", (), {}, problem=problem)
             path = path if path is not None and any(path) else None
             tensors[shown_name] = replace(tensor, name=shown_name, path=path)
         return tensors

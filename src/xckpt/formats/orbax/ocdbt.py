@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError, MissingShardError, shown
+from xckpt.errors import FormatError, shown
 from xckpt.formats import kit
 
 if TYPE_CHECKING:
@@ -296,9 +296,3 @@ def _add_values(
             values[name] = Value(nbytes, None, path, offset)
         else:
             values[name] = Value(nbytes, fields.raw(nbytes))
-
-
-def missing(name: str, source: Readable) -> MissingShardError:
-    """Return the error for a file that the database names."""
-    reason, hint = f"the file {shown(name)} is missing", "Copy the whole folder"
-    return MissingShardError(reason, path=source.name, offset=0, rule="Missing", hint=hint)

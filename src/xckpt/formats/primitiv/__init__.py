@@ -64,13 +64,12 @@ from xckpt.formats.primitiv.models import (
     value_path,
     variable_name,
 )
-from xckpt.index import Index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from xckpt.formats.primitiv.models import Parameter, Pieces
-    from xckpt.index import Tensor
+    from xckpt.index import Index, Tensor
 
 _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
 _CODES = {"Shape": 0x000, "Tensor": 0x100, "Parameter": 0x200, "Model": 0x300, "Optimizer": 0x400}
@@ -140,8 +139,7 @@ class Primitiv(Format):
             tensors = {
                 name: tensor for name, tensor in tensors.items() if "stat" not in tensor.attrs
             }
-        texts = notes.warnings()
-        return Index(self.name, "0.1", tensors, attrs, source.name, source.size, warnings=texts)
+        return kit.index_of(self.name, source, tensors, attrs, notes=notes, version="0.1")
 
     def plan(self, draft: Draft, *, data_type: str | None = None) -> Plan:
         """Lay out a file of any of the five types of data.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from math import prod
-from struct import Struct, unpack
+from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -68,16 +68,6 @@ class ObjectCursor(kit.Cursor):
         """Read an integer of type uint32, the only one that primitiv knows."""
         value: int = _INTEGER.unpack(self._number(_UINT32, what))[1]
         return value
-
-    def uint32s(self, count: int, what: str) -> list[int]:
-        """Read consecutive integers."""
-        if 5 * count <= self.left:
-            data = self.take(5 * count, what)
-            if data[::5].count(_UINT32) == count:
-                return list(unpack(">" + "xI" * count, data))
-            self.at -= 5 * count
-        # Read them one at a time, so that the error has the position of the wrong one.
-        return [self.uint32(what) for _ in range(count)]
 
     def float32(self, what: str) -> float:
         """Read a number of type float32."""
@@ -148,7 +138,7 @@ def read_shape(objects: ObjectCursor) -> tuple[list[int], int]:
     if count > MOST_DIMS:
         reason = f"{count} dims are more than {MOST_DIMS}"
         raise FormatError(reason, offset=start, rule="ShapeDepth")
-    *dims, batch = objects.uint32s(count + 1, "dims and batch")
+    *dims, batch = [objects.uint32("dims and batch") for _ in range(count + 1)]
     size = prod(dims) * batch
     if not 0 < size < U32:
         reason = f"dims {dims} and batch {batch} are {size} elements, "

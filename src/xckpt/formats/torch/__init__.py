@@ -16,11 +16,15 @@ Specification: none; the modules name the source files of PyTorch that define th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.torch import containers, deepspeed, distributed
 from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.tensors import Tensors
-from xckpt.index import Index
+
+if TYPE_CHECKING:
+    from xckpt.index import Index
 
 _OLDEST = {"storages", "tensors", "pickle", "sys_info"}  # members of the tar archives of 0.1
 # Names, or folders, of the first member of an archive, below the root folder.
@@ -71,15 +75,8 @@ class Torch(Format):
         size, base = content.nbytes, content.base
         objects = ObjectWalk(tensors, size, notes, base, all_tensors=all_tensors)
         objects.walk(content.value)
-        return Index(
-            self.name,
-            content.version,
-            objects.tensors,
-            objects.attrs,
-            source.name,
-            source.size,
-            warnings=notes.warnings(),
-        )
+        named, attrs, version = objects.tensors, objects.attrs, content.version
+        return kit.index_of(self.name, source, named, attrs, notes=notes, version=version)
 
     def read_folder(self, source: Readable, *, all_tensors: bool = False) -> Index:
         """Read the folder of a training run; options as for `read`."""

@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import nbytes_of
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.errors import FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.torch import containers
 from xckpt.formats.torch.objects import ObjectWalk, mapping_of
@@ -57,10 +57,8 @@ class _States:
 
     def __init__(self, source: Readable, notes: kit.Notes, shard: str | None = None) -> None:
         self.source, self.shard = source, shard
-        try:
+        with kit.locating(path=source.name):
             content = containers.read(source, notes)
-        except CheckpointError as error:
-            raise error.located(path=source.name) from error.__cause__
         self.version, self._nbytes, self._base = content.version, content.nbytes, content.base
         self.tensors = Tensors(content.place, notes, content.byteorder, content.base, shard)
         self.value = content.value
@@ -69,10 +67,8 @@ class _States:
     def tensor(self, value: Any, name: str) -> Tensor | None:
         """Return a value as a tensor; None for other values."""
         self.tensors.name = name
-        try:
+        with kit.locating(path=self.source.name, tensor=name):
             return self.tensors.tensor(value) if type(value) is Call else None
-        except CheckpointError as error:
-            raise error.located(path=self.source.name, tensor=name) from error.__cause__
 
     def flat(self, value: Any, name: str) -> Part:
         """Return a flat vector, or raise `FormatError`."""
@@ -97,10 +93,8 @@ class _States:
     def walk(self, notes: kit.Notes, values: Any, path: tuple[str, ...] = ()) -> ObjectWalk:
         """Return all tensors and plain values below a value."""
         objects = ObjectWalk(self.tensors, self._nbytes, notes, self._base)
-        try:
+        with kit.locating(path=self.source.name):
             objects.walk(values, path)
-        except CheckpointError as error:
-            raise error.located(path=self.source.name) from error.__cause__
         return objects
 
     def broken(self, reason: str, name: str, rule: str, hint: str = _COMPLETE) -> FormatError:
@@ -120,14 +114,9 @@ def read(format: str, source: Readable) -> Index | None:
         return None
     else:
         reader.read_all()
-    return kit.folder_index(
-        format,
-        source,
-        reader.tensors,
-        reader.attrs,
-        shards=reader.shards,
-        notes=notes,
-        version=model.version,
+    tensors, attrs, shards = reader.tensors, reader.attrs, reader.shards
+    return kit.index_of(
+        format, source, tensors, attrs, notes=notes, version=model.version, shards=shards
     )
 
 
@@ -167,8 +156,7 @@ class _FolderReader:
         """Read another file of the folder."""
         file = file or kit.sibling(self._model.source, name)
         if file is None:
-            reason, path = f"the file {shown(name)} is missing", self._model.source.name
-            raise MissingShardError(reason, path=path, rule="Ranks", hint=_COMPLETE)
+            raise kit.missing_file(name, self._model.source, _COMPLETE, "Ranks")
         self.shards[name] = Shard(file.size, None, (name,))
         return _States(file, self._notes, name)
 

@@ -92,22 +92,13 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         reason = f"the metadata have {source.size} bytes, more than {_LARGEST_METADATA}"
         raise UnsupportedError(reason, offset=0, rule="Metadata")
     root = Machine(bytes(source.read(0, source.size))).run()
-    try:
+    with kit.locating(offset=0):
         reader = _MetadataReader(source, notes, _fields(root, "metadata.Metadata"))
         reader.read_all()
-    except CheckpointError as error:
-        raise error.located(offset=0) from error.__cause__
     version = reader.fields.get("version")
     version = version if type(version) is str else ""
-    return kit.folder_index(
-        format,
-        source,
-        reader.tensors,
-        reader.attrs,
-        shards=reader.shards,
-        notes=notes,
-        version=version,
-    )
+    tensors, attrs, shards = reader.tensors, reader.attrs, reader.shards
+    return kit.index_of(format, source, tensors, attrs, notes=notes, version=version, shards=shards)
 
 
 def _broken(reason: str, rule: str = "Metadata") -> FormatError:
@@ -205,11 +196,8 @@ class _MetadataReader:
         """Read an item."""
         file = self._file(item.file)
         if file is None:
-            raise MissingShardError(
-                f"the file {shown(item.file)} is missing",
-                path=self._source.name,
-                hint="Copy it into the folder of .metadata",
-            )
+            hint = "Copy it into the folder of .metadata"
+            raise kit.missing_file(item.file, self._source, hint)
         if not item.is_plain:
             reason = "transformed items, such as compressed ones, are unsupported"
             raise UnsupportedError(reason, rule="Transform")

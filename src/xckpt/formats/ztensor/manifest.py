@@ -13,7 +13,7 @@ from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
 from xckpt.formats.plan import Plan, PlannedPart, WantedPart
@@ -367,7 +367,7 @@ def check_dense(part: Part, shape: Shape) -> None:
     """Check the size of dense data if the file states it."""
     dtype = part.dtype
     expected = nbytes_of(dtype, prod(shape))
-    size = part.nbytes if part.encoding is None else part.decoded_nbytes
+    size = decoded_size(part)
     # Data of the right size fit into an array, so only others need the second check.
     if (size != expected or not expected) and kit.is_oversized(shape, dtype):
         raise FormatError(f"{dtype} of shape {shape} is larger than an array can be", rule="Shape")
@@ -405,6 +405,7 @@ def sparse(layout: str, shape: Shape, parts: Mapping[str, Part]) -> dict[str, Pa
         if not parts[role].dtype.startswith(("int", "uint")):
             raise _unfit(parts[role], f"indices of type {parts[role].dtype}: expected integers")
     values = parts["values"]
+    shapes: dict[str, Any]
     if layout == "sparse_csr":
         if len(shape) != 2:
             raise _unfit(parts["indptr"], f"CSR of {len(shape)} axes: expected 2")
@@ -413,23 +414,19 @@ def sparse(layout: str, shape: Shape, parts: Mapping[str, Part]) -> dict[str, Pa
             reason = f"'indptr' has {pointers} entries: expected {shape[0] + 1} for {shape[0]} rows"
             raise _unfit(parts["indptr"], reason)
         nonzero = _nonzero(_count("indices", parts["indices"]), values)
-        listed = None if nonzero is None else (nonzero,)
-        return {
-            "values": replace(values, shape=listed),
-            "indices": replace(parts["indices"], shape=listed),
-            "indptr": replace(parts["indptr"], shape=(shape[0] + 1,)),
-        }
-    coords = parts["coords"]
-    if not shape:
-        raise _unfit(coords, "COO of no axes")
-    numbers = _count("coords", coords)
-    if numbers is not None and numbers % len(shape):
-        reason = f"'coords' has {numbers} entries, which is not a multiple of {len(shape)} axes"
-        raise _unfit(coords, reason)
-    nonzero = _nonzero(None if numbers is None else numbers // len(shape), values)
+        shapes = {"values": (nonzero,), "indices": (nonzero,), "indptr": (shape[0] + 1,)}
+    else:
+        if not shape:
+            raise _unfit(parts["coords"], "COO of no axes")
+        numbers = _count("coords", parts["coords"])
+        if numbers is not None and numbers % len(shape):
+            reason = f"'coords' has {numbers} entries, which is not a multiple of {len(shape)} axes"
+            raise _unfit(parts["coords"], reason)
+        nonzero = _nonzero(None if numbers is None else numbers // len(shape), values)
+        shapes = {"values": (nonzero,), "coords": (len(shape), nonzero)}
     return {
-        "values": replace(values, shape=None if nonzero is None else (nonzero,)),
-        "coords": replace(coords, shape=None if nonzero is None else (len(shape), nonzero)),
+        role: replace(parts[role], shape=None if None in extents else extents)
+        for role, extents in shapes.items()
     }
 
 
@@ -485,14 +482,12 @@ def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str
         return parts
     if tensor.layout == "structural":
         return {role: flat(part) for role, part in parts.items()}
-    try:
+    with kit.locating(tensor=tensor.name):
         require_roles(tensor.layout, parts, ROLES[tensor.layout])
         if tensor.layout == "dense":
             check_dense(parts["data"], tensor.shape)
             return {"data": replace(parts["data"], shape=tensor.shape)}
         parts = sparse(tensor.layout, tensor.shape, parts)
-    except CheckpointError as error:
-        raise error.located(tensor=tensor.name) from None
     roles = ROLES[tensor.layout][1:]
     bits = max(ELEMENT_TYPES[parts[role].dtype].bits for role in roles)
     dtype = next(name for name in index_types if ELEMENT_TYPES[name].bits >= bits)

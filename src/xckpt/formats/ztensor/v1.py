@@ -68,7 +68,7 @@ def read(source: Readable, magic: bytes) -> Index:
     ranges = _Ranges(source.size, start)
     attrs: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()
-    try:
+    with kit.locating(offset=start):
         # A file of version 0.1 with only a head and a footer has no manifest.
         empty = magic == MAGIC_0 and not length and source.size == _HEAD + _FOOTER
         root: Any = [] if empty else manifest.decode(bytes(source.read(start, length)))
@@ -84,14 +84,8 @@ def read(source: Readable, magic: bytes) -> Index:
             if "generator" in root:
                 generator = manifest.attributes({"generator": root["generator"]})
                 attrs.setdefault("generator", generator["generator"])
-    except CheckpointError as error:
-        error.located(offset=start)
-        raise
-    warnings += ranges.notes.warnings()
-    name, size = source.name, source.size
-    return kit.with_arrangement(
-        Index("ztensor", version, tensors, attrs, name, size, warnings=warnings)
-    )
+    index = kit.index_of("ztensor", source, tensors, attrs, notes=ranges.notes, version=version)
+    return kit.with_arrangement(replace(index, warnings=warnings + index.warnings))
 
 
 class _Ranges:

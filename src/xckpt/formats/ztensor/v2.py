@@ -21,7 +21,7 @@ from pathlib import PurePath
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.plan import LiteralBytes, Plan
@@ -82,15 +82,12 @@ def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
         return None
     start, length, digest = footer
     data = bytes(source.read(start, length))
-    try:
+    with kit.locating(offset=start):
         computed = xxhash.xxh3_64_intdigest(data)
         if computed != digest:
             reason = f"the manifest's hash is {computed:016x}, the footer says {digest:016x}"
             raise FormatError(reason, rule="ManifestHash")
         return start, start + length, mapping("manifest", manifest.decode_deterministic(data))
-    except CheckpointError as error:
-        error.offset = start
-        raise
 
 
 def _footer(source: Readable) -> tuple[int, int, int] | None:
@@ -134,16 +131,13 @@ def read(source: Readable) -> Index:
     if parsed is None:
         return Index("ztensor", "2", {}, source=source.name, nbytes=source.size)
     start, end, root = parsed
-    try:
+    with kit.locating(offset=start):
         entries = mapping("objects", root.get("objects"))
         attrs = _attributes(root)
         shards = _shards(root, source.name)
         reading = _Objects(source.size, (start, end), shards)
         tensors = kit.read_each(manifest.drained(entries, _check_name), reading.tensor)
         reading.check_overlaps()
-    except CheckpointError as error:
-        error.located(offset=start)
-        raise
     name, size = source.name, source.size
     texts = reading.notes.warnings()
     return kit.with_arrangement(Index("ztensor", "2", tensors, attrs, name, size, shards, texts))
@@ -470,10 +464,8 @@ def _structural(
     for role in parts:
         _storable_name("the part", role, tensor.name)
     if _is_known(layout):
-        try:
+        with kit.locating(tensor=tensor.name):
             _assembled(Tensor(tensor.name, tensor.dtype, tensor.shape, parts, attrs=attrs), layout)
-        except CheckpointError as error:
-            raise error.located(tensor=tensor.name) from None
     return kit.check_text("the layout", layout, tensor.name)
 
 
