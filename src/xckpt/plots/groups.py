@@ -13,6 +13,7 @@ from xckpt.plots.axes import (
     add_heading,
     inches,
     luminance,
+    near_limits,
     new_axes,
     number_text,
     require_drawable,
@@ -38,8 +39,6 @@ _WIDEST_LABEL = 28
 _STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 _INFINITE, _UNDEFINED, _MARK = "#9e9e9e", "#e6007e", "x"
 _MOST_NAMED = 3
-# The share of the values at each end that may be left out of the colours, and how few suffice.
-_FRINGE, _FEWEST, _FAR = 0.1, 5, 2.0
 
 
 @themed
@@ -141,34 +140,14 @@ def _colours(values: Array) -> dict[str, Any]:
     if not finite.size:
         return options | {"vmin": 0.0, "vmax": 1.0}
     if finite[0] > 0:
-        low, high = np.exp(_limits(np.log(finite)))
+        low, high = np.exp(near_limits(np.log(finite)))
         if high > WIDE_SPAN * low:
             return options | {"norm": LogNorm(low, high)}
-    low, high = _limits(finite)
+    low, high = near_limits(finite)
     if low < 0 < high:
         limit = max(-low, high)
         return options | {"vmin": -limit, "vmax": limit, "cmap": "RdBu_r"}
     return options | {"vmin": low, "vmax": high if high > low else low + (abs(low) or 1.0)}
-
-
-def _limits(ascending: Array) -> tuple[float, float]:
-    """Return the smallest and the largest value that the colours span, without far ones."""
-    # A value is far if it is beyond the others by more than twice their span.
-    low, high = float(ascending[0]), float(ascending[-1])
-    if len(ascending) < _FEWEST:
-        return low, high
-    fringe = max(1, int(_FRINGE * len(ascending)))
-    inner = ascending[fringe:-fringe]
-    first, last = float(inner[0]), float(inner[-1])
-    if first == last:  # most values are the same, and the others interesting
-        distinct = np.unique(ascending)
-        if len(distinct) == len(ascending) or len(distinct) < _FEWEST:
-            return low, high
-        low, high = _limits(distinct)
-        return min(low, first), max(high, first)
-    span = _FAR * (last - first)
-    near = ascending[(ascending >= first - span) & (ascending <= last + span)]
-    return float(near[0]), float(near[-1])
 
 
 def _mark_beyond(ax: Axes, image: Any, values: Array) -> list[tuple[int, int]]:
