@@ -58,6 +58,7 @@ _FEW_BANDS = 3
 _OUT_OF_LINE, _LEAST_SPREAD = 8.0, 0.03
 _FEWEST_NAMED, _MOST_NAMED = 2, 4
 _LEAST_FACTOR = 0.5  # in powers of two, from the median at the position
+_MARGIN = 0.22  # above and below the lines, as a share of their span
 # A value is beyond the axis if it is this many spans of its line away from it.
 _FAR = 4.0
 # In inches: width of a figure; heights of a panel, its frame, and a label.
@@ -312,7 +313,7 @@ def _draw_panel(
     """Draw the lines of a panel, with labels at their ends and at extremes."""
     lines = panel.lines
     ax.grid(visible=True, alpha=0.25)
-    ax.margins(x=0.02, y=0.22)
+    ax.margins(x=0.02, y=_MARGIN)
     is_by_number = any(line.number for line in lines)
     if is_by_number:
         colours = number_colours(ax, [line.number for line in lines], hue)
@@ -462,7 +463,7 @@ def _set_scale(ax: Axes, lines: Sequence[_Line]) -> None:
         return
     scale = ax.yaxis.get_transform()
     bottom, top = scale.transform([low, high])
-    margin = ax.margins()[1] * (top - bottom)
+    margin = _MARGIN * (top - bottom)
     ax.set_ylim(*scale.inverted().transform([bottom - margin, top + margin]))
 
 
