@@ -65,7 +65,7 @@ _MUTED = "opacity:.72"
 _DOT = f' <span style="{_MUTED}">·</span> '
 _WRAPPED = "overflow-wrap:break-word"
 _NO_BREAK = "\xa0"
-_LONGEST_UNBROKEN = 20
+_LONGEST_UNBROKEN = WIDEST_KIND
 _WIDTH_OF_SHARE = 40  # pixels
 _LONGEST_PIECE = 40
 _REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}[./]")
@@ -136,7 +136,7 @@ def table(
         lines.append(f"<tr>{cells}</tr>")
     below = [f'<div style="margin-top:4px">{_text(note)}</div>' for note in notes]
     return (
-        f'<div style="{_ROOT};{_WRAPPED}"><div><b>{_text(heading)}</b></div>'
+        f'<div style="{_ROOT};{_WRAPPED}"><div style="font-weight:600">{_text(heading)}</div>'
         '<div style="overflow-x:auto"><table style="border-collapse:collapse;margin:'
         '8px 0 4px;font-size:12.5px">'
         f'<thead><tr style="border-bottom:{_LINE}">{head}</tr></thead>'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt.formatting import base_name, counted, figure, line_width, printable, wrapped
@@ -85,8 +84,7 @@ class ResultView(NamedTuple):
         of = " of ".join(["Groups", *map(base_name, filter(None, [groups.attrs.get("source")]))])
         heading = f"<{of}>  by {', '.join(map(printable, keys))}: {{}}"
         if "bin" in groups.dims:
-            labels = counted(prod(groups.sizes[key] for key in keys), "group")
-            return cls(heading.format(f"{labels} · {groups.sizes['bin']} bins"))
+            return cls(heading.format(f"{groups.sizes['bin']} bins"))
         frame = groups.to_dataframe()
         frame = frame[frame["tensors"] > 0]
         frame.index = [
