@@ -33,6 +33,8 @@ _INCHES_OF_LABELS = 0.5
 _INCHES_OF_TICK = 0.6
 # Additional colours after matplotlib's own, visible on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
+# The mark of values beyond the colours, and how many of them have their place in a note.
+_MARK, _MOST_NAMED = "x", 3
 # The share of values at each end that can be far from the others, and how few values have far ones.
 _FRINGE, _FEWEST_VALUES = 0.1, 5
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -323,6 +325,32 @@ def near_limits(ascending: Any, far: float = 2.0) -> tuple[float, float]:
     span = far * (last - first)
     near = ascending[(ascending >= first - span) & (ascending <= last + span)]
     return float(near[0]), float(near[-1])
+
+
+def mark_beyond(
+    ax: Axes, image: Any, values: Any, place_text: Callable[[int, int], str]
+) -> tuple[Literal["neither", "both", "min", "max"], list[str]]:
+    """Mark the values beyond the colours; return these ends of the colours, and notes."""
+    # `place_text` names a row and a column; the farthest values are in the notes.
+    low, high = image.norm.vmin, image.norm.vmax
+    margin = 1e-9 * (abs(low) + abs(high))
+    with np.errstate(invalid="ignore"):
+        is_beyond = np.isfinite(values) & ((values < low - margin) | (values > high + margin))
+    places = [(row, column) for row, column in np.argwhere(is_beyond).tolist()]
+    if not places:
+        return "neither", []
+    places.sort(key=lambda place: -abs(values[place] - (low + high) / 2))
+    cells = [image.cmap(image.norm(values[place])) for place in places]
+    colours = ["black" if luminance(cell) > 0.5 else "white" for cell in cells]
+    rows, columns = np.array(places).T
+    ax.scatter(columns, rows, marker=_MARK, s=14, color=colours, linewidths=0.9)
+    notes = [f"{_MARK} beyond the colours"]
+    notes += [
+        f"{number_text(values[place])} at {place_text(*place)}" for place in places[:_MOST_NAMED]
+    ]
+    notes += [f"{len(places) - _MOST_NAMED:,} more"] if len(places) > _MOST_NAMED else []
+    is_above = {bool(values[place] > high) for place in places}
+    return "both" if len(is_above) == 2 else "max" if True in is_above else "min", notes
 
 
 def whole_numbers(axis: Any) -> None:

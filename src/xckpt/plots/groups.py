@@ -12,10 +12,9 @@ from xckpt.notebook.short_names import short_names
 from xckpt.plots.axes import (
     add_heading,
     inches,
-    luminance,
+    mark_beyond,
     near_limits,
     new_axes,
-    number_text,
     require_drawable,
     safe,
     whole_numbers,
@@ -37,8 +36,7 @@ _INCHES_OF_LABEL, _POINTS_OF_CHARACTER = 0.15, 5.2
 _WIDEST_LABEL = 28
 # Intervals of labels that are easy to count.
 _STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
-_INFINITE, _UNDEFINED, _MARK = "#9e9e9e", "#e6007e", "x"
-_MOST_NAMED = 3
+_INFINITE, _UNDEFINED = "#9e9e9e", "#e6007e"
 
 
 @themed
@@ -68,23 +66,18 @@ def draw_groups(
     height = _FRAME + max(1.2, _INCHES_PER_ROW * rows)
     ax = new_axes(ax, min(width, _WIDEST), min(height, _TALLEST))
     image = ax.imshow(np.ma.masked_invalid(values), **_colours(values) | style)
-    beyond = _mark_beyond(ax, image, values)
-    is_above = {bool(values[place] > image.norm.vmax) for place in beyond}
-    extend = "both" if len(is_above) == 2 else "max" if True in is_above else "min"
-    bar = ax.figure.colorbar(image, ax=ax, extend=extend if beyond else "neither")
+
+    def place_text(row: int, column: int) -> str:
+        place = zip(names, (texts[0][row], texts[1][column]), strict=False)
+        return ", ".join(f"{key} {text}" for key, text in place)
+
+    extend, notes = mark_beyond(ax, image, values, place_text)
+    bar = ax.figure.colorbar(image, ax=ax, extend=extend)
     bar.set_label(safe(statistic))
     if grouped[statistic].dtype.kind == "i":
         whole_numbers(bar.ax.yaxis)
     has_tensors = grouped["tensors"].to_numpy().reshape(values.shape) > 0
-    notes = _fill_others(ax, values, has_tensors)
-    if beyond:
-        notes.append(f"{_MARK} beyond the colours")
-        for row, column in beyond[:_MOST_NAMED]:
-            place = zip(names, (texts[0][row], texts[1][column]), strict=False)
-            where = ", ".join(f"{key} {text}" for key, text in place)
-            notes.append(f"{number_text(values[row, column])} at {where}")
-        if len(beyond) > _MOST_NAMED:
-            notes.append(f"{len(beyond) - _MOST_NAMED:,} more")
+    notes = [*_fill_others(ax, values, has_tensors), *notes]
     _label_axis(ax, "y", texts[0], names[0])
     _label_axis(ax, "x", texts[1], names[1] if len(names) > 1 else "")
     count = counted(int(grouped["tensors"].sum()), "tensor")
@@ -148,21 +141,6 @@ def _colours(values: Array) -> dict[str, Any]:
         limit = max(-low, high)
         return options | {"vmin": -limit, "vmax": limit, "cmap": "RdBu_r"}
     return options | {"vmin": low, "vmax": high if high > low else low + (abs(low) or 1.0)}
-
-
-def _mark_beyond(ax: Axes, image: Any, values: Array) -> list[tuple[int, int]]:
-    """Mark the values beyond the colours, and return their places, the farthest first."""
-    low, high = image.norm.vmin, image.norm.vmax
-    margin = 1e-9 * (abs(low) + abs(high))
-    with np.errstate(invalid="ignore"):
-        is_beyond = np.isfinite(values) & ((values < low - margin) | (values > high + margin))
-    places = [(row, column) for row, column in np.argwhere(is_beyond).tolist()]
-    places.sort(key=lambda place: -abs(values[place] - (low + high) / 2))
-    cells = [image.cmap(image.norm(values[place])) for place in places]
-    colours = ["black" if luminance(cell) > 0.5 else "white" for cell in cells]
-    rows, columns = np.array(places).reshape(-1, 2).T
-    ax.scatter(columns, rows, marker=_MARK, s=14, color=colours, linewidths=0.9)
-    return places
 
 
 def _fill_others(ax: Axes, values: Array, has_tensors: Array) -> list[str]:
