@@ -98,7 +98,14 @@ def test_elements_that_are_not_finite_are_named(base: xr.Dataset, tuned: xr.Data
     tuned["l.2.w"] = base["l.2.w"].copy()
     tuned["l.2.w"][1, 2:4] = np.nan
     ax = Plots(base).compare(tuned)
-    assert "0, 2 elements not finite" in [text.get_text() for text in ax.texts]
+    tuned["l.3.w"] = base["l.3.w"] * (1 + 1e-6)
+    wide = Plots(base).compare(tuned)
+    assert wide.get_xscale() == "symlog"
+    for axes in (ax, wide):
+        axes.figure.canvas.draw()
+        (label,) = (t for t in axes.texts if t.get_text() == "0, 2 elements not finite")
+        box = label.get_window_extent()
+        assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.figure.bbox.x1
 
 
 def test_nothing_changed(base: xr.Dataset) -> None:

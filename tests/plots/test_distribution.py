@@ -159,6 +159,9 @@ def test_a_spectrum_has_the_whole_name_in_its_title(flat: xr.Dataset) -> None:
     ax = Plots(flat).spectrum(name, minus=flat * 2)
     assert ax.get_title() == name
     assert notes(ax).startswith("of the difference · stable rank")
+    ax.figure.canvas.draw()
+    side = ax.figure.axes[1]
+    assert side.get_window_extent().x0 - ax.get_window_extent().x1 < 30
 
 
 def test_empty_bins_are_no_lines_at_the_bottom() -> None:

@@ -65,7 +65,7 @@ _MUTED = "opacity:.72"
 _DOT = f' <span style="{_MUTED}">·</span> '
 _WRAPPED = "overflow-wrap:break-word"
 _NO_BREAK = "\xa0"
-_LONGEST_UNBROKEN = WIDEST_KIND
+_LONGEST_UNBROKEN = 20
 _WIDTH_OF_SHARE = 40  # pixels
 _LONGEST_PIECE = 40
 _REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}[./]")
@@ -286,10 +286,11 @@ def _row(pattern: Pattern, total: int, color: str, *, folded: bool) -> str:
 
 
 def _cell(style: str, text: str, key: str = "") -> str:
-    # Non-breaking spaces take fewer bytes than a style.
     html = _text(text)
     if len(text) <= _LONGEST_UNBROKEN:
-        html = html.replace(" ", _NO_BREAK)
+        html = html.replace(" ", _NO_BREAK)  # takes fewer bytes than a style
+    else:
+        style += ";white-space:nowrap"
     return f'<td style="{style}">{key}{html}</td>'
 
 

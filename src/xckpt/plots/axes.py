@@ -93,19 +93,18 @@ def write(text: Text, content: str, width: int = _WIDTH) -> None:
 
 
 def add_heading(
-    ax: Axes, title: str, *notes: str, left: float = 50.0, is_alone: bool | None = None
+    ax: Axes, title: str, *notes: str, left: float = 50.0, is_wide: bool = False
 ) -> None:
     """Write a title, and below it notes in small letters."""
-    # The heading takes the width of the axes, or of the figure if it is alone there; by default it
-    # is in figures with one column.
+    # The heading takes the width of the axes, or of a figure with one column. A wide title takes
+    # the width of any figure; notes cannot, since the layout makes room for them.
     from matplotlib.font_manager import FontProperties
 
     # In points. The layout comes later, and takes `left` from axes that fill the figure: the width
     # of the labels at the left of the axes.
     figure: Any = ax.get_figure(root=True)
     figure_width, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
-    if is_alone is None:
-        is_alone = spec is not None and spec.get_gridspec().ncols == 1
+    is_alone = spec is not None and spec.get_gridspec().ncols == 1
     room = float(figure_width - left if is_alone else ax.get_position().width * figure_width)
     lines = [""]
     for note in filter(None, notes):
@@ -113,6 +112,7 @@ def add_heading(
         joined = f"{lines[-1]} · {note}" if lines[-1] else note
         lines[-1:] = [joined] if len(joined) * size < room else [lines[-1], note]
     lines = [shortened(printable(line), _NOTE_WIDTH) for line in filter(None, lines)]
+    room = figure_width - left if is_wide else room
     width = max(20, int(room / (float(ax.title.get_fontsize()) * _CHARACTER_WIDTH)))
     # A sentence has several lines, and the middle of a name is left out.
     titles = wrapped(printable(title), width, 3, indent="") if ", " in title else [title]

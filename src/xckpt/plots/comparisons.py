@@ -81,16 +81,19 @@ def draw_differences(
         _explain_no_bars(ax, counts["same"], counts.total())
         return ax
     values = bars[statistic].to_numpy(np.float64)
-    drawn = ax.barh(np.arange(len(values)), np.where(np.isfinite(values), values, 0.0), **style)
+    lengths = np.where(np.isfinite(values), values, 0.0)
+    drawn = ax.barh(np.arange(len(values)), lengths, **style)
     ax.set_yticks(np.arange(len(bars)), names)
     ax.tick_params("y", length=0, labelsize="small")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.12)
     ax.set_xlabel(safe(statistic) + of_codes)
-    finite = values[np.isfinite(values)]
-    positive = finite[finite > 0]
-    if positive.size and finite.min() >= 0 and positive.max() > WIDE_SPAN * positive.min():
-        ax.set_xscale("log")
+    positive = lengths[lengths > 0]
+    if positive.size and lengths.min() >= 0 and positive.max() > WIDE_SPAN * positive.min():
+        if positive.size == lengths.size:
+            ax.set_xscale("log")
+        else:  # bars of length zero have labels
+            ax.set_xscale("symlog", linthresh=10.0 ** np.floor(np.log10(positive.min())))
     labels = [f"{value:.3g}" for value in values]
     for n, count in enumerate((bars["nan"] + bars["inf"]).tolist() if "nan" in bars else []):
         labels[n] += f", {counted(int(count), 'element')} not finite" if count else ""

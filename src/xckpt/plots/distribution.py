@@ -354,7 +354,7 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
             text = ax.text(0.99, floor, "rounding", transform=ax.get_yaxis_transform(), color="C1")
             text.set(ha="right", va="bottom", fontsize="small")
         notes.append(rank)
-    add_heading(ax, name, *notes, is_alone=is_new or None)
+    add_heading(ax, name, *notes, is_wide=is_new)
     return ax
 
 
