@@ -84,6 +84,25 @@ def test_layers_moments_and_counters_have_rows_of_their_own(folder: Path) -> Non
     assert all(name in html.replace("<wbr>", "") for name in (*layers, "moments", "grad_norm"))
 
 
+def test_infinite_metrics_and_as_many_steps_as_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(100, 800, 100):
+        attrs = {"loss": np.inf if step == 100 else 1 / step, "tokens": 12345.0 * step}
+        xr.Dataset({"w": ("x", np.ones(3))}, attrs=attrs).ckpt.save(tmp_path / f"step-{step}.zt")
+    monkeypatch.setenv("COLUMNS", "80")
+    summary = xckpt.open_steps(tmp_path).ckpt.summary()
+    titles, kind, loss, tokens = (line.split() for line in repr(summary).splitlines()[1:5])
+    assert titles == ["step", "100", "200", "300", "500", "600", "700"]
+    assert (kind, loss[:3]) == (["metric:"], ["loss", "inf", "0.005"])
+    assert tokens[:3] == ["tokens", "1234500", "2469000"]
+    assert max(map(len, repr(summary).splitlines())) <= 80
+    assert "… 1 more step: the result is a DataFrame" in repr(summary)
+    assert "inf" in summary._repr_html_()
+    assert main(["steps", str(tmp_path)]) == 0
+    assert "… 1 more step: --json prints all" in capsys.readouterr().out
+
+
 def test_the_command_prints_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["steps", str(folder)]) == 0
     out = capsys.readouterr().out

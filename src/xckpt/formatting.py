@@ -142,13 +142,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def figure(value: float) -> str:
-    """Write a number with four significant digits."""
+def figure(value: float, digits: int = 4) -> str:
+    """Write a number with four significant digits, but a whole number in full."""
     if math.isnan(value):
         return "-"
     if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
         return str(int(value))
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def word(text: str, width: int = _WIDEST_WORD) -> str:

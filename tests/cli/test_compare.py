@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +95,26 @@ def test_a_narrow_terminal_shows_what_matters_most(
         assert "rel_l2" in out.partition("too narrow")[0]
     out, _ = terminal("compare", str(other), str(checkpoint), "--codes", columns=80)
     assert "saturated" in out.partition("too narrow")[0]
+
+
+def test_explanations_have_several_lines_in_a_narrow_terminal(
+    tmp_path: Path, terminal: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    name = "model.layers.10.self_attn.some_projection.weight"
+    a, b = ({name: rng.normal(size=(30, 9))} for _ in "ab")
+    paths = [str(tmp_path / f"{side}.safetensors") for side in "ab"]
+    for path, tensors in zip(paths, (a, b), strict=True):
+        xckpt.save(tensors, path)
+    out, _ = terminal("compare", *paths, "--explain", columns=80)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.lstrip().startswith("tensor "))
+    table = lines[start : next(n for n, line in enumerate(lines) if "too narrow" in line)]
+    assert "explanation" in table[0]
+    words = " ".join(line[40:] for line in table[2:]).split()
+    assert " ".join(words[words.index("100") :]).startswith("100 % of the elements differ")
+    assert "for outcome" in out
+    assert max(map(len, table)) <= 80
 
 
 def test_the_json_document_of_compare(

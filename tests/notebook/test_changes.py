@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,6 @@ import xarray as xr
 
 import xckpt
 from xckpt.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 F32 = np.dtype("f4")
 MOST_LINES = 20
@@ -92,6 +90,30 @@ def test_all_renderings_have_the_same_sentences(
         assert line in html
         subject = line.partition(" is ")[0].partition(" changed")[0].partition(" differs")[0]
         assert subject in report
+
+
+def test_no_line_is_wider_than_a_narrow_terminal(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    paths = [tmp_path / f"{side}-of-a-model-whose-name-is-long.safetensors" for side in "ab"]
+    for path, old in zip(paths, pair, strict=True):
+        path.write_bytes(Path(old).read_bytes())
+    for explain in (False, True):
+        lines = repr(xckpt.compare(*paths, explain=explain).ckpt).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert "long.safetensors>" in lines[1]
+
+
+def test_rows_of_a_result_are_a_table_in_html(pair: tuple[str, str]) -> None:
+    result = xckpt.stats(pair[0])
+    for rows in (result, result.ckpt.by("layer"), xckpt.compare(*pair).ckpt.by("layer", "role")):
+        html = rows.ckpt._repr_html_()
+        heading, *_ = repr(rows.ckpt).splitlines()
+        assert escape(heading) in html
+        assert html.count("<tr") <= 11
+        assert "<pre" not in html
+    assert "… 34 more: .ckpt.table()" in result.ckpt._repr_html_()
 
 
 def test_the_command_line_summarises_many_differences(

@@ -65,6 +65,28 @@ def test_a_mixture_of_experts_reads_well() -> None:
     assert text + "\n" == Path(__file__).with_name("mixture_of_experts.txt").read_text("utf-8")
 
 
+def test_a_narrow_terminal_shows_names_titles_and_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    scheme = "compressed-tensors 8-bit, per channel"
+    rows = [
+        row(f"model.layers.{n}.mlp.down_proj.weight", "int8", 9000, 9000)._replace(dtype=scheme)
+        for n in range(12)
+    ]
+    head, _, *lines = text_of(rows, title="quantised.zt").splitlines()
+    assert head.startswith("<Checkpoint quantised.zt>  ztensor 1.0 · 12 tensors")
+    rows_shown = [re.split("  +", line.strip()) for line in lines[-2:]]
+    assert rows_shown == [
+        [
+            "model.layers.11.mlp.down_proj.",
+            f"9000{TIMES}9000",
+            "compressed-tensors 8-bit,",
+            "77.2 MiB",
+        ],
+        ["weight", "per channel"],
+    ]
+    assert max(map(columns, lines)) <= 80
+
+
 def test_shares_show_where_there_is_room() -> None:
     assert re.findall(r"[^ ]+ %$", text_of(gpt2()), re.MULTILINE) == [
         *("31.0 %", "22.8 %", "22.8 %", "17.1 %", "5.7 %", "0.6 %"),

@@ -77,6 +77,37 @@ def test_a_wide_span_is_logarithmic(base: xr.Dataset, tuned: xr.Dataset) -> None
     assert Plots(base).compare(tuned).get_xscale() == "log"
 
 
+def test_a_title_of_many_counts_has_several_lines_inside_the_picture(
+    base: xr.Dataset, tuned: xr.Dataset
+) -> None:
+    long = "model.layers.31.self_attn.some_projection.of_many"
+    counts = xr.Dataset({f"more.{n}": ("c", np.ones(2)) for n in range(1200)})
+    ours = base.rename({"l.1.w": long}).merge(counts)
+    theirs = tuned.rename({"l.1.w": long}).merge(counts.isel(c=[0])).assign(u=("a", np.ones(5)))
+    ax = Plots(ours).compare(theirs)
+    ax.figure.canvas.draw()
+    title = (
+        "1,208 tensors: 3 same, 2 changed, 1 only here, 2 only in the other, 1,200 of another shape"
+    )
+    assert ax.get_title().split() == title.split()
+    assert "\n" in ax.get_title()
+    assert ax.title.get_window_extent().x1 < ax.figure.bbox.x1
+
+
+def test_elements_that_are_not_finite_are_named(base: xr.Dataset, tuned: xr.Dataset) -> None:
+    tuned["l.2.w"] = base["l.2.w"].copy()
+    tuned["l.2.w"][1, 2:4] = np.nan
+    ax = Plots(base).compare(tuned)
+    tuned["l.3.w"] = base["l.3.w"] * (1 + 1e-6)
+    wide = Plots(base).compare(tuned)
+    assert wide.get_xscale() == "symlog"
+    for axes in (ax, wide):
+        axes.figure.canvas.draw()
+        (label,) = (t for t in axes.texts if t.get_text() == "0, 2 elements not finite")
+        box = label.get_window_extent()
+        assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.figure.bbox.x1
+
+
 def test_nothing_changed(base: xr.Dataset) -> None:
     ax = Plots(base).compare(base.copy(deep=True))
     assert not ax.patches

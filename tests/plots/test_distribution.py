@@ -146,6 +146,24 @@ def test_nonfinite_elements_are_mentioned() -> None:
         Plots(ds).histogram("nothing")
 
 
+def test_spectra_of_tensors_that_are_not_finite_are_errors(flat: xr.Dataset) -> None:
+    flat = flat.copy(deep=True)
+    flat["embed"][1, 1] = np.nan
+    with pytest.raises(ValueError, match="'embed' has elements that are NaN or infinite"):
+        Plots(flat).spectrum("embed")
+
+
+def test_a_spectrum_has_the_whole_name_in_its_title(flat: xr.Dataset) -> None:
+    name = "model.layers.31.mlp.experts.117.down_proj.weight"
+    flat = flat.rename({"embed": name})
+    ax = Plots(flat).spectrum(name, minus=flat * 2)
+    assert ax.get_title() == name
+    assert notes(ax).startswith("of the difference · stable rank")
+    ax.figure.canvas.draw()
+    side = ax.figure.axes[1]
+    assert side.get_window_extent().x0 - ax.get_window_extent().x1 < 30
+
+
 def test_empty_bins_are_no_lines_at_the_bottom() -> None:
     ds = xr.Dataset({"w": ("x", np.array([0.0, 0.0, 9.0]))})
     ((densities, edges, _),) = steps(Plots(ds).histogram(bins=9))

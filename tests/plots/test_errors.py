@@ -83,6 +83,7 @@ def test_the_worst_of_many_channels_is_visible() -> None:
     assert values.shape == (256, 512)
     assert values.max() == 1
     assert "700 tensors, the worst of neighbours" in notes(ax)
+    assert ax.get_title() == "max_abs of channels"
     ax.figure.canvas.draw()
 
 

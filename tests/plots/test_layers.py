@@ -185,6 +185,35 @@ def test_one_outlier_is_not_in_the_inner_band() -> None:
     assert outer == pytest.approx(1000 * inner)
 
 
+@pytest.mark.parametrize("statistic", ["std", "min", "absmax"])
+def test_one_exploded_expert_does_not_flatten_the_others(statistic: str) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"layers.{n}.experts.{e}.w": ("x", rng.normal(size=50) * (1 + n / 8))
+        for n in range(8)
+        for e in range(16)
+    }
+    tensors["layers.5.experts.3.w"] = ("x", rng.normal(size=50) * 1e5)
+    ax = Plots(xr.Dataset(tensors)).layers(statistic)
+    ax.figure.canvas.draw()
+    low, high = ax.get_ylim()
+    middle = lines(ax)[0]
+    assert np.ptp(middle) > (high - low) / 10
+    assert any(text.startswith("layer 5, expert 3: ") for text in point_labels(ax))
+    assert ax.get_yscale() == "linear"
+
+
+def test_a_single_layer_far_from_its_line_is_marked_at_the_edge() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {f"l.{n}.{word}": ("x", rng.normal(size=90)) for n in range(12) for word in "ab"}
+    tensors["l.7.a"] = ("x", rng.normal(size=90) + 1e3)
+    ax = Plots(xr.Dataset(tensors)).layers("mean")
+    assert ax.get_ylim()[1] < 10
+    (label,) = point_labels(ax)
+    assert label.startswith("l 7: 1e+03")
+    assert len(end_labels(ax)) == 2
+
+
 def of_architecture(tensors: dict[str, np.ndarray[Any, Any]]) -> xr.Dataset:
     variables = {}
     for name, values in tensors.items():

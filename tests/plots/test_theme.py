@@ -74,6 +74,13 @@ def test_new_figures_are_transparent_and_have_no_black_or_white_text(
     assert not (colours & {"#000000", "#ffffff"}) - on_tiles
 
 
+@pytest.mark.parametrize("kind", PICTURES)
+def test_notebooks_paint_no_ground_behind_transparent_figures(kind: str, flat: xr.Dataset) -> None:
+    inline = pytest.importorskip("matplotlib_inline.backend_inline")
+    figure = PICTURES[kind](Plots(flat)).get_figure(root=True)
+    assert inline._fetch_figure_metadata(figure) is None
+
+
 @pytest.mark.parametrize("kind", ["layers", "heatmap"])
 def test_a_style_of_the_user_is_kept(kind: str, flat: xr.Dataset) -> None:
     with plt.style.context("dark_background"):

@@ -344,6 +344,7 @@ def test_findings_are_counted() -> None:
     tensors = model()
     findings = xckpt.findings(tensors)
     grouped = findings.ckpt.by("layer")
+    assert repr(grouped.ckpt).startswith("<Groups>  by layer: ")
     assert grouped["layer"].values.tolist() == list(range(LAYERS))
     nan = [1 if layer in {3, 4} else 0 for layer in range(LAYERS)]
     assert grouped["nan"].values.tolist() == nan

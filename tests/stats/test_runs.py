@@ -160,6 +160,21 @@ class TestPicture:
         assert drawn[0, 4] == pytest.approx(relative, rel=1e-6)
         plt.close("all")
 
+    def test_an_exploded_layer_is_named_and_beyond_the_colours(self, tmp_path: Path) -> None:
+        from matplotlib import pyplot as plt
+
+        rng = np.random.default_rng(0)
+        for step in range(1, 5):
+            tensors = {f"m.layers.{n}.w": rng.random((4, 4), np.float32) for n in range(20)}
+            tensors["m.layers.7.w"] *= 1e6
+            write(tmp_path / f"step-{step}.safetensors", tensors)
+        ax = xckpt.open_steps(str(tmp_path / "step-*.safetensors")).ckpt.plot.steps()
+        assert ax.images[0].get_clim()[1] < 10
+        notes = ax.texts[0].get_text()
+        assert "x beyond the colours" in notes
+        assert notes.count("at m.layers.7, step ") == 3
+        plt.close("all")
+
     def test_each_group_of_roles_has_a_scale(self, tmp_path: Path) -> None:
         from matplotlib import pyplot as plt
 

@@ -62,7 +62,7 @@ DAMAGED, FAILED = 1, 2
 
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
-_NARROWEST_NAME = 30
+_NARROWEST_NAME, _NARROWEST_SENTENCE = 30, 24
 # Without a limit, one long name would widen every row.
 _WIDEST_CELL = 120
 _GAP = "  "
@@ -208,6 +208,7 @@ class Column(NamedTuple):
     title: str
     right: bool = False  # for numbers, which are aligned at their ends
     styles: Mapping[str, str] = {}  # colours of some values, in a terminal
+    is_sentence: bool = False  # which has several lines in a narrow terminal
 
 
 def complain(message: str) -> None:
@@ -354,17 +355,19 @@ def _draw(
     # Columns that do not fit are left out; names get the remaining width.
     least = min(widths[0], _NARROWEST_NAME)
     room = console.width
-    fitting = set()
+    fitting = {}
     order = list(dict.fromkeys([*most_wanted, *(column.title for column in head)]))
     for n in sorted(range(1, len(head)), key=lambda n: order.index(head[n].title)):
-        if least + widths[n] + len(_GAP) > room:
+        most = room - least - len(_GAP)
+        if widths[n] > most and not (head[n].is_sentence and most >= _NARROWEST_SENTENCE):
             break
-        room -= widths[n] + len(_GAP)
-        fitting.add(n)
+        fitting[n] = min(widths[n], most)
+        room -= fitting[n] + len(_GAP)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for n in (0, *sorted(fitting)):
         justify: Any = "right" if head[n].right else "left"
-        table.add_column(Text(head[n].title), justify=justify, no_wrap=True)
+        options: Any = {"width": fitting[n], "no_wrap": False} if head[n].is_sentence else {}
+        table.add_column(Text(head[n].title), justify=justify, **{"no_wrap": True, **options})
     # Rich would cut the end of a name, which is its most specific part.
     labels = apart([row[0] for row in cells], max(room, least))
     for label, row in zip(labels, cells, strict=True):

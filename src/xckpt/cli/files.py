@@ -149,8 +149,11 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
         )
     summary: Any = ds.ckpt.summary("step", changes=changes)
     if not as_json:
-        text = "\n".join(summary.shown_lines())
-        print_text(text.replace("summary(changes=True)", "--changes"))
+        notes = [
+            text.replace("summary(changes=True)", "--changes") for text in summary.attrs["notes"]
+        ]
+        summary.attrs |= {"notes": notes, "all": "--json prints all"}
+        print_text("\n".join(summary.shown_lines()))
         return 0
     numbers = summary.columns.tolist()
     rows = [

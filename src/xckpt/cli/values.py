@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -52,6 +52,7 @@ _TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 #: Columns that a narrow terminal shows rather than others.
 _MAIN_STATISTICS, _MAIN_MEASURES = ("mean", "std", "nan", "inf"), ("status", "rel_l2")
+_MAIN_OF_EXPLAINED = ("rel_l2", "cause", "explanation")
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
 _WORDY = ("status", "outcome", "cause", "explanation", "other_names")
@@ -420,11 +421,7 @@ def compare(
             storage_options=reading.storage_options,
         )
     frame = table(result)
-    frame.attrs = {
-        "channels": bool(dims),
-        "explanation": result.attrs.get("explanation"),
-        "most_wanted": [sort or "", *_MAIN_MEASURES, *OF_CODES],
-    }
+    most_wanted = [sort or "", *(_MAIN_OF_EXPLAINED if explain else _MAIN_MEASURES), *OF_CODES]
     if write_names is not None:
         _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
@@ -442,35 +439,42 @@ def compare(
         groups = grouped_table(result, keys, sort, stats=norms).head(limit)
         document = {"a": a, "b": b, **conclusion} if as_json else None
         listed = ["changed", "only_a", "only_b", *chosen]
-        print_groups(groups, listed, document, ["changed", *frame.attrs["most_wanted"]])
+        print_groups(groups, listed, document, ["changed", *most_wanted])
     elif as_json:
         rows = json_rows(frame)
         print_document({"a": a, "b": b, **conclusion, "summary": sentences, "tensors": rows})
     else:
-        _print_differences(frame, chosen, sentences, limit, everything=everything)
+        unit = "channels" if dims else "tensors"
+        show = _Shown(unit, chosen, most_wanted, _row_limit(limit), everything=everything)
+        _print_differences(frame, result.attrs.get("explanation"), sentences, show)
     return int(not is_good)
 
 
+class _Shown(NamedTuple):
+    """The rows and the columns of a comparison to print."""
+
+    unit: str  # of a row: tensors, or channels
+    columns: list[str]
+    most_wanted: list[str]  # of the columns, if the terminal is narrow
+    limit: int | None  # of the rows
+    everything: bool  # whether equal tensors are rows
+
+
 def _print_differences(
-    frame: pd.DataFrame,
-    chosen: list[str],
-    sentences: Sequence[str],
-    limit: int | None,
-    *,
-    everything: bool,
+    frame: pd.DataFrame, explanation: str | None, sentences: Sequence[str], show: _Shown
 ) -> None:
     """Print sentences about many differences, then a table of them."""
     from xckpt.notebook.changes import FEW_TENSORS
 
+    if explanation is not None:
+        print_sentence(explanation)
     is_explained = "outcome" in frame
-    if is_explained:
-        print_sentence(str(frame.attrs["explanation"]))
     is_listed = frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
-    if is_listed.sum() > FEW_TENSORS and sentences:
+    if is_listed.sum() > FEW_TENSORS:
         for sentence in sentences:
             print_sentence(sentence)
     print_frame = _print_explanations if is_explained else _print_comparison
-    print_frame(frame, chosen, _row_limit(limit), everything=everything)
+    print_frame(frame, show)
 
 
 def _require_whole_tensors(dims: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -535,9 +539,7 @@ def _lengths(dims: tuple[str, ...]) -> Any:
     return lengths
 
 
-def _print_explanations(
-    frame: pd.DataFrame, chosen: list[str], limit: int | None, *, everything: bool
-) -> None:
+def _print_explanations(frame: pd.DataFrame, show: _Shown) -> None:
     """Print the unexplained tensors, then patterns of the names of the explained ones."""
     from xckpt.notebook.folding import fold
     from xckpt.statistics import represented
@@ -548,7 +550,7 @@ def _print_explanations(
     is_represented = represented(frame)
     exceptions = exceptions[~is_represented[~is_good]]
     if not exceptions.empty:
-        _print_rows(exceptions.head(limit), chosen)
+        _print_rows(exceptions, show)
     rows = [
         Row(f"{name} -> {partner}" if partner else name, cause, (), 0)
         for name, cause, partner, is_partner in zip(
@@ -558,10 +560,10 @@ def _print_explanations(
             is_represented[is_good],
             strict=True,
         )
-        if not is_partner and (everything or cause != "equal")
+        if not is_partner and (show.everything or cause != "equal")
     ]
     if rows:
-        patterns = fold(rows)[:limit]
+        patterns = fold(rows)[: show.limit]
         cells = [(pattern.text, f"{pattern.count:,}", pattern.dtype) for pattern in patterns]
         print_table([Column("explained"), Column("tensors", right=True), Column("cause")], cells)
     counts = Counter(frame["outcome"][~is_represented])
@@ -570,26 +572,27 @@ def _print_explanations(
     complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
 
 
-def _print_comparison(
-    frame: pd.DataFrame, chosen: list[str], limit: int | None, *, everything: bool
-) -> None:
+def _print_comparison(frame: pd.DataFrame, show: _Shown) -> None:
     """Print the rows of tensors that differ, and the number of all rows by status."""
-    listed = frame if everything else frame[frame["status"] != "same"]
+    listed = frame if show.everything else frame[frame["status"] != "same"]
     if not listed.empty:
-        _print_rows(listed.head(limit), chosen)
+        _print_rows(listed, show)
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-    unit = "channels" if frame.attrs.get("channels") else "tensors"
-    complain(f"{len(frame):,} {unit}: {', '.join(facts) or 'all are the same'}")
+    complain(f"{len(frame):,} {show.unit}: {', '.join(facts) or 'all are the same'}")
 
 
-def _print_rows(listed: pd.DataFrame, chosen: list[str]) -> None:
-    columns = [listed[name].tolist() for name in chosen]
+def _print_rows(listed: pd.DataFrame, show: _Shown) -> None:
+    listed = listed.head(show.limit)
+    columns = [listed[name].tolist() for name in show.columns]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
     head = [Column("tensor")]
-    head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
+    head += [
+        Column(name, name not in _WORDY, _STATUS, is_sentence=name == "explanation")
+        for name in show.columns
+    ]
     rows = list(zip(listed.index, *texts, strict=True))
-    print_table(head, rows, listed.attrs["most_wanted"])
+    print_table(head, rows, show.most_wanted)
 
 
 # --- report --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pandas as pd
 
 from xckpt.formatting import (
     base_name,
+    columns,
     counted,
     figure,
     line_width,
@@ -46,7 +47,8 @@ _ROLES = {Role.MOMENT: "moments", Role.STATISTIC: "running statistics", Role.STA
 class RunSummary(pd.DataFrame):
     """A table of a training run, with a column for each step; it shows a selection of its rows."""
 
-    # ``attrs["run"]`` is its heading, ``attrs["notes"]`` lists findings as sentences.
+    # ``attrs["run"]`` is its heading, ``attrs["notes"]`` lists findings as sentences, and
+    # ``attrs["all"]`` states where all rows are.
 
     @property
     def _constructor(self) -> Any:
@@ -58,49 +60,49 @@ class RunSummary(pd.DataFrame):
 
     def _repr_html_(self) -> str:
         titles, rows = self._cells()
-        return table_html(self.attrs["run"], titles, rows, self._notes(rows))
+        return table_html(self.attrs["run"], titles, rows, self._notes(titles, rows))
 
     def shown_lines(self) -> list[str]:
         """Return the heading, the table and the notes as lines of text."""
         titles, rows = self._cells()
         table = aligned([titles, *rows], "<" + ">" * (len(titles) - 1))
         width = line_width() - 2
-        notes = [line for note in self._notes(rows) for line in wrapped(note, width, _MOST_LINES)]
+        notes = [
+            line for note in self._notes(titles, rows) for line in wrapped(note, width, _MOST_LINES)
+        ]
         return [self.attrs["run"], *table, *[f"  {line}" for line in notes]]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles and the cells of a selection of rows and steps."""
-        columns = _spread(range(self.shape[1]), _most_steps())
-        numbers = self.to_numpy()
         kinds: dict[str, list[int]] = {}
         for row, (kind, _) in enumerate(self.index):
             kinds.setdefault(kind, []).append(row)
-        rows = []
+        names: list[tuple[str, int | None]] = []  # with rows; None for the title of a kind
         for kind, places in kinds.items():
-            rows.append([f"{kind}:", *[""] * len(columns)])
             # The first row is the total.
-            for row in [places[0], *_spread(places[1:], _MOST_ROWS)]:
-                name = shortened(printable(self.index[row][1]), _WIDEST_NAME)
-                values = numbers[row, columns].tolist()
-                # Three digits, but whole numbers in full, and a dash for NaN.
-                cells = [figure(v) if np.isnan(v) or v == round(v) else f"{v:.3g}" for v in values]
-                rows.append([f"  {name}", *cells])
-        return [str(self.columns.name), *[f"{self.columns[n]:,}" for n in columns]], rows
+            shown = [places[0], *_spread(places[1:], _MOST_ROWS)]
+            labels = [shortened(printable(self.index[row][1]), _WIDEST_NAME) for row in shown]
+            names.append((f"{kind}:", None))
+            names += [(f"  {label}", row) for label, row in zip(labels, shown, strict=True)]
+        widest = max([columns(name) for name, _ in names], default=0)
+        room = (line_width() - len("  ") - widest) // (_WIDEST_NUMBER + len("  "))
+        steps = _spread(range(self.shape[1]), min(_MOST_STEPS, room))
+        # Three digits, but whole numbers in full, and a dash for NaN.
+        numbers = self.to_numpy()
+        rows = [
+            [name, *["" if row is None else figure(numbers[row, step], 3) for step in steps]]
+            for name, row in names
+        ]
+        return [str(self.columns.name), *[f"{self.columns[step]:,}" for step in steps]], rows
 
-    def _notes(self, rows: Sequence[Sequence[str]]) -> list[str]:
+    def _notes(self, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         """Return the number of hidden steps and rows, and the findings."""
         shown = sum(name.startswith(" ") for name, *_ in rows)
-        hidden = max(0, self.shape[1] - _most_steps()), len(self) - shown
+        hidden = self.shape[1] - len(titles[1:]), len(self) - shown
         facts = [counted(hidden[0], "more step")] if hidden[0] else []
         facts += [counted(hidden[1], "more row")] if hidden[1] else []
-        more = [f"… {' and '.join(facts)}: the result is a DataFrame"] if facts else []
+        more = [f"… {' and '.join(facts)}: {self.attrs['all']}"] if facts else []
         return [*more, *[shortened(printable(note), _WIDEST_NOTE) for note in self.attrs["notes"]]]
-
-
-def _most_steps() -> int:
-    """Return the number of steps that fit beside the names."""
-    room = line_width() - len("    ") - _WIDEST_NAME
-    return min(_MOST_STEPS, room // (_WIDEST_NUMBER + len("  ")))
 
 
 def run_summary(
@@ -119,15 +121,16 @@ def run_summary(
             rows[key] = np.where(np.array(places) < 0, np.nan, np.append(values, np.nan)[places])
     notes = [] if changes or len(steps) < 2 else [_READS]
     if findings is not None:
-        lines = finding_lines(list(folded_findings(findings)))
+        lines = finding_lines(list(folded_findings(findings)), _WIDEST_NOTE)
         notes += [f"{kind}: {text}" if kind else text for kind, text in lines]
     index = pd.MultiIndex.from_tuples(list(rows), names=["kind", "name"])
-    columns = pd.Index(steps, name=dim)
-    frame = RunSummary(np.array(list(rows.values())).reshape(-1, len(steps)), index, columns)
+    values = np.array(list(rows.values())).reshape(-1, len(steps))
+    frame = RunSummary(values, index, pd.Index(steps, name=dim))
     title = base_name(str(ds.encoding.get("source", "")))
     span = f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}"
     heading = f"<Run {title}>  {counted(len(steps), dim)}, {span} · {counted(count, 'tensor')} each"
-    frame.attrs = {"run": printable(heading), "notes": notes}
+    all_rows = "the result is a DataFrame"
+    frame.attrs = {"run": printable(heading), "notes": notes, "all": all_rows}
     return frame
 
 

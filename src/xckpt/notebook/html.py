@@ -136,7 +136,7 @@ def table(
         lines.append(f"<tr>{cells}</tr>")
     below = [f'<div style="margin-top:4px">{_text(note)}</div>' for note in notes]
     return (
-        f'<div style="{_ROOT};{_WRAPPED}"><div><b>{_text(heading)}</b></div>'
+        f'<div style="{_ROOT};{_WRAPPED}"><div style="font-weight:600">{_text(heading)}</div>'
         '<div style="overflow-x:auto"><table style="border-collapse:collapse;margin:'
         '8px 0 4px;font-size:12.5px">'
         f'<thead><tr style="border-bottom:{_LINE}">{head}</tr></thead>'
@@ -286,10 +286,11 @@ def _row(pattern: Pattern, total: int, color: str, *, folded: bool) -> str:
 
 
 def _cell(style: str, text: str, key: str = "") -> str:
-    # Non-breaking spaces take fewer bytes than a style.
     html = _text(text)
     if len(text) <= _LONGEST_UNBROKEN:
-        html = html.replace(" ", _NO_BREAK)
+        html = html.replace(" ", _NO_BREAK)  # takes fewer bytes than a style
+    else:
+        style += ";white-space:nowrap"
     return f'<td style="{style}">{key}{html}</td>'
 
 

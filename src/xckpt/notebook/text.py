@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from xckpt.formatting import (
@@ -34,6 +35,7 @@ _DOT = " · "
 _MOST_ROWS = 12
 _MOST_NOTES = 5
 _MOST_LINES = 3  # of a sentence
+_NARROWEST_NAME = 30
 _ALIGNMENT, _ALIGNMENT_OF_GROUPS = "<<<<>>", "<>>>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 #: Places where a name may break: after slashes and dots, except the dots of "0..63".
@@ -63,9 +65,12 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
     # Generators, because there may be a million of these.
     dims = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
     attrs = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
-    sentences = [f"{kind}: {printable(text)}" if kind else text for kind, text in remarks(summary)]
-    modules = [": ".join(parts) for parts in modules_text(summary)]
     width = line_width() - len(_INDENT)
+    sentences = [
+        f"{kind}: {printable(text)}" if kind else text
+        for kind, text in remarks(summary, width * (_MOST_LINES - 1))
+    ]
+    modules = [": ".join(parts) for parts in modules_text(summary)]
     return "\n".join(
         [
             _header(summary),
@@ -82,19 +87,26 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
 
 
 def _header(summary: Summary) -> str:
+    shards = counted(summary.shards, "shard") if summary.shards else ""
     facts = [
         format_text(summary),
-        counted(summary.shards, "shard") if summary.shards else "",
+        shards,
         counted(summary.count, "tensor"),
         f"{short_count(summary.size)} {'param' if summary.size == 1 else 'params'}",
         binary_size(summary.nbytes),
         "lazy",
     ]
+    facts = [fact for fact in facts if fact]
     before = "<Checkpoint "
-    after = ">" + _GAP + _DOT.join([fact for fact in facts if fact])
     width = line_width()
-    title = shortened(summary.title, width - len(before) - columns(after))
-    return shortened((before + title).rstrip() + after, width)
+    omissible = [fact for fact in (shards, "lazy") if fact]  # to make room for the title
+    while True:
+        after = ">" + _GAP + _DOT.join(facts)
+        room = width - len(before) - columns(after)
+        if not omissible or room >= min(columns(summary.title), _NARROWEST_NAME):
+            break
+        facts.remove(omissible.pop())
+    return shortened((before + shortened(summary.title, room)).rstrip() + after, width)
 
 
 def _listed(
@@ -143,20 +155,30 @@ def _table(summary: Summary, most: int) -> Iterator[str]:
 
 def aligned(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
     """Pad cells to columns; if they are too wide, drop the shares first, then wrap names."""
+    # Names keep some columns if there is a wider text, which is then broken as well.
     widths = [max(map(columns, cells)) for cells in zip(*rows, strict=True)]
     most = line_width()
     if widths and _table_width(widths) > most:
         widths[-1] = 0
-        widths[0] -= max(0, _table_width(widths) - most)
+        widest = max(range(1, len(widths)), key=lambda n: widths[n])
+        excess = max(0, _table_width(widths) - most)
+        kept = min(widths[0], max(widths[0] - excess, min(_NARROWEST_NAME, widths[widest])))
+        widths[widest] -= excess - (widths[0] - kept)
+        widths[0] = kept
     for name, *figures in rows:
-        first, *continuation = _wrapped(name, widths[0])
-        line = []
-        for text, width, side in zip([first, *figures], widths, alignment, strict=True):
-            padding = " " * (width - columns(text))
-            if width:
+        cells = [_wrapped(name, widths[0])]
+        cells += [
+            [text] if columns(text) <= width else wrapped(text, width, _MOST_LINES, indent="")
+            for text, width in zip(figures, widths[1:], strict=True)
+            if width
+        ]
+        shown = [(width, side) for width, side in zip(widths, alignment, strict=True) if width]
+        for texts in zip_longest(*cells, fillvalue=""):
+            line = []
+            for text, (width, side) in zip(texts, shown, strict=True):
+                padding = " " * (width - columns(text))
                 line.append(text + padding if side == "<" else padding + text)
-        yield (_INDENT + _GAP.join(line)).rstrip()
-        yield from [_INDENT + text for text in continuation]
+            yield (_INDENT + _GAP.join(line)).rstrip()
 
 
 def _table_width(widths: Sequence[int]) -> int:

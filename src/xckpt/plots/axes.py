@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from xckpt.formatting import columns, printable, shortened
+from xckpt.formatting import columns, printable, shortened, wrapped
 from xckpt.plots.theme import SCALE, require_matplotlib
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ _INCHES_OF_LABELS = 0.5
 _INCHES_OF_TICK = 0.6
 # Additional colours after matplotlib's own, visible on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
+# The mark of values beyond the colours, and how many of them have their place in a note.
+_MARK, _MOST_NAMED = "x", 3
+# The share of values at each end that can be far from the others, and how few values have far ones.
+_FRINGE, _FEWEST_VALUES = 0.1, 5
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -88,8 +92,12 @@ def write(text: Text, content: str, width: int = _WIDTH) -> None:
     text.set_parse_math(False)
 
 
-def add_heading(ax: Axes, title: str, *notes: str, left: float = 50.0) -> None:
+def add_heading(
+    ax: Axes, title: str, *notes: str, left: float = 50.0, is_wide: bool = False
+) -> None:
     """Write a title, and below it notes in small letters."""
+    # The heading takes the width of the axes, or of a figure with one column. A wide title takes
+    # the width of any figure; notes cannot, since the layout makes room for them.
     from matplotlib.font_manager import FontProperties
 
     # In points. The layout comes later, and takes `left` from axes that fill the figure: the width
@@ -104,8 +112,12 @@ def add_heading(ax: Axes, title: str, *notes: str, left: float = 50.0) -> None:
         joined = f"{lines[-1]} · {note}" if lines[-1] else note
         lines[-1:] = [joined] if len(joined) * size < room else [lines[-1], note]
     lines = [shortened(printable(line), _NOTE_WIDTH) for line in filter(None, lines)]
-    write(ax.title, title, max(20, int(room / (float(ax.title.get_fontsize()) * _CHARACTER_WIDTH))))
-    ax.title.set(x=0, ha="left")
+    room = figure_width - left if is_wide else room
+    width = max(20, int(room / (float(ax.title.get_fontsize()) * _CHARACTER_WIDTH)))
+    # A sentence has several lines, and the middle of a name is left out.
+    titles = wrapped(printable(title), width, 3, indent="") if ", " in title else [title]
+    write(ax.title, titles[0], width)
+    ax.title.set(x=0, ha="left", text="\n".join([ax.title.get_text(), *titles[1:]]))
     if lines:
         text = ax.annotate(
             "", (0, 1), (0, 4), "axes fraction", "offset points", ha="left", va="bottom"
@@ -293,6 +305,52 @@ def number_colours(ax: Axes, numbers: Iterable[int], label: str) -> dict[int, An
     bar.set_label(safe(label))
     whole_numbers(bar.ax.yaxis)
     return {number: colour_map(scale(number)) for number in ascending}
+
+
+def near_limits(ascending: Any, far: float = 2.0) -> tuple[float, float]:
+    """Return the smallest and the largest value without far ones, which would hide the others."""
+    # A value is far if it is beyond the others by more than `far` times their span.
+    low, high = float(ascending[0]), float(ascending[-1])
+    if len(ascending) < _FEWEST_VALUES:
+        return low, high
+    fringe = max(1, int(_FRINGE * len(ascending)))
+    inner = ascending[fringe:-fringe]
+    first, last = float(inner[0]), float(inner[-1])
+    if first == last:  # most values are the same, and the others interesting
+        distinct = np.unique(ascending)
+        if len(distinct) == len(ascending) or len(distinct) < _FEWEST_VALUES:
+            return low, high
+        low, high = near_limits(distinct, far)
+        return min(low, first), max(high, first)
+    span = far * (last - first)
+    near = ascending[(ascending >= first - span) & (ascending <= last + span)]
+    return float(near[0]), float(near[-1])
+
+
+def mark_beyond(
+    ax: Axes, image: Any, values: Any, place_text: Callable[[int, int], str]
+) -> tuple[Literal["neither", "both", "min", "max"], list[str]]:
+    """Mark the values beyond the colours; return these ends of the colours, and notes."""
+    # `place_text` names a row and a column; the farthest values are in the notes.
+    low, high = image.norm.vmin, image.norm.vmax
+    margin = 1e-9 * (abs(low) + abs(high))
+    with np.errstate(invalid="ignore"):
+        is_beyond = np.isfinite(values) & ((values < low - margin) | (values > high + margin))
+    places = [(row, column) for row, column in np.argwhere(is_beyond).tolist()]
+    if not places:
+        return "neither", []
+    places.sort(key=lambda place: -abs(values[place] - (low + high) / 2))
+    cells = [image.cmap(image.norm(values[place])) for place in places]
+    colours = ["black" if luminance(cell) > 0.5 else "white" for cell in cells]
+    rows, columns = np.array(places).T
+    ax.scatter(columns, rows, marker=_MARK, s=14, color=colours, linewidths=0.9)
+    notes = [f"{_MARK} beyond the colours"]
+    notes += [
+        f"{number_text(values[place])} at {place_text(*place)}" for place in places[:_MOST_NAMED]
+    ]
+    notes += [f"{len(places) - _MOST_NAMED:,} more"] if len(places) > _MOST_NAMED else []
+    is_above = {bool(values[place] > high) for place in places}
+    return "both" if len(is_above) == 2 else "max" if True in is_above else "min", notes
 
 
 def whole_numbers(axis: Any) -> None:

@@ -90,9 +90,12 @@ def draw_error(
     _label_columns(ax, sizes)
     equal = sum(int(np.isposinf(row).sum()) for row in rows.values())
     widest = max((len(block.label) for block in blocks), default=0)
+    if title in {"", "*"} or blocks:  # a note has the number of too many tensors
+        is_cut = height > _MOST_ROWS
+        title = f"{statistic} of channels" if is_cut else counted(height, "tensor")
     add_heading(
         ax,
-        title if title not in {"", "*"} and not blocks else counted(height, "tensor"),
+        title,
         f"{height:,} tensors, the worst of neighbours" if height > _MOST_ROWS else "",
         f"{max(sizes):,} channels, the worst of neighbours" if max(sizes) > width else "",
         f"{counted(equal, 'channel')} equal" if equal else "",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
 
 _INCHES_PER_BAR = 0.26
-_WIDEST_NAME = 56
+_WIDEST_NAME, _POINTS_PER_CHARACTER = 56, 5.0
 _STATUS_WORDS = {
     "same": "same",
     "changed": "changed",
@@ -74,21 +74,30 @@ def draw_differences(
     bars = changed.head(most)[::-1]
     ax = new_axes(ax, 8.0, 1.6 + _INCHES_PER_BAR * max(4, len(bars)))
     selection = f"the {len(bars):,} most changed" if len(bars) < len(changed) else ""
-    add_heading(ax, summary, selection, note)
+    names = [safe(name, _WIDEST_NAME) for name in bars.index]
+    left = 50 + _POINTS_PER_CHARACTER * max(map(len, names), default=0)
+    add_heading(ax, summary, selection, note, left=left)
     if bars.empty:
         _explain_no_bars(ax, counts["same"], counts.total())
         return ax
     values = bars[statistic].to_numpy(np.float64)
-    drawn = ax.barh(np.arange(len(values)), np.where(np.isfinite(values), values, 0.0), **style)
-    ax.set_yticks(np.arange(len(bars)), [safe(name, _WIDEST_NAME) for name in bars.index])
+    lengths = np.where(np.isfinite(values), values, 0.0)
+    drawn = ax.barh(np.arange(len(values)), lengths, **style)
+    ax.set_yticks(np.arange(len(bars)), names)
     ax.tick_params("y", length=0, labelsize="small")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.12)
     ax.set_xlabel(safe(statistic) + of_codes)
-    finite = values[np.isfinite(values)]
-    if finite.size and finite.min() > 0 and finite.max() > WIDE_SPAN * finite.min():
-        ax.set_xscale("log")
-    ax.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize="small")
+    positive = lengths[lengths > 0]
+    if positive.size and lengths.min() >= 0 and positive.max() > WIDE_SPAN * positive.min():
+        if positive.size == lengths.size:
+            ax.set_xscale("log")
+        else:  # bars of length zero have labels
+            ax.set_xscale("symlog", linthresh=10.0 ** np.floor(np.log10(positive.min())))
+    labels = [f"{value:.3g}" for value in values]
+    for n, count in enumerate((bars["nan"] + bars["inf"]).tolist() if "nan" in bars else []):
+        labels[n] += f", {counted(int(count), 'element')} not finite" if count else ""
+    ax.bar_label(drawn, labels, padding=3, fontsize="small")
     return ax
 
 

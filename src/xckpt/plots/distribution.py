@@ -323,8 +323,11 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
     result = spectrum(OpenTensors(obj)[name], name, minus=minus, values=True).variables[name]
     values = result.values[result.values > 0]
+    if np.isnan(result.values).any():
+        raise ValueError(f"{name!r} has elements that are NaN or infinite")
     if not len(values):
         raise ValueError(f"{name!r} has no singular values above 0")
+    is_new = ax is None
     if ax is not None:
         side = ax.inset_axes(_INSET, sharey=ax)
     else:
@@ -338,7 +341,8 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
     ax.grid(visible=True, alpha=0.25)
     alpha, start = power_law(np.square(values))
     _draw_density(side, values, alpha, start)
-    notes = [f"stable rank {number_text(float(np.sum(np.square(values / values[0]))))}"]
+    notes = ["of the difference"] if minus is not None else []
+    notes += [f"stable rank {number_text(float(np.sum(np.square(values / values[0]))))}"]
     if not np.isnan(alpha):
         notes.append(f"alpha {alpha:.2f} of the tail")
     if minus is not None:
@@ -350,7 +354,7 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
             text = ax.text(0.99, floor, "rounding", transform=ax.get_yaxis_transform(), color="C1")
             text.set(ha="right", va="bottom", fontsize="small")
         notes.append(rank)
-    add_heading(ax, name if minus is None else f"{name}, the difference", *notes)
+    add_heading(ax, name, *notes, is_wide=is_new)
     return ax
 
 

@@ -12,9 +12,9 @@ from xckpt.notebook.short_names import short_names
 from xckpt.plots.axes import (
     add_heading,
     inches,
-    luminance,
+    mark_beyond,
+    near_limits,
     new_axes,
-    number_text,
     require_drawable,
     safe,
     whole_numbers,
@@ -36,10 +36,7 @@ _INCHES_OF_LABEL, _POINTS_OF_CHARACTER = 0.15, 5.2
 _WIDEST_LABEL = 28
 # Intervals of labels that are easy to count.
 _STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
-_INFINITE, _UNDEFINED, _MARK = "#9e9e9e", "#e6007e", "x"
-_MOST_NAMED = 3
-# The share of the values at each end that may be left out of the colours, and how few suffice.
-_FRINGE, _FEWEST, _FAR = 0.1, 5, 2.0
+_INFINITE, _UNDEFINED = "#9e9e9e", "#e6007e"
 
 
 @themed
@@ -69,23 +66,18 @@ def draw_groups(
     height = _FRAME + max(1.2, _INCHES_PER_ROW * rows)
     ax = new_axes(ax, min(width, _WIDEST), min(height, _TALLEST))
     image = ax.imshow(np.ma.masked_invalid(values), **_colours(values) | style)
-    beyond = _mark_beyond(ax, image, values)
-    is_above = {bool(values[place] > image.norm.vmax) for place in beyond}
-    extend = "both" if len(is_above) == 2 else "max" if True in is_above else "min"
-    bar = ax.figure.colorbar(image, ax=ax, extend=extend if beyond else "neither")
+
+    def place_text(row: int, column: int) -> str:
+        place = zip(names, (texts[0][row], texts[1][column]), strict=False)
+        return ", ".join(f"{key} {text}" for key, text in place)
+
+    extend, notes = mark_beyond(ax, image, values, place_text)
+    bar = ax.figure.colorbar(image, ax=ax, extend=extend)
     bar.set_label(safe(statistic))
     if grouped[statistic].dtype.kind == "i":
         whole_numbers(bar.ax.yaxis)
     has_tensors = grouped["tensors"].to_numpy().reshape(values.shape) > 0
-    notes = _fill_others(ax, values, has_tensors)
-    if beyond:
-        notes.append(f"{_MARK} beyond the colours")
-        for row, column in beyond[:_MOST_NAMED]:
-            place = zip(names, (texts[0][row], texts[1][column]), strict=False)
-            where = ", ".join(f"{key} {text}" for key, text in place)
-            notes.append(f"{number_text(values[row, column])} at {where}")
-        if len(beyond) > _MOST_NAMED:
-            notes.append(f"{len(beyond) - _MOST_NAMED:,} more")
+    notes = [*_fill_others(ax, values, has_tensors), *notes]
     _label_axis(ax, "y", texts[0], names[0])
     _label_axis(ax, "x", texts[1], names[1] if len(names) > 1 else "")
     count = counted(int(grouped["tensors"].sum()), "tensor")
@@ -141,49 +133,14 @@ def _colours(values: Array) -> dict[str, Any]:
     if not finite.size:
         return options | {"vmin": 0.0, "vmax": 1.0}
     if finite[0] > 0:
-        low, high = np.exp(_limits(np.log(finite)))
+        low, high = np.exp(near_limits(np.log(finite)))
         if high > WIDE_SPAN * low:
             return options | {"norm": LogNorm(low, high)}
-    low, high = _limits(finite)
+    low, high = near_limits(finite)
     if low < 0 < high:
         limit = max(-low, high)
         return options | {"vmin": -limit, "vmax": limit, "cmap": "RdBu_r"}
     return options | {"vmin": low, "vmax": high if high > low else low + (abs(low) or 1.0)}
-
-
-def _limits(ascending: Array) -> tuple[float, float]:
-    """Return the smallest and the largest value that the colours span, without far ones."""
-    # A value is far if it is beyond the others by more than twice their span.
-    low, high = float(ascending[0]), float(ascending[-1])
-    if len(ascending) < _FEWEST:
-        return low, high
-    fringe = max(1, int(_FRINGE * len(ascending)))
-    inner = ascending[fringe:-fringe]
-    first, last = float(inner[0]), float(inner[-1])
-    if first == last:  # most values are the same, and the others interesting
-        distinct = np.unique(ascending)
-        if len(distinct) == len(ascending) or len(distinct) < _FEWEST:
-            return low, high
-        low, high = _limits(distinct)
-        return min(low, first), max(high, first)
-    span = _FAR * (last - first)
-    near = ascending[(ascending >= first - span) & (ascending <= last + span)]
-    return float(near[0]), float(near[-1])
-
-
-def _mark_beyond(ax: Axes, image: Any, values: Array) -> list[tuple[int, int]]:
-    """Mark the values beyond the colours, and return their places, the farthest first."""
-    low, high = image.norm.vmin, image.norm.vmax
-    margin = 1e-9 * (abs(low) + abs(high))
-    with np.errstate(invalid="ignore"):
-        is_beyond = np.isfinite(values) & ((values < low - margin) | (values > high + margin))
-    places = [(row, column) for row, column in np.argwhere(is_beyond).tolist()]
-    places.sort(key=lambda place: -abs(values[place] - (low + high) / 2))
-    cells = [image.cmap(image.norm(values[place])) for place in places]
-    colours = ["black" if luminance(cell) > 0.5 else "white" for cell in cells]
-    rows, columns = np.array(places).reshape(-1, 2).T
-    ax.scatter(columns, rows, marker=_MARK, s=14, color=colours, linewidths=0.9)
-    return places
 
 
 def _fill_others(ax: Axes, values: Array, has_tensors: Array) -> list[str]:

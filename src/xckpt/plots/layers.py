@@ -14,6 +14,7 @@ from xckpt.plots.axes import (
     label_ends,
     label_points,
     line_styles,
+    near_limits,
     new_axes,
     new_panels,
     number_colours,
@@ -57,6 +58,9 @@ _FEW_BANDS = 3
 _OUT_OF_LINE, _LEAST_SPREAD = 8.0, 0.03
 _FEWEST_NAMED, _MOST_NAMED = 2, 4
 _LEAST_FACTOR = 0.5  # in powers of two, from the median at the position
+_MARGIN = 0.22  # above and below the lines, as a share of their span
+# A value is beyond the axis if it is this many spans of its line away from it.
+_FAR = 4.0
 # In inches: width of a figure; heights of a panel, its frame, and a label.
 _WIDTH, _HEIGHT, _FRAME, _INCHES_OF_LABEL = 8.0, 1.9, 0.4, 0.17
 _FEW_PANELS, _WIDE = 3, 13.0
@@ -309,7 +313,7 @@ def _draw_panel(
     """Draw the lines of a panel, with labels at their ends and at extremes."""
     lines = panel.lines
     ax.grid(visible=True, alpha=0.25)
-    ax.margins(x=0.02, y=0.22)
+    ax.margins(x=0.02, y=_MARGIN)
     is_by_number = any(line.number for line in lines)
     if is_by_number:
         colours = number_colours(ax, [line.number for line in lines], hue)
@@ -323,6 +327,7 @@ def _draw_panel(
         for line, line_style in zip(lines, styles, strict=True)
     ]
     _set_scale(ax, lines)
+    bottom, top = (-np.inf, np.inf) if ax.get_autoscaley_on() else ax.get_ylim()
     _set_positions(ax, lines, positions)
     bands = sum(1 for line in lines if line.extremes)
     points = [
@@ -331,7 +336,7 @@ def _draw_panel(
             Label(point.position, point.value, _point_text(line, point, positions), colour),
         )
         for line, handle in zip(lines, handles, strict=True)
-        for distance, point in _points_to_name(line, bands)
+        for distance, point in _points_to_name(line, bands, (bottom, top))
         for colour in [handle.get_color()]
     ]
     points.sort(key=lambda point: -point[0])
@@ -341,12 +346,15 @@ def _draw_panel(
         for rank, (distance, label) in enumerate(points[:_MOST_NAMED])
         if rank < _FEWEST_NAMED or 2 * distance > points[0][0]
     ]
-    for label in labels_of_points:
-        look = {"marker": "o", "s": 14, "color": label.colour, "zorder": 3}
-        ax.scatter([label.x], [label.y], **look)
+    for number, label in enumerate(labels_of_points):
+        marker = "^" if label.y > top else "v" if label.y < bottom else "o"
+        labels_of_points[number] = label._replace(y=float(np.clip(label.y, bottom, top)))
+        look = {"marker": marker, "s": 14, "color": label.colour, "zorder": 3, "clip_on": False}
+        ax.scatter([label.x], [labels_of_points[number].y], **look)
     label_points(ax, labels_of_points)
     if not is_by_number and (len(lines) > 1 or bands):
         ends = [label for pair in zip(lines, handles, strict=True) for label in _end_label(*pair)]
+        ends = [label._replace(y=float(np.clip(label.y, bottom, top))) for label in ends]
         label_ends(ax, ends, _LABEL_WIDTH if is_wide else _NARROW_LABEL_WIDTH)
 
 
@@ -373,9 +381,11 @@ def _end_label(line: _Line, handle: Any) -> list[Label]:
     return [Label(line.positions[last], value, line.series.label, handle.get_color())]
 
 
-def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
+def _points_to_name(
+    line: _Line, bands: int, limits: tuple[float, float]
+) -> list[tuple[float, _Extreme]]:
     """Return the points of a line to name, with their distances from the other points."""
-    # `bands` is the number of lines with bands in the panel.
+    # `bands` is the number of lines with bands in the panel; points beyond the limits come first.
     from xckpt.health import out_of_line
 
     middle = line.levels[2]
@@ -390,6 +400,12 @@ def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
         else:
             points = [(abs(e.value - medians[e.position]), e) for e in (high, low)]
         return points if bands <= _FEW_BANDS else sorted(points, key=lambda point: point[0])[-1:]
+    bottom, top = limits
+    if (is_beyond := (middle < bottom) | (middle > top)).any():
+        return [
+            (np.inf, _Extreme(line.positions[number], float(middle[number]), ""))
+            for number in np.flatnonzero(is_beyond)
+        ]
     positive = np.flatnonzero(middle > 0)
     if len(positive) <= _OUT_OF_LINE:
         return []
@@ -425,13 +441,33 @@ def _set_positions(ax: Axes, lines: Sequence[_Line], positions: Positions) -> No
 
 
 def _set_scale(ax: Axes, lines: Sequence[_Line]) -> None:
-    """Use a logarithmic scale for values that span a large factor, unless some are negative."""
-    values = np.concatenate([line.levels[[0, -1]].ravel() for line in lines])
-    values = values[np.isfinite(values)]
-    positive = values[values > 0]
-    if (values < 0).any() or not positive.size or positive.max() < WIDE_SPAN * positive.min():
+    """Set the scale of the values, and the limits of the axis if some are far from the others."""
+    # The scale is logarithmic for values that span a large factor, unless some are negative.
+    columns = [line.levels[np.isfinite(line.levels)] for line in lines]
+    columns = [np.sort(column) for column in columns if column.size]
+    if not columns:
         return
-    if positive.size == values.size:
-        ax.set_yscale("log")
-    else:  # zeros matter, and a logarithm would hide them
+    values = np.concatenate(columns)
+    low, high = _limits(columns)
+    positive = values[(values > 0) & (values >= low) & (values <= high)]
+    if values.min() > 0:
+        low_log, high_log = np.exp(_limits([np.log(column) for column in columns]))
+        if high_log >= WIDE_SPAN * low_log:
+            ax.set_yscale("log")
+            low, high = low_log, high_log
+    elif values.min() == 0 and positive.size and positive.max() >= WIDE_SPAN * positive.min():
+        # Zeros matter, and a logarithm would hide them.
         ax.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(positive.min())))
+    margin = 1e-9 * (abs(low) + abs(high))
+    if values.min() >= low - margin and values.max() <= high + margin:
+        return
+    scale = ax.yaxis.get_transform()
+    bottom, top = scale.transform([low, high])
+    margin = _MARGIN * (top - bottom)
+    ax.set_ylim(*scale.inverted().transform([bottom - margin, top + margin]))
+
+
+def _limits(columns: Sequence[Values]) -> tuple[float, float]:
+    """Return the smallest and the largest value of lines, without those far from their line."""
+    limits = [near_limits(column, _FAR) for column in columns]
+    return min(low for low, _ in limits), max(high for _, high in limits)

@@ -9,7 +9,15 @@ import numpy as np
 from xckpt.formatting import counted
 from xckpt.labels.roles import Role
 from xckpt.notebook.folding import ascending
-from xckpt.plots.axes import add_heading, new_axes, new_panels, require_drawable, safe
+from xckpt.plots.axes import (
+    add_heading,
+    mark_beyond,
+    near_limits,
+    new_axes,
+    new_panels,
+    require_drawable,
+    safe,
+)
 from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
@@ -43,12 +51,11 @@ def draw_steps(
     left_out = len(changes.names) - sum(counts)
     omission = f"without {counted(left_out, 'tensor')} of other roles, such as counters"
     for number, (group, layers) in enumerate(groups.items()):
-        unchanged = _draw_group(panels[number], changes, layers, relative=relative, style=style)
+        notes = _draw_group(panels[number], changes, layers, relative=relative, style=style)
         title = counted(counts[number], "tensor")
         title = f"{group}: {title}" if len(groups) > 1 else title
         title += "" if number else f", {counted(len(changes.steps), 'step')}"
-        grey = f"grey: no change ({counted(unchanged, 'place')})" if unchanged else ""
-        add_heading(panels[number], title, grey, omission if left_out and not number else "")
+        add_heading(panels[number], title, *notes, omission if left_out and not number else "")
     panels[-1].set_xlabel(safe(changes.dim))
     return panels[0]
 
@@ -73,8 +80,8 @@ def _draw_group(
     *,
     relative: bool,
     style: dict[str, Any],
-) -> int:
-    """Draw the layers of a group of roles; return how many of their steps have no change."""
+) -> list[str]:
+    """Draw the layers of a group of roles; return notes on what the colours do not show."""
     from matplotlib.colors import LogNorm
 
     from xckpt.health.runs import joint_norm
@@ -87,14 +94,21 @@ def _draw_group(
     shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     if shown.count() and shown.max() > shown.min():
-        options["norm"] = LogNorm(shown.min(), shown.max())
+        options["norm"] = LogNorm(*np.exp(near_limits(np.sort(np.log(shown.compressed())))))
     image = ax.imshow(shown, **options | style)
     image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
     label = "norm of the change" + (", relative" if relative else "")
-    ax.figure.colorbar(image, ax=ax).set_label(label)
+
+    def place_text(row: int, column: int) -> str:
+        return f"{names[row]}, {changes.dim} {changes.steps[column + 1]:,}"
+
+    extend, notes = mark_beyond(ax, image, shown.filled(np.nan), place_text)
+    ax.figure.colorbar(image, ax=ax, extend=extend).set_label(label)
     _label_ticks(ax.yaxis, [safe(name) for name in names])
     _label_ticks(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
-    return int(np.count_nonzero(norms == 0))
+    unchanged = int(np.count_nonzero(norms == 0))
+    grey = f"grey: no change ({counted(unchanged, 'place')})" if unchanged else ""
+    return [grey, *notes]
 
 
 def _label_ticks(axis: Any, labels: list[str]) -> None:

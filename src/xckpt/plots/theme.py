@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Colour of texts, ticks and frames.
 INK = "#767b82"
+# The backend of notebooks paints a light or dark ground behind a transparent figure whose tick
+# labels are all darker or all lighter than grey. This colour is a little lighter, INK darker.
+_LIGHTER_INK = "#7c8187"
 #: Colours of lines.
 COLOURS = (
     *("#2f7fd0", "#d9731a", "#2e9e4f", "#d64550", "#8e6fd1", "#1a94a6"),
@@ -59,7 +62,8 @@ def themed(draw: Callable[_P, Axes]) -> Callable[_P, Axes]:
             ax = draw(*args, **kwargs)
             # Ticks are made when the figure is drawn, with the style of that time.
             for axes in ax.get_figure(root=True).axes:  # type: ignore[union-attr]
-                axes.tick_params(which="both", color=INK, labelcolor=INK)
+                axes.tick_params("x", which="both", color=INK, labelcolor=INK)
+                axes.tick_params("y", which="both", color=INK, labelcolor=_LIGHTER_INK)
                 for axis in (axes.xaxis, axes.yaxis):
                     axis.get_offset_text().set_color(INK)
         return ax

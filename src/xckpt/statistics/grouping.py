@@ -217,7 +217,9 @@ class Places(NamedTuple):
                 reasons.setdefault(reason, []).append(name)
             attrs["missing"] = [f"{', '.join(names)}: {why}" for why, names in reasons.items()]
         coords = {key: np.array(labels) for key, labels in self.labels.items()}
-        return xr.Dataset(variables, coords, attrs)
+        grouped = xr.Dataset(variables, coords, attrs)
+        grouped.encoding["grouped"] = True  # for its short text
+        return grouped
 
 
 def place_tensors(
@@ -273,7 +275,6 @@ def _with_origin(grouped: xr.Dataset, result: xr.Dataset) -> xr.Dataset:
     attrs = {name: result.attrs[name] for name in _SOURCES if name in result.attrs}
     note = {} if "origin" in result.encoding else {"note": _SAVED}
     grouped.attrs = {**attrs, **note, **grouped.attrs}
-    grouped.encoding["grouped"] = True  # for its short text
     return grouped
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from xckpt.formatting import base_name, counted, line_width, printable, wrapped
+from xckpt.formatting import base_name, counted, figure, line_width, printable, wrapped
 from xckpt.index import paused_collector
 from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, TensorChange, change_lines
 from xckpt.notebook.html import sentences as sentences_html
+from xckpt.notebook.html import table as table_html
 from xckpt.notebook.short_names import apart
 from xckpt.statistics.tables import has_channels, named_tensors, table, tensor_names
 from xckpt.upstream.xarray_variables import data_of
@@ -24,20 +24,21 @@ _SHOWN = (
     *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
     *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
 )
-_MOST_ROWS = 10
-_MOST_LINES = 6  # of a conclusion
-_TABLE = ".ckpt.table()"
+_MOST_ROWS, _MOST_COLUMNS = 10, 12
+_MOST_LINES = 6  # of a heading or a conclusion
+_TABLE, _FRAME = ".ckpt.table()", ".to_dataframe()"
+_INDENT = "  "
 
 
 class ResultView(NamedTuple):
     """A result as it is shown: lines for a large comparison, otherwise rows of the table."""
 
-    # `heading` and `rows` are printable; `conclusion` may contain names from files.
+    # `heading` is printable; `conclusion` and `rows` may contain names from files.
     heading: str
     conclusion: str = ""
     lines: tuple[ChangeLine, ...] = ()
-    rows: str = ""
-    more: str = ""
+    rows: pd.DataFrame | None = None
+    rest: str = ""  # the call that returns all tensors or groups
 
     @classmethod
     def of(cls, result: xr.Dataset) -> Self | None:
@@ -69,12 +70,12 @@ class ResultView(NamedTuple):
         heading = head.format(f"{tensors}: {fact}")
         conclusion = printable(str(result.attrs.get("explanation", "")))
         if "status" in frame and len(frame) > FEW_TENSORS and not has_channels(result):
-            more = f"every tensor: {_TABLE}"
-            more_lines = len(wrapped(conclusion, line_width(), _MOST_LINES)) - 1
-            lines = comparison_lines(frame, MOST_LINES - max(0, more_lines))
-            return cls(heading, conclusion, tuple(lines), more=more)
+            view = cls(heading, conclusion, rest=f"every tensor: {_TABLE}")
+            more_lines = max(0, len(view._head_lines()) - 2)
+            lines = comparison_lines(frame, MOST_LINES - more_lines)
+            return view._replace(lines=tuple(lines))
         columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
-        return cls(heading, conclusion, (), *_first_rows(frame[columns], _TABLE))
+        return cls(heading, conclusion, (), frame[columns], _TABLE)
 
     @classmethod
     def _of_groups(cls, groups: xr.Dataset) -> Self:
@@ -91,37 +92,50 @@ class ResultView(NamedTuple):
         ]
         columns = ["tensors", *[name for name in _SHOWN if name in frame]]
         columns += [name for name in frame if name not in columns]
-        rows, more = _first_rows(frame[columns], ".to_dataframe()")
-        return cls(heading.format(counted(len(frame), "group")), "", (), rows, more)
+        return cls(heading.format(counted(len(frame), "group")), "", (), frame[columns], _FRAME)
 
     def text(self) -> str:
         """Return the view as text."""
-        indent = "  " if self.lines else ""
-        width = line_width()
-        conclusion = wrapped(self.conclusion, width, _MOST_LINES, indent="")
-        lines = [indent + part for line in self.lines for part in wrapped(str(line), width - 2, 2)]
-        more = self.more and indent + self.more
-        return "\n".join(filter(None, (self.heading, *conclusion, *lines, self.rows, more)))
+        width = line_width() - len(_INDENT)
+        lines = [_INDENT + part for line in self.lines for part in wrapped(str(line), width, 2)]
+        lines += [_INDENT + self.rest] if self.lines else [_row_text(self.rows), self._more()]
+        return "\n".join(filter(None, (*self._head_lines(), *lines)))
 
     def html(self) -> str:
         """Return the view as HTML."""
-        if not self.lines:
-            return f"<pre style='line-height:1.4'>{escape(self.text())}</pre>"
-        items = [(str(line), line.is_exception) for line in self.lines]
-        return sentences_html(self.heading, self.conclusion, items, self.more)
+        if self.rows is None:
+            items = [(str(line), line.is_exception) for line in self.lines]
+            return sentences_html(self.heading, self.conclusion, items, self.rest)
+        top = self.rows.iloc[:_MOST_ROWS, :_MOST_COLUMNS]
+        columns = [top[name].tolist() for name in top]
+        texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
+        rows = list(zip(top.index.map(str), *texts, strict=True))
+        notes = filter(None, (self.conclusion, self._more()))
+        return table_html(self.heading, ["", *top], rows, notes)
+
+    def _head_lines(self) -> list[str]:
+        """Return the heading and the conclusion as lines of text."""
+        texts = (self.heading, self.conclusion)
+        return [line for text in texts for line in wrapped(text, line_width(), _MOST_LINES, "")]
+
+    def _more(self) -> str:
+        """Return the number of rows that are not shown, with the call that returns all."""
+        count = 0 if self.rows is None else len(self.rows) - _MOST_ROWS
+        return f"… {count:,} more: {self.rest}" if count > 0 else ""
 
 
-def _first_rows(frame: pd.DataFrame, rest: str) -> tuple[str, str]:
+def _row_text(frame: pd.DataFrame | None) -> str:
     """Return the first rows as text, without the last columns if lines are too narrow."""
+    if frame is None or frame.empty:
+        return ""
     width = line_width()
     top = frame.head(_MOST_ROWS).rename_axis(None)
     top.index = apart(top.index.map(str).tolist(), width * 2 // 5)
-    text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
-    while text.find("\n") > width and top.shape[1] > 1:
+    while True:
+        text: str = top.to_string(float_format=lambda x: f"{x:.4g}")
+        if text.find("\n") <= width or top.shape[1] <= 1:
+            return text
         top = top.iloc[:, :-1]
-        text = top.to_string(float_format=lambda x: f"{x:.4g}")
-    more = f"… {len(frame) - len(top):,} more: {rest}" if len(frame) > len(top) else ""
-    return text, more
 
 
 def comparison_lines(frame: pd.DataFrame, most: int = MOST_LINES) -> list[ChangeLine]:
