@@ -25,6 +25,7 @@ class Behaviour:
 
     files: dict[str, bytes] = field(default_factory=dict)
     etag: str | None = '"first"'
+    replaced_after: float = float("inf")  # requests after which the ETag is another
     modified: str | None = None
     ranges: bool = True  # False: the whole file with status 200, as plain http.server does
     content_range: bool = True
@@ -152,6 +153,8 @@ class _Handler(Handler):
             fault = web.random.random() < behaviour.failing
             self.cut = behaviour.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
+            if len(web.requests) > behaviour.replaced_after:
+                behaviour.etag = '"second"'
         web.closing.wait(behaviour.latency)
         until = time.monotonic() + behaviour.patience
         while web.at_once < behaviour.together and time.monotonic() < until:
