@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from threading import Event
-from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ pytest.importorskip(
 import traitlets
 
 from tests.notebook.checkpoints import mixture_of_experts, row
+from tests.notebook.views import LONG, View
 from xckpt.errors import IntegrityError
 from xckpt.notebook.explorer import Explorer
 from xckpt.notebook.html import colors_of
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from xckpt.tensor_rows import Row
 
 
-LONG = 20.0  # seconds after which a test has failed
 NAMES = ("a.0.w", "a.1.w", "b", "\u91cd\u307f", "\U0001f600.w", "text")
 ROWS = [row(name, "float32", 4) for name in NAMES]
 
@@ -69,14 +68,14 @@ class Source:
         return [0.0, 1.0, 2.0], [self.names.index(name), 7]
 
 
-class Opened:
+class Opened(View):
     """An explorer, its computation, and its messages to the browser."""
 
     def __init__(self, rows: Sequence[Row] = ROWS, computed: KnownResults | None = None) -> None:
         self.source = Source()
         self.source.names = [row.name for row in rows]
         summary = new_summary(rows, title="/a/m.zt", format="ztensor", version="1.0", attrs={})
-        self.explorer = Explorer(
+        explorer = Explorer(
             rows,
             summary=summary,
             statistics=["count", "mean"],
@@ -85,44 +84,7 @@ class Opened:
             code="ds[{!r}]".format,
             computed=computed,
         )
-        self.told: list[tuple[dict[str, Any], list[Any]]] = []
-        self.table: Any
-        self.progress: Any
-        self.table, self.progress = self.explorer.children
-        self.table.send = lambda message, buffers: self.told.append((message, buffers))
-        self.threads = set(enumerate_threads())  # other ones compute
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What the browser has."""
-        state: dict[str, Any] = self.table.get_state()
-        return state
-
-    def ask(self, message: dict[str, Any], *rows: int) -> None:
-        """Receive a message from the browser."""
-        data = {"method": "custom", "content": message}
-        buffers = [np.array(rows, "<u4").tobytes()]
-        self.table.comm.handle_msg({"content": {"data": data}, "buffers": buffers})
-
-    def click(self, row: int) -> None:
-        """Select a row in the browser."""
-        data = {"method": "update", "state": {"_row": row}}
-        self.table.comm.handle_msg({"content": {"data": data}, "buffers": []})
-
-    def done(self) -> None:
-        for thread in set(enumerate_threads()) - self.threads:
-            thread.join(LONG)
-            assert not thread.is_alive()
-
-    def statistics(self) -> dict[int, list[float]]:
-        """Return all reported statistics, by row."""
-        statistics_by_row: dict[int, list[float]] = {}
-        for message, buffers in self.told:
-            if message["tell"] == "statistics":
-                rows = np.frombuffer(buffers[0], "<u4").tolist()
-                values = np.frombuffer(buffers[1], "<f8").reshape(len(rows), -1).tolist()
-                statistics_by_row.update(zip(rows, values, strict=True))
-        return statistics_by_row
+        super().__init__(explorer)
 
 
 @pytest.fixture
@@ -135,12 +97,7 @@ def opened() -> Opened:
 
 def test_rows_are_sent_as_columns(opened: Opened) -> None:
     state = opened.state
-    text, at, names = state["_names"].decode().encode("utf-16-le"), 0, []
-    for length in np.frombuffer(state["_lengths"], "<u4").tolist():
-        names.append(text[at : at + 2 * length].decode("utf-16-le"))
-        at += 2 * length
-    assert tuple(names) == NAMES
-    assert at == len(text)
+    assert tuple(opened.names()) == NAMES
     assert np.frombuffer(state["_nbytes"], "<f8").tolist() == [16.0] * 6
     assert state["_shapes"] == ["4"]
     assert state["_kinds"] == ["float32"]
@@ -260,7 +217,7 @@ def test_earlier_results_are_not_computed() -> None:
     )
     opened = Opened(computed=cached)
     opened.ask({"ask": "known"})
-    assert opened.told[0][0]["found"] == [(2, "nan", "error", "1", "1 is NaN")]
+    assert opened.findings() == [(2, "nan", "error", "1", "1 is NaN")]
     assert list(opened.statistics()) == [2]
     opened.ask({"ask": "compute"}, *range(3))
     opened.done()
@@ -278,7 +235,7 @@ def test_findings_of_weights_do_not_apply_to_codes() -> None:
     results = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
     opened = Opened(rows, KnownResults({}, results))
     opened.ask({"ask": "known"})
-    assert [finding[:2] for finding in opened.told[0][0]["found"]] == [
+    assert [finding[:2] for finding in opened.findings()] == [
         (0, "all_zero"),
         *((1, rule) for rule in rules),
     ]
