@@ -330,6 +330,7 @@ def test_runtimes(runtime: Any) -> None:
 
 
 def test_an_index_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its names would have 4 GiB.
     monkeypatch.setattr("xckpt.formats.gptrs._LARGEST_U32", 100)
     gptrs.plan(draft_of(tensor("a")))
     assert "the index has" in refused(draft_of(tensor("a" * 50), tensor("b")), "Length")
