@@ -23,7 +23,7 @@ from xckpt.statistics.counts import Sketch
 from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -99,19 +99,6 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
 def test_chunks_that_are_not_contiguous(path: Path, expected: xr.Dataset) -> None:
     ds = opened(path).chunk(77)
     xr.testing.assert_equal(stats(ds, cache=False), expected)
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    distributed = pytest.importorskip("distributed")
-    with (
-        dask.config.set({"distributed.worker.memory.terminate": False}),
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ class TestScans:
     def test_all_tensors_of_a_small_file_share_a_request(
         self, scan: Any, web: WebServer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefetch, "REQUEST_NBYTES", 2 * path.stat().st_size)
+        monkeypatch.undo()  # requests of 8 MiB
         opened(web)
         web.requests.clear()
         result = scan(f"{web.url}/m.zt", tmp_path)
