@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from tests.fresh import FreshProcesses
 from xckpt import formats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # Machines that run tests are noisy: the time of one example means nothing. A change is tried on
 # the same examples everywhere; `HYPOTHESIS_PROFILE=search` looks for new ones.
@@ -58,6 +59,7 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """Keep headers of remote files out of the user's cache; wait for no network and no disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        # No option shortens the pauses before repeated requests: hundreds of tests would wait.
         patch.setattr("xckpt.storage.requests._FIRST_PAUSE", 0.001)
         patch.setattr("os.fsync", _not_waiting)
         patch.setenv("COLUMNS", "120")  # whatever the terminal, or what xdist takes for one
@@ -89,6 +91,14 @@ def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     disk = "/var/tmp" if tempfile.gettempdir() == str(_MEMORY) else None  # noqa: S108  the same
     with tempfile.TemporaryDirectory(dir=disk) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that lets seconds pass at once, for what is trusted for a while."""
+    clock, shifts = time.monotonic, [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock() + sum(shifts))
+    return shifts.append
 
 
 @pytest.fixture

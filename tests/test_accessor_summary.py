@@ -11,6 +11,7 @@ import xarray as xr
 
 import xckpt
 from tests.formats import torch_files
+from tests.notebook.views import View
 from tests.stats.architectures import resnet
 from xckpt.formatting import columns
 from xckpt.sample import write_checkpoint
@@ -186,8 +187,9 @@ class TestFindings:
     def test_in_the_explorer(self, ds: xr.Dataset) -> None:
         pytest.importorskip("anywidget")
         findings = ds.ckpt.findings()
-        shown = ds.ckpt.explore()._found
-        assert {finding.explanation for finding in shown} == set(findings["explanation"])
+        view = View(ds.ckpt.explore())
+        view.ask({"ask": "known"})
+        assert {finding[-1] for finding in view.findings()} == set(findings["explanation"])
 
 
 class TestRoles:

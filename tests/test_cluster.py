@@ -16,13 +16,14 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.scan import cuts, scanning
+from xckpt.scan import scanning
 from xckpt.scan.cluster import placed
 from xckpt.storage import prefetch, remote
+from xckpt.storage.local import LocalSource
 from xckpt.storage.requests import IN_FLIGHT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 TENSORS = 2000
@@ -110,24 +111,23 @@ class TestTwoWorkers:
     ) -> None:
         import distributed
 
-        for shard in range(8):
-            tensors = {f"layers.{shard}.{n}": np.full(4096, n, "<f4") for n in range(8)}
+        for shard in range(8):  # each has as many tensors as a task
+            tensors = {f"layers.{shard}.{n}": np.full(8, n, "<f4") for n in range(256)}
             (tmp_path / f"m-{shard}.zt").write_bytes(zt(tensors))
         read: list[tuple[str, str]] = []
-        scan_cuts = cuts.scan_cuts
+        read_into = LocalSource.read_into
 
-        def looking(task: list[cuts.Cut], *args: Any) -> list[Any]:
-            worker = distributed.get_worker().address
-            read.extend((worker, cut.reader.place[0]) for cut in task)
-            return scan_cuts(task, *args)
+        def looking(source: LocalSource, offsets: Sequence[int], memory: memoryview) -> None:
+            read.append((distributed.get_worker().address, source.name))
+            read_into(source, offsets, memory)
 
-        monkeypatch.setattr(scanning, "scan_cuts", looking)
-        monkeypatch.setattr(scanning, "_CLUSTER_TASK_NBYTES", 1 << 16)
         ds = xr.open_dataset(str(tmp_path / "m-*.zt"), engine="ztensor")
+        monkeypatch.setattr(LocalSource, "read_into", looking)
         stats = xckpt.stats(ds, cache=False, progress=False)
-        assert len(stats.data_vars) == 64 == len(read)
+        assert len(stats.data_vars) == 8 * 256
         workers = [worker for worker, _ in read]
-        assert sorted(map(workers.count, set(workers))) == [32, 32]
+        assert len(set(workers)) == 2
+        assert len(set(map(workers.count, workers))) == 1  # with equal shares
         assert len(set(read)) <= 9  # eight shards; one may be needed for equal shares
         first = set(read)
         read.clear()
@@ -137,6 +137,7 @@ class TestTwoWorkers:
     def test_a_scan_of_an_object_store_has_32_requests_in_flight(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        # Instead of 8 MiB: all requests in flight would take hundreds of megabytes.
         for module in (remote, prefetch, scanning):
             monkeypatch.setattr(module, "REQUEST_NBYTES", 1 << 14)
         data = zt({f"w{n}": np.arange(1 << 14, dtype="<f4") + n for n in range(24)})

@@ -11,6 +11,7 @@ import xarray as xr
 
 import xckpt
 from tests.formats import mlcp_files, primitiv_files
+from tests.notebook.views import View
 from xckpt.accessor.exploring import compute, explore, histogram
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import CheckpointWarning
@@ -108,15 +109,18 @@ def test_findings_are_those_of_the_file(obj: Any) -> None:
 def test_computed_results_are_reused(path: Path) -> None:
     pytest.importorskip("anywidget")
     ds = xr.open_dataset(path, engine="ztensor", stack=True)
-    assert not ds.ckpt.explore()._known
+    view = View(ds.ckpt.explore())
+    view.ask({"ask": "known"})
+    assert not view.told
     expected = table(ds.ckpt.stats(progress=False))
-    explorer = ds.ckpt.explore()
-    assert len(explorer._known) == len(expected) == len(explorer._names)
-    at = explorer._row_of["lm_head.weight"]
-    assert explorer._known[at][explorer._columns["std"]] == expected.loc["lm_head.weight", "std"]
-    assert {explorer._names[row] for row, *_ in explorer._found} == set(
-        ds.ckpt.findings()["tensor"]
-    )
+    view = View(ds.ckpt.explore())
+    view.ask({"ask": "known"})
+    names, statistics = view.names(), view.statistics()
+    assert len(statistics) == len(expected) == len(names)
+    values = statistics[names.index("lm_head.weight")]
+    std = values[view.state["_statistics"].index("std")]
+    assert std == expected.loc["lm_head.weight", "std"]
+    assert {names[row] for row, *_ in view.findings()} == set(ds.ckpt.findings()["tensor"])
 
 
 def test_layers_ascend_whatever_their_order_in_the_file(tmp_path: Path) -> None:
@@ -124,13 +128,13 @@ def test_layers_ascend_whatever_their_order_in_the_file(tmp_path: Path) -> None:
     names = ["embed", *sorted(f"h.{n}.w" for n in range(12)), "norm"]
     np.savez(tmp_path / "m.npz", **{name: np.ones(1) for name in names})  # type: ignore[arg-type]
     explorer = xr.open_dataset(tmp_path / "m.npz", engine="npz").ckpt.explore()
-    assert explorer._names == ["embed", *(f"h.{n}.w" for n in range(12)), "norm"]
+    assert View(explorer).names() == ["embed", *(f"h.{n}.w" for n in range(12)), "norm"]
 
 
 def test_codes_are_distinguished_from_weights(path: Path) -> None:
     pytest.importorskip("anywidget")
-    explorer = xr.open_dataset(path, engine="ztensor", decode=False).ckpt.explore()
-    codes = [n for n, is_one in zip(explorer._names, explorer._table._codes, strict=True) if is_one]
+    view = View(xr.open_dataset(path, engine="ztensor", decode=False).ckpt.explore())
+    codes = [n for n, is_one in zip(view.names(), view.state["_codes"], strict=True) if is_one]
     assert codes == [f"model.layers.{n}.mlp.down_proj.weight" for n in range(3)]
 
 
@@ -222,10 +226,11 @@ def test_explore_gives_the_widget(path: Path) -> None:
     pytest.importorskip("anywidget")
     ds = xr.open_dataset(path, engine="ztensor", stack=True)
     explorer = explore(OpenTensors(ds), index_summary(xckpt.read_index(path)))
+    view = View(explorer)
     explorer.selected = "model.norm.weight"
-    assert explorer._one.wait(60)
-    cached = explorer._known[explorer._row_of["model.norm.weight"]]
-    mean = cached[explorer._columns["mean"]]
+    view.done()
+    values = view.statistics()[view.names().index("model.norm.weight")]
+    mean = values[view.state["_statistics"].index("mean")]
     assert mean == pytest.approx(float(ds["model.norm.weight"].mean()), rel=1e-6)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,17 +80,19 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("delay", [0.0, 60.0])
-def test_a_bar_appears_only_in_long_interactive_calls(
-    delay: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xckpt.progress._DELAY_SECONDS", delay)
+def test_a_bar_appears_only_in_long_interactive_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    for stream, is_seen in ((_Terminal(), True), (io.StringIO(), False)):
+    streams = [_Terminal(), io.StringIO()]
+    for stream in streams:
         monkeypatch.setattr(sys, "stderr", stream)
         with Progress(None, "counting", 10) as progress:
             progress.advance(10)
-        assert ("counting" in stream.getvalue()) is (is_seen and not delay)
+        assert stream.getvalue() == ""
+        stop = time.monotonic() + 1  # twice as long as nothing is shown
+        with Progress(None, "counting", 1 << 40) as progress:
+            while "counting" not in stream.getvalue() and time.monotonic() < stop:
+                progress.advance(1)
+        assert ("counting" in stream.getvalue()) is stream.isatty()
 
 
 def test_the_total_may_grow() -> None:

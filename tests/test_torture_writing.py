@@ -136,6 +136,7 @@ def test_data_that_never_reach_the_disk_are_detected(
 def test_a_rename_that_never_reaches_the_disk_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A fault has to be planted in the code that it is looked for in.
     monkeypatch.setattr("xckpt.storage.sink._sync_folders", lambda *_: None)
     trial = Trial(1, 60, tmp_path, tmp_path / "kept", "torture.power", CASE)
     (tally,) = power.run(trial)

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
-from xckpt.arrays import dense
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.keys import groups, leading_axes, normalize, positions
 from xckpt.arrays.parts import PartReader
 from xckpt.index import Part
-from xckpt.storage import local, open_source
+from xckpt.storage import open_source
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,59 +45,48 @@ def axis_keys(length: int) -> st.SearchStrategy[Any]:
     keys: list[st.SearchStrategy[Any]] = [st.slices(length)]
     if length:
         inside = st.integers(-length, length - 1)
-        keys += [inside, st.lists(inside, max_size=2 * length)]
+        keys += [inside, st.lists(inside, max_size=12)]
     return st.one_of(keys)
 
 
-@pytest.mark.parametrize(("block", "skip"), [(2, 0), (8, 0), (8, 4), (8, 10**6), (40, 16)])
-@given(data=st.data(), order=st.sampled_from("CF"), byteorder=st.sampled_from(["little", "big"]))
+# Arrays of less than a block, and of several, with gaps that are skipped, and those that are not.
+LARGE_SHAPES = [
+    *[(7, 200_000), (200_000, 7), (300, 4500), (3, 700, 640), (1200, 2, 600), (5, 40_000, 7)],
+    (5, 4, 3, 20_000),
+]
+KEYED: list[tuple[st.SearchStrategy[tuple[int, ...]], int]] = [
+    (array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=6), 60),
+    (st.sampled_from(LARGE_SHAPES), 150),
+]
+
+
+@pytest.mark.parametrize(("shapes", "examples"), KEYED, ids=["small", "large"])
 def test_indexing_equals_numpy(
-    tmp_path_factory: pytest.TempPathFactory,
-    block: int,
-    skip: int,
-    data: st.DataObject,
-    order: Any,
-    byteorder: Any,
+    tmp_path: Path, shapes: st.SearchStrategy[tuple[int, ...]], examples: int
 ) -> None:
-    shape = data.draw(array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=6))
-    values = np.arange(prod(shape), dtype="<i2").reshape(shape)
-    stored = values.byteswap() if byteorder == "big" else values
-    path = tmp_path_factory.getbasetemp() / "scattered"
-    lazy = array_in(path, stored, order, byteorder=byteorder)
-    key = tuple(data.draw(axis_keys(length)) for length in shape)
-    expected = values
-    # Arrays act on their own axes each; from the last one, so that integers move none.
-    for axis in reversed(range(len(shape))):
-        index = np.array(key[axis], int) if isinstance(key[axis], list) else key[axis]
-        expected = expected[(slice(None),) * axis + (index,)]
-    out = np.full(expected.shape, -1, values.dtype, order)
-    # So that whatever takes more than a few bytes is read in blocks and pieces.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "_BLOCK_NBYTES", block)
-        patch.setattr(local, "_WORTH_SKIPPING", skip)
-        np.testing.assert_array_equal(lazy[key], expected)
-        lazy.read_into(out, key)
-    np.testing.assert_array_equal(out, expected)
+    arrays: dict[Any, DenseArray] = {}
 
+    @settings(max_examples=examples)
+    @given(shapes, st.sampled_from("CF"), st.sampled_from(["little", "big"]), st.data())
+    def check(shape: tuple[int, ...], order: Any, byteorder: Any, data: st.DataObject) -> None:
+        values = np.arange(prod(shape), dtype="<u4").astype("<i2").reshape(shape)
+        case = shape, order, byteorder
+        if case not in arrays:
+            stored = values.byteswap() if byteorder == "big" else values
+            path = tmp_path / str(len(arrays))
+            arrays[case] = array_in(path, stored, order, byteorder=byteorder)
+        key = tuple(data.draw(axis_keys(length)) for length in shape)
+        expected = values
+        # Arrays act on their own axes each; from the last one, so that integers move none.
+        for axis in reversed(range(len(shape))):
+            index = np.array(key[axis], int) if isinstance(key[axis], list) else key[axis]
+            expected = expected[(slice(None),) * axis + (index,)]
+        out = np.full(expected.shape, -1, values.dtype, order)
+        np.testing.assert_array_equal(arrays[case][key], expected)
+        arrays[case].read_into(out, key)
+        np.testing.assert_array_equal(out, expected)
 
-@given(st.integers(0, 40), st.data(), st.integers(1, 7))
-def test_groups_of_an_entry(length: int, data: st.DataObject, size: int) -> None:
-    (entry,) = normalize(
-        data.draw(axis_keys(length).filter(lambda k: not isinstance(k, int))), [length]
-    )
-    chosen = list(positions(entry, length))
-    cut = [list(positions(group, length)) for group in groups(entry, length, size)]
-    assert [position for part in cut for position in part] == chosen
-    assert all(len(part) <= size for part in cut)
-
-
-def test_axes_that_are_read_one_by_one() -> None:
-    every, index = slice(0, 100, 1), 5
-    assert leading_axes((100, 1000), (every, index), 10) == 1
-    assert leading_axes((100, 1000), (every, index), 2000) == 0
-    assert leading_axes((100, 100, 1000), (every, slice(0, 2, 1), index), 10) == 2
-    assert leading_axes((100, 100, 10), (every, slice(0, 2, 1), index), 30) == 1
-    assert leading_axes((100, 1000), (index, every), 0) == 0
+    check()
 
 
 class Counted:

@@ -15,58 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sources import CountingSource
+from tests.sparse_arrays import U8, coo, csr, tensor_of
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
 from xckpt.errors import FormatError, TooLargeError, UnsupportedError
-from xckpt.index import Part, Tensor
-from xckpt.storage.limits import Pool
-
-U8 = np.dtype("<u8")
-
-
-def tensor_of(
-    layout: Any,
-    shape: tuple[int, ...],
-    arrays: dict[str, np.ndarray],
-    *,
-    strict: bool = False,
-    compress: bool = False,
-    sparse: bool = False,
-) -> Any:
-    """Make a sparse array over a file that holds these parts one after the other."""
-    parts, data = {}, b""
-    for role, array in arrays.items():
-        payload = array.tobytes()
-        stored = zstandard.compress(payload) if compress else payload
-        parts[role] = Part(
-            array.dtype.name,
-            None if compress and role != "indptr" else array.shape,
-            len(data),
-            len(stored),
-            "zstd" if compress else None,
-        )
-        data += stored
-    dtype = arrays["values"].dtype.name
-    tensor = Tensor("t", dtype, shape, parts, layout=layout, strict=strict)
-    source = CountingSource(data)
-    readers = {role: PartReader(source, part) for role, part in parts.items()}
-    kinds: dict[str, Any] = {"sparse_csr": CSRArray, "sparse_csc": CSCArray, "sparse_coo": COOArray}
-    return kinds[layout](tensor, readers, sparse=sparse)
-
-
-def csr(dense: np.ndarray, **kwargs: bool) -> Any:
-    """Store a matrix as CSR."""
-    rows, cols = np.nonzero(dense)
-    indptr = np.searchsorted(rows, np.arange(dense.shape[0] + 1)).astype(U8)
-    parts = {"values": dense[rows, cols], "indices": cols.astype(U8), "indptr": indptr}
-    return tensor_of("sparse_csr", dense.shape, parts, **kwargs)
-
-
-def coo(dense: np.ndarray, **kwargs: bool) -> Any:
-    """Store an array as COO."""
-    coords = np.array(np.nonzero(dense)).astype(U8)
-    parts = {"values": dense[tuple(coords.astype(int))], "coords": coords}
-    return tensor_of("sparse_coo", dense.shape, parts, **kwargs)
 
 
 def random_matrix(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -158,31 +109,27 @@ def test_any_selection_equals_that_of_the_dense_array(
             assert values.dtype == dense.dtype
 
 
-@given(
-    st.integers(0, 2**32),
-    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
-    st.booleans(),
-    st.integers(1, 9),
-)
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("shape", [(5, 4), (300_000, 7), (3, 700_000), (2000, 1500), (600_000,)])
 def test_the_blocks_of_stored_elements_make_up_the_array(
-    seed: int, shape: tuple[int, ...], compress: bool, most: int
+    shape: tuple[int, ...], compress: bool
 ) -> None:
-    dense = random_matrix(seed, shape)
+    dense = random_matrix(0, shape)
+    dense[len(dense) // 3 : len(dense) // 2] = 0  # and blocks without elements
     arrays = [coo(dense, compress=compress)]
     if len(shape) == 2:
         arrays.append(csr(dense, compress=compress))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", most)
-        patch.setattr("xckpt.arrays.sparse._MOST_ROWS", 1 + most // 3)
-        patch.setattr("xckpt.arrays.sparse._PIECE_NBYTES", 8 * most)
-        results = [list(lazy.blocks()) for lazy in arrays]
-    for blocks in results:
+    for lazy in arrays:
+        blocks = list(lazy.blocks())
         assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
         assert blocks[-1].stop == shape[0]
         coords = [np.concatenate(along) for along in zip(*(b.coords for b in blocks), strict=True)]
         np.testing.assert_array_equal(np.stack(coords), np.nonzero(dense))
         values = np.concatenate([b.values for b in blocks])
         np.testing.assert_array_equal(values, dense[dense != 0])
+        # Sorted, a list of coordinates is one block; rows are at most 256 Ki elements, or one.
+        if lazy is not arrays[0]:
+            assert all(len(b.values) <= 1 << 18 or b.stop == b.start + 1 for b in blocks)
 
 
 def test_a_csr_row_reads_only_its_elements() -> None:
@@ -356,15 +303,15 @@ def test_a_selection_does_not_change_the_cache() -> None:
     np.testing.assert_array_equal(lazy[...].todense(), before)
 
 
-def test_large_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.arrays.sparse._KEPT_NBYTES", 100)
-    monkeypatch.setattr("xckpt.arrays.sparse._kept", Pool(100, lambda tensor: tensor.nbytes))
-    dense = random_matrix(6, (50, 10))
-    lazy = coo(dense)
-    np.testing.assert_array_equal(lazy[3:9], dense[3:9])
+def test_large_tensors_are_not_kept() -> None:
+    count = 15 << 20  # of nine bytes: more than 128 MiB
+    coords = np.arange(count, dtype=U8)[None]
+    lazy = tensor_of("sparse_coo", (count,), {"values": np.ones(count, "u1"), "coords": coords})
+    for _ in range(2):
+        np.testing.assert_array_equal(lazy[3:9], np.ones(6))
+    assert lazy.source.nbytes_read == 2 * lazy.source.size
     # A chunk is at least as large as the bytes that are read for it.
-    assert lazy.chunks(40) == ((50,), (10,))
-    assert csr(dense).chunks(40) != ((50,), (10,))
+    assert lazy.chunks(1 << 20) == ((count,),)
 
 
 def test_positions_beyond_64_bits() -> None:
@@ -398,16 +345,15 @@ def test_running_out_of_memory_is_a_package_error(monkeypatch: pytest.MonkeyPatc
         lazy[:]
 
 
-def test_stored_elements_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", 1 << 12)
-    dense = np.ones((1, 1 << 16), "<f4")
-    with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
+def test_stored_elements_that_do_not_fit_in_memory() -> None:
+    dense = np.ones((1, 1 << 19), "<f4")
+    with dask.config.set({"xckpt.memory-limit": "16 MiB"}):
         for lazy in (csr(dense), coo(dense), csr(dense, compress=True), coo(dense, compress=True)):
             with pytest.raises(TooLargeError, match="have to be in memory together"):
                 list(lazy.blocks())
         # Row by row there is room.
-        rows = csr(np.ones((16, 1 << 12), "<f4"))
-        assert sum(len(block.values) for block in rows.blocks()) == 1 << 16
+        rows = csr(np.ones((128, 1 << 12), "<f4"))
+        assert sum(len(block.values) for block in rows.blocks()) == 1 << 19
 
 
 @pytest.mark.parametrize("kind", ["short indptr", "short values", "long indices", "corrupt"])

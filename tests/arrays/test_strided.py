@@ -13,7 +13,6 @@ import xarray as xr
 from numpy.lib.stride_tricks import as_strided
 
 from tests.formats import torch_files as files
-from xckpt.arrays import parts
 from xckpt.index import runs_of
 
 if TYPE_CHECKING:
@@ -40,27 +39,28 @@ KEYS: dict[str, Any] = {
     "of the last axis": (..., slice(0, 1)),
     "nothing": (slice(0, 0), ...),
 }
-VALUES = np.arange(400, dtype="f4")
 
 
-@pytest.fixture(params=["mapped", "not mapped", "deflated"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
-    value = {label: files.view(files.storage("0", 400), *view) for label, view in VIEWS.items()}
-    method = zipfile.ZIP_DEFLATED if request.param == "deflated" else zipfile.ZIP_STORED
-    archive = tmp_path / "m.pt"
-    archive.write_bytes(files.archive(files.mapping(value), {"0": VALUES.tobytes()}, method=method))
-    return archive, request.param == "mapped"
-
-
-@pytest.mark.parametrize("block_nbytes", [64, 1 << 22])
-def test_selections_of_views(
-    path: tuple[Path, bool], block_nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "_STRIDED_NBYTES", block_nbytes)
-    ds = xr.open_dataset(path[0], engine="torch", mmap=path[1])
-    for label, (offset, shape, strides) in VIEWS.items():
-        steps = [4 * step for step in strides]
-        expected = as_strided(VALUES[offset:], shape, steps)
+@pytest.mark.parametrize(
+    ("mmap", "method", "apart"),
+    [
+        *[(mmap, zipfile.ZIP_STORED, apart) for mmap in (True, False) for apart in (1, 10_000)],
+        (False, zipfile.ZIP_DEFLATED, 1),
+    ],
+)
+def test_selections_of_views(tmp_path: Path, mmap: bool, method: int, apart: int) -> None:
+    """Views with gaps of some bytes, and of so many that they are not read."""
+    stored = np.arange(400 * apart, dtype="f4")
+    views = {
+        label: (offset, shape, tuple(apart * step for step in strides))
+        for label, (offset, shape, strides) in VIEWS.items()
+    }
+    value = {label: files.view(files.storage("0", stored.size), *v) for label, v in views.items()}
+    path = tmp_path / "m.pt"
+    path.write_bytes(files.archive(files.mapping(value), {"0": stored.tobytes()}, method=method))
+    ds = xr.open_dataset(path, engine="torch", mmap=mmap)
+    for label, (offset, shape, strides) in views.items():
+        expected = as_strided(stored[offset:], shape, [4 * step for step in strides])
         for key in KEYS.values():
             np.testing.assert_array_equal(ds[label][key].values, expected[key])
 

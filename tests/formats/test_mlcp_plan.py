@@ -509,6 +509,7 @@ def test_large_shards() -> None:
 
 
 def test_long_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They would have 2 GiB.
     monkeypatch.setattr("xckpt.formats.mlcp._BOUND_I32", 500)
     assert "metadata have" in refused(draft_of(more="x" * 500), "Length")
 

@@ -17,7 +17,7 @@ from tests.conftest import GOLDEN, golden_files
 from tests.contracts.orbax import mark
 from tests.formats import orbax_files
 from tests.formats.orbax_files import MANIFEST, frame, leaf, manifest, write, zarray
-from tests.storage.web_server import WebServer
+from tests.storage.web_server import assert_row_is_one_request
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +72,6 @@ def test_a_folder_is_opened_by_any_of_its_names(tmp_path: Path, compress: bool) 
 
 
 def test_a_row_over_http_reads_its_bytes(tmp_path: Path) -> None:
-    pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
     values = np.arange(1 << 16, dtype="f4").reshape(256, 256)
     folder = write(tmp_path / "ckpt", {"w": values, "b": W[0]}).parent
     files = {
@@ -80,14 +79,7 @@ def test_a_row_over_http_reads_its_bytes(tmp_path: Path) -> None:
         for file in folder.rglob("*")
         if file.is_file()
     }
-    with WebServer(**files) as web:
-        ds = xckpt.open(f"{web.url}/manifest.ocdbt")
-        before = len(web.gets)
-        row = ds["w"][100].values
-        [range_] = web.gets[before:]
-        start, stop = map(int, str(range_).removeprefix("bytes=").split("-"))
-        assert stop + 1 - start == row.nbytes
-    np.testing.assert_array_equal(row, values[100])
+    assert_row_is_one_request(files, "manifest.ocdbt", "w", values)
 
 
 def test_the_folder_of_a_manager_names_its_steps(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickletools
 import subprocess
 import sys
 import time
 import tracemalloc
 import zipfile
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,36 +176,26 @@ class TestNoExecution:
             )
 
 
-RECORDS = [path for pattern in ("*.pt", "*.ckpt") for path in golden_files(f"torch/{pattern}")]
-
-
 class TestFastRecords:
-    @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-    def test_fast_and_stepwise_reading_agree(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        data = path.read_bytes()
-        fast = FORMAT.read(CountingSource(data))
-        monkeypatch.setattr(pickles, "_REBUILD", None)
-        slow = FORMAT.read(CountingSource(data))
-        assert repr((fast.tensors, fast.attrs)) == repr((slow.tensors, slow.attrs))
-
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize("got", range(3, 11))
-    def test_memo_entries_are_restored(
-        self, got: int, wide: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_memo_entries_are_restored(self, got: int, wide: bool) -> None:
         """Also where a record gets what it has put itself."""
         data = memoized(got, wide=wide)
-        fast, slow = pickles.Machine(data), pickles.Machine(data)
+        fast, slow = pickles.Machine(data), pickles.Machine(stepwise(data))
         fast.run()
-        with monkeypatch.context() as patch:
-            patch.setattr(pickles, "_REBUILD", None)
-            slow.run()
+        slow.run()
         assert fast.memo.keys() == slow.memo.keys()
         for index, value in fast.memo.items():
             assert type(value) is type(slow.memo[index])
             assert described(value) == described(slow.memo[index])
+
+
+def stepwise(data: bytes) -> bytes:
+    """Push None and pop it after each mark, so that no record looks like those of torch.save."""
+    starts = [position or 0 for _, _, position in pickletools.genops(data)]
+    opcodes = [data[start:stop] for start, stop in pairwise([*starts, len(data)])]
+    return b"".join(opcode + b"N0" * (opcode == b"(") for opcode in opcodes)
 
 
 def described(value: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from tests.formats.ztensor_files import (
     dense_v1,
     dense_v2,
     dense_v12,
+    read,
     stored,
     v0_file,
     v1_file,
@@ -21,14 +20,7 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import FormatError
 
-if TYPE_CHECKING:
-    from xckpt.index import Index
-
 ztensor = formats.get("ztensor")
-
-
-def read(data: bytes, name: str = "memory") -> Index:
-    return ztensor.read(CountingSource(data, name))
 
 
 def one_of_each() -> dict[str, bytes]:

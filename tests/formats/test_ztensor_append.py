@@ -13,6 +13,7 @@ from tests.formats.ztensor_files import (
     V1_MAGIC,
     dense_v1,
     dense_v2,
+    read,
     v1_container,
     v1_file,
     v2_data_shard,
@@ -25,15 +26,10 @@ from xckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import Draft
-    from xckpt.index import Index
 
 ztensor = formats.get("ztensor")
 
 VERSIONS = ["1.0", "2"]
-
-
-def read(data: bytes) -> Index:
-    return ztensor.read(CountingSource(data))
 
 
 def made(version: str) -> bytes:

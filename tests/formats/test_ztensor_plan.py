@@ -27,7 +27,7 @@ from tests.formats.indexes import (
     sparse_tensors,
 )
 from tests.formats.planned import draft_and_data, materialize, raw_bytes
-from tests.sources import CountingSource
+from tests.formats.ztensor_files import read
 from xckpt import formats
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError
@@ -43,10 +43,6 @@ ztensor = formats.get("ztensor")
 
 V1_TYPES = [dtype for dtype in ztensor.can.types if dtype in manifest.LONG]
 V2_NAMES = st.text(min_size=1, max_size=12).filter(lambda name: "\0" not in name)
-
-
-def read(data: bytes) -> Index:
-    return ztensor.read(CountingSource(data))
 
 
 def written(index: Draft, **options: Any) -> bytes:

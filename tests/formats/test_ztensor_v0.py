@@ -8,16 +8,11 @@ import cbor2
 import numpy as np
 import pytest
 
-from tests.formats.ztensor_files import V0_MAGIC, stored, v0_container, v0_file
-from tests.sources import CountingSource
+from tests.formats.ztensor_files import V0_MAGIC, read, stored, v0_container, v0_file
 from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
 
 ztensor = formats.get("ztensor")
-
-
-def read(data: bytes) -> Any:
-    return ztensor.read(CountingSource(data))
 
 
 def entry(data: bytes = bytes(16), **changes: Any) -> dict[str, Any]:

@@ -11,28 +11,18 @@ from tests.formats.ztensor_files import (
     Stored,
     dense_v1,
     dense_v12,
+    error_of,
+    read,
     stored,
     v1_container,
     v1_file,
     v12_container,
     v12_file,
 )
-from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
 
 ztensor = formats.get("ztensor")
-
-
-def read(data: bytes) -> Any:
-    return ztensor.read(CountingSource(data))
-
-
-def error_of(data: bytes) -> FormatError:
-    with pytest.raises(FormatError) as caught:
-        read(data)
-    assert caught.value.offset is not None
-    return caught.value
 
 
 def csr(**changes: Any) -> dict[str, Any]:

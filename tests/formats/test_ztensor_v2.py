@@ -14,29 +14,19 @@ from tests.contracts.ztensor import DECLARED
 from tests.formats.ztensor_files import (
     V2_MAGIC,
     dense_v2,
+    error_of,
+    read,
     stored,
     v2_container,
     v2_data_shard,
     v2_file,
 )
-from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
 
 ztensor = formats.get("ztensor")
 
 DIGEST = "xxh3:0123456789abcdef"
-
-
-def read(data: bytes, name: str = "memory") -> Any:
-    return ztensor.read(CountingSource(data, name))
-
-
-def error_of(data: bytes) -> FormatError:
-    with pytest.raises(FormatError) as caught:
-        read(data)
-    assert caught.value.offset is not None
-    return caught.value
 
 
 def entry(**changes: Any) -> dict[str, Any]:

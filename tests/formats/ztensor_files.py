@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cbor2
+import pytest
 import xxhash
+
+from tests.sources import CountingSource
+from xckpt import formats
+from xckpt.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +24,19 @@ if TYPE_CHECKING:
 V0_MAGIC = b"ZTEN0001"
 V1_MAGIC = b"ZTEN1000"
 V2_MAGIC = b"\x89ZT2\r\n\x1a\n"
+
+
+def read(data: bytes, name: str = "memory") -> Any:
+    """Read the index of a file."""
+    return formats.get("ztensor").read(CountingSource(data, name))
+
+
+def error_of(data: bytes) -> FormatError:
+    """Return the error of a malformed file; it has an offset."""
+    with pytest.raises(FormatError) as caught:
+        read(data)
+    assert caught.value.offset is not None
+    return caught.value
 
 
 @dataclass

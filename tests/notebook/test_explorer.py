@@ -16,8 +16,8 @@ pytest.importorskip(
 import traitlets
 
 from tests.notebook.checkpoints import mixture_of_experts, row
+from tests.notebook.views import LONG, View
 from xckpt.errors import IntegrityError
-from xckpt.notebook import explorer as module
 from xckpt.notebook.explorer import Explorer
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.summary import KnownResults, TensorFinding, new_summary
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from xckpt.tensor_rows import Row
 
 
-LONG = 20.0  # seconds after which a test has failed
 NAMES = ("a.0.w", "a.1.w", "b", "\u91cd\u307f", "\U0001f600.w", "text")
 ROWS = [row(name, "float32", 4) for name in NAMES]
 
@@ -41,16 +40,24 @@ class Source:
         self.broken: set[str] = set()
         self.gate = Event()
         self.gate.set()
+        self.before: Callable[[Sequence[str]], object] = lambda _: None
+        self.results: Callable[[Sequence[str]], Any] = self.known
+        self.names: Sequence[str] = ()
 
     def compute(self, names: Sequence[str], report: Callable[[int, int], object]) -> KnownResults:
         self.calls.append(list(names))
         assert self.gate.wait(LONG)
+        self.before(names)
         report(16 * len(names), 16 * len(names))
         if self.broken & set(names):
             raise IntegrityError("digest differs", path="/home/someone/m.zt")
+        results: KnownResults = self.results(names)
+        return results
+
+    def known(self, names: Sequence[str]) -> KnownResults:
         numbers = [name for name in names if name != "text"]
         return KnownResults(
-            {name: {"mean": float(NAMES.index(name)), "new": 0.0} for name in numbers},
+            {name: {"mean": float(self.names.index(name)), "new": 0.0} for name in numbers},
             [TensorFinding(name, "inf", math.inf, "error") for name in numbers if name == "b"],
         )
 
@@ -58,16 +65,17 @@ class Source:
         self, name: str, report: Callable[[int, int], object]
     ) -> tuple[list[float], list[int]]:
         report(0, 16)
-        return [0.0, 1.0, 2.0], [NAMES.index(name), 7]
+        return [0.0, 1.0, 2.0], [self.names.index(name), 7]
 
 
-class Opened:
+class Opened(View):
     """An explorer, its computation, and its messages to the browser."""
 
     def __init__(self, rows: Sequence[Row] = ROWS, computed: KnownResults | None = None) -> None:
         self.source = Source()
+        self.source.names = [row.name for row in rows]
         summary = new_summary(rows, title="/a/m.zt", format="ztensor", version="1.0", attrs={})
-        self.explorer = Explorer(
+        explorer = Explorer(
             rows,
             summary=summary,
             statistics=["count", "mean"],
@@ -76,25 +84,7 @@ class Opened:
             code="ds[{!r}]".format,
             computed=computed,
         )
-        self.told: list[tuple[dict[str, Any], list[Any]]] = []
-        self.explorer._table.send = lambda message, buffers: self.told.append((message, buffers))
-
-    def ask(self, message: dict[str, Any], *rows: int) -> None:
-        self.explorer._hear(None, message, [np.array(rows, "<u4").tobytes()])
-
-    def done(self) -> None:
-        assert self.explorer._one.wait(LONG)
-        assert self.explorer._many.wait(LONG)
-
-    def statistics(self) -> dict[int, list[float]]:
-        """Return all reported statistics, by row."""
-        statistics_by_row: dict[int, list[float]] = {}
-        for message, buffers in self.told:
-            if message["tell"] == "statistics":
-                rows = np.frombuffer(buffers[0], "<u4").tolist()
-                values = np.frombuffer(buffers[1], "<f8").reshape(len(rows), -1).tolist()
-                statistics_by_row.update(zip(rows, values, strict=True))
-        return statistics_by_row
+        super().__init__(explorer)
 
 
 @pytest.fixture
@@ -106,13 +96,8 @@ def opened() -> Opened:
 
 
 def test_rows_are_sent_as_columns(opened: Opened) -> None:
-    state = opened.explorer._table.get_state()
-    text, at, names = state["_names"].decode().encode("utf-16-le"), 0, []
-    for length in np.frombuffer(state["_lengths"], "<u4").tolist():
-        names.append(text[at : at + 2 * length].decode("utf-16-le"))
-        at += 2 * length
-    assert tuple(names) == NAMES
-    assert at == len(text)
+    state = opened.state
+    assert tuple(opened.names()) == NAMES
     assert np.frombuffer(state["_nbytes"], "<f8").tolist() == [16.0] * 6
     assert state["_shapes"] == ["4"]
     assert state["_kinds"] == ["float32"]
@@ -124,7 +109,7 @@ def test_types_have_the_colours_of_the_summary() -> None:
         row("b", "float32", 9),
         row("c", "int8", 5, storage="zstd"),
     ]
-    state = Opened(rows).explorer._table.get_state()
+    state = Opened(rows).state
     assert state["_kinds"] == ["int8", "float32", "int8 zstd"]
     first, second, _ = colors_of(["float32", "int8", "other"]).values()
     assert state["_colors"] == [second, first, second]
@@ -133,7 +118,7 @@ def test_types_have_the_colours_of_the_summary() -> None:
 @pytest.mark.parametrize("name", ["\udc80", "a\ud83d", "\x00", ""])
 def test_no_name_breaks_the_message(name: str) -> None:
     rows = [row(name, "float32", 1), row("next", "float32", 1)]
-    state = Opened(rows).explorer._table.get_state()
+    state = Opened(rows).state
     lengths = np.frombuffer(state["_lengths"], "<u4").tolist()
     assert lengths == [len(name), 4]
     assert len(state["_names"].decode("utf-8")) == sum(lengths)
@@ -142,7 +127,7 @@ def test_no_name_breaks_the_message(name: str) -> None:
 def test_a_hundred_thousand_rows_take_a_moment() -> None:
     rows = list(mixture_of_experts(64, 256))
     opened = Opened(rows)
-    assert len(opened.explorer._table.get_state()["_lengths"]) == 4 * len(rows)
+    assert len(opened.state["_lengths"]) == 4 * len(rows)
 
 
 # --- selecting -----------------------------------------------------------------------------------
@@ -151,8 +136,8 @@ def test_a_hundred_thousand_rows_take_a_moment() -> None:
 def test_selecting_computes_and_reports(opened: Opened) -> None:
     opened.explorer.selected = "a.1.w"
     opened.done()
-    assert opened.explorer._table._row == 1
-    assert opened.explorer._table._code == "ds['a.1.w']"
+    assert opened.state["_row"] == 1
+    assert opened.state["_code"] == "ds['a.1.w']"
     assert opened.statistics() == {1: [pytest.approx(np.nan, nan_ok=True), 1.0]}
     message, buffers = opened.told[-1]
     assert message == {"tell": "histogram", "row": 1}
@@ -162,8 +147,8 @@ def test_selecting_computes_and_reports(opened: Opened) -> None:
 def test_a_click_selects(opened: Opened) -> None:
     selections = []
     opened.explorer.observe(lambda change: selections.append(change["new"]), "selected")
-    opened.explorer._table._row = 2
-    opened.explorer._table._row = -1
+    opened.click(2)
+    opened.click(-1)
     opened.done()
     assert selections == ["b", None]
 
@@ -171,7 +156,7 @@ def test_a_click_selects(opened: Opened) -> None:
 @pytest.mark.parametrize("row", [6, 2**31, -5])
 def test_a_missing_row_selects_nothing(opened: Opened, row: int) -> None:
     opened.explorer.selected = "b"
-    opened.explorer._table._row = row
+    opened.click(row)
     assert opened.explorer.selected is None
 
 
@@ -191,12 +176,9 @@ def test_cached_results_are_not_computed_again(opened: Opened) -> None:
 def test_the_next_selection_stops_the_one_before(opened: Opened) -> None:
     opened.source.gate.clear()
     opened.explorer.selected = "a.0.w"
-    before = opened.explorer._one._thread
     opened.explorer.selected = "b"
     opened.source.gate.set()
     opened.done()
-    assert before is not None
-    before.join(LONG)
     assert list(opened.statistics()) == [2]
 
 
@@ -220,13 +202,13 @@ def test_errors_are_shown(opened: Opened) -> None:
 
 
 def test_progress_of_a_large_tensor_is_reported(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, later: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(module, "_SECONDS_BETWEEN_REPORTS", 0)
+    opened.source.before = lambda _: later(1)
     opened.explorer.selected = "b"
     opened.done()
     shares = [message["share"] for message, _ in opened.told if message["tell"] == "working"]
-    assert shares == [0, 1]
+    assert shares == [1]
 
 
 def test_earlier_results_are_not_computed() -> None:
@@ -235,7 +217,7 @@ def test_earlier_results_are_not_computed() -> None:
     )
     opened = Opened(computed=cached)
     opened.ask({"ask": "known"})
-    assert opened.told[0][0]["found"] == [(2, "nan", "error", "1", "1 is NaN")]
+    assert opened.findings() == [(2, "nan", "error", "1", "1 is NaN")]
     assert list(opened.statistics()) == [2]
     opened.ask({"ask": "compute"}, *range(3))
     opened.done()
@@ -244,7 +226,7 @@ def test_earlier_results_are_not_computed() -> None:
 
 def test_codes_are_marked() -> None:
     rows = [row("a", "int8", 1, storage="codes zstd"), row("b", "int8", 1, storage="zstd")]
-    assert Opened(rows).explorer._table._codes == b"\1\0"
+    assert Opened(rows).state["_codes"] == b"\1\0"
 
 
 def test_findings_of_weights_do_not_apply_to_codes() -> None:
@@ -252,7 +234,8 @@ def test_findings_of_weights_do_not_apply_to_codes() -> None:
     rules = ("constant", "exploding", "all_zero")
     results = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
     opened = Opened(rows, KnownResults({}, results))
-    assert [finding[:2] for finding in opened.explorer._found] == [
+    opened.ask({"ask": "known"})
+    assert [finding[:2] for finding in opened.findings()] == [
         (0, "all_zero"),
         *((1, rule) for rule in rules),
     ]
@@ -261,25 +244,24 @@ def test_findings_of_weights_do_not_apply_to_codes() -> None:
 # --- computing all -------------------------------------------------------------------------------
 
 
-def test_all_statistics_are_computed_in_batches(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BATCH_ROWS", 2)
-    opened.explorer.selected = "b"
+def test_all_statistics_are_computed_in_batches() -> None:
+    names = [f"w{n}" for n in range(1200)]
+    opened = Opened([row(name, "float32", 4) for name in names])
+    opened.explorer.selected = "w2"
     opened.done()
-    opened.ask({"ask": "compute"}, 0, 1, 2, 3, 4, 99)
+    opened.ask({"ask": "compute"}, *range(1200), 9999)
     opened.done()
-    assert opened.source.calls[1:] == [["a.0.w", "a.1.w"], [NAMES[3], NAMES[4]]]
+    rest = [name for name in names if name != "w2"]
+    assert opened.source.calls == [["w2"], rest[:512], rest[512:1024], rest[1024:]]
     assert {row: values[1] for row, values in opened.statistics().items()} == {
-        n: float(n) for n in range(5)
+        n: float(n) for n in range(1200)
     }
-    assert opened.explorer._table._busy is False
-    assert opened.explorer._progress.layout.display == "none"
+    assert opened.state["_busy"] is False
+    assert opened.progress.layout.display == "none"
 
 
-def test_large_tensors_are_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_NBYTES", 40)
-    opened = Opened()
+def test_large_tensors_are_batches_of_their_own() -> None:
+    opened = Opened([row(name, "float32", 6 << 20) for name in NAMES])
     opened.ask({"ask": "compute"}, 0, 1, 2, 3)
     opened.done()
     assert [len(call) for call in opened.source.calls] == [3, 1]
@@ -298,38 +280,33 @@ def test_a_failure_does_not_stop_other_tensors(opened: Opened) -> None:
     }
 
 
-def test_cancelling_keeps_finished_results(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_ROWS", 1)
-    gate = opened.source.gate
-    original = opened.source.compute
+def test_cancelling_keeps_finished_results() -> None:
+    opened = Opened([row(name, "float32", 16 << 20) for name in NAMES])
+    cancel = opened.progress.children[2]
 
-    def compute(names: Sequence[str], report: Callable[[int, int], object]) -> KnownResults:
+    def cancelling(names: Sequence[str]) -> None:
         if names == ["b"]:
-            opened.explorer._progress._button.click()
-        return original(names, report)
+            cancel.click()
 
-    monkeypatch.setattr(opened.explorer, "_compute", compute)
-    opened.ask({"ask": "compute"}, *range(5))
-    opened.done()
-    assert gate.is_set()
-    assert sorted(opened.statistics()) == [0, 1]
-    assert opened.explorer._table._busy is False
-    opened.ask({"ask": "compute"}, *range(5))
-    opened.done()
-    assert sorted(opened.statistics()) == [0, 1]
+    opened.source.before = cancelling
+    for _ in range(2):
+        opened.ask({"ask": "compute"}, *range(5))
+        opened.done()
+        assert sorted(opened.statistics()) == [0, 1]
+        assert opened.state["_busy"] is False
 
 
 def test_progress_shows_while_it_lasts(opened: Opened) -> None:
     opened.source.gate.clear()
     opened.ask({"ask": "compute"}, 0, 1)
-    progress = opened.explorer._progress
+    progress, figures = opened.progress, opened.progress.children[1]
     for _ in range(2000):
         if opened.source.calls:
             break
         Event().wait(0.005)
     assert progress.layout.display == "flex"
-    assert progress._figures.value == "0 of 2 tensors, 0 B of 32 B"
-    assert opened.explorer._table._busy is True
+    assert figures.value == "0 of 2 tensors, 0 B of 32 B"
+    assert opened.state["_busy"] is True
     opened.ask({"ask": "compute"}, 3)
     opened.source.gate.set()
     opened.done()
@@ -345,12 +322,13 @@ def test_a_new_view_receives_cached_results(opened: Opened) -> None:
     assert sorted(opened.statistics()) == [0, 1]
 
 
-def test_an_internal_error_is_shown(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened.explorer, "_batches", lambda _: 1 / 0)
+def test_an_internal_error_is_shown(opened: Opened) -> None:
+    opened.source.results = lambda _: 1  # which is no result
     opened.ask({"ask": "compute"}, 0)
     opened.done()
-    assert opened.told[-1][0] == {"tell": "stopped", "reason": "division by zero"}
-    assert opened.explorer._table._busy is False
+    reason = "'int' object has no attribute 'statistics'"
+    assert opened.told[-1][0] == {"tell": "stopped", "reason": reason}
+    assert opened.state["_busy"] is False
 
 
 def test_closing_stops_everything(opened: Opened) -> None:
@@ -379,7 +357,7 @@ def test_without_widgets_the_summary_is_shown(opened: Opened) -> None:
 
 
 def test_the_widget_fetches_nothing_and_escapes_names() -> None:
-    state = Opened().explorer._table.get_state()
+    state = Opened().state
     code, style = str(state["_esm"]), str(state["_css"])
     assert "export default" in code
     assert ".xckpt-explorer" in style

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import xarray as xr
+
+import xckpt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +60,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def flat(model: Path) -> xr.Dataset:
     return xr.open_dataset(model, engine="ztensor")
+
+
+@pytest.fixture
+def unreadable(model: Path, tmp_path: Path) -> xr.Dataset:
+    """Open a model that is then cut, so that every read of it is an error."""
+    path = tmp_path / "m.zt"
+    path.write_bytes(model.read_bytes())
+    ds = xr.open_dataset(path, engine="ztensor")
+    os.truncate(path, 100)
+    with pytest.raises(xckpt.FileChangedError):
+        ds["embed"].load()
+    return ds
 
 
 @pytest.fixture

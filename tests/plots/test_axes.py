@@ -140,18 +140,15 @@ def test_headings_stay_in_the_picture(columns: int) -> None:
     assert title.y1 <= figure.bbox.y1
 
 
-def test_axes_are_checked_before_reading(flat: xr.Dataset, monkeypatch: Any) -> None:
-    monkeypatch.setattr("xckpt.plots.layers.OpenTensors", None, raising=False)
-    monkeypatch.setattr("xckpt.scan.scanning.open_records", None)
-    monkeypatch.setattr("xckpt.arrays.lazy.LazyArray.__getitem__", None)
-    plots = Plots(flat)
+def test_axes_are_checked_before_reading(unreadable: xr.Dataset) -> None:
+    plots = Plots(unreadable)
     _, axes = plt.subplots(1, 2)
     pictures: list[Callable[..., object]] = [
         plots.layers,
         plots.histogram,
         plots.treemap,
         partial(plots.heatmap, "embed"),
-        partial(plots.compare, flat),
+        partial(plots.compare, unreadable),
     ]
     for draw in pictures:
         with pytest.raises(TypeError, match=r"ax is one matplotlib.axes.Axes, not ndarray"):
@@ -171,7 +168,7 @@ def test_axes_are_checked_before_reading(flat: xr.Dataset, monkeypatch: Any) -> 
         with pytest.raises(ValueError, match=r"at least one bin|ascend|scale is|no tensor is"):
             plots.histogram(**arguments)
     with pytest.raises(ValueError, match="similar names: 'rel_l2'"):
-        plots.compare(flat, "rel_12")
+        plots.compare(unreadable, "rel_12")
     with pytest.raises(ValueError, match="at least one row, or 'all'"):
         plots.heatmap("embed", rows="every")  # type: ignore[arg-type]
     assert len(plt.get_fignums()) == 1

@@ -45,15 +45,15 @@ def test_colours_have_contrast(ground: str) -> None:
     assert min(contrast(colour, ground) for colour in (*COLOURS, *SCALE)) > 3
 
 
-PICTURES: dict[str, Callable[[Plots], Axes]] = {
-    "layers": lambda plots: plots.layers("std"),
-    "hue": lambda plots: plots.layers("std", "*.up", hue="experts"),
-    "histogram": lambda plots: plots.histogram(),
-    "treemap": lambda plots: plots.treemap(),
-    "heatmap": lambda plots: plots.heatmap("embed"),
-    "spectrum": lambda plots: plots.spectrum("embed"),
-    "compare": lambda plots: plots.compare(plots._obj * 2),
-    "error": lambda plots: plots.error(plots._obj.round(2)),
+PICTURES: dict[str, Callable[[Plots, xr.Dataset], Axes]] = {
+    "layers": lambda plots, _: plots.layers("std"),
+    "hue": lambda plots, _: plots.layers("std", "*.up", hue="experts"),
+    "histogram": lambda plots, _: plots.histogram(),
+    "treemap": lambda plots, _: plots.treemap(),
+    "heatmap": lambda plots, _: plots.heatmap("embed"),
+    "spectrum": lambda plots, _: plots.spectrum("embed"),
+    "compare": lambda plots, ds: plots.compare(ds * 2),
+    "error": lambda plots, ds: plots.error(ds.round(2)),
 }
 
 
@@ -61,7 +61,7 @@ PICTURES: dict[str, Callable[[Plots], Axes]] = {
 def test_new_figures_are_transparent_and_have_no_black_or_white_text(
     kind: str, flat: xr.Dataset
 ) -> None:
-    ax = PICTURES[kind](Plots(flat))
+    ax = PICTURES[kind](Plots(flat), flat)
     figure: Any = ax.get_figure(root=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=50)  # after the style is as before
@@ -84,7 +84,7 @@ def test_notebooks_paint_no_ground_behind_transparent_figures(kind: str, flat: x
 @pytest.mark.parametrize("kind", ["layers", "heatmap"])
 def test_a_style_of_the_user_is_kept(kind: str, flat: xr.Dataset) -> None:
     with plt.style.context("dark_background"):
-        ax = PICTURES[kind](Plots(flat))
+        ax = PICTURES[kind](Plots(flat), flat)
         assert to_hex(ax.get_figure(root=True).get_facecolor()) == "#000000"  # type: ignore[union-attr]
         assert to_hex(ax.title.get_color()) == "#ffffff"
 

@@ -41,9 +41,10 @@ def model(layers: int = 3, seed: int = 0) -> dict[str, Array]:
     return tensors
 
 
-def sparse_file(path: Path, dtype: str, count: int, nbytes: int) -> Path:
+def sparse_file(path: Path, dtype: str, shape: int | tuple[int, ...], nbytes: int) -> Path:
     """Write a large file of zeros that takes no space."""
-    header = f'{{"w":{{"dtype":"{dtype}","shape":[{count}],"data_offsets":[0,{nbytes}]}}}}'
+    sizes = [shape] if isinstance(shape, int) else [*shape]
+    header = f'{{"w":{{"dtype":"{dtype}","shape":{sizes},"data_offsets":[0,{nbytes}]}}}}'
     header += " " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header.encode())

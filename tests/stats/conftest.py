@@ -6,6 +6,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+import dask
 import pytest
 
 from xckpt.scan import cuts, scanning
@@ -21,6 +22,20 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def client() -> Iterator[Any]:
+    """Return a client of a cluster of two processes."""
+    distributed = pytest.importorskip("distributed")
+    with (
+        dask.config.set({"distributed.worker.memory.terminate": False}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
 
 
 @pytest.fixture

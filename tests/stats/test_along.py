@@ -51,7 +51,6 @@ def test_each_row_is_described_alone(
 ) -> None:
     if small:  # rows are long then, and sketched like tensors; or a few at a time
         monkeypatch.setattr("xckpt.scan.entries.LONGEST_ROW", 64)
-        monkeypatch.setattr("xckpt.scan.entries.LONGEST_ROW", 64)
     ds = dataset()
     st = stats(ds, dim=dim)
     reduced = (dim,) if isinstance(dim, str) else dim

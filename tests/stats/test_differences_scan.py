@@ -16,7 +16,6 @@ from xckpt.comparison import compare
 from xckpt.statistics import STATUSES, stats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -67,18 +66,6 @@ def test_any_chunks_give_the_same_comparison(
         for result in (compare(a, computed), compare(a * 1, b.chunk(70)), compare(a, b.load())):
             for name in ("large", "small.7"):
                 np.testing.assert_array_equal(result[name], expected[name], err_msg=name)
-
-
-@pytest.fixture
-def client() -> Iterator[Any]:
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.mark.slow

@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.sources import CountingSource
+from tests.sparse_arrays import coo, csr, tensor_of
 from tests.stats.pairs import compared
 from tests.stats.reference import FLOATS, LARGE_INTEGERS, SMALL_INTEGERS, dtype_of
 from tests.stats.test_readers import GOLDEN, readable
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.comparison import MEASURES, compare
 from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.measures import Comparison, measures_of
 from xckpt.comparison.pairs import PairReader, SparsePairReader, pair_of, stored_pair
 from xckpt.errors import CheckpointError
-from xckpt.index import Part, Tensor
+from xckpt.index import Part
 from xckpt.scan.readers import ArrayReader, SparseReader, TensorReader, reader_of
 from xckpt.scan.trees import LEAF
 
@@ -349,33 +349,11 @@ def layouts(values: Array) -> dict[str, Reader]:
         "big F": dense(values, "float32", values.astype(">f4").tobytes("F"), "F", byteorder="big"),
         "zstd": dense(values, "float32", compress(c), **zstd),
         "zstd F": dense(values, "float32", compress(f), "F", **zstd),
-        "csr": sparse_tensor("sparse_csr", values),
-        "coo": sparse_tensor("sparse_coo", values),
+        "csr": csr(values),
+        "coo": coo(values, shuffle=True),
     }
     readers: dict[str, Reader] = {name: reader_of(array) for name, array in lazy.items()}
     return readers | {"memory": ArrayReader(np.asfortranarray(values))}
-
-
-def sparse_tensor(layout: Any, values: Array) -> CSRArray | COOArray:
-    rows, columns = np.nonzero(values)
-    arrays: dict[str, Array] = {"values": values[rows, columns].astype("<f4")}
-    if layout == "sparse_csr":
-        counts = np.bincount(rows, minlength=len(values))
-        arrays |= {"indices": columns.astype("<u4"), "indptr": np.r_[0, counts.cumsum()]}
-    else:
-        order = np.random.default_rng(0).permutation(len(rows))
-        arrays["values"] = arrays["values"][order]
-        arrays["coords"] = np.stack([rows, columns])[:, order]
-    parts, data = {}, b""
-    for role, array in arrays.items():
-        stored = np.ascontiguousarray(array)
-        parts[role] = Part(stored.dtype.name, stored.shape, len(data), stored.nbytes)
-        data += stored.tobytes()
-    tensor = Tensor("t", "float32", values.shape, parts, layout=layout)
-    source = CountingSource(data)
-    readers = {role: PartReader(source, part) for role, part in parts.items()}
-    kind = CSRArray if layout == "sparse_csr" else COOArray
-    return kind(tensor, readers)
 
 
 @pytest.mark.parametrize("piece", [1000, 4 << 20])
@@ -455,13 +433,8 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     shape = (1 << 40, 1 << 20)
     readers = []
     for columns in ([7, 9], [7, 10]):
-        parts = {"values": Part("float32", (2,), 0, 8), "coords": Part("int64", (2, 2), 8, 32)}
-        data = np.array([3, 4], "<f4").tobytes()
-        data += np.array([[5, 1 << 39], columns], "<i8").tobytes()
-        tensor = Tensor("t", "float32", shape, parts, layout="sparse_coo")
-        source = CountingSource(data)
-        lazy = COOArray(tensor, {role: PartReader(source, part) for role, part in parts.items()})
-        readers.append(reader_of(lazy))
+        parts = {"values": np.array([3, 4], "<f4"), "coords": np.array([[5, 1 << 39], columns])}
+        readers.append(reader_of(tensor_of("sparse_coo", shape, parts)))
     assert all(isinstance(reader, SparseReader) for reader in readers)
     assert isinstance(pair_of(readers[0], readers[1]), SparsePairReader)
     result = compare_readers(readers[0], readers[1])
@@ -472,17 +445,16 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     )
 
 
-def test_many_stored_values_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", 1000)
-    monkeypatch.setattr("xckpt.arrays.sparse._MOST_ROWS", 70)
+def test_many_stored_values_of_sparse_tensors() -> None:
+    """So many rows and elements that they are read in blocks."""
     rng = np.random.default_rng(0)
-    a = rng.standard_normal((300, 200)).astype(np.float32)
+    a = rng.standard_normal((200_000, 6)).astype(np.float32)
     b = a + np.float32(1e-3)
     a[rng.random(a.shape) < 0.6] = 0
     b[rng.random(a.shape) < 0.6] = 0
     first, second = (
-        reader_of(sparse_tensor("sparse_csr", a)),
-        reader_of(sparse_tensor("sparse_coo", b)),
+        reader_of(csr(a)),
+        reader_of(coo(b, shuffle=True)),
     )
     check(dict(zip(MEASURES, measures(compare_readers(first, second)), strict=True)), a, b)
 

@@ -14,12 +14,12 @@ import zstandard
 from tests.conftest import golden_files
 from tests.contracts.declared import computed
 from tests.sources import CountingSource
+from tests.sparse_arrays import csr, tensor_of
 from tests.stats.reference import counted, exact_stats, scanned
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import CheckpointError, IntegrityError
-from xckpt.index import Part, Tensor
+from xckpt.index import Part
 from xckpt.scan.readers import ArrayReader, reader_of
 from xckpt.statistics import QUANTILES, stats
 from xckpt.statistics.describe import describe
@@ -134,32 +134,15 @@ def test_compressed_elements_are_streamed(digest_of: Any) -> None:
         scanned(wrong)
 
 
-def sparse_tensor(layout: str, dense_values: np.ndarray[Any, Any]) -> CSRArray | COOArray:
-    rows, columns = np.nonzero(dense_values)
-    values = dense_values[rows, columns]
-    arrays = {"values": values.astype("<f4")}
+def sparse_tensor(layout: str, values: np.ndarray[Any, Any]) -> Any:
     if layout == "sparse_csr":
-        counts = np.bincount(rows, minlength=len(dense_values))
-        arrays |= {"indices": columns.astype("<u4"), "indptr": np.r_[0, counts.cumsum()]}
-    else:
-        # Some elements in two halves, which add up, and in no order.
-        order = np.random.default_rng(0).permutation(len(values) + 5)
-        coords = np.stack([np.r_[rows, rows[:5]], np.r_[columns, columns[:5]]])[:, order]
-        halves = np.r_[values, values[:5]]
-        halves[:5] = 0.25
-        halves[-5:] = values[:5] - 0.25
-        arrays = {"values": halves[order].astype("<f4"), "coords": coords}
-    parts, data = {}, b""
-    for role, array in arrays.items():
-        stored = np.ascontiguousarray(array)
-        name = stored.dtype.name
-        parts[role] = Part(name, stored.shape, len(data), stored.nbytes)
-        data += stored.tobytes()
-    tensor: Any = Tensor("t", "float32", dense_values.shape, parts, layout=layout)  # type: ignore[arg-type]
-    source = CountingSource(data)
-    readers = {role: PartReader(source, part) for role, part in parts.items()}
-    kind = CSRArray if layout == "sparse_csr" else COOArray
-    return kind(tensor, readers)
+        return csr(values)
+    # Some elements in two halves, which add up, and in no order.
+    coords, stored = np.array(np.nonzero(values)), values[np.nonzero(values)]
+    halves = np.r_[np.full(5, 0.25, "<f4"), stored[5:], stored[:5] - np.float32(0.25)]
+    order = np.random.default_rng(0).permutation(len(halves))
+    coords = np.hstack([coords, coords[:, :5]])[:, order]
+    return tensor_of("sparse_coo", values.shape, {"values": halves[order], "coords": coords})
 
 
 @pytest.mark.parametrize("layout", ["sparse_csr", "sparse_coo"])
@@ -181,15 +164,9 @@ def test_sparse_tensors_count_implied_zeros(
 
 def test_sparse_tensors_are_never_made_dense() -> None:
     shape = (1 << 40, 1 << 20)
-    parts = {
-        "values": Part("float32", (2,), 0, 8),
-        "coords": Part("int64", (2, 2), 8, 32),
-    }
-    data = np.array([3, 4], "<f4").tobytes()
-    data += np.array([[5, 1 << 39], [7, 9]], "<i8").tobytes()
-    tensor = Tensor("t", "float32", shape, parts, layout="sparse_coo")
-    source = CountingSource(data)
-    lazy = COOArray(tensor, {role: PartReader(source, part) for role, part in parts.items()})
+    coords = np.array([[5, 1 << 39], [7, 9]])
+    parts = {"values": np.array([3, 4], "<f4"), "coords": coords}
+    lazy = tensor_of("sparse_coo", shape, parts)
     (sketch,) = scanned(reader_of(lazy))
     statistics = describe(sketch, [0.5])
     assert (sketch.count, sketch.zero) == (prod(shape), prod(shape) - 2)

@@ -13,6 +13,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.stats.checkpoints import sparse_file
 from xckpt.errors import CheckpointWarning
 from xckpt.scan.kinds import kind_named
 from xckpt.statistics import spectra
@@ -98,19 +99,26 @@ class TestSingularValues:
             else:
                 assert np.isnan(statistics["condition"])
 
-    @pytest.mark.parametrize("shape", [(230, 170), (170, 230), (20, 900), (900, 20)])
     @pytest.mark.parametrize("order", "CF")
-    def test_matrices_that_are_read_in_blocks(
-        self, shape: tuple[int, int], order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(spectra, "_BLOCK_NBYTES", 1 << 15)
-        monkeypatch.setattr(spectra, "_WHOLE_NBYTES", 1 << 10)
-        array = np.asarray(of_condition(*shape, 1e7, RNG), "float32", order=order)
+    def test_matrices_that_are_read_in_blocks(self, order: Any, tmp_path: Path) -> None:
+        array = np.asarray(of_condition(220_000, 20, 1e7, RNG), "float32", order=order)
         xckpt.save(xr.Dataset({"m": (("a", "b"), array)}), tmp_path / "m.bpk")
         values = xckpt.spectrum(tmp_path / "m.bpk", values=True, progress=False)["m"].values
         expected = np.linalg.svd(array.astype(float), compute_uv=False)
         above_floor = ~np.isnan(values)
         np.testing.assert_allclose(values[above_floor], expected[above_floor], rtol=1e-6)
+
+    def test_wide_matrices_larger_than_memory_should_be(self, tmp_path: Path) -> None:
+        path = sparse_file(tmp_path / "m.safetensors", "F32", (8, 9 << 20), 9 << 25)
+        array = RNG.standard_normal((8, 1000)).astype("f4")
+        with path.open("r+b") as file:
+            begin = path.stat().st_size - (9 << 25)
+            for row, values in enumerate(array):
+                file.seek(begin + row * (9 << 22) + (5 << 22))
+                file.write(values.tobytes())
+        values = xckpt.spectrum(path, values=True, cache=False, progress=False)["w"].values
+        expected = np.linalg.svd(array.astype(float), compute_uv=False)
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
 
     @pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e160, 1e300])
     def test_squares_that_overflow_or_vanish(self, scale: float) -> None:
@@ -266,7 +274,7 @@ class TestSelection:
     def test_large_matrices_are_computed_only_by_name(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(spectra, "LARGEST", 400)
+        monkeypatch.setattr(spectra, "LARGEST", 400)  # that of 2**27 elements takes long
         with pytest.warns(CheckpointWarning, match="1 have more than 400 elements"):
             assert "embed" not in xckpt.spectrum(path, progress=False)
         assert "embed" in xckpt.spectrum(path, "embed", progress=False)
@@ -362,9 +370,7 @@ class TestRounding:
     def test_files_read_twice_in_blocks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(spectra, "_BLOCK_NBYTES", 1 << 15)
-        monkeypatch.setattr(spectra, "_WHOLE_NBYTES", 1 << 10)
-        base, added = adapter((300, 170), 0.004)
+        base, added = adapter((60_000, 80), 0.0004)
         paths = [tmp_path / "tuned.safetensors", tmp_path / "base.safetensors"]
         for path, values in zip(paths, (base + added, base), strict=True):
             ds = xr.Dataset({"w": (("a", "b"), values.astype(ml_dtypes.bfloat16))})
@@ -379,7 +385,7 @@ class TestRounding:
         monkeypatch.setattr(spectra, "singular_values", None)
         again = xckpt.spectrum(paths[0], minus=paths[1], progress=False)
         xr.testing.assert_identical(again, first)
-        opened = [xr.open_dataset(path).isel(a=slice(0, 200)) for path in paths]
+        opened = [xr.open_dataset(path).isel(a=slice(0, 57_000)) for path in paths]
         monkeypatch.undo()
         part = xckpt.spectrum(opened[0], minus=opened[1], progress=False)["w"]
         assert part.sel(statistic="rank") == 8

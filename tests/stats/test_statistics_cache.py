@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -19,6 +20,8 @@ from tests.stats.checkpoints import model, settled, sparse_file, write
 from tests.stats.reference import FLOATS, LARGE_INTEGERS, SMALL_INTEGERS, dtype_of
 from xckpt.comparison import comparing
 from xckpt.scan import statistics_cache
+from xckpt.scan.kinds import kind_named
+from xckpt.scan.statistics_cache import key_of, open_records, rows_of
 from xckpt.statistics import computing, histograms
 
 if TYPE_CHECKING:
@@ -58,6 +61,26 @@ def cached_file(cache_folder: Path) -> Path:
     """Return the file of the only checkpoint in the cache."""
     (path,) = (cache_folder / statistics_cache.FOLDER).iterdir()
     return path
+
+
+TENSOR: Any = SimpleNamespace(
+    kind=kind_named("float32"), identity=((("data", "/of/m.zt", (9, 1, 1, 1)),), "w")
+)
+NOISE = np.random.default_rng(0).bytes(24 << 20)
+
+
+def rows_of_size(nbytes: int, number: int) -> bool:
+    """Cache a row of some bytes, and return whether it had to be computed."""
+    row = np.frombuffer(NOISE[:nbytes], "<f8")
+    computed: list[int] = []
+
+    def compute(missing: list[int]) -> list[Any]:
+        computed.extend(missing)
+        return [row] * len(missing)
+
+    (same,) = rows_of([TENSOR], (number,), len(row), compute, enabled=True)
+    assert same.tobytes() == row.tobytes()
+    return bool(computed)
 
 
 def save(path: Path, tensors: dict[str, Array]) -> Path:
@@ -266,17 +289,11 @@ class TestUnwritableCache:
         xckpt.stats(path, cache=False)
         assert scanned
 
-    def test_memory_is_bounded(
-        self, path: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(statistics_cache, "_LARGEST_SESSION", 4000)
-        for number in range(5):
-            xckpt.stats(path, quantiles=[0.1 * number])
-        scanned.clear()
-        xckpt.stats(path, quantiles=[0.4])
-        assert scanned == []
-        xckpt.stats(path, quantiles=[0.0])
-        assert scanned
+    def test_memory_is_bounded(self) -> None:
+        computed = [rows_of_size(8 << 20, number) for number in range(10)]
+        assert all(computed)
+        assert not rows_of_size(8 << 20, 9)
+        assert rows_of_size(8 << 20, 0)
 
 
 # --- interrupted calls ---------------------------------------------------------------------------
@@ -436,6 +453,7 @@ class TestDamage:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         first = call()
+        # Another version of the package cannot be installed beside this one.
         monkeypatch.setattr(statistics_cache, "VERSION", statistics_cache.VERSION + 1)
         read.clear()
         xr.testing.assert_identical(call(), first)
@@ -515,15 +533,13 @@ def test_the_least_recently_used_files_go_first(
     assert not oldest.exists()
 
 
-def test_a_full_file_still_takes_rows(
-    path: Path, cache_folder: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(statistics_cache, "_LARGEST_FILE", 20_000)
-    monkeypatch.setattr(statistics_cache, "_ROOM_FOR_ROWS", 19_000)
-    first = xckpt.stats(path)
-    scanned.clear()
-    xr.testing.assert_identical(xckpt.stats(path), first)
-    assert scanned == []
-    for number in range(20):
-        xckpt.stats(path, quantiles=[number / 20])
-    assert cached_file(cache_folder).stat().st_size <= 20_000
+def test_a_full_file_still_takes_rows(cache_folder: Path) -> None:
+    with open_records([TENSOR], "sketches", enabled=True) as (records,):
+        assert records is not None
+        for number in range(60):
+            records.put(key_of(TENSOR, number), NOISE[: 4 << 20])
+    assert 150 << 20 < cached_file(cache_folder).stat().st_size <= 192 << 20
+    for number in range(3):
+        assert rows_of_size(24 << 20, number)
+    assert not rows_of_size(24 << 20, 0)
+    assert cached_file(cache_folder).stat().st_size <= 256 << 20

@@ -6,7 +6,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Event
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import fsspec
@@ -14,13 +15,11 @@ import numpy as np
 import pytest
 
 from xckpt.errors import FileChangedError, FormatError, UnsupportedError
-from xckpt.storage import is_remote, open_source, remote
-from xckpt.storage.filesystems import FsspecSource
-from xckpt.storage.limits import Pool
+from xckpt.storage import is_remote, open_source
 from xckpt.storage.remote import sibling_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DATA = np.random.default_rng(0).bytes(100_000)
 
@@ -78,23 +77,18 @@ def test_a_changed_file_is_an_error(memory: str) -> None:
         source.read(0, 5)
 
 
-class ScriptedFileSystem:
-    """A file system with the sizes, versions and data that a test sets."""
+class ScriptedFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A file system with the sizes, versions and data that a test sets for the class."""
 
     protocol = "scripted"
+    current_info: ClassVar[dict[str, Any]]
+    data: ClassVar[bytes]
+    info_calls = 0
+    fetched: ClassVar[list[tuple[int, int]]]
 
-    def __init__(self) -> None:
-        self.current_info: dict[str, Any] = {"size": 10, "type": "file", "ETag": "a"}
-        self.data = bytes(range(10))
-        self.info_calls = 0
-        self.fetched: list[tuple[int, int]] = []
-
-    def info(self, path: str) -> dict[str, Any]:
-        self.info_calls += 1
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        type(self).info_calls += 1
         return self.current_info
-
-    def invalidate_cache(self, path: str) -> None:
-        assert path == "m.zt"
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
         self.fetched.append((start, end))
@@ -102,57 +96,70 @@ class ScriptedFileSystem:
 
 
 @pytest.fixture
-def filesystem(monkeypatch: pytest.MonkeyPatch) -> ScriptedFileSystem:
-    fs = ScriptedFileSystem()
-    monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (fs, "m.zt"))
-    return fs
+def filesystem() -> type[ScriptedFileSystem]:
+    class OfThisTest(ScriptedFileSystem):
+        current_info: ClassVar = {"size": 10, "type": "file", "ETag": "a"}
+        data = bytes(range(10))
+        fetched: ClassVar = []
+
+    fsspec.register_implementation("scripted", OfThisTest, clobber=True)
+    return OfThisTest
 
 
 def test_the_version_is_not_checked_with_each_read(
-    filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
+    filesystem: type[ScriptedFileSystem], later: Callable[[float], None]
 ) -> None:
     source = open_source("scripted://" + uuid4().hex)
     for _ in range(20):
         source.read(0, 5)
     assert filesystem.info_calls == 1
-    monkeypatch.setattr(remote, "TRUSTED_SECONDS", -1)
-    source.read(0, 5)
+    later(20)
+    for _ in range(20):
+        source.read(0, 5)
     assert filesystem.info_calls == 2
+    later(20)
     filesystem.current_info = {"size": 10, "type": "file", "ETag": "b"}
     with pytest.raises(FileChangedError):
         source.read(0, 5)
 
 
-def test_a_copy_in_another_process_checks_once(
-    filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+COPIED = """
+import pickle, sys, fsspec
+from xckpt.errors import FileChangedError
+
+class ScriptedFileSystem(fsspec.AbstractFileSystem):
+    def info(self, path): return {"size": 10, "type": "file", "ETag": "b"}
+    def cat_file(self, path, start, end): return bytes(end - start)
+
+fsspec.register_implementation("scripted", ScriptedFileSystem)
+try: pickle.loads(bytes.fromhex(sys.argv[1])).read(0, 5)
+except FileChangedError: print("changed")
+"""
+
+
+@pytest.mark.usefixtures("filesystem")
+def test_a_copy_in_another_process_checks_once() -> None:
     pickled = pickle.dumps(open_source("scripted://" + uuid4().hex))
-    monkeypatch.setattr(remote, "_checks", Pool())
-    filesystem.current_info = {"size": 10, "type": "file", "ETag": "b"}
-    with pytest.raises(FileChangedError):
-        pickle.loads(pickled).read(0, 5)
+    command = [sys.executable, "-c", COPIED, pickled.hex()]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    assert run.stdout == "changed\n"
 
 
-class Blocking(ScriptedFileSystem):
-    """A file system that never answers."""
-
-    def info(self, path: str) -> dict[str, Any]:
-        time.sleep(8)
-        raise AssertionError
-
-
-def test_a_blocking_file_system_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (Blocking(), "m.zt"))
+def test_a_blocking_file_system_is_a_time_out(
+    filesystem: type[ScriptedFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Event()
+    monkeypatch.setattr(filesystem, "info", lambda *_: ended.wait(60))
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"scripted://m\.zt"):
         open_source("scripted://m.zt", storage_options={"xckpt": {"timeout": 0.2}})
     assert time.monotonic() - start < 5
+    ended.set()
 
 
-@pytest.mark.usefixtures("filesystem")
 @pytest.mark.parametrize("error", [ValueError("no number"), IndexError("no range"), KeyError("x")])
 def test_errors_of_file_systems_name_the_file(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    filesystem: type[ScriptedFileSystem], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     source = open_source("scripted://" + uuid4().hex)
 
@@ -160,7 +167,7 @@ def test_errors_of_file_systems_name_the_file(
         raise error
 
     for name in ("cat_file", "info"):
-        monkeypatch.setattr(ScriptedFileSystem, name, fail)
+        monkeypatch.setattr(filesystem, name, fail)
     for call in (lambda: source.read(0, 5), lambda: open_source(source.name)):
         with pytest.raises(OSError, match="scripted://") as caught:
             call()
@@ -168,13 +175,13 @@ def test_errors_of_file_systems_name_the_file(
 
 
 @pytest.mark.parametrize("size", [1 << 63, 10**30])
-def test_an_invalid_size_is_an_error(filesystem: ScriptedFileSystem, size: int) -> None:
+def test_an_invalid_size_is_an_error(filesystem: type[ScriptedFileSystem], size: int) -> None:
     filesystem.current_info["size"] = size
     with pytest.raises(UnsupportedError, match="size"):
         open_source("scripted://m.zt")
 
 
-def test_a_short_answer_is_an_error(filesystem: ScriptedFileSystem) -> None:
+def test_a_short_answer_is_an_error(filesystem: type[ScriptedFileSystem]) -> None:
     source = open_source("scripted://" + uuid4().hex)
     filesystem.data = filesystem.data[:7]
     with pytest.raises(OSError, match="asked for 5 bytes at 5, got 2") as caught:
@@ -186,14 +193,14 @@ def test_a_short_answer_is_an_error(filesystem: ScriptedFileSystem) -> None:
 
 
 @pytest.mark.parametrize("size", [None, -1, 3.5, "10"])
-def test_an_unknown_size_is_an_error(filesystem: ScriptedFileSystem, size: object) -> None:
+def test_an_unknown_size_is_an_error(filesystem: type[ScriptedFileSystem], size: object) -> None:
     filesystem.current_info["size"] = size
     with pytest.raises(UnsupportedError, match="size"):
         open_source("scripted://m.zt")
 
 
 def test_ranges_are_merged_and_read_at_the_same_time(
-    filesystem: ScriptedFileSystem, monkeypatch: pytest.MonkeyPatch
+    filesystem: type[ScriptedFileSystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source("scripted://" + uuid4().hex)
     monkeypatch.setattr(type(source), "worth_skipping", 1)

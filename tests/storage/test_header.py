@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sources import CountingSource
+from tests.stats.checkpoints import settled
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.storage import cache
 from xckpt.storage.cache import HeaderSource
 
 if TYPE_CHECKING:
@@ -40,14 +41,11 @@ def test_no_byte_is_requested_twice(reads: list[tuple[int, int]]) -> None:
     assert ahead.requests == len(ranges)
 
 
-def test_remembered_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST_KEPT", 1 << 18)
-    monkeypatch.setattr(cache, "_LARGEST_AHEAD", 1 << 16)
-    ahead = HeaderSource(CountingSource(DATA))
-    for offset in range(0, SIZE, 1 << 12):
-        assert ahead.read(offset, 10) == DATA[offset : offset + 10]
-        nbytes = sum(len(data) for _, data in ahead.segments)
-        assert nbytes <= 1 << 18
+def test_remembered_bytes_are_bounded() -> None:
+    ahead = HeaderSource(CountingSource(bytes(160 << 20)))
+    for offset in range(0, 160 << 20, 1 << 20):
+        assert ahead.read(offset, 10) == bytes(10)
+        assert sum(len(data) for _, data in ahead.segments) <= 64 << 20
     assert not ahead.complete
 
 
@@ -121,16 +119,19 @@ def test_nothing_is_cached_without_permission(
     assert_opens(web, 2)
 
 
-def test_the_oldest_entries_make_room(
-    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_entries_make_room(web: WebServer, tmp_path: Path) -> None:
     assert_opens(web, 2)
     (first,) = (tmp_path / "headers").iterdir()
-    monkeypatch.setattr(cache, "_MOST_NBYTES", first.stat().st_size + 10)
+    oldest = first.with_name("of large files")
+    oldest.touch()
+    os.truncate(oldest, 512 << 20)
+    settled(oldest, 60)
+    settled(first, 30)
     web.behaviour.etag = '"second"'
     assert_opens(web, 2)
-    assert len(list((tmp_path / "headers").iterdir())) == 1
-    assert not first.exists()
+    assert len(list((tmp_path / "headers").iterdir())) == 2
+    assert first.exists()
+    assert not oldest.exists()
 
 
 class Skipping(CountingSource):

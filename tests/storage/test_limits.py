@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import dask
 import pytest
@@ -11,9 +12,6 @@ import pytest
 from xckpt.errors import CheckpointError, TooLargeError, UnsupportedError, locating
 from xckpt.storage import limits
 from xckpt.storage.limits import UNCHECKED_NBYTES, available_nbytes, require_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KIB = 1024
 
@@ -23,9 +21,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a machine with 300 KiB of memory and 20 KiB of swap, without control groups."""
     text = "MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable:   300 kB\nSwapFree: 20 kB\nHuge: 0\n"
     (tmp_path / "meminfo").write_text(text, "ascii")
-    monkeypatch.setattr(limits, "_MACHINE", tmp_path / "meminfo")
-    monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(limits, "_GROUPS", tmp_path / "groups")
+    places = {"proc/meminfo": "meminfo", "proc/self/cgroup": "cgroup", "sys/fs/cgroup": "groups"}
+    read_text = Path.read_text
+
+    def redirected(path: Path, *args: Any) -> str:
+        for place, name in places.items():
+            if path.is_relative_to(f"/{place}"):
+                path = tmp_path / name / path.relative_to(f"/{place}")
+        return read_text(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", redirected)
     return tmp_path
 
 

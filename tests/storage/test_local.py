@@ -17,6 +17,7 @@ import pytest
 
 from xckpt.errors import FileChangedError, FormatError, UnsupportedError
 from xckpt.storage import Source, is_mapped, local, local_path, open_source
+from xckpt.storage.limits import most_open
 from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ def count_descriptors() -> int:
 def test_open_descriptors_are_bounded(tmp_path: Path) -> None:
     before = count_descriptors()
     sources = fill_the_pool(tmp_path)
-    assert count_descriptors() <= before + local._pool.limit
+    assert count_descriptors() <= before + most_open()
     for number, source in enumerate(sources):
         assert source.read(0, 4) == number.to_bytes(4, "little")
     for source in sources:

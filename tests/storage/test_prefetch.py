@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LARGE, SMALL = 6, 20
-# So that small files have what large ones have.
+# Instead of 8 MiB: the checkpoints that all scans read would have gigabytes.
 REQUEST = 1 << 16
 WIDTH = 256  # of float32: a large one is four requests
 
@@ -37,12 +37,20 @@ def _small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (prefetch, remote):
         monkeypatch.setattr(module, "REQUEST_NBYTES", REQUEST)
     yield
-    # Requests in flight, and tasks of dask when another one failed, go on for a while.
+    # Nothing is held: there is room for all. Requests in flight, and tasks of dask when another one
+    # failed, go on for a while.
     until = time.monotonic() + 20
-    while (prefetch._shared.held or prefetch._shared.by_file) and time.monotonic() < until:
+    while not is_all_released():
+        assert time.monotonic() < until
         time.sleep(0.01)
-    assert not prefetch._shared.by_file
-    assert prefetch._shared.held == 0
+
+
+def is_all_released() -> bool:
+    """Return whether two ranges that take all memory are requested at once."""
+    source = Far(bytes(3 << 20))
+    ranges = [(source, 0, REQUEST), (source, 2 << 20, REQUEST)]
+    with dask.config.set({"xckpt.read-ahead": 2 * REQUEST}), reading_ahead(ranges):
+        return source.nbytes_read == 2 * REQUEST
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +125,7 @@ class TestScans:
     def test_all_tensors_of_a_small_file_share_a_request(
         self, scan: Any, web: WebServer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefetch, "REQUEST_NBYTES", 2 * path.stat().st_size)
+        monkeypatch.undo()  # requests of 8 MiB
         opened(web)
         web.requests.clear()
         result = scan(f"{web.url}/m.zt", tmp_path)
@@ -135,16 +143,13 @@ class TestScans:
             values[...] = 0
         xr.testing.assert_identical(ds.compute(), second)
 
-    def test_small_ranges_between_large_ones_are_merged(
-        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(prefetch, "_GAP", 1000)
+    def test_small_ranges_between_large_ones_are_merged(self, web: WebServer) -> None:
         source = open_source(f"{web.url}/m.zt")
-        large, small = REQUEST, 100
-        places = [(n * large, 0 if n else 5, 9 * large + n * small) for n in range(8)]
+        large, small, beside = REQUEST, 100, 10 * REQUEST
+        places = [(n * large, 0 if n else 5, beside + n * small) for n in range(8)]
         ranges = []
-        for at, skipped, beside in places:
-            ranges += [(source, at + skipped, large - skipped), (source, beside, small)]
+        for at, skipped, next_to in places:
+            ranges += [(source, at + skipped, large - skipped), (source, next_to, small)]
         web.requests.clear()
         with reading_ahead(ranges):
             pieces = [bytes(source.read(*extent[1:])) for extent in ranges]
@@ -153,9 +158,9 @@ class TestScans:
         requested = [
             byte_range
             for byte_range in web.gets
-            if byte_range and int(byte_range[6:].split("-")[0]) >= 9 * large
+            if byte_range and int(byte_range[6:].split("-")[0]) >= beside
         ]
-        assert requested == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
+        assert requested == [f"bytes={beside}-{beside + 8 * small - 1}"]
 
     @every_scan
     def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
@@ -166,18 +171,9 @@ class TestScans:
         assert web.faults
 
     @every_scan
-    def test_a_file_replaced_during_a_scan(
-        self, scan: Any, web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        opened(web)  # the header is cached, so that the first request is for data
-        read = prefetch._Prefetcher._read
-
-        def replacing(*arguments: Any, **keywords: Any) -> Any:
-            done = read(*arguments, **keywords)
-            web.behaviour.etag = '"second"'
-            return done
-
-        monkeypatch.setattr(prefetch._Prefetcher, "_read", replacing)
+    def test_a_file_replaced_during_a_scan(self, scan: Any, web: WebServer, tmp_path: Path) -> None:
+        opened(web)  # the header is cached, so that later requests are for data
+        web.behaviour.replaced_after = len(web.requests) + 5
         web.behaviour.latency = 0.01  # not everything has come
         with dask.config.set({"xckpt.read-ahead": 2 * REQUEST}):
             if scan is SCANS["verify"]:
@@ -195,20 +191,18 @@ class TestScans:
         with pytest.raises(TimeoutError, match=r"m\.zt"):
             ds.compute()
 
-    def test_little_memory(self, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        held_nbytes = []
-        read = prefetch._Prefetcher._read
+    def test_little_memory(self, web: WebServer) -> None:
+        opened(web)
+        web.nbytes_sent = 0
+        ahead_nbytes: list[int] = []
 
-        def looking(*arguments: Any, **keywords: Any) -> Any:
-            held_nbytes.append(prefetch._shared.held)
-            return read(*arguments, **keywords)
+        def looking(done: int, _: int) -> None:
+            ahead_nbytes.append(web.nbytes_sent - done)
 
-        monkeypatch.setattr(prefetch._Prefetcher, "_read", looking)
         with dask.config.set({"xckpt.read-ahead": 3 * REQUEST, "num_workers": 2}):
-            xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
-        assert (
-            0 < max(held_nbytes) <= 11 * REQUEST
-        )  # with what each of two blocks has and waits for
+            xckpt.stats(f"{web.url}/m.zt", cache=False, progress=looking)
+        # With what each of two blocks has and waits for, and the beginning of the file.
+        assert 0 < max(ahead_nbytes) <= 12 * REQUEST
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
     def test_an_abandoned_scan_stops_reading(
@@ -303,7 +297,7 @@ class TestOtherReads:
             # More than are in flight at a time: the last ones are cancelled.
             with reading_ahead([(source, n * REQUEST, REQUEST) for n in range(20)]):
                 waiting = pool.submit(source.read, 19 * REQUEST, 1000)
-                while prefetch._shared.held == 0 or len(web.requests) < 2:
+                while len(web.requests) < 2:
                     time.sleep(0.01)
             expected = web.behaviour.files["/m.zt"][19 * REQUEST :][:1000]
             assert bytes(waiting.result()) == expected
@@ -350,7 +344,6 @@ def test_ranges_in_any_order_are_requested_once(sizes: Any, announced: Any, rand
     announced.shuffle(ranges)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prefetch, "REQUEST_NBYTES", 1000)
-        patched.setattr(prefetch, "_GAP", 500)
         with reading_ahead((source, *extent) for extent in ranges):
             random.shuffle(ranges)
             for offset, nbytes in ranges:

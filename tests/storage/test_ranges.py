@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.sources import CountingSource
 from xckpt.errors import FormatError
-from xckpt.storage import source as storage_source
 
 DATA = bytes(i * 7 % 251 for i in range(1000))
 RANGES = st.lists(
@@ -20,8 +19,8 @@ RANGES = st.lists(
 class Skipping(CountingSource):
     """Bytes of which some are cheaper to read than to skip."""
 
-    def __init__(self, gap: int) -> None:
-        super().__init__(DATA)
+    def __init__(self, gap: int, data: bytes = DATA) -> None:
+        super().__init__(data)
         self.gap = gap
 
     @property
@@ -50,12 +49,13 @@ def test_near_ranges_are_one_request() -> None:
     assert source.reads == [(0, 15), (100, 25)]
 
 
-def test_merged_ranges_have_a_maximum_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_source, "_LARGEST_MERGED", 100)
-    source = Skipping(1)
-    pieces = source.read_ranges([(0, 90), (90, 20), (110, 400), (510, 10), (120, 5)])
-    assert [len(piece) for piece in pieces] == [90, 20, 400, 10, 5]
-    assert source.reads == [(0, 90), (90, 20), (110, 400), (510, 10)]
+def test_merged_ranges_have_a_maximum_size() -> None:
+    source = Skipping(1, bytes(110 << 20))
+    ranges = [(0, 60 << 20), (60 << 20, 4097), (70 << 20, 4096), ((70 << 20) + 10, 5)]
+    ranges.insert(2, ((60 << 20) + 4097, 9 << 20))
+    pieces = source.read_ranges(ranges)
+    assert [len(piece) for piece in pieces] == [nbytes for _, nbytes in ranges]
+    assert source.reads == [(0, (60 << 20) + 4097), *ranges[2:4]]
 
 
 def test_an_invalid_range_reads_nothing() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from urllib.request import OpenerDirector
 
 import numpy as np
 import pytest
@@ -218,8 +219,8 @@ class TestOptions:
         with pytest.raises(ValueError, match="profile"):
             open_source(KEY, storage_options={**options, "profile": "none"})
         monkeypatch.setitem(sys.modules, "boto3", None)
-        stores._stores._reset()
-        objects._addresses._reset()
+        stores._stores.clear()
+        objects._addresses.clear()
         if source != "default":
             with pytest.raises(ImportError, match="pip install boto3"):
                 open_source(KEY, storage_options={**options, "retries": 2})
@@ -235,7 +236,14 @@ class TestOptions:
         assert len(s3.requests) == 1, "the region is remembered"
         # Where the answer does not contain it, the bucket is asked for.
         stores.regions.clear()
-        monkeypatch.setattr(objects, "_S3_HOME", s3.url)
+        connect = OpenerDirector.open
+
+        def at_home(self: OpenerDirector, request: Any, *args: Any, **options: Any) -> Any:
+            assert request.full_url.startswith("https://s3.amazonaws.com/")
+            request.full_url = s3.url + request.full_url[len("https://s3.amazonaws.com") :]
+            return connect(self, request, *args, **options)
+
+        monkeypatch.setattr(OpenerDirector, "open", at_home)
         s3.says_region = False
         assert open_source(KEY, storage_options=s3.options).size > 0
 

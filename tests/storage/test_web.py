@@ -24,7 +24,7 @@ from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.scan.statistics_cache import is_lasting
-from xckpt.storage import Source, open_source, remote
+from xckpt.storage import Source, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -247,7 +247,7 @@ class TestVersions:
             source.read(0, 5)
 
     def test_another_content_without_any_validator(
-        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
+        self, web: WebServer, later: Callable[[float], None]
     ) -> None:
         web.behaviour.etag = None
         with pytest.warns(CheckpointWarning, match="neither ETag nor Last-Modified"):
@@ -260,8 +260,9 @@ class TestVersions:
         web.forget()
         assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]
         assert len(web.requests) == 1
-        monkeypatch.setattr(remote, "TRUSTED_SECONDS", -1)
+        later(20)
         assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]
+        later(20)
         web.behaviour.files["/m.zt"] = bytes(len(DATA))
         with pytest.raises(FileChangedError, match="begins with other bytes"):
             source.read(1_000_000, 5)

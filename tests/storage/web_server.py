@@ -12,7 +12,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
+import xckpt
 from tests.storage.servers import Handler, Listening, http_server, url_of
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class Behaviour:
 
     files: dict[str, bytes] = field(default_factory=dict)
     etag: str | None = '"first"'
+    replaced_after: float = float("inf")  # requests after which the ETag is another
     modified: str | None = None
     ranges: bool = True  # False: the whole file with status 200, as plain http.server does
     content_range: bool = True
@@ -43,6 +46,19 @@ class Behaviour:
     headers: dict[str, str] = field(default_factory=dict)  # replace the default headers
     location: str | None = None  # where every request is sent to
     moved: dict[str, str] = field(default_factory=dict)  # where requests for a path are sent to
+
+
+def assert_row_is_one_request(files: dict[str, bytes], opened: str, name: str, values: Any) -> None:
+    """Serve a checkpoint, open a file of it, and read the row in the middle of a tensor."""
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
+    with WebServer(**files) as web:
+        ds = xckpt.open(f"{web.url}/{opened}")
+        before, middle = len(web.gets), len(values) // 2
+        row = ds[name][middle].values
+        [byte_range] = web.gets[before:]
+        start, stop = map(int, str(byte_range).removeprefix("bytes=").split("-"))
+        assert stop + 1 - start == row.nbytes
+    np.testing.assert_array_equal(row, values[middle])
 
 
 class WebServer(Listening):
@@ -152,6 +168,8 @@ class _Handler(Handler):
             fault = web.random.random() < behaviour.failing
             self.cut = behaviour.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
+            if len(web.requests) > behaviour.replaced_after:
+                behaviour.etag = '"second"'
         web.closing.wait(behaviour.latency)
         until = time.monotonic() + behaviour.patience
         while web.at_once < behaviour.together and time.monotonic() < until:

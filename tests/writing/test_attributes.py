@@ -15,7 +15,7 @@ import xarray as xr
 from tests.writing.attributes import missing
 from tests.writing.saved import ENGINES, OPTIONS
 from xckpt import CheckpointWarning, UnsupportedError, formats, read_index
-from xckpt.writing import append, convert, fitting, save
+from xckpt.writing import append, convert, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +50,8 @@ OF_TENSORS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _all_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_SHOWN_NAMES", 1000)
+def _all_names_are_told(all_names_in_warnings: None) -> None:
+    """Compare all of them."""
 
 
 def rich(engine: str) -> xr.Dataset:

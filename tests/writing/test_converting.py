@@ -25,7 +25,7 @@ from xckpt.formats import writable
 from xckpt.formats.plan import WantedPart
 from xckpt.index import Part
 from xckpt.storage.sink import Sink
-from xckpt.writing import convert, fitting, save, verify
+from xckpt.writing import convert, save, verify
 from xckpt.writing.data import part_data
 
 if TYPE_CHECKING:
@@ -70,15 +70,14 @@ def test_values_types_and_axes(engine: str, model: Path, tmp_path: Path) -> None
     assert stored == next(t for t in ("bfloat16", "float32") if t in writable(engine).can.types)
 
 
-@pytest.mark.usefixtures("in_this_thread")
+@pytest.mark.usefixtures("in_this_thread", "all_names_in_warnings")
 @pytest.mark.parametrize(
     "path",
     golden_files("*/*", with_suffix=".expected.json"),
     ids=lambda p: f"{p.parent.name}-{p.name}",
 )
-def test_golden_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_files(path: Path, tmp_path: Path) -> None:
     """Converted tensors are read back, and omitted ones cause a warning."""
-    monkeypatch.setattr(fitting, "_SHOWN_NAMES", 10_000)
     values: dict[Any, Any] = {}
     for engine in ENGINES:
         target = tmp_path / engine

@@ -14,7 +14,6 @@ from xxhash import xxh64_intdigest
 
 from tests.sources import CountingSource
 from xckpt.errors import FormatError
-from xckpt.storage import seekable
 from xckpt.storage.seekable import read_frames, read_seek_table
 
 if TYPE_CHECKING:
@@ -104,14 +103,15 @@ def test_one_row_costs_two_reads() -> None:
 
 
 def test_threads_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seekable, "_THREADS_FROM_NBYTES", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    stored = bytearray(SEEKABLE[True])
-    got = read_seekable(CountingSource(bytes(stored)).read, 0, len(stored), len(DATA), 5, 290_000)
-    assert got == DATA[5:290_000]
+    data = 40 * DATA
+    stored = bytearray(Seekable(data=data, frame_nbytes=100_000, checksums=True).build())
+    end = len(data) - 10
+    got = read_seekable(CountingSource(bytes(stored)).read, 0, len(stored), len(data), 5, end)
+    assert got == data[5:end]
     stored[len(stored) // 2] ^= 1
     with pytest.raises(FormatError) as caught:
-        read_seekable(CountingSource(bytes(stored)).read, 0, len(stored), len(DATA), 5, 290_000)
+        read_seekable(CountingSource(bytes(stored)).read, 0, len(stored), len(data), 5, end)
     assert caught.value.rule == "Encoding"
 
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.errors import FormatError, TooLargeError
-from xckpt.storage import encodings
 from xckpt.storage.encodings import ZstdDecoder, decompressed_nbytes, stated_nbytes
 
 if TYPE_CHECKING:
@@ -215,11 +214,11 @@ def test_an_empty_stream() -> None:
         decompress(b"", 1)
 
 
-def test_counting_does_not_stop_at_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = frame(DATA)
-    for size in (1, 7, 16, 4096):
-        monkeypatch.setattr(encodings, "_COUNTING_NBYTES", size)
-        assert decompressed_nbytes(stored, len(DATA)) == len(DATA)
+@pytest.mark.parametrize("nbytes", [1, 1 << 18, 1 << 20, (1 << 20) + 7])
+@pytest.mark.parametrize("change", [0, -1, 1, -16, 16])
+def test_counting_does_not_stop_at_its_buffer(nbytes: int, change: int) -> None:
+    data = bytes(max(0, nbytes + change))
+    assert decompressed_nbytes(frame(data, write_content_size=False), len(data)) == len(data)
 
 
 def test_a_claim_that_no_stream_can_meet_allocates_nothing(
