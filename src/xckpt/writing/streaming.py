@@ -394,9 +394,11 @@ class _Streaming:
 
 @contextmanager
 def _naming(planned: PlannedPart) -> Iterator[None]:
-    """Add the tensor to errors, and a hint to errors of damage."""
+    """Add the old file and the tensor to errors, and a hint to errors of damage."""
+    data = planned.data
+    path = data.reader.source.name if isinstance(data, StoredData) else None
     try:
-        with locating(tensor=planned.tensor):
+        with locating(path=path, tensor=planned.tensor):
             yield
     except IntegrityError as error:
         error.hint = error.hint or "xckpt.verify lists all that is damaged"
