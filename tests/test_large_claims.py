@@ -338,8 +338,9 @@ def view(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("operation", WAYS)
 def test_a_broadcast_tensor_of_terabytes_is_refused(view: Path, operation: str) -> None:
     refusal = r"'w'.*xckpt\.\w+-limit|File too large"
-    with pytest.raises((xckpt.TooLargeError, OSError), match=refusal):
+    with pytest.raises((xckpt.TooLargeError, OSError), match=refusal) as caught:
         WAYS[operation](view)
+    assert getattr(caught.value, "path", str(view)) == str(view)
     assert [path.name for path in view.parent.iterdir()] == ["m.pt"]
 
 

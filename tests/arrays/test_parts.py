@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.sources import CountingSource
@@ -42,12 +43,12 @@ def test_the_digest_of_a_raw_part_is_verified_on_request() -> None:
 
 
 @pytest.mark.parametrize("consumer", ["read", "blocks"])
-@pytest.mark.parametrize("encoding", ["zstd", "deflate"])
+@pytest.mark.parametrize("encoding", ["zstd", "zstd-seekable", "deflate"])
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_stored_bytes_with_a_digest_are_read_once(
     encoding: str, consumer: str, is_damaged: bool
 ) -> None:
-    values = bytes(range(256)) * 8192
+    values = np.random.default_rng(0).bytes(1 << 21)
     encoder = new_encoder(encoding, len(values), level=3)
     stored = encoder.add(memoryview(values)) + encoder.end()
     digest = f"sha256:{sha256(stored + b'?' * is_damaged).hexdigest()}"
@@ -58,8 +59,9 @@ def test_stored_bytes_with_a_digest_are_read_once(
         if consumer == "read":
             assert reader.read(0, len(values), len(values)) == values
         else:
-            assert b"".join(reader.blocks(len(values), 1 << 16)) == values
-    assert source.nbytes_read == len(stored)
+            assert b"".join(map(bytes, reader.blocks(len(values), 1 << 16))) == values
+    table_nbytes = 4096 if encoding == "zstd-seekable" and consumer == "blocks" else 0
+    assert len(stored) <= source.nbytes_read <= len(stored) + table_nbytes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

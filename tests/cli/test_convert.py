@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 import xarray as xr
 
 import xckpt
+from xckpt import formats
 from xckpt.cli import main
 from xckpt.opening import open_index
 
@@ -164,11 +166,20 @@ def test_several_files(
     assert "ztensor has no option 'max_shard_size'" in capsys.readouterr().err
 
 
+def test_help_lists_writable_formats_only(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", "--help"])
+    listed = re.search(r"--to \[([^\]]*)\]", capsys.readouterr().out)
+    assert listed is not None
+    writable = {name for name in formats.names() if formats.get(name).can.types}
+    assert set(re.sub(r"\s", "", listed[1]).split("|")) == writable
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--dtype", "bflot16"], "did you mean 'bfloat16'"),
         (["--max-shard-size", "huge", "--to", "safetensors"], "number of bytes"),
+        (["--to", "onnx"], "'onnx' is not one of 'burnpack', "),
         (["--tensors", "model.norm.wieght"], "similar names"),
     ],
 )

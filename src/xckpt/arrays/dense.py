@@ -326,7 +326,7 @@ class DenseArray(OnePartArray):
 
     def _elements(self, start: int, stop: int) -> Array:
         part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
-        if self._is_wide and self._is_native and (self._is_copied or source.is_remote):
+        if self._is_wide and self._is_native and (self._is_copied or source.is_far):
             self.reader.check(self.part_nbytes)
             memory = source.read(part.offset + start * itemsize, (stop - start) * itemsize)
             return np.frombuffer(memory, self.dtype)

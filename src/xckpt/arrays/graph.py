@@ -161,7 +161,7 @@ class TensorLayer(LightLayer):
             index = tuple(slices[position] for slices, position in along)
         except (IndexError, TypeError):
             raise KeyError(key) from None
-        if self.lazy.source.is_remote:
+        if self.lazy.source.is_far:
             # For each computation, because dask unregisters callbacks when the first of two
             # computations at the same time ends (`dask.callbacks.local_callbacks`).
             _reading_ahead.register()

@@ -99,7 +99,6 @@ def strided_chunks(
     return tuple([placed[axis] for axis in range(len(shape))])
 
 
-# A seek table is read once for all chunks of a part.
 _tables: Pool[seekable.SeekTable] = Pool(limit=256)
 
 # Parts whose digests this process has checked; a part is hashed once however many tasks read it.
@@ -148,12 +147,16 @@ class PartReader:
             self.check(nbytes)
             of_stored, of_decoded = self._due_digests(raw=compare)
             stored = None
+            codec = None if self.is_arranged else encodings.STREAMS.get(part.encoding)
+            if part.encoding == "zstd-seekable" and of_stored and not self.is_arranged:
+                # A digest covers the bytes in their order. Its frames are a stream as well.
+                self._seek_table(nbytes, self.source.view)
+                codec = encodings.ZstdDecoder
             blocks: Iterable[memoryview]
             if self.is_raw:
                 # An empty part needs no file.
                 blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
-            elif part.encoding in encodings.STREAMS and not self.is_arranged:
-                codec = encodings.STREAMS[part.encoding]
+            elif codec is not None:
                 stored = self._stored_blocks(of_stored)
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
             else:
@@ -162,7 +165,7 @@ class PartReader:
                 blocks = map(self._bytes, starts, ends, repeat(nbytes))
             yield from blocks if of_decoded is None else digests.checked(of_decoded, blocks)
             if of_stored is not None:
-                if stored is None:  # frames are decoded in any order, so the part is read again
+                if stored is None:  # elements are gathered, so the part is read again
                     stored = self._stored_blocks(of_stored)
                 stored.finish()
 
@@ -342,11 +345,18 @@ class PartReader:
             def view(offset: int, nbytes: int) -> memoryview:
                 return stored[offset - part.offset :][:nbytes]
 
+        table = self._seek_table(nbytes, view)
+        return seekable.read_frames(view, part.offset, table, start, stop)
+
+    def _seek_table(
+        self, nbytes: int, view: Callable[[int, int], memoryview]
+    ) -> seekable.SeekTable:
+        """Read and check the seek table, once for all chunks of the part."""
+        part = self.part
         key = (self.source.name, self.source.identity, part.offset, part.nbytes, nbytes)
-        table = _tables.get(
+        return _tables.get(
             key, lambda: seekable.read_seek_table(view, part.offset, part.nbytes, nbytes)
         )
-        return seekable.read_frames(view, part.offset, table, start, stop)
 
     def _verify_once(self, digest: str, nbytes: int) -> None:
         key = (self.source.name, self.source.identity, self.part)

@@ -37,7 +37,6 @@ __all__ = [
     "FileInput",
     "calls_for_action",
     "complain",
-    "engine_type",
     "ignore_option",
     "is_terminal",
     "json_option",
@@ -69,8 +68,6 @@ _GAP = "  "
 _MOST_LINES = 12  # of a sentence
 #: Colours of severities.
 COLOURS = {"error": "red", "warning": "yellow", "info": "blue"}
-
-engine_type = click.Choice(names())
 
 ignore_option = click.option(
     "--ignore",
@@ -142,7 +139,7 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
 
     @click.option(
         "--engine",
-        type=engine_type,
+        type=click.Choice(names()),
         help="Format of the file; detected from the content by default.",
     )
     @click.option(

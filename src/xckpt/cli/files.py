@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xckpt import formats
 from xckpt.cli.common import (
     COLOURS,
     DAMAGED,
@@ -16,7 +18,6 @@ from xckpt.cli.common import (
     FileInput,
     calls_for_action,
     complain,
-    engine_type,
     ignore_option,
     is_terminal,
     json_option,
@@ -171,10 +172,23 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
 # --- convert -------------------------------------------------------------------------------------
 
 
+class _WritableFormat(click.Choice[str]):
+    """The formats that can be written; they are imported when they are listed or chosen."""
+
+    def __init__(self) -> None:
+        self.case_sensitive = True
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]  # not when a command starts
+        return tuple([format.name for format in formats.loaded() if format.can.types])
+
+
 @click.command
 @click.argument("file")
 @click.argument("new")
-@click.option("--to", type=engine_type, help="Format of NEW; inferred from its suffix by default.")
+@click.option(
+    "--to", type=_WritableFormat(), help="Format of NEW; inferred from its suffix by default."
+)
 @click.option("--compression", metavar="NAME", help="zstd, zstd-seekable, deflate, ... or none.")
 @click.option("--level", metavar="N", help="Level of the compression, 1 to 22.")
 @click.option("--digest", metavar="NAME", help="crc32c, sha256, ... or none.")

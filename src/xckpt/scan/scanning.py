@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from xckpt.arrays.lazy import dense_values
-from xckpt.errors import CheckpointError
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.scan.cluster import on_cluster, results_of, waiting_client
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from xckpt.scan.accumulators import Accumulator
     from xckpt.scan.readers import Reader
     from xckpt.scan.statistics_cache import Records
-    from xckpt.storage import Source
 
 # Elements of a stretch of a long tensor, which has its own record: 1 GiB of float32; whole leaves.
 _STRETCH = 1 << 28
@@ -251,7 +249,7 @@ def _run_on_cluster(
 ) -> None:
     target, most = _CLUSTER_TASK_NBYTES, _MOST_CUTS
     sources = {id(source): source for source, _, _ in ranges_of(cuts)}
-    if any(map(_is_far, sources.values())):
+    if any(source.is_far for source in sources.values()):
         # A worker reads ahead only within a task, so that short tasks wait for each request.
         threads = sum(client.nthreads().values())
         share = sum(cut.nbytes for cut in cuts) // max(1, threads)
@@ -263,12 +261,6 @@ def _run_on_cluster(
         return task[0].reader.place[0], sum(cut.nbytes for cut in task)
 
     on_cluster(client, tasks, partial(_scan_ahead, operation=operation), deliver, place)
-
-
-def _is_far(source: Source) -> bool:
-    with suppress(OSError, CheckpointError):  # the first read raises the error
-        return source.file.is_far
-    return False
 
 
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:

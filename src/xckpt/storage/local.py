@@ -85,18 +85,6 @@ class FileVersion:
             self._latest[0],
         )
 
-    @property
-    def state(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Arguments for `of`."""
-        return self.identity, self._latest
-
-    @classmethod
-    def of(cls, identity: tuple[int, ...], latest: tuple[int, ...]) -> FileVersion:
-        """Restore a version from its `state`."""
-        version = object.__new__(cls)
-        version.identity, version._latest = identity, latest
-        return version
-
     def matches(self, status: os.stat_result) -> bool:
         """Return whether a file still has the same bytes, judging by its status."""
         if (status.st_size, status.st_mtime_ns, status.st_ino) != self.identity[:3]:
@@ -212,7 +200,7 @@ class LocalSource(Source):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Each task of a cluster contains a source, so its pickle omits the names of attributes.
-        return _restored, (self.name, self.mmap, *self._version.state)
+        return _restored, (self.name, self.mmap, self._version)
 
     @property
     def worth_skipping(self) -> int | None:
@@ -333,16 +321,10 @@ class LocalSource(Source):
         )
 
 
-def _restored(
-    name: str,
-    mmap: bool,  # noqa: FBT001  pickled as a positional argument
-    identity: tuple[int, ...],
-    latest: tuple[int, ...],
-) -> LocalSource:
+def _restored(name: str, mmap: bool, version: FileVersion) -> LocalSource:  # noqa: FBT001  pickle
     source = object.__new__(LocalSource)
-    source.name, source.mmap = name, mmap
-    source._version = FileVersion.of(identity, latest)
-    source.identity, source.size = identity, identity[0]
+    source.name, source.mmap, source._version = name, mmap, version
+    source.identity, source.size = version.identity, version.identity[0]
     return source
 
 

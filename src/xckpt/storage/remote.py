@@ -71,11 +71,6 @@ class RemoteSource(Source):
         names = ("name", "size", "identity", "storage_options", "limits")
         return None, {**{name: getattr(self, name) for name in names}, "_first": b""}
 
-    @property
-    def is_remote(self) -> bool:
-        """See `Source.is_remote`."""
-        return True
-
     def read_into(self, offsets: Sequence[int], memory: memoryview) -> None:
         """Read ranges of bytes into given memory; see `Source.read_into`."""
         nbytes = len(memory) // len(offsets)

@@ -83,11 +83,6 @@ class Source(ABC):
         return None
 
     @property
-    def is_remote(self) -> bool:
-        """Whether each read is a request to another machine."""
-        return False
-
-    @property
     def file(self) -> Source:
         """The file that has the bytes: this one, except for a shard."""
         return self
@@ -231,9 +226,9 @@ class ShardSource(Source):
         return self.file.worth_skipping
 
     @property
-    def is_remote(self) -> bool:
-        """See `Source.is_remote`."""
-        return self.root.is_remote
+    def is_far(self) -> bool:  # type: ignore[override]  # as the referring file
+        """See `Source.is_far`."""
+        return self.root.is_far
 
     @property
     def file(self) -> Source:

@@ -37,7 +37,8 @@ from xckpt.storage import reading_ahead
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import cpu_count, require_memory
 from xckpt.writing.casting import convert, densified, is_sparse, stored_elements
-from xckpt.writing.data import ArrayData, Stored, as_bytes
+from xckpt.writing.data import ArrayData, as_bytes, replacements
+from xckpt.writing.gathering import Unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,9 +125,9 @@ class TensorContent:
             yield from self.array.ranges(...)
 
 
-def contents_of(tensor: Stored | Computed) -> Iterator[TensorContent]:
+def contents_of(tensor: Unchanged | Computed) -> Iterator[TensorContent]:
     """Yield the arrays to hash of a tensor of an xarray object."""
-    if isinstance(tensor, Stored):
+    if isinstance(tensor, Unchanged):
         yield from stored_contents(tensor.tensor, tensor.readers)
         return
     kind = "nonzero" if tensor.is_sparse and tensor.array.ndim else "elements"
@@ -140,8 +141,8 @@ def stored_contents(
 ) -> Iterator[TensorContent]:
     """Yield the arrays to hash of a tensor of a file: one, or one for each part."""
     if tensor.stored is not None:
-        for stored in Stored(tensor, readers).replacements():
-            yield from stored_contents(stored.tensor, stored.readers, verify=verify)
+        for stored in replacements(tensor, readers):
+            yield from stored_contents(*stored, verify=verify)
         return
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)

@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -37,6 +37,8 @@ from xckpt.writing.casting import canonical_parts, convert
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from dask.delayed import Delayed
+
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Layout, Tensor
     from xckpt.storage.digests import Hasher
@@ -55,14 +57,14 @@ __all__ = [
     "PartData",
     "Payload",
     "SpooledData",
-    "Stored",
     "StoredData",
     "as_bytes",
     "is_scattered",
     "lazy_dask_array",
     "part_data",
+    "replacements",
     "store",
-    "store_tasks",
+    "stored_payload",
 ]
 
 # Size of pieces that are read, converted and written: large enough for disks, small enough for
@@ -101,69 +103,59 @@ class Gathered(NamedTuple):
     attr_types: Mapping[str, str]  # element types that attributes have in the old file
 
 
-class Stored(NamedTuple):
-    """An unchanged tensor of a file; `values` returns a dense array if it is stored otherwise."""
+def stored_payload(
+    tensor: Tensor, readers: Mapping[str, PartReader], values: Callable[[], Any] | None = None
+) -> Payload:
+    """Return a tensor of a file, to be written with its stored bytes."""
+    if tensor.problem is not None:
+        raise tensor.problem.located(tensor=tensor.name)
+    layout: Layout = tensor.layout
+    data: dict[str, Any] = {}
+    parts: dict[str, WantedPart] = {}
+    if layout == "chunked":
+        # No format that is written has chunks of its own.
+        layout = "dense"
+        offset = min([part.offset for part in tensor.parts.values()])
+        parts["data"] = WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)
+        data["data"] = lazy_dask_array(ChunkedArray(tensor, readers, decode=False))
+    elif "sparse" in layout and (in_order := canonical_parts(tensor, readers)) is not None:
+        parts, data = in_order
+    else:
+        for role, p in tensor.parts.items():
+            name, reader = tensor.name, readers[role]
+            shape = decoded_shape(tensor, role, reader)
+            parts[role] = WantedPart.of(p.dtype, shape, p.encoding, p.digest, p.offset)
+            if layout == "blocks":
+                data[role] = BlockArray(name, reader, tensor.shape, tensor.dtype)
+            elif layout == "dense" and role == "data":
+                data[role] = dense_array(tensor, reader, decode=False)
+            else:
+                data[role] = DenseArray(name, reader, shape, decode=False, strict=tensor.strict)
+    # No format has codebooks: the stored tensors are written, or the values.
+    scheme = tensor.quantization
+    return Payload(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        parts,
+        layout,
+        tensor.order,
+        tensor.attrs,
+        tensor.dims,
+        scheme if isinstance(scheme, Quantization) else None,
+        tensor.path,
+        data,
+        values,
+        tuple([stored_payload(*stored) for stored in replacements(tensor, readers)]),
+    )
 
-    tensor: Tensor
-    readers: Mapping[str, PartReader]
-    values: Callable[[], Any] | None = None
 
-    @property
-    def name(self) -> str:
-        """Name in the new file."""
-        return self.tensor.name
-
-    def replacements(self) -> Iterator[Stored]:
-        """Yield the tensors that the file has in place of a quantised one."""
-        for role, stored in (self.tensor.stored or {}).items():
-            reader = replace(self.readers[role], part=stored.parts["data"])
-            yield Stored(stored, {"data": reader})
-
-    def payload(self) -> Payload:
-        """Return the tensor to be written with its stored bytes."""
-        tensor, readers = self.tensor, self.readers
-        if tensor.problem is not None:
-            raise tensor.problem.located(tensor=tensor.name)
-        layout: Layout = tensor.layout
-        data: dict[str, Any] = {}
-        parts: dict[str, WantedPart] = {}
-        if layout == "chunked":
-            # No format that is written has chunks of its own.
-            layout = "dense"
-            offset = min([part.offset for part in tensor.parts.values()])
-            parts["data"] = WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)
-            data["data"] = lazy_dask_array(ChunkedArray(tensor, readers, decode=False))
-        elif "sparse" in layout and (in_order := canonical_parts(tensor, readers)) is not None:
-            parts, data = in_order
-        else:
-            for role, p in tensor.parts.items():
-                name, reader = tensor.name, readers[role]
-                shape = decoded_shape(tensor, role, reader)
-                parts[role] = WantedPart.of(p.dtype, shape, p.encoding, p.digest, p.offset)
-                if layout == "blocks":
-                    data[role] = BlockArray(name, reader, tensor.shape, tensor.dtype)
-                elif layout == "dense" and role == "data":
-                    data[role] = dense_array(tensor, reader, decode=False)
-                else:
-                    strict = tensor.strict
-                    data[role] = DenseArray(name, reader, shape, decode=False, strict=strict)
-        # No format has codebooks: the stored tensors are written, or the values.
-        scheme = tensor.quantization
-        return Payload(
-            tensor.name,
-            tensor.dtype,
-            tensor.shape,
-            parts,
-            layout,
-            tensor.order,
-            tensor.attrs,
-            tensor.dims,
-            scheme if isinstance(scheme, Quantization) else None,
-            tensor.path,
-            data,
-            self.values,
-            tuple([stored.payload() for stored in self.replacements()]),
-        )
+def replacements(
+    tensor: Tensor, readers: Mapping[str, PartReader]
+) -> Iterator[tuple[Tensor, Mapping[str, PartReader]]]:
+    """Yield the tensors that a file has in place of a quantised one, with their readers."""
+    for role, stored in (tensor.stored or {}).items():
+        yield stored, {"data": replace(readers[role], part=stored.parts["data"])}
 
 
 class PartData(ABC):
@@ -419,57 +411,44 @@ class _ArrayTarget(NamedTuple):
     cast: Cast
     tensor: str  # for messages
     order: str
-    starts: tuple[tuple[int, ...], ...]  # of chunks, along each axis
     observer: str  # name of the progress bar
 
     @classmethod
-    def of(cls, data: ArrayData, offset: int, observer: str = "") -> _ArrayTarget:
-        chunks = data.array.chunks
-        if any(np.isnan(size) for sizes in chunks for size in sizes):
+    def of(cls, data: ArrayData, offset: int, observer: str) -> _ArrayTarget:
+        if any(np.isnan(size) for sizes in data.array.chunks for size in sizes):
             raise UnsupportedError(
                 "the sizes of its chunks are not known before it is computed",
                 tensor=data.tensor,
                 hint="Call .compute_chunk_sizes() on the dask array, or compute it",
             )
-        starts = tuple(tuple(np.cumsum((0, *sizes[:-1])).tolist()) for sizes in chunks)
         shape = data.array.shape
-        return cls(offset, shape, data.dtype, data.cast, data.tensor, data.order, starts, observer)
+        return cls(offset, shape, data.dtype, data.cast, data.tensor, data.order, observer)
 
 
-def store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
-    """Return a dask array whose chunks write the chunks of another array to an existing file."""
-    array = data.array
-    return array.map_blocks(
-        _store_block,
-        place=place,
-        region=_ArrayTarget.of(data, offset, observer),
-        chunks=tuple((1,) * len(sizes) for sizes in array.chunks),
-        dtype=np.int64,
-        meta=np.empty((0,) * array.ndim, np.int64),
-        name=f"xckpt-write-{array.name}-{uuid4().hex}",
-    )
-
-
-def store_tasks(data: ArrayData, place: Any, offset: int) -> list[Any]:
-    """Return a task per chunk that writes it to a file; another task makes the file."""
-    # `map_blocks` would run the task that makes the file a second time.
+def store(data: ArrayData, place: Any, offset: int, observer: str = "") -> Delayed:
+    """Return a task that ends after a task per chunk has written it to an existing file."""
+    # One layer for all chunks. `map_blocks` would run the task that makes the file a second time.
     import dask
+    from dask.delayed import Delayed
+    from dask.highlevelgraph import HighLevelGraph
 
-    region = _ArrayTarget.of(data, offset)
-    write = dask.delayed(_store_block, pure=False, traverse=False)
-    blocks = data.array.to_delayed(optimize_graph=False)
-    return [
-        write(blocks[position], place=place, region=region, block_id=position)
-        for position in np.ndindex(blocks.shape)
-    ]
+    # Bound, because dask looks for tasks in arguments: in all of it, once for each chunk.
+    write = partial(_store_block, _ArrayTarget.of(data, offset, observer))
+    name = f"xckpt-write-{uuid4().hex}"
+    file = dask.delayed(place, pure=False, traverse=False)
+    origins = product(*(accumulate(sizes[:-1], initial=0) for sizes in data.array.chunks))
+    layer: dict[Any, Any] = {
+        (name, *position): (write, (data.array.name, *position), file.key, list(origin))
+        for position, origin in zip(np.ndindex(data.array.numblocks), origins, strict=True)
+    }
+    layer[name] = (len, list(layer))
+    graph = HighLevelGraph.from_collections(name, layer, dependencies=[data.array, file])
+    return Delayed(name, graph)
 
 
-def _store_block(
-    block: Any, *, place: Place, region: _ArrayTarget, block_id: tuple[int, ...]
-) -> Array:
-    """Convert a chunk and write it to its place; return the number of bytes."""
+def _store_block(region: _ArrayTarget, block: Any, place: Place, origin: Sequence[int]) -> None:
+    """Convert a chunk and write it to its place."""
     block = np.asarray(block)
-    origin = [along[i] for along, i in zip(region.starts, block_id, strict=True)]
     data = ArrayData(block, region.dtype, region.cast, region.tensor, region.order, origin)
     first = origin[::-1] if region.order == "F" else origin
     with place.named():
@@ -481,9 +460,7 @@ def _store_block(
                 _write_run(place.path, fileno, region, data.converted(key), start)
         finally:
             os.close(fileno)
-    nbytes = nbytes_of(region.dtype, block.size)
-    report(region.observer, nbytes)
-    return np.full((1,) * block.ndim, nbytes, np.int64)
+    report(region.observer, nbytes_of(region.dtype, block.size))
 
 
 def _write_run(

@@ -30,17 +30,19 @@ from xckpt.labels import AxisNamer, explicit_name
 from xckpt.storage.source import files_of
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
-from xckpt.writing.data import Gathered, Payload, Stored
+from xckpt.writing.data import Gathered, Payload, stored_payload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
+    from xckpt.arrays.parts import PartReader
     from xckpt.storage import Source
     from xckpt.writing.fitting import Changes
 
 __all__ = [
     "Computed",
+    "Unchanged",
     "array_of",
     "gather",
     "listed",
@@ -49,6 +51,23 @@ __all__ = [
 ]
 
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
+
+
+class Unchanged(NamedTuple):
+    """A tensor of a file; `values` returns a dense array if it is stored otherwise."""
+
+    tensor: Tensor
+    readers: Mapping[str, PartReader]
+    values: Callable[[], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in the new file."""
+        return self.tensor.name
+
+    def payload(self) -> Payload:
+        """Return the tensor to be written with its stored bytes."""
+        return stored_payload(*self)
 
 
 class Computed(NamedTuple):
@@ -110,7 +129,7 @@ def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
 
 def listed(
     obj: Any, changes: Changes, format: str | None = None
-) -> tuple[Iterator[Stored | Computed], list[str]]:
+) -> tuple[Iterator[Unchanged | Computed], list[str]]:
     """Return the tensors of an xarray object, and the names of coordinates among them."""
     obj = _as_dataset(obj)
     tensors = OpenTensors(obj)
@@ -172,7 +191,7 @@ def unmodified_array(variable: xr.Variable) -> LazyArray | None:
 
 def _iter_tensors(
     variables: Mapping[str, xr.Variable], changes: Changes, *, same_format: bool
-) -> Iterator[Stored | Computed]:
+) -> Iterator[Unchanged | Computed]:
     """Yield the tensors of all variables; variables for all parts of a tensor are joined."""
     joined = _join_parts(variables)
     tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
@@ -189,7 +208,9 @@ def _iter_tensors(
             tensor, first = arrays[role].origin.tensor, variables[first_name]
             path = tensor.path if "path" in first.encoding else None
             readers = {role: array.readers["data"] for role, array in arrays.items()}
-            yield Stored(replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers)
+            yield Unchanged(
+                replace(tensor, name=tensor_name, attrs=first.attrs, path=path), readers
+            )
 
 
 def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
@@ -217,7 +238,7 @@ def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str
 
 def _tensor(
     name: str, variable: xr.Variable, changes: Changes, *, same_format: bool
-) -> Stored | Computed:
+) -> Unchanged | Computed:
     """Return the tensor of a variable; raise if its values cannot be read or written."""
     lazy: Any = unmodified_array(variable)
     if isinstance(lazy, UnreadableArray):
@@ -232,11 +253,11 @@ def _tensor(
             return _computed(name, variable, dims)
         is_dense = tensor.layout in {"dense", "chunked"}
         values = None if is_dense else lambda: densified(variable.data)
-        return Stored(tensor, lazy.readers, values)
+        return Unchanged(tensor, lazy.readers, values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
         tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict)
-        return Stored(replace(tensor, attrs=attrs, dims=dims, path=path), lazy.readers)
+        return Unchanged(replace(tensor, attrs=attrs, dims=dims, path=path), lazy.readers)
     if _layout(variable.encoding) in {"quantized", "blocks"}:
         changes.add("quantised tensors whose values were computed are written dense", name)
     return _computed(name, variable, dims)

@@ -30,7 +30,6 @@ from xckpt.writing.data import (
     StoredData,
     is_scattered,
     store,
-    store_tasks,
 )
 from xckpt.writing.streaming import NO_TENSOR, is_compressed, stored_nbytes, stream
 
@@ -178,11 +177,8 @@ class WriteJob:
                     if self._stores:
                         import dask
 
-                        tasks = [
-                            store(data, sinks[file].place, offset, bar.name)
-                            for data, file, offset in self._stores
-                        ]
-                        dask.compute(*tasks)
+                        places = [sink.place for sink in sinks]
+                        dask.compute(*self._store(places, bar.name))
                     return self._finish(sinks, bar)
                 finally:
                     _abort(sinks)
@@ -196,12 +192,11 @@ class WriteJob:
         sinks = dask.delayed(self._begun, pure=False)()
         count = len(self._files) + (self._spooled > 0)
         places = [dask.delayed(_place_of, pure=True)(sinks, number) for number in range(count)]
-        tasks = [
-            task
-            for data, file, offset in self._stores
-            for task in store_tasks(data, places[file], offset)
-        ]
-        return dask.delayed(self._end, pure=False)(sinks, tasks)
+        return dask.delayed(self._end, pure=False)(sinks, self._store(places))
+
+    def _store(self, places: Sequence[Any], observer: str = "") -> list[Any]:
+        """Return the tasks that compute all dask arrays into the files at these places."""
+        return [store(data, places[file], offset, observer) for data, file, offset in self._stores]
 
     def _begun(self) -> list[Sink]:
         """Return the temporary files."""

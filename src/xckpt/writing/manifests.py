@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
@@ -365,18 +365,10 @@ def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest
 # --- comparing -----------------------------------------------------------------------------------
 
 
-class Mismatch(NamedTuple):
-    """A difference between a tensor and its entry in a manifest."""
-
-    tensor: str
-    rule: str
-    message: str
-
-
 def differences(
     expected: Mapping[str, TensorDigest], actual: Mapping[str, TensorDigest]
-) -> Iterator[Mismatch]:
-    """Yield the differences between a manifest and the tensors that could be read."""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield tensors that differ from a manifest, each with the rule and a message."""
     homes: dict[TensorDigest, list[str]] = defaultdict(list)
     for name in sorted(expected):
         homes[expected[name]].append(name)
@@ -403,8 +395,8 @@ def differences(
         elif (now.dtype, now.kind) != (then.dtype, then.kind) and not now.sha256:
             message = f"its {now.dtype} elements differ from the {then.dtype} elements of the "
             message += "manifest"
-        yield Mismatch(name, rule, message)
+        yield name, rule, message
     for name, (rule, message) in absent.items():
-        yield Mismatch(name, rule, message)
+        yield name, rule, message
     for name in extra:
-        yield Mismatch(name, "ManifestExtra", "it is in the checkpoint, but not in the manifest")
+        yield name, "ManifestExtra", "it is in the checkpoint, but not in the manifest"

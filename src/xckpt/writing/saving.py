@@ -36,7 +36,7 @@ from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.writing.casting import holds
-from xckpt.writing.data import Gathered, Stored, lazy_dask_array
+from xckpt.writing.data import Gathered, lazy_dask_array, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Target, WriteJob
@@ -271,11 +271,11 @@ def convert(
             renamed = new_names(index.tensors, names)
             selected = _select_tensors(index, tensors, renamed)
             payloads = [
-                Stored(
+                stored_payload(
                     tensor,
                     part_readers(tensor, sources, verify=verify),
                     partial(_dense_array, tensor, sources, verify),
-                ).payload()
+                )
                 for tensor in selected
             ]
             gathered = Gathered(

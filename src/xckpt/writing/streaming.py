@@ -1,9 +1,8 @@
 """The parts of one new file, streamed into it in file order.
 
 Raw parts are read, converted and written in parallel, compressed ones one after another. Small
-neighbours are written by one call. Parts that are neighbours in the old and in the new file are
-copied by one call of the operating system, holes as holes. Digests are computed, and digests of the
-old file compared, while the bytes pass.
+neighbours are written by one call. Unchanged parts are copied by the operating system, holes as
+holes. Digests are computed, and digests of the old file compared, while the bytes pass.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from xckpt.storage.local import LocalSource
 from xckpt.writing.data import PIECE_NBYTES, StoredData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from xckpt.arrays.parts import PartReader
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from xckpt.storage import Source
     from xckpt.storage.local import OpenFile
     from xckpt.storage.sink import Sink
+    from xckpt.writing.data import Piece
 
 Key = tuple[str, str]
 
@@ -105,53 +105,24 @@ def stream(
             raise
 
 
-# --- which of them are written by one call -------------------------------------------------------
-
-
-def _groups(parts: Sequence[PlannedPart]) -> Iterator[tuple[list[PlannedPart], bool]]:
-    """Group neighbours that are written by one call, and whether that call is a copy."""
+def _groups(parts: Sequence[PlannedPart]) -> Iterator[list[PlannedPart]]:
+    """Group small neighbours that are written by one call."""
     gathered: list[PlannedPart] = []
-    for run in _runs(parts):
-        nbytes = sum(map(stored_nbytes, run))
-        is_small = nbytes < _SMALL_NBYTES and run[0].data is not None and not is_compressed(run[0])
+    for planned in parts:
+        nbytes = stored_nbytes(planned)
+        is_small = nbytes < _SMALL_NBYTES and planned.data is not None
+        is_small &= not is_compressed(planned) and planned.offset is not None
         if gathered:
-            start, last = gathered[0].offset, run[-1].offset
-            is_placed = start is not None and last is not None
-            nbytes = (last or 0) + stored_nbytes(run[-1]) - (start or 0)
-            if not (is_small and is_placed and nbytes <= _GATHERED_NBYTES):
-                yield gathered, False
+            span = (planned.offset or 0) + nbytes - (gathered[0].offset or 0)
+            if not is_small or span > _GATHERED_NBYTES:
+                yield gathered
                 gathered = []
         if is_small:
-            gathered += run
+            gathered.append(planned)
         else:
-            yield run, len(run) > 1
+            yield [planned]
     if gathered:
-        yield gathered, False
-
-
-def _runs(parts: Sequence[PlannedPart]) -> Iterator[list[PlannedPart]]:
-    """Group stored parts that are neighbours in the old and in the new file."""
-    run: list[PlannedPart] = []
-    for planned in parts:
-        if run and not _follows(run[-1], planned):
-            yield run
-            run = []
-        run.append(planned)
-    if run:
-        yield run
-
-
-def _follows(last: PlannedPart, planned: PlannedPart) -> bool:
-    before, after = _copied(last), _copied(planned)
-    if before is None or after is None:
-        return False
-    if last.offset is None or planned.offset is None:
-        return False
-    return (
-        before.source == after.source
-        and before.part.offset + stored_nbytes(last) == after.part.offset
-        and last.offset + stored_nbytes(last) == planned.offset
-    )
+        yield gathered
 
 
 # --- writing them --------------------------------------------------------------------------------
@@ -174,16 +145,18 @@ class _Streaming:
     def run(self, parts: Sequence[PlannedPart], alignment: int) -> tuple[dict[Key, Written], int]:
         position = end = 0
         compressed = self._compress_ahead(list(filter(_is_compressed_whole, parts)))
-        for group, is_run in _groups(parts):
+        for group in _groups(parts):
             planned, offset = group[0], group[0].offset
             if offset is None:  # at the next multiple of the alignment
                 offset = -(-(position + planned.gap) // alignment) * alignment
             if is_compressed(planned):
                 position = self._put_compressed(planned, offset, compressed)
+            elif len(group) == 1:
+                self._put(planned, offset)
+                position = offset + stored_nbytes(planned)
             else:
-                # Only parts with offsets are grouped.
-                spans = [(planned, offset), *((part, part.offset or 0) for part in group[1:])]
-                self._put(spans, is_run=is_run)
+                spans = [(part, part.offset or 0) for part in group]
+                self._submit(self._put_gathered, spans)
                 last, begin = spans[-1]
                 position = begin + stored_nbytes(last)
             end = max(end, position)
@@ -211,23 +184,25 @@ class _Streaming:
         self._written[planned.tensor, planned.role] = Written(offset, end - offset, digest)
         return end
 
-    def _put(self, spans: list[tuple[PlannedPart, int]], *, is_run: bool) -> None:
-        """Begin to write uncompressed parts."""
-        planned, offset = spans[0]
-        if is_run or (len(spans) == 1 and _copied(planned) is not None):
-            self._put_copy(spans)
-        elif len(spans) > 1:
-            self._submit(self._put_gathered, spans)
-        elif planned.data is None and not _is_hashed(planned):
-            self._wrote(planned, offset)
-        else:
-            pieces = None if planned.data is None or _is_hashed(planned) else planned.data.pieces()
-            if pieces is None:
-                self._submit(self._put_in_order, planned, offset)
-                return
-            for start, read in pieces:
-                self._submit(self._put_piece, planned, read, offset + start)
-            self._wrote(planned, offset)
+    def _put(self, planned: PlannedPart, offset: int) -> None:
+        """Begin to write an uncompressed part."""
+        reader = _copied(planned)
+        pieces: Iterable[Piece] | None = ()
+        if reader is not None:
+            nbytes = stored_nbytes(planned)
+            for start in range(0, nbytes, _COPIED_NBYTES):
+                place = reader.part.offset + start, offset + start
+                self._submit(self._copy, reader.source, *place, min(_COPIED_NBYTES, nbytes - start))
+        elif _is_hashed(planned):
+            pieces = None
+        elif planned.data is not None:
+            pieces = planned.data.pieces()
+        if pieces is None:
+            self._submit(self._put_in_order, planned, offset)
+            return
+        for start, read in pieces:
+            self._submit(self._put_piece, planned, read, offset + start)
+        self._wrote(planned, offset)
 
     def _wrote(self, planned: PlannedPart, offset: int, digest: str | None = None) -> None:
         key = planned.tensor, planned.role
@@ -271,21 +246,6 @@ class _Streaming:
                 self._wrote(planned, offset)
             self._progress.advance(sum(map(len, blocks)))
         self._sink.write(gathered, origin)
-
-    # --- copies ---
-
-    def _put_copy(self, spans: list[tuple[PlannedPart, int]]) -> None:
-        """Copy stored parts that are neighbours in the old and in the new file."""
-        reader, first = _copied(spans[0][0]), spans[0][1]
-        if reader is None:
-            raise TypeError(spans[0][0])
-        total = sum(stored_nbytes(planned) for planned, _ in spans)
-        for done in range(0, total, _COPIED_NBYTES):
-            count = min(_COPIED_NBYTES, total - done)
-            start = reader.part.offset + done
-            self._submit(self._copy, reader.source, start, first + done, count)
-        for planned, offset in spans:
-            self._wrote(planned, offset)
 
     def _copy(self, source: Source, start: int, offset: int, nbytes: int) -> None:
         """Copy a range of a file; its target is still zero."""
@@ -394,9 +354,11 @@ class _Streaming:
 
 @contextmanager
 def _naming(planned: PlannedPart) -> Iterator[None]:
-    """Add the tensor to errors, and a hint to errors of damage."""
+    """Add the old file and the tensor to errors, and a hint to errors of damage."""
+    data = planned.data
+    path = data.reader.source.name if isinstance(data, StoredData) else None
     try:
-        with locating(tensor=planned.tensor):
+        with locating(path=path, tensor=planned.tensor):
             yield
     except IntegrityError as error:
         error.hint = error.hint or "xckpt.verify lists all that is damaged"

@@ -330,7 +330,7 @@ class _Compared:
     def findings(self) -> Iterator[Finding]:
         """Yield differences; files in which every tensor differs come first."""
         expected = {n: entry for n, entry in self.expected.items() if not _is_of(n, self.failed)}
-        differing = {mismatch.tensor: mismatch for mismatch in differences(expected, self.actual)}
+        differing = {mismatch[0]: mismatch for mismatch in differences(expected, self.actual)}
         by_file: dict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
             if name in expected:
