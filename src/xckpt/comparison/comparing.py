@@ -13,7 +13,6 @@ from xckpt.comparison.cells import (
     CELL_NBYTES,
     Channels,
     grid_of,
-    pair_in_order,
     reduced_lengths,
 )
 from xckpt.comparison.matching import matched
@@ -24,7 +23,14 @@ from xckpt.comparison.measures import (
     Comparison,
     measures_of,
 )
-from xckpt.comparison.pairs import ChunkedPair, PairReader, SameBytes, stored_pair
+from xckpt.comparison.pairs import (
+    ChunkedPair,
+    PairReader,
+    SameBytes,
+    in_c_order,
+    pair_of,
+    stored_pair,
+)
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
@@ -477,7 +483,8 @@ def _compare_channels(
     for rows, _, _, grid in inputs:
         for row in rows:
             if row.both is not None and grid is not None:
-                pairs.append(pair_in_order(*row.both, row.name))
+                ours, theirs = map(in_c_order, row.both)
+                pairs.append(pair_of(ours, theirs, row.name))
                 grids.append(grid)
     with Progress(progress, "comparison") as bar:
         statistics = iter(

@@ -16,6 +16,7 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray, stored_bytes
 from xckpt.arrays.lazy import dense_values
 from xckpt.arrays.sparse import SparseArray, flat_positions
+from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view
 from xckpt.errors import locating
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named, require_numbers
@@ -112,19 +113,10 @@ class _Recut:
         """Return the next elements, which are valid until the next call."""
         if not len(self.remaining):
             self.remaining = self._next()
-        if len(self.remaining) < count:
+        while len(self.remaining) < count:
             # The next block overwrites the remaining elements, so copy them.
-            elements = np.empty(count, self.remaining.dtype)
-            filled = 0
-            while filled < count:
-                part = self.remaining[: count - filled] if len(self.remaining) else self._next()
-                if not len(self.remaining):
-                    self.remaining = part
-                    continue
-                elements[filled : filled + len(part)] = part
-                filled += len(part)
-                self.remaining = self.remaining[len(part) :]
-            return elements
+            copied = self.remaining.copy()
+            self.remaining = np.concatenate([copied, self._next()])
         elements, self.remaining = self.remaining[:count], self.remaining[count:]
         return elements
 
@@ -241,29 +233,28 @@ def _paired(a: Any, b: Any) -> Array:
     return block
 
 
-class _TransposedArray:
-    """An array with its axes reversed, which reads only the requested elements."""
+class _ViewReader(ArrayReader):
+    """The elements of an array or a view of it in C order."""
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        self.shape, self.dtype = array.shape[::-1], array.dtype
-
-    def __getitem__(self, key: Any) -> Any:
-        if key is ...:
-            return self.array[...].T
-        selection = key if isinstance(key, tuple) else (key,)
-        missing = (slice(None),) * (len(self.shape) - len(selection))
-        return self.array[(*selection, *missing)[::-1]].T
-
-
-class _LoadedReader(ArrayReader):
-    """An array that is costly to read in pieces, so it is loaded as a whole."""
-
-    whole = True
+    def __init__(self, view: Any, nbytes: int, *, whole: bool) -> None:
+        super().__init__(view, nbytes)
+        self.whole = whole
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Yield blocks of elements, each with its first position."""
-        yield from ArrayReader(self.array[...]).blocks(start, stop, buffer)
+        if not self.whole:
+            yield from super().blocks(start, stop, buffer)
+            return
+        # The array is costly to read in pieces, so it is loaded as a whole.
+        array, steps = parts_of_view(self.array)
+        in_memory = np.asarray(dense_values(array[...]))
+        yield from ArrayReader(arranged(in_memory, steps)).blocks(start, stop, buffer)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Yield the byte ranges of all elements, if they are known in advance."""
+        array, _ = parts_of_view(self.array)
+        if start == 0 and stop and hasattr(array, "ranges"):
+            yield from array.ranges(...)
 
 
 def in_c_order(reader: Reader) -> Reader:
@@ -289,12 +280,35 @@ def _order(reader: Reader) -> str:
 def _reordered(reader: Reader, order: str) -> Reader:
     """Return a reader of the elements in another order than the stored one."""
     array = reader.array
-    kind = ArrayReader if is_sliceable(reader) else _LoadedReader
-    reordered = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
-    reordered.place, reordered.local = reader.place, reader.local
-    if not reader.local:
-        reordered.piece_nbytes = TURNED_NBYTES
-    return reordered
+    axes = tuple(range(len(array.shape)))[::-1]
+    view = View(array, Transposed(axes)) if order == "F" else array
+    return _view_reader(view, reader, is_across=True)
+
+
+def _view_reader(view: Any, tensor: Reader, *, is_across: bool) -> Reader:
+    """Return a reader of a view, whose rows may be scattered over the tensor."""
+    whole = tensor.whole or (is_across and not is_sliceable(tensor))
+    reader = _ViewReader(view, tensor.nbytes, whole=whole)
+    reader.place, reader.local = tensor.place, tensor.local
+    if is_across and not tensor.local:
+        reader.piece_nbytes = TURNED_NBYTES
+    return reader
+
+
+def reader_of_view(view: Any, tensor: Reader, name: str) -> Reader:
+    """Return a reader of a view of a tensor."""
+    _, steps = parts_of_view(view)
+    if not steps:
+        return in_c_order(tensor)
+    if isinstance(tensor, ChunkedTensor):
+        reader = in_c_order(ChunkedTensor(view[...]))
+        # Blocks lie within rows, so that each row has to be in one chunk.
+        if isinstance(reader, ChunkedTensor) and reader.array.ndim > 1 and not reader.row:
+            reader = ChunkedTensor(reader.array.rechunk({1: -1}))
+    else:
+        reader = _view_reader(view, tensor, is_across=any(step.is_across for step in steps))
+    reader.name = name
+    return reader
 
 
 def is_sliceable(reader: Reader) -> bool:

@@ -7,7 +7,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
-from xckpt.comparison.explaining.arrangements import (
+from xckpt.comparison.arrangements import (
     Layer,
     Padded,
     arranged,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.explaining.arrangements import RopePermuted, Transposed
+from xckpt.comparison.arrangements import RopePermuted, Transposed
 from xckpt.comparison.explaining.names import likeness
 from xckpt.comparison.explaining.search import SURE, inverse_orders, rope_orders, standardised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.typing import Array
 

@@ -18,7 +18,7 @@ from xckpt.comparison.pairs import pair_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.explaining.work import Explanations, Work

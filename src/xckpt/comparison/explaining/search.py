@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.explaining.arrangements import (
+from xckpt.comparison.arrangements import (
     Padded,
     Permuted,
     RopePermuted,
@@ -25,7 +25,7 @@ from xckpt.comparison.explaining.names import likeness
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.typing import Array
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.comparison.explaining.arrangements import parts_of_view, reader_of_view
+from xckpt.comparison.arrangements import parts_of_view
 from xckpt.comparison.explaining.causes import LIKELY, SampledPairs
 from xckpt.comparison.explaining.quantised_causes import WithinScales
 from xckpt.comparison.explaining.quantisers import graded
 from xckpt.comparison.explaining.suspecting import correlation, suspect
 from xckpt.comparison.measures import as_floats
-from xckpt.comparison.pairs import ChunkedPair, pair_of
+from xckpt.comparison.pairs import ChunkedPair, pair_of, reader_of_view
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.scanning import gather
 from xckpt.scan.trees import LEAF

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.explaining.arrangements import RopePermuted
+from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.explaining.causes import percent
 from xckpt.comparison.explaining.outcome import Explanation, quoted
 from xckpt.comparison.explaining.quantised_causes import Quantised
@@ -13,7 +13,7 @@ from xckpt.comparison.explaining.quantised_causes import Quantised
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.causes import Relation
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.explaining.work import Work

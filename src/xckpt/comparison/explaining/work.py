@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xckpt.comparison.explaining.arrangements import Padded, Transposed, arranged, undone
+from xckpt.comparison.arrangements import Padded, Transposed, arranged, undone
 from xckpt.comparison.explaining.sketches import Sketched, sketched
 from xckpt.comparison.explaining.verification import Link, Side, examine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
-    from xckpt.comparison.explaining.arrangements import Step
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.names import Order
     from xckpt.comparison.explaining.outcome import Case, Explanation
