@@ -131,8 +131,8 @@ def _partners(
     # Read only tensors whose number of elements occurs on both sides.
     sides = [list(side.values()) for side in (free_a, free_b)]
     sizes = set.intersection(*({reader.size for reader in side} for side in sides))
-    readers = [reader for side in sides for reader in side if reader.size in sizes]
-    sketches = dict(zip(map(id, readers), sketched(readers, progress), strict=True))
+    readers = {id(reader): reader for side in sides for reader in side if reader.size in sizes}
+    sketches = sketched(readers, progress)
 
     def unmatched() -> list[list[Sketched]]:
         """Return the sketches of unmatched tensors."""

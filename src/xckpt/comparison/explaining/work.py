@@ -83,11 +83,7 @@ class Work:
         sides = {n: match.theirs if side else match.ours for n, match in matches.items()}
         readers = {n: reader for n, reader in sides.items() if reader is not None}
         missing = {n: reader for n, reader in readers.items() if n not in sketches}
-        new_sketches = sketched(list(missing.values()), self.bar)
-        for n, sketch in zip(missing, new_sketches, strict=True):
-            if sketch is not None:
-                sketch.number = n
-                sketches[n] = sketch
+        sketches |= sketched(missing, self.bar)
         return {n: sketches[n] for n in readers if n in sketches}
 
     def sketch_pairs(self, numbers: Sequence[int]) -> dict[int, tuple[Sketched, Sketched]]:
