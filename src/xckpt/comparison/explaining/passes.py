@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
-from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.outcome import Explanation, quoted, related
 from xckpt.comparison.explaining.renaming import expected, renamed
 from xckpt.comparison.explaining.search import ALIKE, arrangements
 from xckpt.comparison.explaining.verification import Link, Side, examine
-from xckpt.comparison.explaining.wording import related
 from xckpt.comparison.explaining.work import Work
 from xckpt.progress import Progress
 

@@ -8,10 +8,9 @@ import numpy as np
 
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
-from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.outcome import Explanation, both, changed, quoted, related, unlike
 from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements, partners
 from xckpt.comparison.explaining.sketches import groups_of
-from xckpt.comparison.explaining.wording import both, changed, related, unlike
 from xckpt.comparison.explaining.work import ALIGNED, ALONE
 from xckpt.comparison.pairs import pair_of
 

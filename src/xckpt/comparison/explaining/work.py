@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
-    from xckpt.comparison.explaining.joints import Joint
-    from xckpt.comparison.explaining.names import Order
+    from xckpt.comparison.explaining.joining import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
     from xckpt.comparison.pairs import ChunkedPair, PairReader
@@ -58,7 +57,7 @@ class Work:
         default_factory=lambda: ({}, {})
     )
     #: Joints that are explained, by the side of the whole.
-    joints: list[tuple[int, Joint, Order]] = field(default_factory=list)
+    joints: list[tuple[int, Joint]] = field(default_factory=list)
 
     @property
     def open(self) -> list[int]:
