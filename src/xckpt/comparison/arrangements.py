@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.lazy import dense_values
+from xckpt.formatting import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,7 +124,7 @@ class RopePermuted(_Permutation):
     @property
     def words(self) -> str:
         change = "interleaving undone" if self.undone else "halves interleaved"
-        heads = heads_text(self.heads)
+        heads = counted(self.heads, "head")
         return f"permuting {self.lines} as for rotary embeddings ({heads}, {change})"
 
     def positions(self, length: int) -> Array:
@@ -257,11 +258,6 @@ def _counts(sizes: Sequence[int]) -> str:
         if n:
             counts.append(f"{n:,} {name.removesuffix('s') if n == 1 and names else name}")
     return " and ".join(counts)
-
-
-def heads_text(count: int) -> str:
-    """Format a number of attention heads."""
-    return "1 head" if count == 1 else f"{count:,} heads"
 
 
 def arranged(array: Any, steps: Sequence[Step]) -> Any:

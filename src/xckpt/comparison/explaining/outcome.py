@@ -13,7 +13,7 @@ bytes look like pruning.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import nan
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.explaining.causes import percent
 from xckpt.comparison.explaining.quantised_causes import Quantised
 from xckpt.errors import shown, some
+from xckpt.formatting import counted
 from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
 from xckpt.statistics.views import cause_text
 
@@ -135,6 +136,9 @@ class Explanation:
         return replace(self, causes=causes, text=text, other_names=(partner,))
 
 
+_ByOutcome = dict[str, list[tuple[str, Explanation]]]
+
+
 def quoted(names: Sequence[str]) -> str:
     """List the first of some names, quoted."""
     return some(names, "", _MOST_NAMES)
@@ -238,55 +242,40 @@ def unlike(link: Link, steps: Sequence[Step] = ()) -> str:
 
 def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) -> str:
     """Summarise the tensors of `a` and the tensors only in `b` in a sentence, exceptions first."""
-    explained_cases = [
-        (case, explanation)
-        for case, explanation in zip(cases, explanations, strict=True)
-        if explanation is not None
-    ]
-    ours = [
-        (case.match.name, explanation)
-        for case, explanation in explained_cases
-        if case.status != "only_b"
-    ]
-    theirs = [
-        (case.match.name, explanation)
-        for case, explanation in explained_cases
-        if case.status == "only_b"
-    ]
-    changed = [
-        _pair(name, explanation) for name, explanation in ours if explanation.outcome == "changed"
-    ]
-    named_partners = {
-        partner
-        for _, explanation in ours
-        if explanation.outcome == "changed"
-        for partner in explanation.other_names
-    }
-    changed += [shown(name) for name, explanation in theirs
-                if explanation.outcome == "changed" and name not in named_partners]  # fmt: skip
-    added = [name for name, explanation in theirs if explanation.outcome == "unmatched"]
-    partners = len(theirs) - len(added)
-    missing = [name for name, explanation in ours if explanation.outcome == "unmatched"]
-    explained = [explanation for _, explanation in ours if explanation.outcome == "explained"]
-    if not explained and not changed and not partners:
-        counts = f"{_tensors(len(ours))} of a and the {_tensors(len(added))} of b"
-        if not ours or not added:
-            return f"a and b share nothing: a has {_tensors(len(ours))}, b {_tensors(len(added))}"
+    sides: tuple[_ByOutcome, _ByOutcome] = (defaultdict(list), defaultdict(list))
+    for case, explanation in zip(cases, explanations, strict=True):
+        if explanation is not None:
+            entry = case.match.name, explanation
+            sides[case.status == "only_b"][explanation.outcome].append(entry)
+    ours, theirs = sides
+    changed = [_pair(*entry) for entry in ours["changed"]]
+    partners = {name for _, explanation in ours["changed"] for name in explanation.other_names}
+    changed += [shown(name) for name, _ in theirs["changed"] if name not in partners]
+    missing, added = ([name for name, _ in side["unmatched"]] for side in sides)
+    explained = [explanation for _, explanation in ours["explained"]]
+    total = counted(sum(map(len, ours.values())), "tensor")
+    if not explained and not changed and len(added) == sum(map(len, theirs.values())):
+        total_of_b = counted(len(added), "tensor")
+        if not missing or not added:
+            return f"a and b share nothing: a has {total}, b {total_of_b}"
+        counts = f"{total} of a and the {total_of_b} of b"
         return f"a and b share nothing: no name and no numbers of the {counts}"
     facts = []
     if changed:
         verb = "differs" if len(changed) == 1 else "differ"
-        facts.append(f"{len(changed):,} of {_tensors(len(ours))} {verb}: {_listed(changed)}")
+        facts.append(f"{len(changed):,} of {total} {verb}: {_listed(changed)}")
     if missing:
-        total = "" if changed else f" of {_tensors(len(ours))}"
-        verb = " is" if len(missing) == 1 else " are"
-        facts.append(f"{len(missing):,}{total}{verb} only in a: {quoted(missing)}")
+        of_total = "" if changed else f" of {total}"
+        facts.append(f"{len(missing):,}{of_total} {_be(missing)} only in a: {quoted(missing)}")
     if added:
-        verb = "is" if len(added) == 1 else "are"
-        facts.append(f"{len(added):,} {verb} only in b: {quoted(added)}")
+        facts.append(f"{len(added):,} {_be(added)} only in b: {quoted(added)}")
     if explained:
         facts.append(_summary(explained, is_all=not changed and not missing))
     return "; ".join(facts)
+
+
+def _be(items: Sequence[object]) -> str:
+    return "is" if len(items) == 1 else "are"
 
 
 def _pair(name: str, explanation: Explanation) -> str:
@@ -306,8 +295,8 @@ def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
     groups = Counter(_short(explanation) for explanation in explained)
     equal = groups.pop("equal", 0)
     count = len(explained)
-    subject = f"all {_tensors(count)}" if is_all else f"{count:,}"
-    verb = "is" if count == 1 else "are"
+    subject = f"all {counted(count, 'tensor')}" if is_all else f"{count:,}"
+    verb = _be(explained)
     if is_all and count == 1:
         subject = "the only tensor"
     if not groups:
@@ -321,10 +310,6 @@ def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
     keeps = all(_KEEPING.issuperset(explanation.causes) for explanation in explained)
     verdict = "equal after" if keeps else "explained"
     return f"{subject} {verb} {verdict}: {', '.join(changes)}"
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor" if count == 1 else f"{count:,} tensors"
 
 
 def _short(explanation: Explanation) -> str:

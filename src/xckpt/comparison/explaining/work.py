@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from xckpt.comparison.arrangements import Padded, Transposed, arranged, undone
 from xckpt.comparison.explaining.sketches import Sketched, sketched
 from xckpt.comparison.explaining.verification import Link, Side, examine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from xckpt.comparison.pairs import ChunkedPair, PairReader
     from xckpt.progress import Progress
 
+    #: Compares pairs of tensors, and returns their measures.
+    Compare = Callable[[Sequence[PairReader | ChunkedPair]], Sequence[Mapping[str, float]]]
+
 Explanations = dict[int, "Explanation"]
 
 #: Correlation from which on elements are in the same places, so that the search stops.
@@ -28,15 +31,6 @@ ALIGNED = 0.9
 ALONE = ("only_a", "only_b")
 # The most arrangements to verify for a pair.
 _MOST_TRIED = 4
-
-
-class Compare(Protocol):
-    """Compares pairs of tensors, and returns their measures."""
-
-    def __call__(
-        self, pairs: Sequence[PairReader | ChunkedPair], /
-    ) -> Sequence[Mapping[str, float]]:
-        """Compare pairs."""
 
 
 @dataclass
