@@ -39,57 +39,38 @@ _BETTER = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """A change of numbers before they were quantised."""
-
-    transform: Transform = UNCHANGED
-    #: Scheme of an earlier quantiser, if any.
-    scheme: str = ""
-
-    def __call__(self, x: Array) -> Array:
-        """Apply the change to whole blocks."""
-        values = self.transform(x)
-        return OF_BLOCKS[self.scheme].round_trip(values) if self.scheme else values
-
-    @property
-    def block(self) -> int:
-        """Elements of a block of the first quantiser, 1 without one."""
-        return OF_BLOCKS[self.scheme].block if self.scheme else 1
-
-    @property
-    def words(self) -> str:
-        """The change in words, to precede "quantised"."""
-        transform, text = self.transform, ""
-        if transform.offset:
-            text = f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
-        types = [name for name in transform.types if name not in {"float32", "float64"}]
-        if types:
-            text += f" rounded to {' and then to '.join(types)} and"
-        return text + (f" quantised to {self.scheme.upper()} and then" if self.scheme else "")
-
-
-@dataclass(frozen=True, slots=True)
 class Quantised(Relation):
     """Blocks of `b` are quantised from `a`, after a change of its numbers."""
 
     scheme: str
-    before: Before = Before()
+    #: The change of single numbers before they were quantised.
+    transform: Transform = UNCHANGED
+    #: Scheme of an earlier quantiser, if any.
+    earlier: str = ""
     backwards: bool = False
 
     @property
-    def transform(self) -> Transform:  # type: ignore[override]  # read-only here
-        """The change of single numbers before they were quantised."""
-        return self.before.transform
+    def block(self) -> int:  # type: ignore[override]  # read-only here
+        """Elements of a block of the earlier quantiser, 1 without one."""
+        return OF_BLOCKS[self.earlier].block if self.earlier else 1
 
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        """Elements of a block of the first quantiser, 1 without one."""
-        return self.before.block
+    def before(self, x: Array) -> Array:
+        """Apply the changes that precede the quantiser to whole blocks."""
+        values = self.transform(x)
+        return OF_BLOCKS[self.earlier].round_trip(values) if self.earlier else values
 
     def words(self, zeros: float) -> str:
         """Describe how one side derives from the other."""
         source, result = self.sides
-        return f"{result} is {source}{self.before.words} quantised to {self.scheme.upper()}"
+        transform, text = self.transform, f"{result} is {source}"
+        if transform.offset:
+            text += f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
+        types = [name for name in transform.types if name not in {"float32", "float64"}]
+        if types:
+            text += f" rounded to {' and then to '.join(types)} and"
+        if self.earlier:
+            text += f" quantised to {self.earlier.upper()} and then"
+        return f"{text} quantised to {self.scheme.upper()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +82,8 @@ class Requantised(Quantised):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """Elements of a block."""
-        return max(OF_BLOCKS[self.scheme].block, self.before.block)
+        """Elements of the larger block of both quantisers."""
+        return max(OF_BLOCKS[name].block for name in (self.scheme, self.earlier) if name)
 
     def count_matches(self, x: Array, y: Array) -> int:
         """Count the pairs in whole blocks for which the relation holds."""
@@ -132,8 +113,8 @@ class Requantised(Quantised):
             names = possible_quantisers(sample.y, ends[-1][-1])
         if not names:
             return
-        for name, first, after in product(names, _before_quantisers(sample, offset), ends):
-            relation = Requantised(name, first, after=after)
+        for name, change, after in product(names, _before_quantisers(sample, offset), ends):
+            relation = Requantised(name, *change, after=after)
             block = relation.block
             x, y = sample.first(_IN_BLOCKS, block)
             # The first block rules most quantisers out.
@@ -211,8 +192,8 @@ def suspect_quantised(
         backwards = graded.y.dtype.names is None
         side = graded.reverse if backwards else graded
         scheme = graded.blocks[not backwards] or "codes with scales"
-        for first in _before_quantisers(side, offset):
-            within = WithinScales(scheme, first, backwards)
+        for change in _before_quantisers(side, offset):
+            within = WithinScales(scheme, *change, backwards)
             x, y = side.first(len(side.x), within.block)
             if len(x) and within.count_matches(x, y) == len(x):
                 return within
@@ -229,16 +210,18 @@ def suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:
     return best
 
 
-def _before_quantisers(sample: SampledPairs, offset: float | None) -> Iterator[Before]:
+def _before_quantisers(
+    sample: SampledPairs, offset: float | None
+) -> Iterator[tuple[Transform, str]]:
     """Yield changes that may precede quantisation, likely ones first."""
     source_bits = FRACTION_BITS.get(sample.kinds[0], 23)
     coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < source_bits]
     chains = [(), *((name,) for name in coarser), *permutations(coarser, 2)]
     for added in (0.0, *([offset] if offset else [])):
         for chain in chains:
-            yield Before(Transform(1.0, added, ("float32", *chain) if added else chain))
+            yield Transform(1.0, added, ("float32", *chain) if added else chain), ""
     for quantiser in REPEATED:
-        yield Before(scheme=quantiser.name)
+        yield UNCHANGED, quantiser.name
 
 
 # --- evenly spaced levels in blocks ---------------------------------------------------------------

@@ -349,9 +349,8 @@ def _is_shown(relation: Relation, sample: SampledPairs) -> bool:
     if isinstance(relation, Elementwise):
         is_stated = {"float32", "float64", side.kinds[1]}.issuperset(relation.transform.types)
     elif isinstance(relation, Quantised):
-        before = relation.before
         is_in_blocks = relation.scheme == side.blocks[1] or isinstance(relation, WithinScales)
-        is_stated = is_in_blocks and not before.scheme and not before.transform.types
+        is_stated = is_in_blocks and not relation.earlier and not relation.transform.types
     return is_stated or len(np.unique(side.y)) >= _FEWEST_VALUES
 
 
