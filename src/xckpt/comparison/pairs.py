@@ -25,9 +25,8 @@ from xckpt.scan.trees import LEAF
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
-    from xckpt.arrays.parts import PartReader
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
@@ -356,18 +355,13 @@ def stored_pair(pair: Any) -> PairReader | None:
     """Return a reader of the stored bytes of two tensors; None if equal bytes prove nothing."""
     if not isinstance(pair, PairReader) or pair.identity is None:
         return None
-    if pair.first.is_raw or pair.second.is_raw:
+    sides = pair.first, pair.second
+    if any(side.is_raw or not hasattr(side.array, "readers") for side in sides):
         return None
-    ours, theirs = (_parts(reader.array) for reader in (pair.first, pair.second))
-    if (
-        ours is None
-        or theirs is None
-        or _meaning(pair.first, ours) != _meaning(pair.second, theirs)
-    ):
+    if _meaning(pair.first) != _meaning(pair.second):
         return None
-    our_bytes = StoredReader(list(ours.values()), pair.first.array.name)
-    their_bytes = StoredReader(list(theirs.values()), pair.second.array.name)
-    return PairReader(our_bytes, their_bytes) if our_bytes.size == their_bytes.size else None
+    ours, theirs = map(StoredReader, sides)
+    return PairReader(ours, theirs) if ours.size == theirs.size else None
 
 
 class StoredReader(Reader):
@@ -375,8 +369,9 @@ class StoredReader(Reader):
 
     kind = kind_named("uint8")
 
-    def __init__(self, parts: Sequence[PartReader], name: str) -> None:
-        self.arrays = [stored_bytes(part, name) for part in parts]
+    def __init__(self, reader: Reader) -> None:
+        parts = list(reader.array.readers.values())
+        self.arrays = [stored_bytes(part, reader.array.name) for part in parts]
         self.size = self.nbytes = sum(array.shape[0] for array in self.arrays)
         self.place = (parts[0].source.name, parts[0].part.offset)
 
@@ -432,22 +427,17 @@ class SameBytes(Accumulator):
         self.are_same &= other.are_same
 
 
-def _parts(lazy: Any) -> dict[str, PartReader] | None:
-    """Return the parts of an array by their roles; None if it is not made of parts."""
-    return dict(lazy.readers) if hasattr(lazy, "readers") else None
-
-
-def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
+def _meaning(reader: Reader) -> Any:
     """Return the properties, besides the bytes, that determine the values.
 
     A tensor with digests to verify has the same meaning as no other.
     """
-    if any(part.verify for part in parts.values()):
-        return reader  # the tensor must be decoded, so that a wrong digest raises
     lazy = reader.array
+    if any(part.verify for part in lazy.readers.values()):
+        return reader  # the tensor must be decoded, so that a wrong digest raises
     stored = {
         role: replace(part.part, offset=0, digest=None, shard=None, inline=None)
-        for role, part in parts.items()
+        for role, part in lazy.readers.items()
     }
     decoding = [getattr(lazy, name, None) for name in (*DECODING, "decode")]
     return type(lazy), lazy.shape, stored, decoding
