@@ -41,7 +41,8 @@ Shape = tuple[int, ...]
 _SIDES = ("a", "b")
 _NOT_IN_ORDER = "not in the order of its siblings"
 
-# The least agreement of the sums of a part with its place, by the least number of sums.
+# The least agreement of the sums of a part with its place, by the least number of sums: short sums
+# agree by chance.
 _JOINED = {32: 0.7, 16: 0.85, 0: 0.9}
 # Margin of agreement by which another arrangement has to be better.
 _CLEARLY = 1e-3
@@ -410,6 +411,7 @@ class _Parts:
         """Return the free part whose sums agree best with the sums from a place on, if any do."""
         best: JointPart | None = None
         for n, group in self.groups.items():
+            required = next(score for fewest, score in _JOINED.items() if n >= fewest)
             is_free = np.array([id(oriented.part) not in self.used for oriented in group])
             if place + n > len(sums) or not is_free.any():
                 continue
@@ -428,7 +430,7 @@ class _Parts:
             if plain >= SURE or plain > float(scores[row, order]) - _CLEARLY:
                 row, order = int(np.argmax(scores[:, 0])), 0
             score = float(scores[row, order])
-            if score >= _required(n) and (best is None or score > best.score + _CLEARLY):
+            if score >= required and (best is None or score > best.score + _CLEARLY):
                 part, _, own_steps, _ = group[row]
                 best = JointPart(part, place, place + n, (*own_steps, *steps[order]), score)
         return best
@@ -440,11 +442,6 @@ class _Parts:
             if stop == len(sums) or (stop < len(sums) and self.at(sums, stop) is not None):
                 return n
         return 0
-
-
-def _required(length: int) -> float:
-    """Return the required agreement of a number of sums; short ones agree by chance."""
-    return next(score for fewest, score in _JOINED.items() if length >= fewest)
 
 
 def _zeros(sums: Array, start: int) -> int:

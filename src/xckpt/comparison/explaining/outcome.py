@@ -129,11 +129,14 @@ class Explanation:
         """The sentence."""
         return self.text
 
-    def renamed(self, partner: str, text: str) -> Explanation:
+    def renamed(self, partner: str, side: str) -> Explanation:
         """Return the explanation of a tensor that has another name on the other side."""
-        causes = ("renamed", *self.changes)
-        text = f"{text}; {self.text}" if self.changes else text
-        return replace(self, causes=causes, text=text, other_names=(partner,))
+        text = f"{quoted([partner])} of {side}"
+        if self.causes == ("equal",):
+            text = f"equal to {text}"
+        elif self.changes:
+            text = f"{text}; {self.text}"
+        return replace(self, causes=("renamed", *self.changes), text=text, other_names=(partner,))
 
 
 _ByOutcome = dict[str, list[tuple[str, Explanation]]]
@@ -208,11 +211,8 @@ def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
 
 def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
     """Return the explanations of two tensors of different names, by the numbers of their cases."""
-    is_equal = explanation.causes == ("equal",)
     return {
-        tensor.number: explanation.renamed(
-            partner.name, f"{'equal to ' if is_equal else ''}{quoted([partner.name])} of {side}"
-        )
+        tensor.number: explanation.renamed(partner.name, side)
         for tensor, partner, side in ((a, b, "b"), (b, a, "a"))
     }
 
@@ -248,7 +248,10 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
             entry = case.match.name, explanation
             sides[case.status == "only_b"][explanation.outcome].append(entry)
     ours, theirs = sides
-    changed = [_pair(*entry) for entry in ours["changed"]]
+    changed = []
+    for name, explanation in ours["changed"]:
+        other_names = explanation.other_names if "renamed" in explanation.causes else ()
+        changed.append(shown(name) + (f" ({quoted(other_names)} in b)" if other_names else ""))
     partners = {name for _, explanation in ours["changed"] for name in explanation.other_names}
     changed += [shown(name) for name, _ in theirs["changed"] if name not in partners]
     missing, added = ([name for name, _ in side["unmatched"]] for side in sides)
@@ -278,12 +281,6 @@ def _be(items: Sequence[object]) -> str:
     return "is" if len(items) == 1 else "are"
 
 
-def _pair(name: str, explanation: Explanation) -> str:
-    """Format the name of a tensor, and its name in `b` if that differs."""
-    partners = explanation.other_names if "renamed" in explanation.causes else ()
-    return f"{shown(name)} ({quoted(partners)} in b)" if partners else shown(name)
-
-
 def _listed(texts: Sequence[str]) -> str:
     """List the first of some texts."""
     if len(texts) <= _MOST_NAMES:
@@ -292,7 +289,11 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
-    groups = Counter(_short(explanation) for explanation in explained)
+    facts = [(e.offset, e.scale, e.heads) for e in explained]
+    groups = Counter(
+        cause_text(explanation.cause, *[nan if number is None else number for number in numbers])
+        for explanation, numbers in zip(explained, facts, strict=True)
+    )
     equal = groups.pop("equal", 0)
     count = len(explained)
     subject = f"all {counted(count, 'tensor')}" if is_all else f"{count:,}"
@@ -310,9 +311,3 @@ def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
     keeps = all(_KEEPING.issuperset(explanation.causes) for explanation in explained)
     verdict = "equal after" if keeps else "explained"
     return f"{subject} {verb} {verdict}: {', '.join(changes)}"
-
-
-def _short(explanation: Explanation) -> str:
-    """Summarise the causes of a tensor, as a key that tensors with the same causes share."""
-    facts = (explanation.offset, explanation.scale, explanation.heads)
-    return cause_text(explanation.cause, *[nan if fact is None else fact for fact in facts])
