@@ -461,8 +461,8 @@ def _along(
     selected_rows: list[list[Match]] = []
     inputs: list[_Input] = []
     for entry, matches in zip(entries, rows, strict=True):
-        grid = grid_of(entry, lengths)
         is_alone = not any(row.pair for row in matches)
+        grid = None if is_alone else grid_of(entry, lengths)
         if grid is None and not is_alone:
             continue
         readers = [reader for row in matches for reader in row.both or ()]
@@ -470,16 +470,14 @@ def _along(
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
             continue
-        inputs.append((matches, entry.shape, entry.gone, None if is_alone else grid))
+        inputs.append((matches, entry.shape, entry.gone, grid))
         selected_rows.append(matches)
-        if grid is None or is_alone:
-            selected.append(entry)
-            continue
-        with locating(tensor=str(entry.name)):
-            cells = prod((*entry.shape, *grid.extents))
-            require_memory(cells * CELL_NBYTES, "Compare fewer of its channels at once")
-        shape = (*entry.shape, *grid.extents)
-        selected.append(entry._replace(dims=(*entry.dims, *grid.dims), shape=shape))
+        if grid is not None:
+            shape = (*entry.shape, *grid.extents)
+            with locating(tensor=str(entry.name)):
+                require_memory(prod(shape) * CELL_NBYTES, "Compare fewer of its channels at once")
+            entry = entry._replace(dims=(*entry.dims, *grid.dims), shape=shape)  # noqa: PLW2901
+        selected.append(entry)
     return selected, selected_rows, inputs
 
 
