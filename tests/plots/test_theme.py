@@ -77,7 +77,7 @@ def test_new_figures_are_transparent_and_have_no_black_or_white_text(
 @pytest.mark.parametrize("kind", PICTURES)
 def test_notebooks_paint_no_ground_behind_transparent_figures(kind: str, flat: xr.Dataset) -> None:
     inline = pytest.importorskip("matplotlib_inline.backend_inline")
-    figure = PICTURES[kind](Plots(flat)).get_figure(root=True)
+    figure = PICTURES[kind](Plots(flat), flat).get_figure(root=True)
     assert inline._fetch_figure_metadata(figure) is None
 
 

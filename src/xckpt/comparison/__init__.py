@@ -2,7 +2,8 @@
 
 The room may import statistics, scan and everything below them, but not health. Read `comparing`
 first: it turns two objects into a Dataset of measures. `matching` pairs tensors, `pairs` reads two
-tensors in parallel, `measures` and `cells` sum up their differences, `explaining` finds causes.
+tensors in parallel, in the order of either (`arrangements`), `measures` and `cells` sum up their
+differences, `explaining` finds causes.
 """
 
 from xckpt.interrupts import uninterrupted

@@ -11,17 +11,14 @@ import numpy as np
 
 from xckpt.comparison.measures import Comparison, as_floats
 from xckpt.comparison.pair_loops import compare_cells
-from xckpt.comparison.pairs import ChunkedPair, PairReader, in_c_order
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names
-from xckpt.scan.readers import ChunkedTensor
 from xckpt.scan.trees import LEAF, MergeTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xckpt.scan.entries import Described
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 # Every axis is cut into blocks: of one element, of some neighbours, or of its whole length if it is
@@ -110,15 +107,6 @@ def grid_of(entry: Described, lengths: Mapping[Hashable, int | None]) -> Channel
             dims.append(f"{tensor_dims[axis]}_block" if axis in reduced else tensor_dims[axis])
             extents.append(-(-size // blocks[-1]))
     return ChannelGrid(shape, tuple(blocks), tuple(dims), tuple(extents))
-
-
-def pair_in_order(first: Reader, second: Reader, name: str) -> PairReader | ChunkedPair:
-    """Return a reader of two tensors of one shape in C order."""
-    first, second = in_c_order(first), in_c_order(second)
-    is_chunked = isinstance(first, ChunkedTensor) or isinstance(second, ChunkedTensor)
-    pair = ChunkedPair(first, second) if is_chunked else PairReader(first, second)
-    pair.name = name
-    return pair
 
 
 class Channels(Comparison):

@@ -13,7 +13,6 @@ from xckpt.comparison.cells import (
     CELL_NBYTES,
     Channels,
     grid_of,
-    pair_in_order,
     reduced_lengths,
 )
 from xckpt.comparison.matching import matched
@@ -24,7 +23,14 @@ from xckpt.comparison.measures import (
     Comparison,
     measures_of,
 )
-from xckpt.comparison.pairs import ChunkedPair, PairReader, SameBytes, stored_pair
+from xckpt.comparison.pairs import (
+    ChunkedPair,
+    PairReader,
+    SameBytes,
+    in_c_order,
+    pair_of,
+    stored_pair,
+)
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
@@ -50,6 +56,9 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.typing import Array, Dataset
+
+    #: The matches of a variable, its shape, the mask of its missing tensors, and its channels.
+    _Input = tuple[Sequence[Match], tuple[int, ...], Any, ChannelGrid | None]
 
 
 def compare(
@@ -232,8 +241,9 @@ def compare(
         names = dict(zip(*both, strict=False))
     entries, rows, progress = matched(*sides, names, tensors, progress)
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
-    inputs = [
-        (matches, entry.shape, entry.gone) for matches, entry in zip(rows, entries, strict=True)
+    inputs: list[_Input] = [
+        (matches, entry.shape, entry.gone, None)
+        for matches, entry in zip(rows, entries, strict=True)
     ]
     sums: dict[str, tuple[float, ...]] = {}
     find: Any = partial(_compare_all, progress=progress, cache=cache, sums=sums)
@@ -331,7 +341,7 @@ def _add_explanations(
 
 
 def _compare_all(
-    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
+    inputs: Sequence[_Input],
     *,
     progress: ProgressOption,
     cache: bool,
@@ -341,7 +351,7 @@ def _compare_all(
 
     `sums` receives the `PAIR_SUMS` of each tensor.
     """
-    matches = [row for rows, _, _ in inputs for row in rows if row.pair is not None]
+    matches = [row for rows, *_ in inputs for row in rows if row.pair is not None]
     pairs = [row.pair for row in matches if row.pair is not None]
     table = _summed(pairs, progress=progress, cache=cache)
     columns = [PAIR_COLUMNS.index(name) for name in PAIR_SUMS]
@@ -350,21 +360,27 @@ def _compare_all(
 
 
 def _by_variable(
-    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
+    inputs: Sequence[_Input],
     statistics: Iterable[Sequence[float]],
     unread: Callable[[Match], Sequence[float]],
 ) -> list[Array]:
     """Return the array of each variable, from a row for each pair; `unread` makes other rows."""
     remaining = iter(statistics)
     arrays = []
-    for matches, shape, gone in inputs:
-        rows = [unread(match) if match.pair is None else next(remaining) for match in matches]
-        arrays.append(laid(np.array(rows, np.float64), shape, gone))
+    for matches, shape, gone, grid in inputs:
+        extents = () if grid is None else grid.extents
+        cells = prod(extents)
+        rows = [
+            np.repeat(unread(match), cells) if match.pair is None else next(remaining)
+            for match in matches
+        ]
+        columns = laid(np.array(rows, np.float64), shape, gone).reshape(-1, cells, *shape)
+        arrays.append(np.moveaxis(columns, 1, -1).reshape(len(columns), *shape, *extents))
     return arrays
 
 
 def _with_codes(
-    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
+    inputs: Sequence[_Input],
     values: Sequence[Any],
     sums: dict[str, tuple[float, ...]],
     progress: ProgressOption,
@@ -372,7 +388,7 @@ def _with_codes(
     cache: bool,
 ) -> list[Any]:
     """Return the arrays of variables with the statistics of the codes of `b` appended."""
-    matches = [row for rows, _, _ in inputs for row in rows if row.both]
+    matches = [row for rows, *_ in inputs for row in rows if row.both]
     pairs = [row.both for row in matches if row.both]
     table = np.array([sums[row.name] for row in matches]).reshape(-1, len(PAIR_SUMS))
     columns = dict(zip(PAIR_SUMS, table.T, strict=True))
@@ -438,15 +454,15 @@ def _with_same_bytes(
 
 def _along(
     dim: Reduced, entries: Sequence[Described], rows: Sequence[list[Match]]
-) -> tuple[list[Described], list[list[Match]], list[Any]]:
+) -> tuple[list[Described], list[list[Match]], list[_Input]]:
     """Select the variables that have any of the dimensions, and lay out their channels."""
     lengths = reduced_lengths(dim, entries)
     selected: list[Described] = []
     selected_rows: list[list[Match]] = []
-    inputs: list[Any] = []
+    inputs: list[_Input] = []
     for entry, matches in zip(entries, rows, strict=True):
-        grid = grid_of(entry, lengths)
         is_alone = not any(row.pair for row in matches)
+        grid = None if is_alone else grid_of(entry, lengths)
         if grid is None and not is_alone:
             continue
         readers = [reader for row in matches for reader in row.both or ()]
@@ -454,53 +470,34 @@ def _along(
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
             warn(text)
             continue
-        inputs.append((matches, entry.shape, entry.gone, None if is_alone else grid))
+        inputs.append((matches, entry.shape, entry.gone, grid))
         selected_rows.append(matches)
-        if grid is None or is_alone:
-            selected.append(entry)
-            continue
-        with locating(tensor=str(entry.name)):
-            cells = prod((*entry.shape, *grid.extents))
-            require_memory(cells * CELL_NBYTES, "Compare fewer of its channels at once")
-        shape = (*entry.shape, *grid.extents)
-        selected.append(entry._replace(dims=(*entry.dims, *grid.dims), shape=shape))
+        if grid is not None:
+            shape = (*entry.shape, *grid.extents)
+            with locating(tensor=str(entry.name)):
+                require_memory(prod(shape) * CELL_NBYTES, "Compare fewer of its channels at once")
+            entry = entry._replace(dims=(*entry.dims, *grid.dims), shape=shape)  # noqa: PLW2901
+        selected.append(entry)
     return selected, selected_rows, inputs
 
 
 def _compare_channels(
-    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any, ChannelGrid | None]],
+    inputs: Sequence[_Input],
     *,
     progress: ProgressOption,
 ) -> list[Any]:
     """Compare all pairs by channels; return the array of each variable."""
     pairs, grids = [], []
-    for rows, _, _, grid in inputs:
+    for rows, *_, grid in inputs:
         for row in rows:
             if row.both is not None and grid is not None:
-                pairs.append(pair_in_order(*row.both, row.name))
+                ours, theirs = map(in_c_order, row.both)
+                pairs.append(pair_of(ours, theirs, row.name))
                 grids.append(grid)
     with Progress(progress, "comparison") as bar:
-        statistics = iter(
-            gather(
-                pairs,
-                Channels,
-                lambda _, channels: measures_of(channels.table()).reshape(-1),
-                bar,
-                arguments=grids,
-            )
-        )
-    values = []
-    for rows, shape, gone, grid in inputs:
-        cells = prod(grid.extents) if grid else 1
-        table = [
-            np.tile(_unread(row), cells) if row.both is None or grid is None else next(statistics)
-            for row in rows
-        ]
-        measured = np.array(table, np.float64).reshape(len(rows), cells * len(MEASURES))
-        cube = laid(measured, shape, gone).reshape(cells, len(MEASURES), *shape)
-        extents = grid.extents if grid else ()
-        values.append(np.moveaxis(cube, 0, -1).reshape(len(MEASURES), *shape, *extents))
-    return values
+        finish = lambda _, channels: measures_of(channels.table()).T.reshape(-1)  # noqa: E731
+        statistics = gather(pairs, Channels, finish, bar, arguments=grids)
+    return _by_variable(inputs, statistics, _unread)
 
 
 def _attrs_of(

@@ -131,8 +131,8 @@ def _partners(
     # Read only tensors whose number of elements occurs on both sides.
     sides = [list(side.values()) for side in (free_a, free_b)]
     sizes = set.intersection(*({reader.size for reader in side} for side in sides))
-    readers = [reader for side in sides for reader in side if reader.size in sizes]
-    sketches = dict(zip(map(id, readers), sketched(readers, progress), strict=True))
+    readers = {id(reader): reader for side in sides for reader in side if reader.size in sizes}
+    sketches = sketched(readers, progress)
 
     def unmatched() -> list[list[Sketched]]:
         """Return the sketches of unmatched tensors."""
@@ -187,7 +187,8 @@ def _renamed(pairs: Mapping[str, Partner]) -> list[tuple[str, str]]:
 
 def _same_values(sides: Sequence[Sequence[Sketched]]) -> list[tuple[str, str, str]]:
     """Pair tensors with the same numbers, if each side has them once; return the rules too."""
-    copies = _copies(sides)
+    groups = chain.from_iterable(groups_of(sides, _contents))
+    copies = {id(tensor) for group in groups if len(group) > 1 for tensor in group}
     pairs = [
         (candidate.a.name, candidate.b.name, _rule_of(candidate))
         for candidate in partners(*sides, extended=False)
@@ -233,12 +234,6 @@ def _rule_of_elements(a: Sketched, b: Sketched) -> str:
 
 
 _NEARLY = 1e-9
-
-
-def _copies(sides: Sequence[Sequence[Sketched]]) -> set[int]:
-    """Return the ids of tensors that one side has several times."""
-    groups = chain.from_iterable(groups_of(sides, _contents))
-    return {id(tensor) for group in groups if len(group) > 1 for tensor in group}
 
 
 def _contents(tensor: Sketched) -> Any:

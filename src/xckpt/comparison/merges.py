@@ -100,19 +100,6 @@ def open_merges(
     return Merges(tensors, matches)
 
 
-@dataclass(slots=True)
-class _MergeEvidence:
-    """Sums over the elements of a tensor."""
-
-    count: int = 0
-    within: int = 0
-    largest: float = 0.0
-    # Inner products of the difference and the product of the factors.
-    squares: float = 0.0
-    mixed: float = 0.0
-    product_squares: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Change:
     """The factors or values of an adapter for one tensor, in memory."""
@@ -121,7 +108,6 @@ class _Change:
     #: None if `left` is the whole change.
     right: Array | None
     scale: float
-    rank: int
     magnitude: Array | None = None
 
     def product(self, rows: slice) -> Array:
@@ -156,21 +142,31 @@ class _Merge:
                 return Explanation(("changed",), text, holds=False)
             change = self._change()
             norms = None if change.magnitude is None else self._norms(change)
-            evidence = _MergeEvidence()
+            off, largest, products = 0, 0.0, np.zeros(3)
             for rows, x, y in self._blocks():
-                self._add(evidence, change, norms, rows, x, y)
-        return self._describe(evidence, change)
+                product = change.product(rows)
+                expected, bound = self._expected(change, norms, rows, x, product)
+                bound += _step(np.maximum(np.abs(expected), np.abs(y)), self.theirs.kind.name) / 2
+                error = np.abs(y - expected)
+                off += int(np.count_nonzero(~(error <= bound)))
+                largest = max(largest, float(error.max(initial=0.0)))
+                difference = y - x
+                products += [
+                    *(np.vdot(difference, difference), np.vdot(difference, product)),
+                    np.vdot(product, product),
+                ]
+        return self._describe(change.scale, off, largest, products.tolist())
 
     def _change(self) -> _Change:
         adapter = self.adapter
         if not adapter.is_product:
             value = self._read("value").reshape(adapter.shape[0] if adapter.shape else 1, -1)
             scale = 1.0 if adapter.scale is None else adapter.scale
-            return _Change(value, None, scale, 0)
+            return _Change(value, None, scale)
         factors = factors_of(adapter, self.tensors, adapter.scale or 0.0)
         left, right = factors.arrays()
         magnitude = self._read("magnitude").reshape(-1) if "magnitude" in adapter.tensors else None
-        return _Change(left, right, factors.scale, adapter.rank or 0, magnitude)
+        return _Change(left, right, factors.scale, magnitude)
 
     def _read(self, purpose: str) -> Array:
         array = in_memory(self.tensors.variable(self.adapter.tensors[purpose]).data)
@@ -197,6 +193,8 @@ class _Merge:
             rows = slice(start, min(start + step, shape[0]))
             key = (rows, *(slice(None),) * (len(shape) - 1))
             x, y = (in_memory(side[key]).astype(np.float64) for side in sides)
+            if self.adapter.kind == "saved":  # the adapter has the whole tensor
+                x = np.zeros_like(x)
             yield rows, x.reshape(len(x), -1), y.reshape(len(y), -1)
 
     def _norms(self, change: _Change) -> Array:
@@ -209,20 +207,17 @@ class _Merge:
         norms: Array = np.sqrt(total)
         return norms
 
-    def _add(  # noqa: PLR0917
-        self, evidence: _MergeEvidence, change: _Change, norms: Array | None, rows: slice, x: Array,
-        y: Array,
-    ) -> None:  # fmt: skip
-        """Add the elements of a block to the evidence."""
+    def _expected(
+        self, change: _Change, norms: Array | None, rows: slice, x: Array, product: Array
+    ) -> tuple[Array, Array]:
+        """Return the merged elements of a block, and the error that roundings before may cause."""
         kind = self.theirs.kind.name
-        if self.adapter.kind == "saved":
-            x = np.zeros_like(x)
-        product = change.product(rows)
         update = change.scale * product
         expected = x + update
         coarser_kind = min(kind, self._adapter_kind, key=lambda name: FRACTION_BITS.get(name, 99))
         bound = _step(update, coarser_kind)
-        bound += (change.rank + _MORE_ROUNDINGS) * _FLOAT32_STEP * change.product_bound(rows)
+        terms = (self.adapter.rank or 0) + _MORE_ROUNDINGS
+        bound += terms * _FLOAT32_STEP * change.product_bound(rows)
         if FRACTION_BITS.get(self.ours.kind.name, 0) > FRACTION_BITS[kind]:
             bound += _step(x, kind) / 2
         if change.magnitude is not None and norms is not None:
@@ -231,40 +226,33 @@ class _Merge:
             bound += _step(expected, kind) / 2
             expected = expected * factor
             bound = bound * np.abs(factor) + 2 * _step(expected, kind)
-        bound += _step(np.maximum(np.abs(expected), np.abs(y)), kind) / 2
-        error = np.abs(y - expected)
-        evidence.count += y.size
-        evidence.within += int(np.count_nonzero(error <= bound))
-        evidence.largest = max(evidence.largest, float(error.max(initial=0.0)))
-        difference = y - x
-        evidence.squares += float(np.vdot(difference, difference))
-        evidence.mixed += float(np.vdot(difference, product))
-        evidence.product_squares += float(np.vdot(product, product))
+        return expected, bound
 
-    def _describe(self, evidence: _MergeEvidence, change: _Change) -> Explanation:
-        adapter, kind = self.adapter, self.theirs.kind.name
+    def _describe(
+        self, scale: float, off: int, largest: float, products: Sequence[float]
+    ) -> Explanation:
+        """Explain the tensor; `off` is the number of the elements that are not the sum."""
+        # Inner products of the difference and the product of the factors.
+        squares, mixed, product_squares = products
+        adapter, kind, rank = self.adapter, self.theirs.kind.name, self.adapter.rank
         formula = {
-            "lora": f"a + {change.scale:.6g} * B @ A of rank {change.rank}",
-            "dora": f"a + {change.scale:.6g} * B @ A of rank {change.rank}, with the norms of DoRA",
-            "bias": f"a + {change.scale:.6g} * bias of the adapter",
+            "lora": f"a + {scale:.6g} * B @ A of rank {rank}",
+            "dora": f"a + {scale:.6g} * B @ A of rank {rank}, with the norms of DoRA",
+            "bias": f"a + {scale:.6g} * bias of the adapter",
             "saved": "the tensor of the adapter",
         }[adapter.kind]
-        rank = adapter.rank
-        if evidence.within == evidence.count:
+        if not off:
             text = f"b is {formula}, within the rounding of {kind}"
-            if not evidence.squares:
+            if not squares:
                 text += "; b is equal to a, as the change is smaller than the rounding"
             return Explanation(("merged",), text, rank=rank)
-        share = 100 * (1 - evidence.within / evidence.count)
-        text = (
-            f"b is not {formula}: {share:.3g} % of the elements are further off than the rounding"
-        )
-        text += f" of {kind}, by up to {evidence.largest:.3g}"
-        if not evidence.squares:
+        share = f"{100 * off / self.ours.size:.3g} % of the elements are further off"
+        text = f"b is not {formula}: {share} than the rounding of {kind}, by up to {largest:.3g}"
+        if not squares:
             text += "; b is equal to a"
-        elif adapter.kind == "lora" and evidence.product_squares:
-            fitted = evidence.mixed / evidence.product_squares
-            remaining = 1 - evidence.mixed * fitted / evidence.squares
+        elif adapter.kind == "lora" and product_squares:
+            fitted = mixed / product_squares
+            remaining = 1 - mixed * fitted / squares
             if remaining <= _FITTED**2:
                 text += f"; {fitted:.4g} * B @ A fits best"
         return Explanation(("changed",), text, holds=False, rank=rank)

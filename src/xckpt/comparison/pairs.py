@@ -16,6 +16,7 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray, stored_bytes
 from xckpt.arrays.lazy import dense_values
 from xckpt.arrays.sparse import SparseArray, flat_positions
+from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view
 from xckpt.errors import locating
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named, require_numbers
@@ -24,9 +25,8 @@ from xckpt.scan.trees import LEAF
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
-    from xckpt.arrays.parts import PartReader
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
@@ -115,19 +115,10 @@ class _Recut:
         """Return the next elements, which are valid until the next call."""
         if not len(self.remaining):
             self.remaining = self._next()
-        if len(self.remaining) < count:
+        while len(self.remaining) < count:
             # The next block overwrites the remaining elements, so copy them.
-            elements = np.empty(count, self.remaining.dtype)
-            filled = 0
-            while filled < count:
-                part = self.remaining[: count - filled] if len(self.remaining) else self._next()
-                if not len(self.remaining):
-                    self.remaining = part
-                    continue
-                elements[filled : filled + len(part)] = part
-                filled += len(part)
-                self.remaining = self.remaining[len(part) :]
-            return elements
+            copied = self.remaining.copy()
+            self.remaining = np.concatenate([copied, self._next()])
         elements, self.remaining = self.remaining[:count], self.remaining[count:]
         return elements
 
@@ -246,29 +237,28 @@ def _paired(a: Any, b: Any) -> Array:
     return block
 
 
-class _TransposedArray:
-    """An array with its axes reversed, which reads only the requested elements."""
+class _ViewReader(ArrayReader):
+    """The elements of an array or a view of it in C order."""
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        self.shape, self.dtype = array.shape[::-1], array.dtype
-
-    def __getitem__(self, key: Any) -> Any:
-        if key is ...:
-            return self.array[...].T
-        selection = key if isinstance(key, tuple) else (key,)
-        missing = (slice(None),) * (len(self.shape) - len(selection))
-        return self.array[(*selection, *missing)[::-1]].T
-
-
-class _LoadedReader(ArrayReader):
-    """An array that is costly to read in pieces, so it is loaded as a whole."""
-
-    whole = True
+    def __init__(self, view: Any, nbytes: int, *, whole: bool) -> None:
+        super().__init__(view, nbytes)
+        self.whole = whole
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Yield blocks of elements, each with its first position."""
-        yield from ArrayReader(self.array[...]).blocks(start, stop, buffer)
+        if not self.whole:
+            yield from super().blocks(start, stop, buffer)
+            return
+        # The array is costly to read in pieces, so it is loaded as a whole.
+        array, steps = parts_of_view(self.array)
+        in_memory = np.asarray(dense_values(array[...]))
+        yield from ArrayReader(arranged(in_memory, steps)).blocks(start, stop, buffer)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Yield the byte ranges of all elements, if they are known in advance."""
+        array, _ = parts_of_view(self.array)
+        if start == 0 and stop and hasattr(array, "ranges"):
+            yield from array.ranges(...)
 
 
 def in_c_order(reader: Reader) -> Reader:
@@ -294,12 +284,35 @@ def _order(reader: Reader) -> str:
 def _reordered(reader: Reader, order: str) -> Reader:
     """Return a reader of the elements in another order than the stored one."""
     array = reader.array
-    kind = ArrayReader if is_sliceable(reader) else _LoadedReader
-    reordered = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
-    reordered.place, reordered.local = reader.place, reader.local
-    if not reader.local:
-        reordered.piece_nbytes = TURNED_NBYTES
-    return reordered
+    axes = tuple(range(len(array.shape)))[::-1]
+    view = View(array, Transposed(axes)) if order == "F" else array
+    return _view_reader(view, reader, is_across=True)
+
+
+def _view_reader(view: Any, tensor: Reader, *, is_across: bool) -> Reader:
+    """Return a reader of a view, whose rows may be scattered over the tensor."""
+    whole = tensor.whole or (is_across and not is_sliceable(tensor))
+    reader = _ViewReader(view, tensor.nbytes, whole=whole)
+    reader.place, reader.local = tensor.place, tensor.local
+    if is_across and not tensor.local:
+        reader.piece_nbytes = TURNED_NBYTES
+    return reader
+
+
+def reader_of_view(view: Any, tensor: Reader, name: str) -> Reader:
+    """Return a reader of a view of a tensor."""
+    _, steps = parts_of_view(view)
+    if not steps:
+        return in_c_order(tensor)
+    if isinstance(tensor, ChunkedTensor):
+        reader = in_c_order(ChunkedTensor(view[...]))
+        # Blocks lie within rows, so that each row has to be in one chunk.
+        if isinstance(reader, ChunkedTensor) and reader.array.ndim > 1 and not reader.row:
+            reader = ChunkedTensor(reader.array.rechunk({1: -1}))
+    else:
+        reader = _view_reader(view, tensor, is_across=any(step.is_across for step in steps))
+    reader.name = name
+    return reader
 
 
 def is_sliceable(reader: Reader) -> bool:
@@ -347,18 +360,13 @@ def stored_pair(pair: Any) -> PairReader | None:
     """Return a reader of the stored bytes of two tensors; None if equal bytes prove nothing."""
     if not isinstance(pair, PairReader) or pair.identity is None:
         return None
-    if any(getattr(side.array, "is_raw", False) for side in (pair.first, pair.second)):
+    arrays = pair.first.array, pair.second.array
+    if any(getattr(a, "is_raw", False) or not hasattr(a, "readers") for a in arrays):
         return None
-    ours, theirs = (_parts(reader.array) for reader in (pair.first, pair.second))
-    if (
-        ours is None
-        or theirs is None
-        or _meaning(pair.first, ours) != _meaning(pair.second, theirs)
-    ):
+    if _meaning(pair.first) != _meaning(pair.second):
         return None
-    our_bytes = StoredReader(list(ours.values()), pair.first.array.name)
-    their_bytes = StoredReader(list(theirs.values()), pair.second.array.name)
-    return PairReader(our_bytes, their_bytes) if our_bytes.size == their_bytes.size else None
+    ours, theirs = StoredReader(pair.first), StoredReader(pair.second)
+    return PairReader(ours, theirs) if ours.size == theirs.size else None
 
 
 class StoredReader(Reader):
@@ -366,8 +374,9 @@ class StoredReader(Reader):
 
     kind = kind_named("uint8")
 
-    def __init__(self, parts: Sequence[PartReader], name: str) -> None:
-        self.arrays = [stored_bytes(part, name) for part in parts]
+    def __init__(self, reader: Reader) -> None:
+        parts = list(reader.array.readers.values())
+        self.arrays = [stored_bytes(part, reader.array.name) for part in parts]
         self.size = self.nbytes = sum(array.shape[0] for array in self.arrays)
         self.place = (parts[0].source.name, parts[0].part.offset)
 
@@ -423,22 +432,17 @@ class SameBytes(Accumulator):
         self.are_same &= other.are_same
 
 
-def _parts(lazy: Any) -> dict[str, PartReader] | None:
-    """Return the parts of an array by their roles; None if it is not made of parts."""
-    return dict(lazy.readers) if hasattr(lazy, "readers") else None
-
-
-def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
+def _meaning(reader: Reader) -> Any:
     """Return the properties, besides the bytes, that determine the values.
 
     A tensor with digests to verify has the same meaning as no other.
     """
-    if any(part.verify for part in parts.values()):
-        return reader  # the tensor must be decoded, so that a wrong digest raises
     lazy = reader.array
+    if any(part.verify for part in lazy.readers.values()):
+        return reader  # the tensor must be decoded, so that a wrong digest raises
     stored = {
         role: replace(part.part, offset=0, digest=None, shard=None, inline=None)
-        for role, part in parts.items()
+        for role, part in lazy.readers.items()
     }
     decoding = [getattr(lazy, name, None) for name in (*DECODING, "decode")]
     return type(lazy), lazy.shape, stored, decoding

@@ -6,6 +6,7 @@ A `Rule` looks at `Evidence` and returns findings. `xckpt.health.rules` lists al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -72,36 +73,26 @@ class Rule(ABC):
         return RuleFinding(row, evidence.names[row], self.name, float(value), explanation)
 
 
+@dataclass(eq=False)
 class Evidence:
     """Statistics of tensors, by name; NaN if a statistic was not computed."""
 
-    def __init__(
-        self,
-        names: list[str],
-        columns: dict[str, Array],
-        dtypes: list[str],
-        shapes: list[tuple[int, ...]],
-        run: str | None = None,
-        *,
-        readers: Sequence[Reader] = (),
-        progress: ProgressOption = None,
-        cache: bool = True,
-    ) -> None:
-        self.names = names
-        #: Statistics by name, with a number for each tensor.
-        self.columns = columns
-        #: Stored element types; empty if unknown.
-        self.dtypes = dtypes
-        self.shapes = shapes
-        #: Dimension of the steps of a training run. Names begin with it and the step.
-        self.run = run
-        #: The tensors themselves. Without them, only rules about statistics hold.
-        self.readers = readers
-        self.progress = progress
-        self.cache = cache
-        #: Types of the tensors of the checkpoint, for their roles in groups.
-        self.origin: DescribedTensors | None = None
-        self._computed: dict[Any, Any] = {}
+    names: list[str]
+    #: Statistics by name, with a number for each tensor.
+    columns: dict[str, Array]
+    #: Stored element types; empty if unknown.
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    #: Dimension of the steps of a training run. Names begin with it and the step.
+    run: str | None = None
+    _: KW_ONLY
+    #: The tensors themselves. Without them, only rules about statistics hold.
+    readers: Sequence[Reader] = ()
+    progress: ProgressOption = None
+    cache: bool = True
+    #: Types of the tensors of the checkpoint, for their roles in groups.
+    origin: DescribedTensors | None = None
+    _computed: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, result: xr.Dataset, run: str | None = None, **options: Any) -> Self:
@@ -119,9 +110,9 @@ class Evidence:
             shape = np.atleast_1d(variable.attrs.get("shape", ())).astype(int)
             shapes += [tuple(shape.tolist())] * count
         has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
-        evidence = cls(names, columns, dtypes, shapes, run if has_steps else None, **options)
-        evidence.origin = result.encoding.get("origin")
-        return evidence
+        origin = result.encoding.get("origin")
+        steps = run if has_steps else None
+        return cls(names, columns, dtypes, shapes, steps, origin=origin, **options)
 
     def __getitem__(self, statistic: str) -> Array:
         if statistic not in self.columns:

@@ -64,16 +64,16 @@ class FindingsAccessor:
         --------
         >>> xckpt.findings("m.zt").ckpt.by("layer")["warning"]
         """
-        frame, rows = self._frame, {name: row for row, name in enumerate(self._frame.names)}
-        for name in frame["tensor"]:  # rows of several tables may have been joined
-            rows.setdefault(name, len(rows))
-        at = [rows[name] for name in frame["tensor"]]
+        frame = self._frame
+        # Rows of several tables may have been joined.
+        tensors = dict.fromkeys([*frame.names, *frame["tensor"]])
+        rows = {name: row for row, name in enumerate(tensors)}
         columns = {name: np.zeros(len(rows)) for name in ("affected", *_SEVERITIES)}
         columns |= {rule: np.zeros(len(rows)) for rule in RULES if rule in set(frame["rule"])}
-        for row, *names in zip(at, frame["severity"], frame["rule"], strict=True):
-            columns["affected"][row] = 1
+        for tensor, *names in zip(frame["tensor"], frame["severity"], frame["rule"], strict=True):
+            columns["affected"][rows[tensor]] = 1
             for name in names:
-                columns[name][row] += 1
+                columns[name][rows[tensor]] += 1
         places = place_tensors(list(rows), keys, frame.origin)
         columns = {name: values[places.rows] for name, values in columns.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,47 +120,46 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
 class _RunRule(Rule):
     """A rule about the trainable tensors of a run, or about all tensors if none is trainable."""
 
+    severity = "warning"
     roles = EVERY
 
-    def _at_step(self, evidence: Evidence, step: int, value: float, sentence: str) -> RuleFinding:
-        """Return a finding about a step as a whole."""
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         changes = evidence.once(step_changes)
-        row = 0 if changes is None else changes.first_row(step)
-        return RuleFinding(
-            row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence
-        )
+        if changes is not None:
+            yield from self._judge_run(evidence, changes)
+
+    @abstractmethod
+    def _judge_run(self, evidence: Evidence, changes: StepChanges) -> Iterator[RuleFinding]:
+        """Return the findings in the changes of a run."""
+
+    def _at_step(self, evidence: Evidence, row: int, value: float, sentence: str) -> RuleFinding:
+        """Return a finding about the whole step of a row."""
+        step = f"{evidence.run}.{evidence.step_of(row)}"
+        return RuleFinding(row, step, self.name, value, sentence)
 
 
 class IdenticalStep(_RunRule):
     """All weights of a step are equal to the weights of another step."""
 
     name = "identical_step"
-    severity = "warning"
 
-    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        changes = evidence.once(step_changes)
-        if changes is None:
-            return
+    def _judge_run(self, evidence: Evidence, changes: StepChanges) -> Iterator[RuleFinding]:
         sentence = f"all {counted(len(changes.names), 'tensor')} are equal to those of step"
         for step, first in _equal_steps(evidence, changes).items():
-            yield self._at_step(evidence, step, first, f"{sentence} {first}")
+            yield self._at_step(evidence, changes.first_row(step), first, f"{sentence} {first}")
 
 
 class UnlikeStep(_RunRule):
     """The weights change much more, or less, than at the steps around."""
 
     name = "unlike_step"
-    severity = "warning"
     threshold = 6.0  # robust standard deviations, each at least a factor of 1.25
     least_factor = 1.25
     #: A change this many times as large as its neighbours is reported even in short runs.
     enough = 5.0
     fewest_changes = 4
 
-    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        changes = evidence.once(step_changes)
-        if changes is None:
-            return
+    def _judge_run(self, evidence: Evidence, changes: StepChanges) -> Iterator[RuleFinding]:
         steps = np.array(changes.steps, np.float64)
         total = np.sqrt(np.nansum(changes.norm**2, axis=0))
         intervals = np.flatnonzero(np.isfinite(total) & (total > 0))
@@ -185,20 +185,16 @@ class UnlikeStep(_RunRule):
             )
             if score[position]:
                 sentence += f": {abs(score[position]):.0f} robust standard deviations"
-            yield self._at_step(evidence, new, float(factor), sentence)
+            yield self._at_step(evidence, changes.first_row(new), float(factor), sentence)
 
 
 class StoppedChanging(_RunRule):
     """A tensor no longer changes, although others do."""
 
     name = "stopped"
-    severity = "warning"
     threshold = 2  # steps in a row
 
-    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        changes = evidence.once(step_changes)
-        if changes is None:
-            return
+    def _judge_run(self, evidence: Evidence, changes: StepChanges) -> Iterator[RuleFinding]:
         has_changes = ~changes.same.all(axis=0)  # intervals in which anything changed
         for number, name in enumerate(changes.names):
             changed = np.flatnonzero(~changes.same[number] & ~np.isnan(changes.norm[number]))

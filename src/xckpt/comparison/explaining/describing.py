@@ -6,18 +6,17 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.explaining.arrangements import Padded, Truncated, arranged, part_of
+from xckpt.comparison.arrangements import Padded, Truncated, arranged, part_of
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
-from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.outcome import Explanation, changed, quoted, related, unlike
 from xckpt.comparison.explaining.search import ALIKE, arrangements, partners
 from xckpt.comparison.explaining.verification import Link, Side, examine
-from xckpt.comparison.explaining.wording import changed, related, unlike
 from xckpt.comparison.explaining.work import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.work import Explanations, Work
     from xckpt.scan.readers import Reader
 

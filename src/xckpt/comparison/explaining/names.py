@@ -139,11 +139,6 @@ class Rules:
         )
         return counts[True] > 1 and counts[True] > counts[False]
 
-    def _are_renumbered(self, a: str, b: str) -> bool:
-        """Return whether two names have equally many numbers, which differ."""
-        first, second = self._numbers(spelled(a)), spelled(b).numbers
-        return len(first) == len(second) and first != second
-
     def broken(
         self,
         names_of_a: Collection[str],
@@ -169,8 +164,12 @@ class Rules:
                 broken[a] = ""
             if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
                 broken[a] = expected[0]
-            elif are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
+            elif are_other_roles(a, b):
                 broken[a] = ""
+            elif keeps_numbers:
+                numbers, numbers_of_b = self._numbers(spelled(a)), spelled(b).numbers
+                if len(numbers) == len(numbers_of_b) and numbers != numbers_of_b:
+                    broken[a] = ""
         for a, expected_name in self._unconventional(conventions):
             broken.setdefault(a, expected_name)
         for a, expected_name in self._exchanged(shapes):

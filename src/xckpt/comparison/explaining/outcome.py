@@ -1,4 +1,4 @@
-"""The outcome of each tensor, and the sentence about all tensors.
+"""The outcome of each tensor in words, and the sentence about all tensors.
 
 =============  ===================================================================================
 `explained`    a chain of admitted causes holds for every element
@@ -13,18 +13,26 @@ bytes look like pruning.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import nan
 from typing import TYPE_CHECKING, Any, Literal
 
+from xckpt.comparison.arrangements import RopePermuted
+from xckpt.comparison.explaining.causes import percent
+from xckpt.comparison.explaining.quantised_causes import Quantised
 from xckpt.errors import shown, some
+from xckpt.formatting import counted
 from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
 from xckpt.statistics.views import cause_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.explaining.causes import Relation
+    from xckpt.comparison.explaining.verification import Link
+    from xckpt.comparison.explaining.work import Work
     from xckpt.comparison.pairs import Match
     from xckpt.scan.readers import Reader
 
@@ -121,11 +129,17 @@ class Explanation:
         """The sentence."""
         return self.text
 
-    def renamed(self, partner: str, text: str) -> Explanation:
+    def renamed(self, partner: str, side: str) -> Explanation:
         """Return the explanation of a tensor that has another name on the other side."""
-        causes = ("renamed", *self.changes)
-        text = f"{text}; {self.text}" if self.changes else text
-        return replace(self, causes=causes, text=text, other_names=(partner,))
+        text = f"{quoted([partner])} of {side}"
+        if self.causes == ("equal",):
+            text = f"equal to {text}"
+        elif self.changes:
+            text = f"{text}; {self.text}"
+        return replace(self, causes=("renamed", *self.changes), text=text, other_names=(partner,))
+
+
+_ByOutcome = dict[str, list[tuple[str, Explanation]]]
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -159,66 +173,112 @@ def _value(explanation: Explanation | None, column: str) -> Any:
     return int(value) if column == "verified" else value
 
 
+# --- words ---------------------------------------------------------------------------------------
+
+
+def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = ()) -> Explanation:
+    """Explain a link by a relation that holds for all elements, after steps that moved them."""
+    evidence = link.evidence
+    zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
+    text = relation.words(zeros)
+    if evidence is not None and isinstance(relation, Quantised):
+        text += f"; signal to noise {evidence.decibels:.3g} dB"
+    explanation = Explanation(relation.causes or ("equal",), text)
+    moved = relation.transform
+    if moved.offset or moved.scale != 1.0:
+        cause = "offset" if moved.offset else "scaled"
+        source, result = link.names[:: -1 if relation.backwards else 1]
+        explanation = replace(
+            explanation,
+            causes=tuple(dict.fromkeys([cause, *explanation.causes])),
+            is_known=work.architecture.admits(moved, (source, result)),
+            offset=moved.offset or None,
+            scale=moved.scale if moved.scale != 1.0 else None,
+        )
+    return after(explanation, steps)
+
+
+def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
+    """Add the steps that precede the comparison of the numbers to an explanation."""
+    if not steps:
+        return explanation
+    heads = next((s.heads for s in reversed(steps) if isinstance(s, RopePermuted)), None)
+    done = " and ".join(step.words for step in steps)
+    text = f"{explanation.text}, after {done}" if explanation.changes else f"equal after {done}"
+    causes = (*dict.fromkeys(step.cause for step in steps), *explanation.changes)
+    return replace(explanation, causes=causes, text=text, heads=heads)
+
+
+def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
+    """Return the explanations of two tensors of different names, by the numbers of their cases."""
+    return {
+        tensor.number: explanation.renamed(partner.name, side)
+        for tensor, partner, side in ((a, b, "b"), (b, a, "a"))
+    }
+
+
+def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
+    """Describe a change of unknown cause by its size."""
+    if shapes:
+        text = f"the shapes {shapes} differ, and the numbers do"
+    else:
+        facts = [f"{percent(1 - measures['equal_fraction'])} of the elements differ"]
+        facts += [f"{name} {measures[name]:.4g}" for name in ("rel_l2", "cosine")]
+        text = ", ".join(facts)
+    return Explanation(("changed",), text, holds=False)
+
+
+def unlike(link: Link, steps: Sequence[Step] = ()) -> str:
+    """Describe the relation that holds for most elements of a changed tensor, if any."""
+    if link.likely is None:
+        return "the numbers differ"
+    share, relation = link.likely
+    done = f", after {' and '.join(step.words for step in steps)}," if steps else ""
+    return f"looks like: {relation.words(0.0)}{done} for {percent(share)} of the elements"
+
+
 # --- all tensors ----------------------------------------------------------------------------------
 
 
 def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) -> str:
     """Summarise the tensors of `a` and the tensors only in `b` in a sentence, exceptions first."""
-    explained_cases = [
-        (case, explanation)
-        for case, explanation in zip(cases, explanations, strict=True)
-        if explanation is not None
-    ]
-    ours = [
-        (case.match.name, explanation)
-        for case, explanation in explained_cases
-        if case.status != "only_b"
-    ]
-    theirs = [
-        (case.match.name, explanation)
-        for case, explanation in explained_cases
-        if case.status == "only_b"
-    ]
-    changed = [
-        _pair(name, explanation) for name, explanation in ours if explanation.outcome == "changed"
-    ]
-    named_partners = {
-        partner
-        for _, explanation in ours
-        if explanation.outcome == "changed"
-        for partner in explanation.other_names
-    }
-    changed += [shown(name) for name, explanation in theirs
-                if explanation.outcome == "changed" and name not in named_partners]  # fmt: skip
-    added = [name for name, explanation in theirs if explanation.outcome == "unmatched"]
-    partners = len(theirs) - len(added)
-    missing = [name for name, explanation in ours if explanation.outcome == "unmatched"]
-    explained = [explanation for _, explanation in ours if explanation.outcome == "explained"]
-    if not explained and not changed and not partners:
-        counts = f"{_tensors(len(ours))} of a and the {_tensors(len(added))} of b"
-        if not ours or not added:
-            return f"a and b share nothing: a has {_tensors(len(ours))}, b {_tensors(len(added))}"
+    sides: tuple[_ByOutcome, _ByOutcome] = (defaultdict(list), defaultdict(list))
+    for case, explanation in zip(cases, explanations, strict=True):
+        if explanation is not None:
+            entry = case.match.name, explanation
+            sides[case.status == "only_b"][explanation.outcome].append(entry)
+    ours, theirs = sides
+    changed = []
+    for name, explanation in ours["changed"]:
+        other_names = explanation.other_names if "renamed" in explanation.causes else ()
+        changed.append(shown(name) + (f" ({quoted(other_names)} in b)" if other_names else ""))
+    partners = {name for _, explanation in ours["changed"] for name in explanation.other_names}
+    changed += [shown(name) for name, _ in theirs["changed"] if name not in partners]
+    missing, added = ([name for name, _ in side["unmatched"]] for side in sides)
+    explained = [explanation for _, explanation in ours["explained"]]
+    total = counted(sum(map(len, ours.values())), "tensor")
+    if not explained and not changed and len(added) == sum(map(len, theirs.values())):
+        total_of_b = counted(len(added), "tensor")
+        if not missing or not added:
+            return f"a and b share nothing: a has {total}, b {total_of_b}"
+        counts = f"{total} of a and the {total_of_b} of b"
         return f"a and b share nothing: no name and no numbers of the {counts}"
     facts = []
     if changed:
         verb = "differs" if len(changed) == 1 else "differ"
-        facts.append(f"{len(changed):,} of {_tensors(len(ours))} {verb}: {_listed(changed)}")
+        facts.append(f"{len(changed):,} of {total} {verb}: {_listed(changed)}")
     if missing:
-        total = "" if changed else f" of {_tensors(len(ours))}"
-        verb = " is" if len(missing) == 1 else " are"
-        facts.append(f"{len(missing):,}{total}{verb} only in a: {quoted(missing)}")
+        of_total = "" if changed else f" of {total}"
+        facts.append(f"{len(missing):,}{of_total} {_be(missing)} only in a: {quoted(missing)}")
     if added:
-        verb = "is" if len(added) == 1 else "are"
-        facts.append(f"{len(added):,} {verb} only in b: {quoted(added)}")
+        facts.append(f"{len(added):,} {_be(added)} only in b: {quoted(added)}")
     if explained:
         facts.append(_summary(explained, is_all=not changed and not missing))
     return "; ".join(facts)
 
 
-def _pair(name: str, explanation: Explanation) -> str:
-    """Format the name of a tensor, and its name in `b` if that differs."""
-    partners = explanation.other_names if "renamed" in explanation.causes else ()
-    return f"{shown(name)} ({quoted(partners)} in b)" if partners else shown(name)
+def _be(items: Sequence[object]) -> str:
+    return "is" if len(items) == 1 else "are"
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -229,11 +289,15 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
-    groups = Counter(_short(explanation) for explanation in explained)
+    facts = [(e.offset, e.scale, e.heads) for e in explained]
+    groups = Counter(
+        cause_text(explanation.cause, *[nan if number is None else number for number in numbers])
+        for explanation, numbers in zip(explained, facts, strict=True)
+    )
     equal = groups.pop("equal", 0)
     count = len(explained)
-    subject = f"all {_tensors(count)}" if is_all else f"{count:,}"
-    verb = "is" if count == 1 else "are"
+    subject = f"all {counted(count, 'tensor')}" if is_all else f"{count:,}"
+    verb = _be(explained)
     if is_all and count == 1:
         subject = "the only tensor"
     if not groups:
@@ -247,13 +311,3 @@ def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
     keeps = all(_KEEPING.issuperset(explanation.causes) for explanation in explained)
     verdict = "equal after" if keeps else "explained"
     return f"{subject} {verb} {verdict}: {', '.join(changes)}"
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor" if count == 1 else f"{count:,} tensors"
-
-
-def _short(explanation: Explanation) -> str:
-    """Summarise the causes of a tensor, as a key that tensors with the same causes share."""
-    facts = (explanation.offset, explanation.scale, explanation.heads)
-    return cause_text(explanation.cause, *[nan if fact is None else fact for fact in facts])

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
-from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.outcome import Explanation, related
 from xckpt.comparison.explaining.renaming import expected, renamed
 from xckpt.comparison.explaining.search import ALIKE, arrangements
 from xckpt.comparison.explaining.verification import Link, Side, examine
-from xckpt.comparison.explaining.wording import related
 from xckpt.comparison.explaining.work import Work
 from xckpt.progress import Progress
 
@@ -53,10 +52,7 @@ def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
     partner = case.other_name
     if explanation is None or not partner or explanation.other_names:
         return explanation
-    is_equal = explanation.causes == ("equal",)
-    return explanation.renamed(
-        partner, f"{'equal to ' if is_equal else ''}{quoted([partner])} of b"
-    )
+    return explanation.renamed(partner, "b")
 
 
 def equal(work: Work) -> Explanations:

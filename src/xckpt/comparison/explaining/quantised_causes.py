@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.compiling import compiled, inlined, within
 from xckpt.comparison.explaining.causes import LIKELY, Relation, SampledPairs
-from xckpt.comparison.explaining.levels import count_levels
 from xckpt.comparison.explaining.quantisers import OF_BLOCKS, REPEATED, possible_quantisers
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, UNCHANGED, Transform
 
@@ -31,38 +32,10 @@ _IN_BLOCKS = 2048
 _LEVELS_BLOCKS = (256, 128, 64, 32, 16)
 # Elements of the sample in which evenly spaced levels are searched for.
 _LEVELLED = 4096
+# Codes of at most eight bits.
+_MOST_LEVELS = 256
 # Margin by which a smaller block has to fit better than a larger one.
 _BETTER = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Before:
-    """A change of numbers before they were quantised."""
-
-    transform: Transform = UNCHANGED
-    #: Scheme of an earlier quantiser, if any.
-    scheme: str = ""
-
-    def __call__(self, x: Array) -> Array:
-        """Apply the change to whole blocks."""
-        values = self.transform(x)
-        return OF_BLOCKS[self.scheme].round_trip(values) if self.scheme else values
-
-    @property
-    def block(self) -> int:
-        """Elements of a block of the first quantiser, 1 without one."""
-        return OF_BLOCKS[self.scheme].block if self.scheme else 1
-
-    @property
-    def words(self) -> str:
-        """The change in words, to precede "quantised"."""
-        transform, text = self.transform, ""
-        if transform.offset:
-            text = f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
-        types = [name for name in transform.types if name not in {"float32", "float64"}]
-        if types:
-            text += f" rounded to {' and then to '.join(types)} and"
-        return text + (f" quantised to {self.scheme.upper()} and then" if self.scheme else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +43,34 @@ class Quantised(Relation):
     """Blocks of `b` are quantised from `a`, after a change of its numbers."""
 
     scheme: str
-    before: Before = Before()
+    #: The change of single numbers before they were quantised.
+    transform: Transform = UNCHANGED
+    #: Scheme of an earlier quantiser, if any.
+    earlier: str = ""
     backwards: bool = False
 
     @property
-    def transform(self) -> Transform:  # type: ignore[override]  # read-only here
-        """The change of single numbers before they were quantised."""
-        return self.before.transform
+    def block(self) -> int:  # type: ignore[override]  # read-only here
+        """Elements of a block of the earlier quantiser, 1 without one."""
+        return OF_BLOCKS[self.earlier].block if self.earlier else 1
 
-    @property
-    def block(self) -> int:  # type: ignore[override]
-        """Elements of a block of the first quantiser, 1 without one."""
-        return self.before.block
+    def before(self, x: Array) -> Array:
+        """Apply the changes that precede the quantiser to whole blocks."""
+        values = self.transform(x)
+        return OF_BLOCKS[self.earlier].round_trip(values) if self.earlier else values
 
     def words(self, zeros: float) -> str:
         """Describe how one side derives from the other."""
         source, result = self.sides
-        return f"{result} is {source}{self.before.words} quantised to {self.scheme.upper()}"
+        transform, text = self.transform, f"{result} is {source}"
+        if transform.offset:
+            text += f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
+        types = [name for name in transform.types if name not in {"float32", "float64"}]
+        if types:
+            text += f" rounded to {' and then to '.join(types)} and"
+        if self.earlier:
+            text += f" quantised to {self.earlier.upper()} and then"
+        return f"{text} quantised to {self.scheme.upper()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +82,8 @@ class Requantised(Quantised):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """Elements of a block."""
-        return max(OF_BLOCKS[self.scheme].block, self.before.block)
+        """Elements of the larger block of both quantisers."""
+        return max(OF_BLOCKS[name].block for name in (self.scheme, self.earlier) if name)
 
     def count_matches(self, x: Array, y: Array) -> int:
         """Count the pairs in whole blocks for which the relation holds."""
@@ -129,8 +113,8 @@ class Requantised(Quantised):
             names = possible_quantisers(sample.y, ends[-1][-1])
         if not names:
             return
-        for name, first, after in product(names, _before_quantisers(sample, offset), ends):
-            relation = Requantised(name, first, after=after)
+        for name, change, after in product(names, _before_quantisers(sample, offset), ends):
+            relation = Requantised(name, *change, after=after)
             block = relation.block
             x, y = sample.first(_IN_BLOCKS, block)
             # The first block rules most quantisers out.
@@ -168,7 +152,7 @@ class Levelled(Relation):
         """Count the pairs for which the relation holds."""
         # One type, so that the loop is compiled only once.
         x, y = (np.ascontiguousarray(values, np.float64) for values in (x, y))
-        count: int = count_levels(x, y, self.block, 2.0**-self.digits)
+        count: int = _count_levels(x, y, self.block, 2.0**-self.digits)
         return count
 
     def words(self, zeros: float) -> str:
@@ -208,8 +192,8 @@ def suspect_quantised(
         backwards = graded.y.dtype.names is None
         side = graded.reverse if backwards else graded
         scheme = graded.blocks[not backwards] or "codes with scales"
-        for first in _before_quantisers(side, offset):
-            within = WithinScales(scheme, first, backwards)
+        for change in _before_quantisers(side, offset):
+            within = WithinScales(scheme, *change, backwards)
             x, y = side.first(len(side.x), within.block)
             if len(x) and within.count_matches(x, y) == len(x):
                 return within
@@ -226,13 +210,110 @@ def suspect_levels(sample: SampledPairs) -> tuple[float, Levelled] | None:
     return best
 
 
-def _before_quantisers(sample: SampledPairs, offset: float | None) -> Iterator[Before]:
+def _before_quantisers(
+    sample: SampledPairs, offset: float | None
+) -> Iterator[tuple[Transform, str]]:
     """Yield changes that may precede quantisation, likely ones first."""
     source_bits = FRACTION_BITS.get(sample.kinds[0], 23)
     coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < source_bits]
     chains = [(), *((name,) for name in coarser), *permutations(coarser, 2)]
     for added in (0.0, *([offset] if offset else [])):
         for chain in chains:
-            yield Before(Transform(1.0, added, ("float32", *chain) if added else chain))
+            yield Transform(1.0, added, ("float32", *chain) if added else chain), ""
     for quantiser in REPEATED:
-        yield Before(scheme=quantiser.name)
+        yield UNCHANGED, quantiser.name
+
+
+# --- evenly spaced levels in blocks ---------------------------------------------------------------
+
+
+@inlined
+def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
+    """Return the smallest distance between numbers that exceeds the noise."""
+    count = 0
+    for i in range(y.size):
+        value = y[i]
+        at = count
+        while at > 0 and ordered[at - 1] > value:
+            at -= 1
+        if at > 0 and ordered[at - 1] == value:
+            continue
+        for k in range(count, at, -1):
+            ordered[k] = ordered[k - 1]
+        ordered[at] = value
+        count += 1
+    gap = math.inf
+    for k in range(1, count):
+        distance = ordered[k] - ordered[k - 1]
+        if noise < distance < gap:
+            gap = distance
+    return gap
+
+
+@within
+def _count_off(x: Any, y: Any, low: Any, unit: Any, noise: Any) -> Any:
+    """Count the `y` that are not whole units above `low`, and the `x` far from their `y`."""
+    per_unit = 1.0 / unit
+    uneven, near = max(0.02, 4 * noise * per_unit), unit * 0.502 + noise
+    off, far = np.int32(0), np.int32(0)
+    for i in range(x.size):
+        steps = (y[i] - low) * per_unit
+        off = np.int32(off + np.int32(not abs(steps - np.rint(steps)) <= uneven))
+    for i in range(x.size):
+        error = abs(x[i] - y[i])
+        far = np.int32(far + np.int32(not error <= near))
+    return off, far
+
+
+@compiled
+def _count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C901  one of three ways
+    """Count pairs where `y` is the nearest of the evenly spaced levels of its block to `x`.
+
+    `spacing` is the relative rounding error of stored levels. Levels have to be few enough for
+    codes, and so far apart that rounding alone cannot produce them.
+    """
+    matches = 0
+    ordered = np.empty(block)
+    steps_of_span, steps_of_top = 0.0, 0.0
+    for start in range(0, x.size, block):
+        a, b = x[start : start + block], y[start : start + block]
+        if a.size == 1:
+            matches += 1  # one number is a level
+            continue
+        low = high = b[0]
+        for i in range(b.size):
+            # These comparisons skip NaN.
+            low = b[i] if b[i] < low else low  # noqa: FURB136
+            high = b[i] if b[i] > high else high  # noqa: FURB136
+        span, top = high - low, max(abs(low), abs(high))
+        if not span < math.inf:
+            continue
+        if span == 0:
+            for i in range(a.size):
+                matches += a[i] == b[i]
+            continue
+        noise = top * spacing
+        # Try the number of levels of the previous block, over the span or from zero, first.
+        is_level = False
+        for guess in (steps_of_span, np.rint(span * steps_of_top / top)):
+            unit = span / guess if 0 < guess < _MOST_LEVELS else 0.0
+            if not is_level and noise < unit / 8:
+                off, far = _count_off(a, b, low, unit, noise)
+                is_level = off == 0 and far == 0
+        if is_level:
+            matches += a.size
+            continue
+        gap = _smallest_gap(b, noise, ordered)
+        best = 0
+        for parts in (1, 2, 3):
+            # Divide the whole span, which rounding changes least.
+            steps = np.rint(span * parts / gap)
+            if not 0 < steps < _MOST_LEVELS or best == a.size:
+                continue
+            unit = span / steps
+            off, far = _count_off(a, b, low, unit, noise)
+            if off == 0 and noise < unit / 8 and a.size - far > best:
+                best = a.size - far
+                steps_of_span, steps_of_top = steps, np.rint(top / unit)
+        matches += best
+    return matches

@@ -378,21 +378,21 @@ class _GradedReader(ArrayReader):
 def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader | None:
     """Return a reader of a run of elements with the dtype `GRADED`; None if it is unsupported."""
     lazy = reader.array
-    grading: ArrayReader | None = None
-    if isinstance(lazy, BlockArray) and (
-        lazy.block_type in _OF_SEARCH or lazy.block_type in {"iq4_nl", "iq4_xs"}
-    ):
-        if lazy.reader.part.byteorder == "little":
-            count = prod(lazy.shape) if size is None else size
-            grading = _GradedReader(_GradedBlocks(lazy, start, count), reader.nbytes, count)
-    elif isinstance(lazy, QuantizedArray) and size is None and _is_graded(lazy):
-        grading = _GradedReader(_GradedCodes(lazy), reader.nbytes, prod(lazy.shape))
-    if grading is not None:
-        grading.place, grading.name = reader.place, reader.name
-    return grading
-
-
-def _is_graded(lazy: QuantizedArray) -> bool:
-    """Return whether every number is a code times a scale."""
-    scheme = lazy.quantization
-    return scheme.bits <= 8 and not scheme.biases and scheme.zero is not None
+    count = prod(lazy.shape) if size is None else size
+    grading: _GradedBlocks | _GradedCodes
+    if isinstance(lazy, BlockArray):
+        is_supported = lazy.block_type in {*_OF_SEARCH, "iq4_nl", "iq4_xs"}
+        if not is_supported or lazy.reader.part.byteorder != "little":
+            return None
+        grading = _GradedBlocks(lazy, start, count)
+    elif isinstance(lazy, QuantizedArray) and size is None:
+        scheme = lazy.quantization
+        # Every number is a code times a scale.
+        if scheme.bits > 8 or scheme.biases or scheme.zero is None:
+            return None
+        grading = _GradedCodes(lazy)
+    else:
+        return None
+    graded_reader = _GradedReader(grading, reader.nbytes, count)
+    graded_reader.place, graded_reader.name = reader.place, reader.name
+    return graded_reader

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xckpt.comparison.explaining.low_rank import NEAR, low_ranks
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions, likeness, spelled
-from xckpt.comparison.explaining.outcome import Explanation, quoted
+from xckpt.comparison.explaining.outcome import Explanation, both, changed, quoted, related, unlike
 from xckpt.comparison.explaining.search import ALIKE, StepChain, arrangements, partners
 from xckpt.comparison.explaining.sketches import groups_of
-from xckpt.comparison.explaining.wording import both, changed, related, unlike
 from xckpt.comparison.explaining.work import ALIGNED, ALONE
 from xckpt.comparison.pairs import pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.explaining.work import Explanations, Work
 
 _Pair = tuple["Sketched", "Sketched"]
+# A pair that its names suggest, and the best link between its numbers.
+_Failed = tuple["Sketched", "Sketched", "Link", tuple["Step", ...]]
 
 
 def renamed(work: Work) -> Explanations:
@@ -85,15 +86,6 @@ def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
     }
 
 
-class _Tried(NamedTuple):
-    """A pair that its names suggest, and the best link between its numbers."""
-
-    a: Sketched
-    b: Sketched
-    link: Link
-    steps: tuple[Step, ...]
-
-
 def expected(work: Work) -> Explanations:
     """Explain tensors of one side by the partner that other renamed tensors suggest."""
     ours, theirs = (list(work.sketch(work.alone(side), side).values()) for side in (0, 1))
@@ -111,15 +103,17 @@ def expected(work: Work) -> Explanations:
     described = work.descriptions.keys()
     pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
     results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
-    trials = [_Tried(pairs[n][0], pairs[n][1], *result) for n, result in results.items()]
     explanations: Explanations = {}
-    for a, b, link, steps in trials:
-        if link.relation is not None:
-            explanations |= both(a, b, related(work, link, link.relation, steps))
-    failed = [trial for trial in trials if trial.link.relation is None]
+    failed: list[_Failed] = []
     for n, (a, b) in enumerate(pairs):
         if n not in results:
             explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+            continue
+        link, steps = results[n]
+        if link.relation is None:
+            failed.append((a, b, link, steps))
+        else:
+            explanations |= both(a, b, related(work, link, link.relation, steps))
     return work.settled(explanations) | _changed(work, failed)
 
 
@@ -162,10 +156,12 @@ def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list
     return pairs
 
 
-def _changed(work: Work, trials: Sequence[_Tried]) -> Explanations:
+def _changed(work: Work, failed: Sequence[_Failed]) -> Explanations:
     """Describe pairs that belong together, and whose numbers differ."""
     explanations: Explanations = {}
-    same = [trial for trial in trials if trial.a.shape == trial.b.shape]
+    for a, b, *_ in failed:
+        explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    same = [entry for entry in failed if entry[0].shape == entry[1].shape]
     near = {
         n: (a.reader, b.reader)
         for n, (a, b, link, steps) in enumerate(same)
@@ -173,12 +169,10 @@ def _changed(work: Work, trials: Sequence[_Tried]) -> Explanations:
     }
     low = low_ranks(near, work.bar)
     pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]
-    for n, (trial, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
+    for n, (entry, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
+        a, b, link, steps = entry
         explanation = low.get(n, changed(measures))
-        if trial.link.likely is not None:
-            explanation = Explanation(("changed",), unlike(trial.link, trial.steps), holds=False)
-        explanations |= both(trial.a, trial.b, explanation)
-    for a, b, *_ in trials:
-        if a.shape != b.shape:
-            explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+        if link.likely is not None:
+            explanation = Explanation(("changed",), unlike(link, steps), holds=False)
+        explanations |= both(a, b, explanation)
     return explanations

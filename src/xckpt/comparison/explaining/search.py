@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.comparison.explaining.arrangements import (
+from xckpt.comparison.arrangements import (
     Padded,
     Permuted,
     RopePermuted,
@@ -25,7 +25,7 @@ from xckpt.comparison.explaining.names import likeness
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.comparison.explaining.arrangements import Step
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.typing import Array
 
@@ -265,6 +265,9 @@ def _candidates(
             is_permuted = sorted(shape) == sorted(shape_of_b)
             if len(shape) != len(shape_of_b) or is_permuted == is_extended:
                 continue
+            sizes = list(zip(sorted(shape), sorted(shape_of_b), strict=True))
+            if not (all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)):
+                continue  # neither shape fits into the other, in any order of the axes
             for a, b in _screened(ours_of_shape, theirs_of_shape, is_extended=is_extended):
                 best = next(iter(arrangements(a, b)), None)
                 if best is not None and best.score >= ALIKE:
@@ -272,7 +275,7 @@ def _candidates(
     return candidates
 
 
-def _screened(  # noqa: C901  one table of scores
+def _screened(
     ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Yield pairs whose sums along some axis agree in order."""
@@ -281,8 +284,6 @@ def _screened(  # noqa: C901  one table of scores
     for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
         sizes = first[n], second[m]
         if (sizes[0] != sizes[1] and not is_extended) or min(sizes) < _FEWEST:
-            continue
-        if is_extended and not _fits(first, second):
             continue
         length = min(*sizes, _SCREENED)
         x, y = (standardised([t.along[k] for t in side], length)
@@ -302,12 +303,6 @@ def _screened(  # noqa: C901  one table of scores
         at = int(np.argmax(scores[:, column]))
         if scores[at, column] >= ALIKE:
             yield ours[at], b
-
-
-def _fits(first: Shape, second: Shape) -> bool:
-    """Return whether one shape fits into the other, in any order of the axes."""
-    sizes = list(zip(sorted(first), sorted(second), strict=True))
-    return all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)
 
 
 def standardised(vectors: Sequence[Array | None], length: int) -> Array:

@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.scanning import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from xckpt.progress import Progress
     from xckpt.scan.readers import Reader
@@ -45,37 +45,29 @@ _MOST_COLUMNS = 1 << 18
 _PIECE = 1024
 
 
-class _Request(NamedTuple):
-    """Shape of the matrix to sum a tensor as, and whether to return the sums of its lines."""
-
-    shape: tuple[int, int]
-    has_lines: bool
-
-
 class MatrixSums(Accumulator):
     """Sums over the rows, over the columns, and over all numbers of a tensor, read as a matrix.
 
     Infinities and NaN count as zero.
     """
 
-    def __init__(self, kind: str, request: _Request) -> None:
+    def __init__(self, kind: str, shape: tuple[int, int], *, has_lines: bool) -> None:
         self.kind = kind
-        self.request = request
+        self.shape = shape
         self.count = 0
         self.low, self.high = np.inf, -np.inf
         #: Sum, and sum of squares.
         self.totals = np.zeros(2)
-        #: The first row that has a sum, and the sums from that row on.
-        self.first = 0
-        self.rows: Array | None = None
-        columns = request.shape[1]
-        has_columns = request.has_lines and 1 < columns <= _MOST_COLUMNS
+        rows, columns = shape
+        has_columns = has_lines and 1 < columns <= _MOST_COLUMNS
+        self.rows: Array | None = np.zeros(rows) if has_lines else None
         self.columns: Array | None = np.zeros(columns) if has_columns else None
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> MatrixSums:
-        """Return empty sums for a reader; the argument is a `_Request`."""
-        return cls(reader.kind.name, argument)
+        """Return empty sums; the argument is a shape, and whether to sum its rows and columns."""
+        shape, has_lines = argument
+        return cls(reader.kind.name, shape, has_lines=has_lines)
 
     def update(self, start: int, values: Any) -> None:
         """Add a run of elements."""
@@ -88,27 +80,13 @@ class MatrixSums(Accumulator):
             low, high = float(np.fmin.reduce(floats)), float(np.fmax.reduce(floats))
             floats = np.where(np.isfinite(floats), floats, floats.dtype.type(0))
         self.low, self.high = min(self.low, low), max(self.high, high)
-        width = self.request.shape[1]
+        width = self.shape[1]
         first, column = divmod(start, width)
         rows = np.zeros((start + len(values) - 1) // width + 1 - first)
         columns = np.zeros(0) if self.columns is None else self.columns
         _add_lines(floats, width, column, rows, columns, self.totals)
-        if self.request.has_lines:
-            self._add_rows(first, rows)
-
-    def _add_rows(self, first: int, sums: Array) -> None:
-        if self.rows is None:
-            self.first, self.rows = first, sums
-            return
-        low = min(first, self.first)
-        high = max(first + len(sums), self.first + len(self.rows))
-        if low < self.first or high > self.first + len(self.rows):
-            # Allocate all rows when parts are merged, to avoid further copies.
-            low, high = (0, self.request.shape[0]) if self.count > len(sums) else (low, high)
-            rows = np.zeros(high - low)
-            rows[self.first - low : self.first - low + len(self.rows)] = self.rows
-            self.first, self.rows = low, rows
-        self.rows[first - self.first : first - self.first + len(sums)] += sums
+        if self.rows is not None:
+            self.rows[first : first + len(rows)] += rows
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
         """Add zeros that a sparse tensor does not store."""
@@ -120,8 +98,8 @@ class MatrixSums(Accumulator):
         self.count += other.count
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.totals += other.totals
-        if other.rows is not None:
-            self._add_rows(other.first, other.rows)
+        if self.rows is not None and other.rows is not None:
+            self.rows += other.rows
         if self.columns is not None and other.columns is not None:
             self.columns += other.columns
 
@@ -188,6 +166,10 @@ class Sketched:
         self.name = reader.name
         self.shape: Shape = tuple(reader.array.shape)
         self.size = prod(self.shape)
+        #: Sums of the rows of the matrix, or None; rows are the first axis, or the first two.
+        self.rows = sketch.rows
+        #: Sums of the columns of the matrix, or None.
+        self.columns = sketch.columns
 
     @cached_property
     def is_constant(self) -> bool:
@@ -195,21 +177,11 @@ class Sketched:
         return not self.sketch.low < self.sketch.high
 
     @cached_property
-    def rows(self) -> Array | None:
-        """Sums of the rows of the matrix, or None; rows are the first axis, or the first two."""
-        return self.sketch.rows
-
-    @cached_property
-    def columns(self) -> Array | None:
-        """Sums of the columns of the matrix, or None."""
-        return self.sketch.columns
-
-    @cached_property
     def along(self) -> list[Array | None]:
         """One vector of sums for each axis, over all other axes; None if not computed."""
         rows, columns, shape = self.rows, self.columns, self.shape
         if len(shape) == 1:
-            return [columns if self.sketch.request.shape[0] == 1 and shape[0] > 1 else rows]
+            return [columns if self.sketch.shape[0] == 1 and shape[0] > 1 else rows]
         if len(shape) == 3:
             front = None if rows is None else rows.reshape(shape[:2])
             firsts = [None, None] if front is None else [front.sum(1), front.sum(0)]
@@ -243,21 +215,21 @@ def groups_of(
     return list(groups.values())
 
 
-def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> list[Sketched | None]:
-    """Sketch tensors in one pass; None for complex and empty tensors."""
-    ordered = [
-        None if reader.array.dtype.kind == "c" or not reader.size else in_c_order(reader)
-        for reader in readers
-    ]
-    requests: dict[int, _Request] = {}
+def sketched(readers: Mapping[int, Reader], progress: Progress) -> dict[int, Sketched]:
+    """Sketch tensors in one pass, except complex and empty tensors."""
+    ordered = {
+        number: in_c_order(reader)
+        for number, reader in readers.items()
+        if reader.array.dtype.kind != "c" and reader.size
+    }
+    shapes = {n: matrix_shape(tuple(reader.array.shape)) for n, reader in ordered.items()}
+    has_lines: dict[int, bool] = {}
     line_count = 0
-    shapes = {n: matrix_shape(tuple(r.array.shape)) for n, r in enumerate(ordered) if r is not None}
     for number in sorted(shapes, key=lambda number: sum(shapes[number])):
         line_count += sum(shapes[number])
-        requests[number] = _Request(shapes[number], line_count <= _MOST_LINES)
-    real = {n: reader for n, reader in enumerate(ordered) if reader is not None}
-    arguments = [requests[n] for n in real]
-    sums = gather(list(real.values()), MatrixSums, lambda _, sums: sums, progress,
+        has_lines[number] = line_count <= _MOST_LINES
+    arguments = [(shape, has_lines[number]) for number, shape in shapes.items()]
+    sums = gather(list(ordered.values()), MatrixSums, lambda _, sums: sums, progress,
                   arguments=arguments)  # fmt: skip
-    sketches = dict(zip(real, sums, strict=True))
-    return [Sketched(n, r, sketches[n]) if n in sketches else None for n, r in enumerate(readers)]
+    sketches = zip(ordered, sums, strict=True)
+    return {number: Sketched(number, readers[number], sketch) for number, sketch in sketches}

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from xckpt.comparison.explaining.arrangements import Padded, Transposed, arranged, undone
+from xckpt.comparison.arrangements import Padded, Transposed, arranged, undone
 from xckpt.comparison.explaining.sketches import Sketched, sketched
 from xckpt.comparison.explaining.verification import Link, Side, examine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
-    from xckpt.comparison.explaining.arrangements import Step
-    from xckpt.comparison.explaining.joints import Joint
-    from xckpt.comparison.explaining.names import Order
+    from xckpt.comparison.explaining.joining import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
     from xckpt.comparison.pairs import ChunkedPair, PairReader
     from xckpt.progress import Progress
+
+    #: Compares pairs of tensors, and returns their measures.
+    Compare = Callable[[Sequence[PairReader | ChunkedPair]], Sequence[Mapping[str, float]]]
 
 Explanations = dict[int, "Explanation"]
 
@@ -29,15 +31,6 @@ ALIGNED = 0.9
 ALONE = ("only_a", "only_b")
 # The most arrangements to verify for a pair.
 _MOST_TRIED = 4
-
-
-class Compare(Protocol):
-    """Compares pairs of tensors, and returns their measures."""
-
-    def __call__(
-        self, pairs: Sequence[PairReader | ChunkedPair], /
-    ) -> Sequence[Mapping[str, float]]:
-        """Compare pairs."""
 
 
 @dataclass
@@ -58,7 +51,7 @@ class Work:
         default_factory=lambda: ({}, {})
     )
     #: Joints that are explained, by the side of the whole.
-    joints: list[tuple[int, Joint, Order]] = field(default_factory=list)
+    joints: list[tuple[int, Joint]] = field(default_factory=list)
 
     @property
     def open(self) -> list[int]:
@@ -83,11 +76,7 @@ class Work:
         sides = {n: match.theirs if side else match.ours for n, match in matches.items()}
         readers = {n: reader for n, reader in sides.items() if reader is not None}
         missing = {n: reader for n, reader in readers.items() if n not in sketches}
-        new_sketches = sketched(list(missing.values()), self.bar)
-        for n, sketch in zip(missing, new_sketches, strict=True):
-            if sketch is not None:
-                sketch.number = n
-                sketches[n] = sketch
+        sketches |= sketched(missing, self.bar)
         return {n: sketches[n] for n in readers if n in sketches}
 
     def sketch_pairs(self, numbers: Sequence[int]) -> dict[int, tuple[Sketched, Sketched]]:

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.lazy import dense_values
-from xckpt.comparison.pairs import TURNED_NBYTES, in_c_order, is_sliceable
-from xckpt.scan.readers import ArrayReader, ChunkedTensor
+from xckpt.formatting import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from xckpt.scan.readers import Reader
-    from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
 Shape = tuple[int, ...]
@@ -58,10 +55,6 @@ class Step:
         """Read a box of the result."""
         raise NotImplementedError
 
-    def dask(self, array: Any) -> Any:
-        """Apply the step to a dask array."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, slots=True)
 class Transposed(Step):
@@ -88,9 +81,6 @@ class Transposed(Step):
     def read(self, array: Any, box: Box) -> Array:
         places = np.argsort(self.axes)
         return _read(array, tuple([box[place] for place in places])).transpose(self.axes)
-
-    def dask(self, array: Any) -> Any:
-        return array.transpose(self.axes)
 
 
 class _Permutation(Step):
@@ -121,11 +111,6 @@ class _Permutation(Step):
         values = _read(array, (*box[: self.axis], near, *box[self.axis + 1 :]))
         return np.take(values, rows - first, self.axis)
 
-    def dask(self, array: Any) -> Any:
-        import dask.array as da
-
-        return da.take(array, self.positions(array.shape[self.axis]), self.axis)
-
 
 @dataclass(frozen=True, slots=True)
 class RopePermuted(_Permutation):
@@ -139,7 +124,7 @@ class RopePermuted(_Permutation):
     @property
     def words(self) -> str:
         change = "interleaving undone" if self.undone else "halves interleaved"
-        heads = heads_text(self.heads)
+        heads = counted(self.heads, "head")
         return f"permuting {self.lines} as for rotary embeddings ({heads}, {change})"
 
     def positions(self, length: int) -> Array:
@@ -195,15 +180,11 @@ class Padded(Step):
     def read(self, array: Any, box: Box) -> Array:
         inside = tuple([slice(min(s.start, n), min(s.stop, n))
                         for s, n in zip(box, array.shape, strict=True)])  # fmt: skip
-        values = np.zeros([s.stop - s.start for s in box], array.dtype)
-        if all(s.start < s.stop for s in inside):
-            values[tuple([slice(0, s.stop - s.start) for s in inside])] = _read(array, inside)
-        return values
-
-    def dask(self, array: Any) -> Any:
-        import dask.array as da
-
-        return da.pad(array, [(0, n - m) for n, m in zip(self.after, array.shape, strict=True)])
+        missing = [
+            (b.stop - b.start) - (s.stop - s.start) for b, s in zip(box, inside, strict=True)
+        ]
+        padded: Array = np.pad(_read(array, inside), [(0, n) for n in missing])
+        return padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +200,6 @@ class Cropped(Step):
     def read(self, array: Any, box: Box) -> Array:
         moved = [slice(s.start + n, s.stop + n) for s, n in zip(box, self.start, strict=True)]
         return _read(array, tuple(moved))
-
-    def dask(self, array: Any) -> Any:
-        ends = zip(self.start, self.after, strict=True)
-        return array[tuple([slice(start, start + n) for start, n in ends])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +220,6 @@ class Truncated(Step):
     def read(self, array: Any, box: Box) -> Array:
         return _read(array, box)
 
-    def dask(self, array: Any) -> Any:
-        return array[tuple([slice(n) for n in self.after])]
-
 
 class Layer(Step):
     """A new axis of length 1 in front."""
@@ -261,9 +235,6 @@ class Layer(Step):
     def read(self, array: Any, box: Box) -> Array:
         return _read(array, box[1:])[None][box[0].start : box[0].stop]
 
-    def dask(self, array: Any) -> Any:
-        return array[None]
-
 
 class Unstacked(Step):
     """The array without its first axis, which has length 1."""
@@ -277,9 +248,6 @@ class Unstacked(Step):
         values: Array = _read(array, (slice(0, 1), *box))[0]
         return values
 
-    def dask(self, array: Any) -> Any:
-        return array[0]
-
 
 def _counts(sizes: Sequence[int]) -> str:
     """Describe the numbers of rows, columns or elements, such as "2 rows and 1 column"."""
@@ -290,11 +258,6 @@ def _counts(sizes: Sequence[int]) -> str:
         if n:
             counts.append(f"{n:,} {name.removesuffix('s') if n == 1 and names else name}")
     return " and ".join(counts)
-
-
-def heads_text(count: int) -> str:
-    """Format a number of attention heads."""
-    return "1 head" if count == 1 else f"{count:,} heads"
 
 
 def arranged(array: Any, steps: Sequence[Step]) -> Any:
@@ -343,9 +306,11 @@ class View:
 
 
 def _read(array: Any, box: Box) -> Array:
+    """Read a box of an array; a dask array stays lazy."""
     if isinstance(array, View):
         return array.step.read(array.array, box)
-    return np.asarray(dense_values(array[box]))
+    values: Array = array[box]
+    return values if hasattr(values, "dask") else np.asarray(dense_values(values))
 
 
 def parts_of_view(view: Any) -> tuple[Any, list[Step]]:
@@ -355,51 +320,3 @@ def parts_of_view(view: Any) -> tuple[Any, list[Step]]:
         steps.append(view.step)
         view = view.array
     return view, steps[::-1]
-
-
-class _ArrangedReader(ArrayReader):
-    """The elements of a view in C order."""
-
-    def __init__(self, view: View, nbytes: int, *, loads: bool) -> None:
-        super().__init__(view, nbytes)
-        self.whole = self.loads = loads
-
-    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Yield blocks of elements of the view, each after its first position."""
-        if not self.loads:
-            yield from super().blocks(start, stop, buffer)
-            return
-        # Load arrays that are slow to read in pieces.
-        array, steps = parts_of_view(self.array)
-        in_memory = np.asarray(dense_values(array[...]))
-        yield from ArrayReader(arranged(in_memory, steps)).blocks(start, stop, buffer)
-
-    def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the byte ranges of all elements, if they are known in advance."""
-        array, _ = parts_of_view(self.array)
-        if start == 0 and stop and hasattr(array, "ranges"):
-            yield from array.ranges(...)
-
-
-def reader_of_view(view: Any, tensor: Reader, name: str) -> Reader:
-    """Return a reader of a view of a tensor."""
-    array, steps = parts_of_view(view)
-    if not steps:
-        return in_c_order(tensor)
-    reader: Reader
-    if isinstance(tensor, ChunkedTensor):
-        for step in steps:
-            array = step.dask(array)
-        reader = in_c_order(ChunkedTensor(array))
-        # Blocks lie within rows, so that each row has to be in one chunk.
-        if isinstance(reader, ChunkedTensor) and reader.array.ndim > 1 and not reader.row:
-            reader = ChunkedTensor(reader.array.rechunk({1: -1}))
-    else:
-        is_across = any(step.is_across for step in steps)
-        loads = tensor.whole or (is_across and not is_sliceable(in_c_order(tensor)))
-        reader = _ArrangedReader(view, tensor.nbytes, loads=loads)
-        reader.local, reader.place = tensor.local, tensor.place
-        if is_across:
-            reader.piece_nbytes = TURNED_NBYTES
-    reader.name = name
-    return reader
