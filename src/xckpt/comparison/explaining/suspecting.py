@@ -52,7 +52,7 @@ def suspect(
         plain = [entry for entry in certain if not entry.masked]
         if plain:
             # Elements outside the sample may have been set to zero.
-            return plain[0], replace(plain[0], masked=True)
+            return *plain, *(replace(relation, masked=True) for relation in plain)
         is_related = not correlation(thin.x, thin.y) < _RELATED
         quantised = suspect_quantised(sample, graded, offset) if is_related else None
         if quantised is not None and _is_shown(quantised, sample):

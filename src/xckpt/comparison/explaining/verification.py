@@ -171,9 +171,9 @@ class RelationCounts(Accumulator):
         with np.errstate(all="ignore"):
             for number, relation in enumerate(self.relations):
                 count = relation.count_in(x, y)
-                if count == len(x):
+                if count == len(x) and number == 0:
                     # The remaining relations are more lenient.
-                    self.matches[number:] += count
+                    self.matches += count
                     break
                 self.matches[number] += count
             if self.relations[0].causes == ("quantised",):
