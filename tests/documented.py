@@ -7,6 +7,7 @@ import shutil
 import struct
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import xarray as xr
 
@@ -71,6 +72,8 @@ def write_files(folder: Path) -> None:
     }
     xckpt.save({**experts, "lm_head.weight": rng.normal(size=(16, 4))}, folder / "moe.zt")
     _write_adapter(folder, clean)
+    _write_conversion(folder, clean)
+    _write_training(folder / "training")
     _write_formats(folder)
 
 
@@ -90,6 +93,40 @@ def _write_adapter(folder: Path, base: xr.Dataset) -> None:
     config = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
     (folder / "adapter/adapter_config.json").write_text(config)
     base.assign(merged).ckpt.save(folder / "merged.safetensors", cast="allow")
+
+
+def _write_conversion(folder: Path, base: xr.Dataset) -> None:
+    """Write the sample as another project would, with two matrices exchanged."""
+    tensors: dict[str, Any] = {}
+    for name, weight in base.variables.items():
+        values = weight.values.astype(ml_dtypes.bfloat16 if weight.ndim > 1 else "f4")
+        new = str(name).replace("model.layers.", "blocks.").replace("self_attn", "attention")
+        tensors[new] = values.T if new.endswith("_proj.weight") else values
+    a, b = (f"blocks.{layer}.attention.k_proj.weight" for layer in (3, 4))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    xckpt.save(tensors, folder / "converted.safetensors")
+
+
+def _write_training(folder: Path) -> None:
+    """Write a run whose third layer jumps at step 500, and breaks at step 800."""
+    rng = np.random.default_rng(0)
+    shapes = {"attn.qkv.weight": (48, 16), "mlp.up.weight": (64, 16), "mlp.down.weight": (16, 64)}
+    names = {f"layers.{layer}.{name}": s for layer in range(6) for name, s in shapes.items()}
+    weights = {name: rng.normal(scale=0.05, size=s).astype("f4") for name, s in names.items()}
+    logs: list[dict[str, float]] = []
+    for step in range(100, 900, 100):
+        for name, values in weights.items():
+            rate = 0.2 if step == 500 and name.startswith("layers.2.") else 0.01
+            weights[name] = values * (1 + rate * rng.normal(size=values.shape).astype("f4"))
+        if step == 800:
+            weights["layers.2.mlp.up.weight"][7, :3] = np.nan
+        loss = 300 / step + (2 if step >= 500 else 0)
+        logs.append({"step": step, "loss": round(loss, 3), "learning_rate": 1e-4})
+        path = folder / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        (path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+        moments = {f"optimizer.state.{n}.exp_avg": v * 0.1 for n, v in weights.items()}
+        xckpt.save({**weights, **moments}, path / "model.safetensors")
 
 
 def _write_formats(folder: Path) -> None:

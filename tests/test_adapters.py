@@ -446,3 +446,22 @@ class TestMerges:
         row = merge.row(Q)
         assert (row["status"], row["cause"]) == ("same", "merged")
         assert "smaller than the rounding" in row["explanation"]
+
+
+def test_linear_layers_of_both_kinds_in_one_model(tmp_path: Path) -> None:
+    # PEFT's config has one `fan_in_fan_out`; Linear and transformers' Conv1D differ in it.
+    fc = FC.replace("mlp.fc", "mlp.c_fc")
+    base = {Q: numbers(16, 16), K: numbers(24, 16), fc: numbers(16, 24)}
+    tensors = factors(Q, rows=16) | factors(K) | factors(fc)
+    path = write(tmp_path / "adapter", tensors, CONFIG | {"fan_in_fan_out": True})
+    modules = {name: PREFIX + name.removesuffix(".weight") for name in base}
+    products = {
+        name: np.float32(1.5) * (tensors[f"{m}.lora_B.weight"] @ tensors[f"{m}.lora_A.weight"])
+        for name, m in modules.items()
+    }
+    merged = {Q: base[Q] + products[Q], K: base[K] + products[K], fc: base[fc] + products[fc].T}
+    table = xckpt.compare(base, merged, adapter=path).ckpt.table()
+    assert table["cause"].to_dict() == dict.fromkeys(base, "merged")
+    # Without a layer of the other kind, the order of a square matrix is known.
+    table = xckpt.compare({Q: base[Q]}, {Q: merged[Q]}, adapter=path).ckpt.table()
+    assert table.loc[Q, "outcome"] == "changed"

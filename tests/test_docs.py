@@ -65,6 +65,24 @@ WITH_GOLDEN = {
     "docs/how-to/quantized-models",
     "docs/sharded",
 }
+# Pages that begin with one line of Python and what it prints.
+ANSWERS = {
+    f"docs/how-to/{name}"
+    for name in (
+        *("adapter-rank", "adapters", "by-layer", "conversion", "footprint", "quantization-error"),
+        *("training-checkpoints", "training-run", "where-training-went-wrong"),
+        "which-layers-changed",
+    )
+}
+PRINTED = re.compile(r"^```python\n([^`]*?)```\n\n```text\n(.*?)```$", re.DOTALL | re.MULTILINE)
+COMPARED = """
+import contextlib, doctest, io
+printed = io.StringIO()
+with contextlib.redirect_stdout(printed):
+    exec({code!r}, {{}})
+same = doctest.OutputChecker().check_output({text!r}, printed.getvalue(), {options})
+assert same, printed.getvalue()
+"""
 # As `doctest` compares what a session shows; "..." may be anything.
 SESSION = """
 import doctest
@@ -119,6 +137,15 @@ def test_every_block_of_a_page_runs_alone(
         for pattern, instead in INSTEAD.items():
             code = re.sub(pattern, instead, code)
         pieces[f"block {number}"] = SESSION.format(text=code) if ">>>" in code else code
+    if page in ANSWERS:
+        text = (ROOT / page).with_suffix(".md").read_text(encoding="utf-8")
+        options = doctest.NORMALIZE_WHITESPACE
+        printed = PRINTED.findall(text)
+        assert text.partition("\n\n")[2].startswith(f"```python\n{printed[0][0]}")
+        pieces |= {
+            f"what block {number} prints": COMPARED.format(code=code, text=shown, options=options)
+            for number, (code, shown) in enumerate(printed, 1)
+        }
     assert fresh.run(pieces, files) == {}
 
 

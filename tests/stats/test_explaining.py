@@ -398,3 +398,18 @@ def test_quantised_numbers_of_any_size_and_type() -> None:
     table = explained(dataset(ours), dataset(theirs))
     unexplained = table.index[~table["cause"].str.startswith("quantised")]
     assert not len(unexplained), table.loc[unexplained, "explanation"].tolist()
+
+
+@pytest.mark.parametrize("place", [1, 150_000])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_single_rounded_element(place: int, is_transposed: bool) -> None:
+    # Larger numbers of bfloat16 are exact in float16; the sample of the search lacks this one.
+    values = np.random.default_rng(0).choice([-0.5, 0.25, 0.75], (300, 700)).astype(BF16)
+    values.reshape(-1)[place] = -7.3e-6
+    rounded = values.astype("float16")
+    row = explained({"w": values}, {"w": rounded.T.copy() if is_transposed else rounded}).loc["w"]
+    assert row["outcome"] == "explained"
+    assert row["cause"] == ("transposed+rounded" if is_transposed else "rounded")
+    pruned = rounded.copy()
+    pruned.reshape(-1)[-50_000::7] = 0
+    assert explained({"w": values}, {"w": pruned}).loc["w", "outcome"] == "changed"

@@ -16,7 +16,7 @@ well: two more steps of the result.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,12 @@ _FLOAT32_STEP = 2.0**-23
 _FITTED = 0.05
 
 
+def is_turned(adapter: Adapter, reader: Reader) -> bool:
+    """Return whether a linear layer has the axes of the adapter in the other order."""
+    shape = tuple(reader.array.shape)
+    return adapter.is_linear and adapter.shape == shape[::-1] != shape
+
+
 @dataclass(frozen=True, slots=True)
 class Merges:
     """An adapter, and its changes by the names of tensors in ``a``."""
@@ -65,18 +71,21 @@ class Merges:
         """Explain the cases that the adapter changes, by their numbers."""
         tasks = []
         explanations = {}
-        for number, case in enumerate(cases):
-            adapter, readers = self.adapters.get(case.match.name), case.match.both
+        pairs = [(self.adapters.get(case.match.name), case.match.both) for case in cases]
+        # PEFT's config has one `fan_in_fan_out`, even for a model with linear layers of both kinds.
+        is_mixed = any(a and both and is_turned(a, both[0]) for a, both in pairs)
+        for number, (adapter, readers) in enumerate(pairs):
             if adapter is None or readers is None:
                 continue
             problem = adapter.note
-            if not problem and adapter.shape != tuple(readers[0].array.shape):
-                problem = f"its update has the shape {list(adapter.shape)}"
+            update = adapter.turned() if is_turned(adapter, readers[0]) else adapter
+            if not problem and update.shape != tuple(readers[0].array.shape):
+                problem = f"its update has the shape {list(update.shape)}"
             if problem:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
                 explanations[number] = Explanation(("changed",), text, holds=False)
             else:
-                tasks.append(_Merge(number, adapter, *readers, self.tensors))
+                tasks.append(_Merge(number, update, *readers, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with ThreadPoolExecutor(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
@@ -133,9 +142,19 @@ class _Merge:
     ours: Reader
     theirs: Reader
     tensors: OpenTensors
+    is_mixed: bool  # whether the order of the axes of a square matrix is unknown
 
     def explain(self) -> Explanation:
-        """Verify the merge on every element."""
+        """Verify the merge, for a square matrix of a mixed model in both orders of axes."""
+        adapter, explanation = self.adapter, self.verify()
+        is_square = adapter.is_linear and adapter.shape == adapter.shape[::-1]
+        if self.is_mixed and is_square and not explanation.holds:
+            turned = replace(self, adapter=adapter.turned()).verify()
+            return turned if turned.holds else explanation
+        return explanation
+
+    def verify(self) -> Explanation:
+        """Verify the merge with the axes of the adapter."""
         with locating(tensor=self.ours.name), np.errstate(all="ignore"):
             if self.theirs.kind.name not in FRACTION_BITS:
                 text = f"the adapter changes it; merges of {self.theirs.kind.name} are not verified"

@@ -88,11 +88,23 @@ class Adapter:
     note: str = ""  # why there is no scale, or why the adapter is unsupported
     is_transposed: bool = False  # whether the product is of the transposed factors
     out_axis: int = 0  # axis of the outputs, whose norms DoRA sets
+    is_linear: bool = False  # whether the config states the order of the axes
 
     @property
     def is_product(self) -> bool:
         """Whether the adapter has factors."""
         return self.kind in {"lora", "dora"}
+
+    def turned(self) -> Adapter:
+        """Return the adapter of a linear layer with the other order of axes."""
+        left, right = self.tensors["left"], self.tensors["right"]
+        return replace(
+            self,
+            tensors={**self.tensors, "left": right, "right": left},
+            shape=self.shape[::-1],
+            is_transposed=not self.is_transposed,
+            out_axis=1 - self.out_axis,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +254,7 @@ def _adapter(
         note,
         is_transposed=is_transposed or form == "mlx",
         out_axis=int(is_transposed),
+        is_linear=not form and len(first) == 2,
     )
 
 

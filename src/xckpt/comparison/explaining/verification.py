@@ -184,9 +184,9 @@ class RelationCounts(Accumulator):
         with np.errstate(all="ignore"):
             for number, relation in enumerate(self.relations):
                 count = relation.count_in(x, y)
-                if count == len(x):
+                if count == len(x) and number == 0:
                     # The remaining relations are more lenient.
-                    self.matches[number:] += count
+                    self.matches += count
                     break
                 self.matches[number] += count
             if self.relations[0].causes == ("quantised",):
@@ -320,7 +320,7 @@ def _suspect(
         plain = [entry for entry in certain if not entry.masked]
         if plain:
             # Elements outside the sample may have been set to zero.
-            return plain[0], replace(plain[0], masked=True)
+            return *plain, *(replace(relation, masked=True) for relation in plain)
         is_related = not _correlation(thin.x, thin.y) < _RELATED
         quantised = suspect_quantised(sample, graded, offset) if is_related else None
         if quantised is not None and _is_shown(quantised, sample):
