@@ -54,6 +54,14 @@ def test_workflows_are_yaml_that_runs_existing_commands() -> None:
             assert f"\n{target}:" in makefile
 
 
+def test_workflows_test_every_python_of_the_classifiers() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert set(classifiers) == set(re.findall(r'"(3\.\d+)"', workflow))
+    assert project["requires-python"] == f">={classifiers[0]}"
+
+
 def test_absolute_links_lead_to_the_tag() -> None:
     text = (
         "![a](docs/a.png) [b](docs/b.md#c) [`d`](docs/d.md), read\n"
