@@ -17,6 +17,7 @@ extensions = ["myst_nb", "numpydoc", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "xckpt"
+pygments_dark_style = "a11y-dark"  # the default one underlines modules, like links
 
 autodoc_typehints = "none"
 numpydoc_show_class_members = False

@@ -42,8 +42,8 @@ def project() -> dict[str, Any]:
 
 
 def split(requirement: str) -> tuple[str, str]:
-    """Split ``name[extra] >=1.2`` into the name and its bound."""
-    match = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?\s*(\S*)", requirement)
+    """Split ``name[extra] >=1.2; marker`` into the name and its bound with the marker."""
+    match = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?\s*([^\s;]*(?:; .*)?)", requirement)
     assert match is not None, requirement
     return match[1], match[2]
 
@@ -78,7 +78,7 @@ def test_every_dependency_has_a_lower_bound_and_no_upper_one(project: dict[str, 
     for requirement in [*project["dependencies"], *(r for extra in extras for r in extra)]:
         name, bound = split(requirement)
         if name != project["name"]:
-            assert re.fullmatch(r">=[\d.]+", bound), requirement
+            assert re.fullmatch(r">=[\d.]+(; .*)?", bound), requirement
 
 
 def test_the_extra_all_has_every_extra_of_users(project: dict[str, Any]) -> None:

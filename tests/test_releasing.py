@@ -11,7 +11,7 @@ import yaml
 
 import xckpt
 from tests.test_packaging import CONDA_NAMES, split
-from torture.links import absolute_links
+from torture.links import absolute_links, with_urls
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +54,14 @@ def test_workflows_are_yaml_that_runs_existing_commands() -> None:
             assert f"\n{target}:" in makefile
 
 
+def test_workflows_test_every_python_of_the_classifiers() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert set(classifiers) == set(re.findall(r'"(3\.\d+)"', workflow))
+    assert project["requires-python"] == f">={classifiers[0]}"
+
+
 def test_absolute_links_lead_to_the_tag() -> None:
     text = (
         "![a](docs/a.png) [b](docs/b.md#c) [`d`](docs/d.md), read\n"
@@ -74,3 +82,14 @@ def test_every_link_of_the_readme_becomes_absolute() -> None:
     assert [target for target in targets if not re.match(r"https?://|#", target)] == []
     for path in re.findall(r"https://h/o/x/(?:raw|blob)/v1/([^)#]+)", page):
         assert (ROOT / path).exists(), path
+
+
+def test_a_release_has_the_addresses_of_its_repository() -> None:
+    before = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    after = tomllib.loads(with_urls(before, "https://h/o/x", "v1"))
+    urls = after["project"].pop("urls")
+    assert after == tomllib.loads(before)
+    assert urls["Source"] == "https://h/o/x"
+    for address in urls.values():
+        path = address.partition("/blob/v1/")[2]
+        assert (ROOT / path).exists(), address

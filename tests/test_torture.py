@@ -17,7 +17,7 @@ from torture.framing import frames
 from torture.mutating import Mutator
 from torture.reading import check_index
 from torture.trial import Tally, Trial
-from torture.ways import Disagreement, check_named, digested, flipped
+from torture.ways import Disagreement, check_named, digested, flipped, unlike_others
 from xckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -127,3 +127,11 @@ def test_a_failure_fails_the_part(tmp_path: Path) -> None:
     guarded.values = {name: array + 1 for name, array in guarded.values.items()}
     with pytest.raises(Disagreement, match="its digest says nothing"):
         guarded.check({"m.npz": data})
+
+
+def test_a_missing_other_implementation_is_not_compared_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ztensor", None)
+    for data in SMALL.values():
+        unlike_others(data, {})

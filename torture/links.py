@@ -1,7 +1,7 @@
-"""Make the relative links of README.md absolute, so that they work on an index of packages.
+"""Make the links of README.md absolute, and add the addresses that an index of packages lists.
 
-``python -m torture.links REPOSITORY REF`` rewrites README.md in place, before the archives of a
-release are built; REPOSITORY is an address on GitHub, and REF a tag.
+``python -m torture.links REPOSITORY REF`` rewrites README.md and pyproject.toml in place, before
+the archives of a release are built; REPOSITORY is an address on GitHub, and REF a tag.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ def absolute_links(text: str, repository: str, ref: str) -> str:
     return re.sub(pattern, replacement, text)
 
 
+def with_urls(pyproject: str, repository: str, ref: str) -> str:
+    """Return pyproject.toml with the addresses of the source, the documentation and the issues."""
+    table = f"""[project.urls]
+Source = "{repository}"
+Documentation = "{repository}/blob/{ref}/docs/index.md"
+Changelog = "{repository}/blob/{ref}/CHANGELOG.md"
+Issues = "{repository}/issues"
+
+"""
+    return pyproject.replace("[project.scripts]\n", f"{table}[project.scripts]\n", 1)
+
+
 if __name__ == "__main__":
-    page = ROOT / "README.md"
-    page.write_text(absolute_links(page.read_text("utf-8"), *sys.argv[1:]), "utf-8")
+    for name, rewrite in (("README.md", absolute_links), ("pyproject.toml", with_urls)):
+        path = ROOT / name
+        path.write_text(rewrite(path.read_text("utf-8"), *sys.argv[1:]), "utf-8")

@@ -224,8 +224,10 @@ def _array(name: str, load: Callable[[], Any]) -> dict[str, bytes]:
 
 
 def _ztensor(data: bytes) -> dict[str, bytes]:
-    import ztensor
-
+    try:
+        import ztensor
+    except ImportError:  # no wheel for this Python
+        return {}
     arrays: dict[str, bytes] = {}
     with NamedTemporaryFile(suffix=".zt") as file:
         file.write(data)
