@@ -25,7 +25,7 @@ from xckpt.progress import Progress
 from xckpt.scan.entries import Described
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from xckpt.comparison.explaining.search import Candidate
     from xckpt.comparison.explaining.sketches import Sketched
@@ -152,7 +152,7 @@ def _partners(
         if rule == "prefix" or large < 2 * small or small == large:
             take(name, name_of_b, rule)
     # Constants and copies, whose values alone are ambiguous.
-    for a, b in _in_order(unmatched(), Rules(_renamed(pairs)), [*free_b]):
+    for a, b in _in_order(unmatched(), Rules(_renamed(pairs)), frozenset(free_b)):
         take(a.name, b.name, "values")
     for name, name_of_b in _nearly_equal(unmatched(), _renamed(pairs), shapes, usual):
         take(name, name_of_b, "alike")
@@ -242,7 +242,7 @@ def _contents(tensor: Sketched) -> Any:
 
 
 def _in_order(
-    sides: Sequence[Sequence[Sketched]], rules: Rules, names: Sequence[str]
+    sides: Sequence[Sequence[Sketched]], rules: Rules, names: Collection[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Pair equal tensors by rules of names, else in file order, if their counts are equal."""
     for copies, equals in groups_of(sides, _contents):

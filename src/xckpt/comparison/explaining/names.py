@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import pairwise, takewhile
+from itertools import accumulate, combinations, pairwise, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.labels.conventions import match_names
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^./])([0-9]{1,9})(?![^./])")
 _PIECE = re.compile(r"[./]")
+_BEHIND_DOTS = re.compile(r"(?<=[./])")
+_BEFORE_DOTS = re.compile(r"(?=[./])")
 _WORD = re.compile(r"[a-z]+")
 # The most pairs of one shape that are tested for exchanged names.
 _MOST_EXCHANGED = 400
@@ -81,8 +83,9 @@ class Rules:
         self.shift = _shift((spelled(a), spelled(b)) for a, b in self.pairs)
         self._templates: dict[str, Counter[str]] = defaultdict(Counter)
         self._stems: dict[str, Counter[str]] = defaultdict(Counter)
-        self._fronts: Counter[tuple[str, str]] = Counter()
-        self._ends: Counter[tuple[str, str]] = Counter()
+        # Other first words, and other last words, of names that have the remaining words in common.
+        self._fronts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._ends: dict[str, Counter[str]] = defaultdict(Counter)
         for a, b in self.pairs:
             first, second = spelled(a), spelled(b)
             if self._numbers(first) == second.numbers:
@@ -90,8 +93,10 @@ class Rules:
                 (stem, leaf), (new_stem, last) = _split(first.template), _split(second.template)
                 if leaf == last:
                     self._stems[stem][new_stem] += 1
-                self._fronts.update(_fronts(a, b))
-                self._ends.update(_ends(a, b))
+                for front, new in _fronts(a, b):
+                    self._fronts[front][new] += 1
+                for end, new in _ends(a, b):
+                    self._ends[end][new] += 1
 
     def _numbers(self, name: Spelled) -> tuple[int, ...]:
         return (name.numbers[0] + self.shift, *name.numbers[1:]) if name.numbers else ()
@@ -101,8 +106,8 @@ class Rules:
         first, second = spelled(a), spelled(b)
         if self._numbers(first) != second.numbers:
             return 0
-        counts = [self._fronts[front] for front in _fronts(a, b)]
-        counts += [self._ends[end] for end in _ends(a, b)]
+        counts = [self._fronts[front][new] for front, new in _fronts(a, b)]
+        counts += [self._ends[end][new] for end, new in _ends(a, b)]
         return max(self._templates[first.template][second.template], *counts, 0)
 
     def expected(self, name: str, names_of_b: Collection[str]) -> tuple[str, int] | None:
@@ -116,14 +121,14 @@ class Rules:
         if not votes:
             for template_of_b, count in self._stems.get(stem, Counter()).items():
                 votes[_filled(template_of_b + leaf, numbers)] += count
-        for (front, new), count in self._fronts.items():
-            if name.startswith(front):
+        for front in accumulate(_BEHIND_DOTS.split(name)[:-1], initial=""):
+            for new, count in self._fronts.get(front, Counter()).items():
                 candidate = new + name.removeprefix(front)
                 votes[candidate] = max(votes[candidate], count)
-        for (end, new), count in self._ends.items():
-            if name.endswith(end):
-                candidate = name.removesuffix(end) + new
-                votes[candidate] = max(votes[candidate], count)
+        end = _BEFORE_DOTS.split(name)[-1]
+        for new, count in self._ends.get(end, Counter()).items():
+            candidate = name.removesuffix(end) + new
+            votes[candidate] = max(votes[candidate], count)
         ranked = [vote for vote in votes.most_common() if vote[0] in names_of_b]
         if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
             return None
@@ -191,14 +196,13 @@ class Rules:
         for a, b in self.pairs:
             groups[shapes.get(b)].append((a, b))
         for group in groups.values():
-            for n, (a, b) in enumerate(group[:_MOST_EXCHANGED]):
-                likeness_as_paired = likeness(a, b)
-                for c, d in group[n + 1 : _MOST_EXCHANGED]:
-                    if self.support(a, b) > 1 and self.support(c, d) > 1:
-                        continue
-                    if likeness(a, d) + likeness(c, b) > likeness_as_paired + likeness(c, d):
-                        yield a, d
-                        yield c, b
+            tested = [(a, b, self.support(a, b) > 1) for a, b in group[:_MOST_EXCHANGED]]
+            for (a, b, is_supported), (c, d, is_other_supported) in combinations(tested, 2):
+                if is_supported and is_other_supported:
+                    continue
+                if likeness(a, d) + likeness(c, b) > likeness(a, b) + likeness(c, d):
+                    yield a, d
+                    yield c, b
 
 
 def conventions(ours: Collection[str], theirs: Collection[str]) -> dict[str, str]:
@@ -242,7 +246,7 @@ def _split(template: str) -> tuple[str, str]:
 
 def _fronts(a: str, b: str) -> list[tuple[str, str]]:
     """Return two names without their common last words, if there are any."""
-    first, second = (re.split(r"(?<=[./])", name) for name in (a, b))
+    first, second = (_BEHIND_DOTS.split(name) for name in (a, b))
     pairs = zip(reversed(first), reversed(second), strict=False)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return [("".join(first[:-count]), "".join(second[:-count]))] if count else []
@@ -250,7 +254,7 @@ def _fronts(a: str, b: str) -> list[tuple[str, str]]:
 
 def _ends(a: str, b: str) -> list[tuple[str, str]]:
     """Return the last words of two names, if the names are equal up to there."""
-    first, second = (re.split(r"(?=[./])", name) for name in (a, b))
+    first, second = (_BEFORE_DOTS.split(name) for name in (a, b))
     return [(first[-1], second[-1])] if len(first) > 1 and first[:-1] == second[:-1] else []
 
 
