@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -142,3 +143,19 @@ def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Path]
         if path.relative_to(GOLDEN).parts[0] in paths
         and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )
+
+
+def calls_of(function: Callable[[], object], events: Sequence[str] = ("call",)) -> int:
+    """Count the functions of Python, or others, that are called in this thread."""
+    count = 0
+
+    def profile(_frame: object, event: str, _value: object) -> None:
+        nonlocal count
+        count += event in events
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count

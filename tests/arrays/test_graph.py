@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from functools import partial
 from mmap import mmap as MemoryMap  # noqa: N812
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
+from tests.conftest import calls_of
 from tests.sources import CountingSource
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import tensor_array
@@ -26,7 +26,6 @@ from xckpt.index import Part
 from xckpt.storage import Source, is_mapped, open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 VALUES = np.arange(6000, dtype="<f4").reshape(20, 3, 100)
@@ -104,22 +103,6 @@ def test_a_slice_creates_only_its_tasks() -> None:
     create = partial(array[3, 1, 10:12].compute, scheduler="sync")
     np.testing.assert_array_equal(create(), VALUES[3, 1, 10:12])
     assert calls_of(create) < 3000
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """Count the functions of Python that are called in this thread."""
-    count = 0
-
-    def profile(_frame: object, event: str, _value: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_the_graph_combines_with_other_dask_arrays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 import xckpt
 import xckpt.accessor
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, calls_of
 from xckpt.cli import main
 
 if TYPE_CHECKING:
@@ -252,6 +253,20 @@ class TestRules:
         rules = [result[name].attrs["matched_by"] for name in a]
         assert rules == ["values", "transposed", "rows", "rows", "elements"]
         assert result["b"].attrs["shapes"] == "b: (6, 8) and (8, 6)"
+
+    def test_many_renamed_tensors_take_linear_time(self, tmp_path: Path) -> None:
+        def compare(layers: int) -> None:
+            rng = np.random.default_rng(0)
+            values = [rng.standard_normal((4, 8), np.float32) for _ in range(layers)]
+            for side, name in (("a", "layers.{}.mlp.up.weight"), ("b", "blk.{}.ffn_up.weight")):
+                save_file({name.format(n): v for n, v in enumerate(values)}, tmp_path / side)
+            paths = tmp_path / "a", tmp_path / "b"
+            result = xckpt.compare(*paths, names="auto", explain=True, cache=False)
+            assert len(result.ckpt.names) == layers
+
+        compare(2)  # compiles loops
+        few, many = (calls_of(partial(compare, n), ("call", "c_call")) for n in (100, 400))
+        assert many < 5 * few
 
     def test_equal_tensors_are_paired_in_order_and_only_once(self) -> None:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)

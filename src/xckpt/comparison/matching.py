@@ -8,12 +8,12 @@ model, are paired by the naming conventions of known projects.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from xckpt.comparison.explaining.names import Rules, are_other_roles, conventions
-from xckpt.comparison.explaining.search import partners
+from xckpt.comparison.explaining.search import contents, partners
 from xckpt.comparison.explaining.sketches import groups_of, sketched
 from xckpt.comparison.pairs import Match, Partner, pair_of
 from xckpt.errors import shown
@@ -187,7 +187,7 @@ def _renamed(pairs: Mapping[str, Partner]) -> list[tuple[str, str]]:
 
 def _same_values(sides: Sequence[Sequence[Sketched]]) -> list[tuple[str, str, str]]:
     """Pair tensors with the same numbers, if each side has them once; return the rules too."""
-    groups = chain.from_iterable(groups_of(sides, _contents))
+    groups = chain.from_iterable(groups_of(sides, contents))
     copies = {id(tensor) for group in groups if len(group) > 1 for tensor in group}
     pairs = [
         (candidate.a.name, candidate.b.name, _rule_of(candidate))
@@ -236,16 +236,11 @@ def _rule_of_elements(a: Sketched, b: Sketched) -> str:
 _NEARLY = 1e-9
 
 
-def _contents(tensor: Sketched) -> Any:
-    totals = tuple(np.round(tensor.sketch.totals, 12).tolist())
-    return tensor.shape, tensor.sketch.low, tensor.sketch.high, totals
-
-
 def _in_order(
     sides: Sequence[Sequence[Sketched]], rules: Rules, names: Collection[str]
 ) -> Iterator[tuple[Sketched, Sketched]]:
     """Pair equal tensors by rules of names, else in file order, if their counts are equal."""
-    for copies, equals in groups_of(sides, _contents):
+    for copies, equals in groups_of(sides, contents):
         if len(copies) != len(equals):
             continue
         copies_of_b = {copy.name: copy for copy in equals}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import lru_cache
 from itertools import permutations, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from xckpt.comparison.arrangements import (
     Truncated,
 )
 from xckpt.comparison.explaining.names import likeness
+from xckpt.comparison.explaining.sketches import groups_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.sketches import Sketched
@@ -254,25 +255,43 @@ def _paired(candidates: list[Candidate]) -> list[Candidate]:
 def _candidates(
     ours: Sequence[Sketched], theirs: Sequence[Sketched], *, is_extended: bool
 ) -> list[Candidate]:
-    groups: tuple[dict[Shape, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
-    for side, group in zip((ours, theirs), groups, strict=True):
+    sides = [[t for t in s if not t.is_constant and t.size >= _FEWEST] for s in (ours, theirs)]
+    candidates: list[Candidate] = []
+    if not is_extended:
+        # Screening compares all pairs of tensors: leave out those with a single equal tensor.
+        groups = groups_of(sides, contents)
+        candidates += _likely((a[0], b[0]) for a, b in groups if len(a) == len(b) == 1)
+        paired = {id(tensor) for candidate in candidates for tensor in candidate[:2]}
+        sides = [[tensor for tensor in side if id(tensor) not in paired] for side in sides]
+    by_shape: tuple[dict[Shape, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, tensors_of_shape in zip(sides, by_shape, strict=True):
         for tensor in side:
-            if not tensor.is_constant and tensor.size >= _FEWEST:
-                group[tensor.shape].append(tensor)
-    candidates = []
-    for shape, ours_of_shape in groups[0].items():
-        for shape_of_b, theirs_of_shape in groups[1].items():
-            is_permuted = sorted(shape) == sorted(shape_of_b)
-            if len(shape) != len(shape_of_b) or is_permuted == is_extended:
-                continue
-            sizes = list(zip(sorted(shape), sorted(shape_of_b), strict=True))
-            if not (all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)):
-                continue  # neither shape fits into the other, in any order of the axes
-            for a, b in _screened(ours_of_shape, theirs_of_shape, is_extended=is_extended):
-                best = next(iter(arrangements(a, b)), None)
-                if best is not None and best.score >= ALIKE:
-                    candidates.append(Candidate(a, b, a.is_like(b), best))
+            tensors_of_shape[tensor.shape].append(tensor)
+    for (shape, ours_of_shape), (shape_of_b, theirs_of_shape) in product(
+        *(group.items() for group in by_shape)
+    ):
+        is_permuted = sorted(shape) == sorted(shape_of_b)
+        if len(shape) != len(shape_of_b) or is_permuted == is_extended:
+            continue
+        sizes = list(zip(sorted(shape), sorted(shape_of_b), strict=True))
+        if not (all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)):
+            continue  # neither shape fits into the other, in any order of the axes
+        candidates += _likely(_screened(ours_of_shape, theirs_of_shape, is_extended=is_extended))
     return candidates
+
+
+def _likely(pairs: Iterable[tuple[Sketched, Sketched]]) -> Iterator[Candidate]:
+    """Yield the pairs of tensors whose sums agree in some arrangement."""
+    for a, b in pairs:
+        best = next(iter(arrangements(a, b)), None)
+        if best is not None and best.score >= ALIKE:
+            yield Candidate(a, b, a.is_like(b), best)
+
+
+def contents(tensor: Sketched) -> Any:
+    """Return numbers that all tensors with equal elements in equal places share."""
+    totals = tuple(np.round(tensor.sketch.totals, 12).tolist())
+    return tensor.shape, tensor.sketch.low, tensor.sketch.high, totals
 
 
 def _screened(
