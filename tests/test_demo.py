@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,3 +72,12 @@ def test_a_second_run_keeps_the_sample(tmp_path: Path) -> None:
     assert "is there from an earlier run" in again
     assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
     assert os.listdir(tmp_path / "demo") == ["decoder-4x64.zt"]  # noqa: PTH208  names, not paths
+
+
+@pytest.mark.parametrize("argument", ["--help", "elsewhere"])
+def test_arguments_show_the_usage_and_write_nothing(argument: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "xckpt.sample", argument]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)  # noqa: S603
+    assert "usage: python -m xckpt.sample" in process.stdout + process.stderr
+    assert process.returncode == (0 if argument == "--help" else 2)
+    assert not any(tmp_path.iterdir())

@@ -144,13 +144,13 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         >>> ds["lm_head.weight"].mean().compute()
         """
         with uninterrupted():
-            from xckpt.datasets.making import described, make_dataset
+            from xckpt.datasets.making import finish_dataset, make_dataset
             from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         with paused_collector():
             ds = make_dataset(source, index, options)
-        return described(ds, source, index)
+        return finish_dataset(ds, source, index)
 
     def open_groups_as_dict(
         self,
@@ -170,14 +170,14 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             attributes of the file.
         """
         with uninterrupted():
-            from xckpt.datasets.making import described, make_groups
+            from xckpt.datasets.making import finish_dataset, make_groups
             from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         axis_names = formats.get(index.format).module_axes
         with paused_collector():
             datasets = make_groups(source, index, options, axis_names)
-        described(datasets["/"], source, index)
+        finish_dataset(datasets["/"], source, index)
         return datasets
 
     def open_datatree(

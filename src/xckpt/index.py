@@ -554,6 +554,7 @@ class Index(Mapping[str, "Tensor"]):
 
     format: str
     version: str
+    # Merging files replaces the parts of tensors: no other field may have a copy of a tensor.
     tensors: Mapping[str, Tensor]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""

@@ -276,4 +276,8 @@ def main(folder: Path = Path("demo"), *, layers: int = 12, width: int = 1024) ->
 
 
 if __name__ == "__main__":
+    from argparse import ArgumentParser
+
+    about = "Write a sample checkpoint of 300 MB to the folder demo, open it and compute on it."
+    ArgumentParser("python -m xckpt.sample", description=about).parse_args()
     main()

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+# Statistics that are approximate for whole tensors of 32- and 64-bit types: quantiles. Statistics
+# that use `count_where` belong here, too.
+APPROXIMATE = {name for name in NAMES if name.startswith("q")}
+
 
 def dataset() -> xr.Dataset:
     rng = np.random.default_rng(0)
@@ -135,15 +139,17 @@ def test_rows_and_whole_tensors_agree_with_exact_arithmetic(table: Array) -> Non
         exact = exact_stats(elements)
         for name, number in zip(NAMES, statistics, strict=True):
             expected, most = exact[name], exact["absmax"]
+            if name in APPROXIMATE and statistics is of_tensor:
+                continue
             if name == "mean":
                 np.testing.assert_allclose(number, expected, 1e-15, 1e-15 * most + 1e-323)
             elif name in {"skew", "kurtosis"}:
                 np.testing.assert_allclose(number, expected, rtol=1e-10, atol=1e-10, err_msg=name)
-            elif name.startswith("q") and statistics is not of_tensor:
+            elif name in APPROXIMATE:
                 np.testing.assert_array_equal(number, expected, err_msg=name)
             elif name == "l2" and not expected < 0.999 * np.finfo(np.float64).max:
                 assert number > 0.998 * np.finfo(np.float64).max
-            elif not name.startswith("q"):
+            else:
                 np.testing.assert_allclose(number, expected, 1e-12, 1e-323, err_msg=name)
 
 

@@ -198,7 +198,7 @@ def test_deferred_statistics_come_from_one_scan(path: Path) -> None:
 def test_other_quantiles(path: Path) -> None:
     st = stats(path, quantiles=[0, 1 / 3, 1])
     names = st["statistic"].to_numpy().tolist()
-    assert names[-4:] == ["q0", "q0.333333", "q1", "unique"]
+    assert names[: names.index("unique") + 1][-4:] == ["q0", "q0.333333", "q1", "unique"]
     embed = st["embed"]
     assert embed.sel(statistic="q0") == embed.sel(statistic="min")
     assert embed.sel(statistic="q1") == embed.sel(statistic="max")

@@ -60,7 +60,7 @@ class LazyArray(ABC):
     def __init__(
         self, name: str, source: Source, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        self.name = name  # of the tensor, for messages
+        self.name = name  # of a tensor or a stack, for messages, readers and names of dask arrays
         self.source = source
         self.shape = shape
         self.dtype = dtype  # of selections

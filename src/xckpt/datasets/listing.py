@@ -248,7 +248,7 @@ def stacking_key(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tupl
         tensor.quantization,
         tensor.problem is None,
         parts,
-        names.caller_names(tensor.name) if options.dims else None,
+        names.users_names(tensor.name) if options.dims else None,
     )
 
 

@@ -67,7 +67,7 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     names = AxisNamer(options.dims, arrays.keys() - coord_dims)
     _claim(names, listing.arrays, coord_dims)
     maker = VariableMaker.of(source, listing, options)
-    group = _group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
+    group = _make_group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
     if listing.file_order != listing.flat_order:
@@ -117,7 +117,7 @@ def make_groups(
             shapes = {leaf: a.lazy.shape[len(a.stacked_dims) :] for leaf, a in node.items()}
             roles = axis_names(shapes)
         taken = {*node, *children.get(path, ())}
-        group = _group(node, taken, maker, names[key], coords=coords, roles=roles, marks=marks)
+        group = _make_group(node, taken, maker, names[key], coords=coords, roles=roles, marks=marks)
         datasets[path] = assemble_dataset(group.variables, group.coords)
         dropped |= group.dropped_attrs
     # The order of nodes is not the order of the file.
@@ -152,9 +152,9 @@ def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str
 class _Coordinates:
     """The tensors that the file declares to be coordinates, and the dimensions that they name."""
 
-    def __init__(self, names: Collection[str], callers: AxisNamer) -> None:
+    def __init__(self, names: Collection[str], namer: AxisNamer) -> None:
         self._names = frozenset(names)
-        self._callers = callers
+        self._namer = namer
 
     def has(self, array: Listed) -> bool:
         """Return whether an array becomes a coordinate."""
@@ -170,7 +170,7 @@ class _Coordinates:
         for leaf, array in node.items():
             if not array.suggested or not self.has(array):
                 continue
-            dims = self._callers.caller_names(array.name) or array.suggested
+            dims = self._namer.users_names(array.name) or array.suggested
             if leaf not in dims or len(dims) != array.lazy.ndim:
                 continue
             size = array.lazy.shape[dims.index(leaf)]
@@ -198,7 +198,7 @@ def _claim(
             names.claim(dim, size)
 
 
-def _group(
+def _make_group(
     arrays: Mapping[str, Listed],
     taken: Collection[str],
     maker: VariableMaker,
@@ -219,7 +219,7 @@ def _group(
         dims = names.name_axes(
             array.name, array.lazy.shape, suggested, array.stacked_dims, array.tensor.name
         )
-        axes = _file_names(array, dims, suggested, names)
+        axes = _axis_names_in_file(array, dims, suggested, names)
         if array.stacked is None:
             kind = group.coords if coords.has(array) else group.variables
             kind[leaf] = maker.variable(array, dims, axes)
@@ -234,22 +234,22 @@ def _group(
     return group
 
 
-def _file_names(
+def _axis_names_in_file(
     array: Listed,
     dims: tuple[str, ...],
     suggested: tuple[str | None, ...] | None,
     names: AxisNamer,
 ) -> dict[str, str | None]:
-    """Return the names in the file of axes that have another name, not chosen by the caller."""
+    """Return the names in the file of axes that have another name, not chosen by the user."""
     if suggested is None:
         return {}
     inner = dims[len(array.stacked_dims) :]
-    callers = names.caller_names(array.name) or names.caller_names(array.tensor.name) or ()
+    users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
     stated = array.suggested or (None,) * len(inner)
     return {
         dim: name
         for dim, name in zip(inner, stated, strict=True)
-        if name != explicit_name(dim) and dim not in callers
+        if name != explicit_name(dim) and dim not in users_names
     }
 
 
@@ -458,7 +458,7 @@ def _part_encoding(part: Part) -> dict[str, Any]:
     return encoding
 
 
-def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
+def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
     """Add attributes and encoding of the file to a Dataset, and the function that closes it."""
     shards_nbytes = sum([shard.size for shard in index.shards.values()])
     # Files that were merged are shards, too.

@@ -1,4 +1,4 @@
-"""Names of axes: chosen by the caller, stated by the file, or made from the size of the axis.
+"""Names of axes: chosen by the user, stated by the file, or made from the size of the axis.
 
 The names in a Dataset follow three rules:
 
@@ -28,7 +28,7 @@ _GENERATED = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
 class AxisNamer:
     """Names for the axes of one Dataset, assigned variable by variable."""
 
-    # `dims` has the caller's names: globs of variable names, each with one name per axis. None
+    # `dims` has the user's names: globs of variable names, each with one name per axis. None
     # leaves an axis to the file, or to its size. The last matching glob wins. `reserved` are names
     # of variables, which no axis may have.
     def __init__(
@@ -60,8 +60,8 @@ class AxisNamer:
         """Return whether no axis of another size has this name."""
         return self._sizes.get(name, size) == size
 
-    def caller_names(self, tensor: str) -> tuple[str | None, ...] | None:
-        """Return the caller's names for the axes of a tensor, or None if no glob matches."""
+    def users_names(self, tensor: str) -> tuple[str | None, ...] | None:
+        """Return the user's names for the axes of a tensor, or None if no glob matches."""
         for entry in reversed(self._entries):
             if entry.matches(tensor):
                 return entry.names
@@ -76,7 +76,7 @@ class AxisNamer:
         member: str = "",
     ) -> tuple[str, ...]:
         """Return the names of a variable's axes; `suggested` has the file's names."""
-        # A stack begins with the axes `stack_dims`, and the caller's globs also match the name of
+        # A stack begins with the axes `stack_dims`, and the user's globs also match the name of
         # its first `member`.
         chosen = self._chosen_names(variable, shape, stack_dims, member)
         unnamed = (None,) * len(shape)
@@ -93,7 +93,7 @@ class AxisNamer:
     def _chosen_names(
         self, variable: str, shape: tuple[int, ...], stack_dims: tuple[str, ...], member: str
     ) -> tuple[str | None, ...] | None:
-        """Return the caller's names for all axes of a variable, or None if no glob matches."""
+        """Return the user's names for all axes of a variable, or None if no glob matches."""
         for entry in reversed(self._entries):
             if not entry.matches(variable) and not (stack_dims and entry.matches(member)):
                 continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
 from xckpt.datasets.listing import free_name, list_arrays, stacking_key
-from xckpt.datasets.making import described, make_dataset
+from xckpt.datasets.making import finish_dataset, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import marks_of
 from xckpt.errors import shown, warn
@@ -221,7 +221,7 @@ def _combined(
         text = f"{index.source}: attributes that differ between steps are left out: {lost}"
         warn(text)
     register_formatter()
-    return described(ds, source, index)
+    return finish_dataset(ds, source, index)
 
 
 def _with_metrics(attrs: dict[str, Any]) -> dict[str, Any]:

@@ -43,12 +43,12 @@ def send_out(
     if client is None:
         return list(tasks)
 
-    def place(task: Any) -> tuple[str, int]:
+    def file_and_size(task: Any) -> tuple[str, int]:
         read = array(task)
         return (read.source.name if isinstance(read, LazyArray) else ""), task.nbytes
 
     remote_tasks = [task for task in tasks if not isinstance(array(task), np.ndarray)]
-    on_cluster(client, remote_tasks, work, deliver, place)
+    on_cluster(client, remote_tasks, work, deliver, file_and_size)
     return [task for task in tasks if isinstance(array(task), np.ndarray)]
 
 
@@ -57,15 +57,15 @@ def on_cluster(
     tasks: Sequence[Any],
     work: Callable[[Any], Any],
     deliver: Callable[[Any, Any], None],
-    place: Callable[[Any], tuple[str, int]],
+    file_and_size: Callable[[Any], tuple[str, int]],
 ) -> None:
     """Run tasks on workers, each on its preferred worker if that one has time."""
-    # `place` returns the file of a task and its size in bytes. If a worker dies, another one
-    # repeats its tasks, which depend only on their files.
+    # `file_and_size` is of a task, in bytes. If a worker dies, another one repeats its tasks, which
+    # depend only on their files.
     if not tasks:
         return
     token = f"xckpt-{uuid4().hex}"
-    workers = placed([place(task) for task in tasks], client.nthreads())
+    workers = placed([file_and_size(task) for task in tasks], client.nthreads())
     futures = {}
     for number, (task, worker) in enumerate(zip(tasks, workers, strict=True)):
         target = {} if worker is None else {"workers": [worker], "allow_other_workers": True}

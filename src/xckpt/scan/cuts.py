@@ -35,9 +35,9 @@ _thread = threading.local()
 class Cut(NamedTuple):
     """Elements of a tensor that a task reads."""
 
-    #: Number of the tensor, and number of the stretch in it.
+    #: Number of the tensor, and position of the stretch among its uncached ones.
     number: int
-    stretch: int
+    position: int
     reader: Any
     argument: Any
     start: int
@@ -55,7 +55,7 @@ def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterato
     # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
     task: list[Cut] = []
     nbytes = 0
-    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.stretch)):
+    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.position)):
         reader, stop = cut.reader, cut.stop
         # Many small files share a task. The first tensors of a large file wait for its others.
         if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:

@@ -69,16 +69,16 @@ def gather(
     with open_records(readers, operation.record, enabled=cache) as records:
         outcome = _Outcome(readers, operation, records, finish)
         with paused_collector():
-            outcome.load_cached(stretched=stretched)
+            outcome.plan_reads(stretched=stretched)
         if shortcut is not None:
             missing = [n for n, stretches in enumerate(outcome.uncached) if stretches]
             for number, accumulator in shortcut(missing):
                 outcome.receive(number, 0, accumulator)
                 outcome.uncached[number].clear()
         cuts = [
-            Cut(number, position, readers[number], arguments and arguments[number], *stretch)
+            Cut(number, position, readers[number], arguments and arguments[number], *bounds)
             for number, stretches in enumerate(outcome.uncached)
-            for position, stretch in enumerate(stretches)
+            for position, bounds in enumerate(stretches)
         ]
         progress = progress or Progress(False, "")  # noqa: FBT003  it shows nothing
         progress.expect(sum(cut.nbytes for cut in cuts))
@@ -94,7 +94,7 @@ def load_cached(
     """Return the results of stretched scans that are cached for each tensor, or None."""
     with open_records(readers, operation.record, enabled=True) as records:
         outcome = _Outcome(readers, operation, records, finish)
-        outcome.load_cached(stretched=True)
+        outcome.plan_reads(stretched=True)
     return outcome.results
 
 
@@ -121,7 +121,7 @@ class _Outcome:
         self.wholes: dict[int, Accumulator] = {}
         self.parts: dict[tuple[int, int], Accumulator | None] = {}
 
-    def load_cached(self, *, stretched: bool) -> None:
+    def plan_reads(self, *, stretched: bool) -> None:
         """Take cached accumulators, and list the stretches without one."""
         for number, reader in enumerate(self.readers):
             stretches = [(0, reader.size)]
@@ -131,32 +131,32 @@ class _Outcome:
                 stretches = [(start, min(start + _STRETCH, reader.size)) for start in starts]
             self.missing.append(len(stretches))
             self.uncached.append([])
-            for stretch in stretches:
-                accumulator = self._cached(number, stretch)
+            for bounds in stretches:
+                accumulator = self._cached(number, bounds)
                 if accumulator is not None:
                     self._add(number, accumulator)
                     continue
                 self.parts[number, len(self.uncached[-1])] = None
-                self.uncached[-1].append(stretch)
+                self.uncached[-1].append(bounds)
 
-    def receive(self, number: int, stretch: int, part: Accumulator) -> None:
+    def receive(self, number: int, position: int, part: Accumulator) -> None:
         """Take the accumulator of a part of a stretch."""
-        if (number, stretch) not in self.parts:
+        if (number, position) not in self.parts:
             return  # another empty chunk of an empty tensor
-        total = _merged(self.parts[number, stretch], part)
-        start, stop = self.uncached[number][stretch]
+        total = _merged(self.parts[number, position], part)
+        start, stop = self.uncached[number][position]
         if total.count < stop - start:
-            self.parts[number, stretch] = total
+            self.parts[number, position] = total
             return
-        del self.parts[number, stretch]
+        del self.parts[number, position]
         records = self.records[number]
         if records is not None:
             records.put(key_of(self.readers[number], (start, stop)), total.pack())
         self._add(number, total)
 
-    def _cached(self, number: int, stretch: tuple[int, int]) -> Accumulator | None:
+    def _cached(self, number: int, bounds: tuple[int, int]) -> Accumulator | None:
         records, reader = self.records[number], self.readers[number]
-        value = None if records is None else records.get(key_of(reader, stretch))
+        value = None if records is None else records.get(key_of(reader, bounds))
         if value is None:
             return None
         try:
@@ -164,13 +164,14 @@ class _Outcome:
         except LookupError:  # a sketch without channels
             return None
 
-    def _add(self, number: int, stretch: Accumulator) -> None:
+    def _add(self, number: int, total: Accumulator) -> None:
+        """Take the accumulator of a stretch."""
         self.missing[number] -= 1
-        total = _merged(self.wholes.pop(number, None), stretch)
+        whole = _merged(self.wholes.pop(number, None), total)
         if self.missing[number]:
-            self.wholes[number] = total
+            self.wholes[number] = whole
         else:
-            self.results[number] = self.finish(number, total)
+            self.results[number] = self.finish(number, whole)
 
 
 def _merged(total: Accumulator | None, part: Accumulator) -> Accumulator:
@@ -189,18 +190,18 @@ def _scan(
     client = waiting_client()
     chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedTensor)]
     unchunked = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
-    local_cuts = [cut for cut in unchunked if client is None or cut.reader.local]
-    remote_cuts = [cut for cut in unchunked if client is not None and not cut.reader.local]
+    thread_cuts = [cut for cut in unchunked if client is None or cut.reader.local]
+    cluster_cuts = [cut for cut in unchunked if client is not None and not cut.reader.local]
 
     def deliver_all(task: list[Cut], results: list[Any]) -> None:
         for cut, result in zip(task, results, strict=True):
-            receive(cut.number, cut.stretch, result)
+            receive(cut.number, cut.position, result)
         report(sum(cut.nbytes for cut in task))
 
-    if remote_cuts:
-        _run_on_cluster(client, remote_cuts, operation, deliver_all)
-    if local_cuts:
-        tasks = list(tasks_of(local_cuts, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
+    if cluster_cuts:
+        _run_on_cluster(client, cluster_cuts, operation, deliver_all)
+    if thread_cuts:
+        tasks = list(tasks_of(thread_cuts, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
         _run_on_threads(tasks, operation, deliver_all)
     if chunked:
         _run_chunks(client, chunked, operation, receive, report)
@@ -257,10 +258,10 @@ def _run_on_cluster(
         most = _MOST_FAR_CUTS
     tasks = list(tasks_of(cuts, _CLUSTER_TASK_NBYTES, target, most))
 
-    def place(task: list[Cut]) -> tuple[str, int]:
+    def file_and_size(task: list[Cut]) -> tuple[str, int]:
         return task[0].reader.place[0], sum(cut.nbytes for cut in task)
 
-    on_cluster(client, tasks, partial(_scan_ahead, operation=operation), deliver, place)
+    on_cluster(client, tasks, partial(_scan_ahead, operation=operation), deliver, file_and_size)
 
 
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:

@@ -244,7 +244,7 @@ def _describe_all(
                 remaining = iter(entry_dead)
                 places = entry.gone.ravel() if entry_dead else ()
                 entry_dead = [0 if is_gone else next(remaining) for is_gone in places]
-                # Absent tensors are filled with NaN; other statistics ignore these elements.
+                # Absent tensors are filled with NaN, which other statistics ignore; see `Elements`.
                 result[[options.names.index(name) for name in ("count", "nan")]] -= entry.absent
                 result[:, entry.gone] = np.nan
             results.append(result)

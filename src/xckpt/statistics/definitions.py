@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class Elements:
-    """The elements of several tensors: each attribute is an array with a number per tensor."""
+    """The elements of several tensors: each attribute is an array with a number per tensor.
+
+    Every statistic but `count` and `nan` is of elements other than NaN: the positions that a
+    stack lacks are filled with NaN, and only these two are corrected for them.
+    """
 
     #: How the elements are counted; None for elements that have no code.
     kind: Kind | None
@@ -89,7 +93,7 @@ def _count(name: str, description: str, compute: Callable[[Elements], Array]) ->
     return Statistic(name, description, compute, merge, complex=True, whole=True)
 
 
-#: In the order of the results. Quantiles come right before `unique`.
+#: In the order of the results: a new line goes to the end. Quantiles come right before `unique`.
 STATISTICS = (
     _count("count", "number of elements", lambda t: t.count),
     _count("nan", "number of NaN elements", lambda t: t.nan),

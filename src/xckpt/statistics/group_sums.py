@@ -41,6 +41,11 @@ class Groups:
         """Return the sum of a statistic over the tensors of each group."""
         return self.sum(self[name])
 
+    def average(self, name: str) -> Array:
+        """Return the mean of a statistic, weighted by the finite elements of each tensor."""
+        # A share of the elements, because a sum of all of them may overflow.
+        return self.sum(self._share * self._of_finite(name))
+
     def spread(self, values: Array) -> Array:
         """Return the number of its group for each tensor."""
         return values[self._owner]
@@ -78,10 +83,8 @@ class Groups:
     @cached_property
     def mean(self) -> Array:
         """Mean of each group."""
-        means = self._of_finite("mean")
         low, high = self.least("mean"), self.largest("mean")
-        # A share of the elements, because a sum of all of them may overflow.
-        return np.where(low == high, low, self.sum(self._share * means))
+        return np.where(low == high, low, self.average("mean"))
 
     @cached_property
     def std(self) -> Array:

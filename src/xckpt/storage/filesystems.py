@@ -48,9 +48,7 @@ class FsspecSource(RemoteSource):
 
     __slots__ = ()
 
-    def __init__(
-        self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
-    ) -> None:
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.name = url
         self.storage_options, self.limits = split_options(storage_options)
         self._first = b""

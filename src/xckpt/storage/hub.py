@@ -176,7 +176,7 @@ class _Hub:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self._url = url
-        options, self._limits = split_options(flattened(storage_options), is_flat=True)
+        options, self._limits = split_options(flattened(storage_options), allow_top_level=True)
         self._token = options.get("token")
         try:
             import huggingface_hub
@@ -427,13 +427,13 @@ class HubSource(ObjectSource):
 
     __slots__ = ()
 
-    def __init__(
-        self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
-    ) -> None:
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         hub = _Hub(url, storage_options)
         place = hub.resolved(HubPath.parse(url))
         self.name = place.url
-        self.storage_options, self.limits = split_options(flattened(storage_options), is_flat=True)
+        self.storage_options, self.limits = split_options(
+            flattened(storage_options), allow_top_level=True
+        )
         self._first = b""
         self.size, digest = hub.entry(place)
         self.identity = (self.size, ("sha", digest))

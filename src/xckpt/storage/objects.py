@@ -22,7 +22,13 @@ from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, sh
 from xckpt.storage.cache import FIRST_NBYTES
 from xckpt.storage.limits import Locks, Pool
 from xckpt.storage.remote import RemoteSource, changed, identified, unsupported
-from xckpt.storage.requests import TransientError, called_within, retried, run, split_options
+from xckpt.storage.requests import (
+    TransientError,
+    called_within,
+    retried,
+    run_urgently,
+    split_options,
+)
 from xckpt.storage.stores import (
     address_of,
     flattened,
@@ -170,21 +176,16 @@ class ObjectSource(RemoteSource):
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        url: str,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        first: int = FIRST_NBYTES,
-    ) -> None:
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.name = url
-        self.storage_options, self.limits = split_options(flattened(storage_options), is_flat=True)
+        self.storage_options, self.limits = split_options(
+            flattened(storage_options), allow_top_level=True
+        )
         self._first = b""
         if url.endswith("/") and store_kind(url) != "http":
             raise _folder(url)
-        look = partial(self._look, max(1, first))
         try:
-            run(url, partial(retried, url, look, self.limits))
+            run_urgently(url, partial(retried, url, self._look, self.limits))
         except FileNotFoundError:
             if store_kind(url) != "http" and _is_folder(url, storage_options):
                 raise _folder(url) from None
@@ -192,18 +193,18 @@ class ObjectSource(RemoteSource):
         if self.identity == (self.size,):
             self._remember_beginning()
 
-    def _look(self, first: int) -> None:
+    def _look(self) -> None:
         """Request the beginning of the file, and set its size and its version."""
         try:
-            meta, self._first = self._answer({"range": (0, first)}, _check_encoding)
+            meta, self._first = self._answer({"range": (0, FIRST_NBYTES)}, _check_encoding)
         except (FileChangedError, UnsupportedError):
             # An empty file has no range.
             meta, _ = self._answer({}, _check_encoding)
             if meta["size"] != 0:
                 raise
         self.size, self.identity = identified(self.name, meta["size"], _version(meta))
-        if len(self._first) != min(first, self.size):
-            raise TransientError(f"asked for {first} bytes at 0, got {len(self._first)}")
+        if len(self._first) != min(FIRST_NBYTES, self.size):
+            raise TransientError(f"asked for {FIRST_NBYTES} bytes at 0, got {len(self._first)}")
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         """Request a range of the version that was opened; see `RemoteSource`."""
@@ -391,7 +392,7 @@ class Bucket:
         if store_kind(url) == "http":
             hint = "Save it to a local file, and upload that"
             raise UnsupportedError("cannot write to a web server", path=url, hint=hint)
-        options, limits = split_options(flattened(storage_options), is_flat=True)
+        options, limits = split_options(flattened(storage_options), allow_top_level=True)
         self._url = url
         self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
 
@@ -439,7 +440,7 @@ class Bucket:
 
     def _run(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            return run(self._url, partial(call, *arguments, **options))
+            return run_urgently(self._url, partial(call, *arguments, **options))
         except Exception as error:
             problem = failure(error, self._url)
             if isinstance(problem, TransientError):

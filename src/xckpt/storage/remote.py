@@ -153,12 +153,10 @@ class RemoteSource(Source):
 
     def _remember_beginning(self) -> None:
         """Identify a file without a version by its beginning, and warn about that."""
-        nbytes = min(self.size, FIRST_NBYTES)
-        first = self._first if len(self._first) >= nbytes else self._requested(0, nbytes)
-        self._first = first
+        self._first = self._first or self._requested(0, min(self.size, FIRST_NBYTES))
         # Another opening may find another version.
         opening = (_OPENING, uuid.uuid4().hex)
-        self.identity = (self.size, opening, (_BEGINNING, _digest(first[:nbytes])))
+        self.identity = (self.size, opening, (_BEGINNING, _digest(self._first)))
         warn(
             f"{self.name}: the server sends neither ETag nor Last-Modified, so changes of the file "
             "while it is open are noticed only in its size and its first 64 KiB"

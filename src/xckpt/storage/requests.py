@@ -64,16 +64,16 @@ class TransientError(OSError):
 
 
 def split_options(
-    storage_options: Mapping[str, Any] | None, *, is_flat: bool = False
+    storage_options: Mapping[str, Any] | None, *, allow_top_level: bool = False
 ) -> tuple[dict[str, Any], Limits]:
     """Separate `Limits`, which have the key "xckpt", from the options of a file system."""
-    # With `is_flat` the limits may also stand next to the other options.
+    # With `allow_top_level` the limits may also stand next to the other options, without that key.
     options = dict(storage_options or {})
     place = f"storage_options[{OWN_OPTIONS!r}]"
     limits = options.pop(OWN_OPTIONS, None) or {}
     if not isinstance(limits, dict):
         raise ValueError(f"{place} must be a dictionary, not {limits!r}")  # noqa: TRY004
-    if is_flat:
+    if allow_top_level:
         limits = limits | {key: options.pop(key) for key in Limits._fields if key in options}
     if limits.pop("min_rate", None) is not None:
         text = f"'min_rate' in {place} has no effect since xckpt 0.2: use 'read_timeout'"
@@ -88,7 +88,7 @@ def split_options(
     return options, Limits(**limits)
 
 
-def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
+def retried(url: str, request: Callable[[], T], limits: Limits) -> T:
     """Make a request; repeat it after a `TransientError` as `limits` allow."""
     start, attempts, used = time.monotonic(), 0, 0
     while True:
@@ -115,8 +115,8 @@ def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
                     }
                     advice = "If the server or the line is slow, wait longer: "
                     advice += f"storage_options={longer}"
-                raise OSError(number, f"{text}. {advice}", name) from error
-            logger.debug("repeat in %.2f s: %s: %s", pause, loggable(name), error)
+                raise OSError(number, f"{text}. {advice}", url) from error
+            logger.debug("repeat in %.2f s: %s: %s", pause, loggable(url), error)
         time.sleep(pause)
 
 
@@ -187,12 +187,12 @@ def _complete(future: Future[T], call: Callable[[], T]) -> None:
 _threads = _Threads()
 
 
-def submit(name: str, call: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
+def submit(url: str, call: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
     """Run a request for a URL on a thread; raise in a forked process, where it would hang."""
     if _threads.is_forked:
         raise UnsupportedError(
             "this process was forked from one that had made requests, so its requests would hang",
-            path=name,
+            path=url,
             hint="Start it with 'spawn' or 'forkserver', such as multiprocessing.get_context("
             "'spawn') or DataLoader(multiprocessing_context='spawn')",
         )
@@ -208,9 +208,9 @@ def wait_for(future: Future[T]) -> T:
         raise
 
 
-def run(name: str, call: Callable[[], T]) -> T:
-    """Run a request for a URL on a thread and wait for it."""
-    return wait_for(submit(name, call, is_urgent=True))
+def run_urgently(url: str, call: Callable[[], T]) -> T:
+    """Run a request for a URL on a thread, before waiting ones, and return its result."""
+    return wait_for(submit(url, call, is_urgent=True))
 
 
 def called_within(seconds: float, call: Callable[[], T]) -> T:

@@ -124,7 +124,7 @@ class WriteJob:
         self._files = []
         for number, (name, file_plan) in enumerate(plans):
             parts = [
-                self._with_data(planned, payloads[planned.tensor], cast, number, spool=len(plans))
+                self._with_data(planned, payloads[planned.tensor], cast, number, len(plans))
                 for planned in file_plan.parts
             ]
             parts += [
@@ -149,9 +149,10 @@ class WriteJob:
         return self.__dict__ | {"_stores": []}
 
     def _with_data(
-        self, planned: PlannedPart, payload: Payload, cast: Cast, file: int, *, spool: int
+        self, planned: PlannedPart, payload: Payload, cast: Cast, file: int, spool_number: int
     ) -> PlannedPart:
         """Add the source of its bytes to a planned part; dask arrays are computed before."""
+        # `file` and `spool_number` are positions among the temporary files; see `_begin`.
         data = payload.part_data(planned.role, planned.part, cast)
         if not isinstance(data, ArrayData) or not data.is_dask:
             return planned._replace(data=data)
@@ -162,7 +163,7 @@ class WriteJob:
             self._stores.append((data, file, planned.offset))
             return planned
         spooled = SpooledData(self._spooled, data.array.size, data.dtype)
-        self._stores.append((data, spool, self._spooled))
+        self._stores.append((data, spool_number, self._spooled))
         self._spooled += data.array.size * stored_dtype(data.dtype).itemsize
         return planned._replace(data=spooled)
 
@@ -189,7 +190,7 @@ class WriteJob:
         """Make the tasks that write everything; the last one returns nothing."""
         import dask
 
-        sinks = dask.delayed(self._begun, pure=False)()
+        sinks = dask.delayed(self._begin_or_abort, pure=False)()
         count = len(self._files) + (self._spooled > 0)
         places = [dask.delayed(_place_of, pure=True)(sinks, number) for number in range(count)]
         return dask.delayed(self._end, pure=False)(sinks, self._store(places))
@@ -198,8 +199,8 @@ class WriteJob:
         """Return the tasks that compute all dask arrays into the files at these places."""
         return [store(data, places[file], offset, observer) for data, file, offset in self._stores]
 
-    def _begun(self) -> list[Sink]:
-        """Return the temporary files."""
+    def _begin_or_abort(self) -> list[Sink]:
+        """Make and return the temporary files; remove them all after an error."""
         sinks: list[Sink] = []
         try:
             self._begin(sinks)
@@ -211,7 +212,7 @@ class WriteJob:
     def _begin(self, sinks: list[Sink]) -> None:
         """Make the temporary files in their known sizes; the last one is the spool."""
         *companions, main = self._files
-        # The first of them guards the others.
+        # The main file comes first: its lock covers the companions, which are opened beside it.
         sinks.append(self.target.open(main.name))
         for number, file in enumerate(companions):
             sinks.insert(number, self.target.open(file.name, beside=sinks[-1:]))
@@ -232,6 +233,7 @@ class WriteJob:
             sinks[number].reserve(offset, nbytes)
 
     def _end(self, sinks: list[Sink], _tasks: Any) -> None:
+        """Finish the files; the last task of `delayed`, which waits for `_tasks`."""
         self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
 
     def _finish(self, sinks: list[Sink], bar: Progress) -> int:
@@ -262,7 +264,7 @@ class WriteJob:
                 raise TypeError(text)
             renamed = plan.renamed(names)
             sinks.append(main.another())
-            _complete(renamed, sinks[-1], _put(renamed.literals, sinks[-1], 0), written)
+            _complete(renamed, sinks[-1], _put_literals(renamed.literals, sinks[-1], 0), written)
             return sinks[-1]
 
         publish(
@@ -285,7 +287,7 @@ def _place_of(sinks: list[Sink], number: int) -> Place:
     return sinks[number].place
 
 
-def _put(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:
+def _put_literals(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:
     """Write literals, and return the end of the file so far."""
     for literal in literals:
         offset = end if literal.offset is None else literal.offset
@@ -296,7 +298,7 @@ def _put(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:
 
 def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> int:
     """Write bytes that depend on the places of parts; return the size of the file."""
-    end = _put(plan.finish(written), sink, end)
+    end = _put_literals(plan.finish(written), sink, end)
     nbytes = end if plan.nbytes is None else plan.nbytes
     sink.resize(nbytes)
     return nbytes

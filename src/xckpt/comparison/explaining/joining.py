@@ -103,7 +103,7 @@ def joined(work: Work) -> Explanations:
         if len(parts) < 2 or not wholes:
             continue
         ours, theirs = work.sketch(wholes, side), work.sketch(parts, 1 - side)
-        likely = _joints(list(ours.values()), list(theirs.values()), are_larger=not side)
+        likely = _joints(list(ours.values()), list(theirs.values()), parts_are_padded=not side)
         explanations |= _explained(work, likely, side)
         explanations |= _explained(
             work,
@@ -278,11 +278,11 @@ class _Oriented(NamedTuple):
 
 
 def _joints(
-    wholes: Sequence[Sketched], parts: Sequence[Sketched], *, are_larger: bool
+    wholes: Sequence[Sketched], parts: Sequence[Sketched], *, parts_are_padded: bool
 ) -> list[Joint]:
     """Find tensors of one side that consist of several of the other; no part belongs to two.
 
-    With `are_larger`, the parts may have been padded with zeros, else the whole.
+    With `parts_are_padded`, the parts may have been padded with zeros; otherwise the whole.
     """
     chosen_joints: list[Joint] = []
     free = {id(part): part for part in parts if part.size > 1}
@@ -295,7 +295,7 @@ def _joints(
                 id(member.part) not in free for member in likeliest.members
             )
             if id(whole) not in best or is_stale:
-                likely = _joints_of(whole, list(free.values()), are_larger=are_larger)
+                likely = _joints_of(whole, list(free.values()), parts_are_padded=parts_are_padded)
                 best[id(whole)] = max(likely, key=lambda joint: joint.score, default=None)
         ranked = [joint for whole in remaining if (joint := best[id(whole)]) is not None]
         if not ranked:
@@ -309,12 +309,14 @@ def _joints(
     return chosen_joints
 
 
-def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> Iterator[Joint]:
+def _joints_of(
+    whole: Sketched, parts: list[Sketched], *, parts_are_padded: bool
+) -> Iterator[Joint]:
     shape = whole.shape
     if len(shape) == 3 and whole.rows is not None:
         oriented = [layer for part in parts for layer in _layers(part, shape)]
-        near = _Parts(oriented, 0, are_permuted=True) if len(oriented) > 1 else None
-        members = _walk(whole.rows, near) if near else []
+        candidates = _Parts(oriented, 0, are_permuted=True) if len(oriented) > 1 else None
+        members = _walk(whole.rows, candidates) if candidates else []
         if members:
             rows = shape[1]
             places = [m._replace(start=m.start // rows, stop=m.stop // rows) for m in members]
@@ -324,7 +326,9 @@ def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> I
         if along is None:
             continue
         oriented = [
-            slab for part in parts for slab in _slabs(part, shape, axis, are_larger=are_larger)
+            slab
+            for part in parts
+            for slab in _slabs(part, shape, axis, parts_are_padded=parts_are_padded)
         ]
         if len(oriented) < 2:
             continue
@@ -349,7 +353,9 @@ def _layers(part: Sketched, shape: Shape) -> Iterator[_Oriented]:
         yield _Oriented(part, part.columns, (Transposed((1, 0)),))
 
 
-def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iterator[_Oriented]:
+def _slabs(
+    part: Sketched, shape: Shape, axis: int, *, parts_are_padded: bool
+) -> Iterator[_Oriented]:
     """Yield a tensor as a part along an axis, once for each order of its axes that fits."""
     if len(part.shape) != len(shape):
         return
@@ -357,11 +363,11 @@ def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iter
         extents = tuple([part.shape[k] for k in axes])
         sums = part.along[axes[axis]]
         sizes = [(n, m) for k, (n, m) in enumerate(zip(extents, shape, strict=True)) if k != axis]
-        fits = all(n >= m if are_larger else n <= m for n, m in sizes)
+        fits = all(n >= m if parts_are_padded else n <= m for n, m in sizes)
         if not fits or sums is None:
             continue
         filled = np.flatnonzero(sums)
-        if are_larger and len(filled):
+        if parts_are_padded and len(filled):
             sums = sums[: filled[-1] + 1]
         if len(sums) < shape[axis]:
             is_plain = axes == tuple(range(len(shape)))
@@ -382,6 +388,7 @@ def _walk(sums: Array, parts: _Parts) -> list[JointPart]:
         elif members and (zeros := _zeros(sums, start)):
             members[-1] = members[-1]._replace(stop=members[-1].stop + zeros)
         elif gap := parts.gap(sums, start):
+            # Any part holds the place of the gap, until `_filled` replaces it.
             members.append(JointPart(parts.oriented[0].part, start, start + gap, (), 0.0))
         else:
             return []
@@ -451,7 +458,10 @@ def _zeros(sums: Array, start: int) -> int:
 
 
 def _filled(members: list[JointPart], parts: list[_Oriented], used: set[int]) -> list[JointPart]:
-    """Fill gaps with the free parts whose names resemble the names of the other members most."""
+    """Fill gaps with the free parts whose names are most like the names of the other members.
+
+    The result is empty if no free part has the length of a gap.
+    """
     names = [member.part.name for member in members if member.is_alike]
     steps = next((member.steps for member in members if member.is_alike), ())
     complete = []
@@ -463,7 +473,7 @@ def _filled(members: list[JointPart], parts: list[_Oriented], used: set[int]) ->
         free = [p for p in parts if id(p.part) not in used and len(p.sums) == length]
         if not free:
             return []
-        best = max(free, key=lambda place: sum(likeness(place.part.name, n) for n in names))
+        best = max(free, key=lambda candidate: sum(likeness(candidate.part.name, n) for n in names))
         used.add(id(best.part))
         complete.append(member._replace(part=best.part, steps=best.steps or steps))
     return complete
