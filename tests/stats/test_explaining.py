@@ -11,11 +11,15 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.sources import CountingSource
 from tests.stats.burn import llama
 from tests.stats.causes import BF16, Made, made, outcome_of, rope
 from tests.stats.checkpoints import model, write
 from tests.stats.oracle import is_so, random_pair
+from xckpt import formats
 from xckpt.comparison.explaining.quantisers import REPEATED
+from xckpt.datasets.making import make_dataset
+from xckpt.datasets.options import OpenOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -373,6 +377,22 @@ def test_exchanged_heads() -> None:
         dataset({"w": w[:8].reshape(64, 64)}), dataset({"w": w[order[:8]].reshape(64, 64)})
     )
     assert row.loc["w", "cause"] == "rows_permuted"
+
+
+def test_a_large_matrix_with_permuted_rows_is_read_few_times(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((8192, 1024), np.float32)
+    sources = []
+    for name, values in {"a": w, "b": w[rng.permutation(len(w))]}.items():
+        path = tmp_path / f"{name}.safetensors"
+        xckpt.save({"w": values}, path)
+        sources.append(CountingSource(path.read_bytes()))
+    sides = [
+        make_dataset(source, formats.get("safetensors").read(source), OpenOptions())
+        for source in sources
+    ]
+    assert explained(*sides).loc["w", "cause"] == "rows_permuted"
+    assert max(source.nbytes_read for source in sources) < 5 * w.nbytes
 
 
 def test_fused_tensors_do_not_match_parts_of_a_similar_name() -> None:

@@ -40,7 +40,7 @@ class Step:
 
     @property
     def is_across(self) -> bool:
-        """True if a row of the result may be scattered over the array."""
+        """True if the elements of neighbouring rows may be scattered over the array."""
         return False
 
     def inverse(self) -> Step | None:
@@ -106,9 +106,11 @@ class _Permutation(Step):
         rows = self.positions(array.shape[self.axis])[box[self.axis]]
         if not len(rows):
             return _read(array, box)
-        first = int(rows.min())
-        near = slice(first, int(rows.max()) + 1)
-        values = _read(array, (*box[: self.axis], near, *box[self.axis + 1 :]))
+        first, stop = int(rows.min()), int(rows.max()) + 1
+        before, after = box[: self.axis], box[self.axis + 1 :]
+        if stop - first > 2 * len(rows) and not isinstance(array, View):
+            return _loaded(array[(*before, rows, *after)])
+        values = _read(array, (*before, slice(first, stop), *after))
         return np.take(values, rows - first, self.axis)
 
 
@@ -149,6 +151,10 @@ class Permuted(_Permutation):
         count = len(self.order)
         moved = int(np.count_nonzero(np.asarray(self.order) != np.arange(count)))
         return f"permuting {self.lines} ({moved:,} of {count:,} moved)"
+
+    @property
+    def is_across(self) -> bool:
+        return True
 
     def positions(self, length: int) -> Array:
         return np.asarray(self.order)
@@ -307,10 +313,11 @@ class View:
 
 def _read(array: Any, box: Box) -> Array:
     """Read a box of an array; a dask array stays lazy."""
-    if isinstance(array, View):
-        return array.step.read(array.array, box)
-    values: Array = array[box]
-    return values if hasattr(values, "dask") else np.asarray(dense_values(values))
+    return array.step.read(array.array, box) if isinstance(array, View) else _loaded(array[box])
+
+
+def _loaded(values: Any) -> Array:
+    return values if hasattr(values, "dask") else dense_values(values)
 
 
 def parts_of_view(view: Any) -> tuple[Any, list[Step]]:
