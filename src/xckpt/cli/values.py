@@ -445,12 +445,12 @@ def compare(
         print_document({"a": a, "b": b, **conclusion, "summary": sentences, "tensors": rows})
     else:
         unit = "channels" if dims else "tensors"
-        show = _Shown(unit, chosen, most_wanted, _row_limit(limit), everything=everything)
+        show = _TableOptions(unit, chosen, most_wanted, _row_limit(limit), everything=everything)
         _print_differences(frame, result.attrs.get("explanation"), sentences, show)
     return int(not is_good)
 
 
-class _Shown(NamedTuple):
+class _TableOptions(NamedTuple):
     """The rows and the columns of a comparison to print."""
 
     unit: str  # of a row: tensors, or channels
@@ -461,7 +461,7 @@ class _Shown(NamedTuple):
 
 
 def _print_differences(
-    frame: pd.DataFrame, explanation: str | None, sentences: Sequence[str], show: _Shown
+    frame: pd.DataFrame, explanation: str | None, sentences: Sequence[str], show: _TableOptions
 ) -> None:
     """Print sentences about many differences, then a table of them."""
     from xckpt.notebook.changes import FEW_TENSORS
@@ -539,7 +539,7 @@ def _lengths(dims: tuple[str, ...]) -> Any:
     return lengths
 
 
-def _print_explanations(frame: pd.DataFrame, show: _Shown) -> None:
+def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
     """Print the unexplained tensors, then patterns of the names of the explained ones."""
     from xckpt.notebook.folding import fold
     from xckpt.statistics import represented
@@ -572,7 +572,7 @@ def _print_explanations(frame: pd.DataFrame, show: _Shown) -> None:
     complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
 
 
-def _print_comparison(frame: pd.DataFrame, show: _Shown) -> None:
+def _print_comparison(frame: pd.DataFrame, show: _TableOptions) -> None:
     """Print the rows of tensors that differ, and the number of all rows by status."""
     listed = frame if show.everything else frame[frame["status"] != "same"]
     if not listed.empty:
@@ -582,7 +582,7 @@ def _print_comparison(frame: pd.DataFrame, show: _Shown) -> None:
     complain(f"{len(frame):,} {show.unit}: {', '.join(facts) or 'all are the same'}")
 
 
-def _print_rows(listed: pd.DataFrame, show: _Shown) -> None:
+def _print_rows(listed: pd.DataFrame, show: _TableOptions) -> None:
     listed = listed.head(show.limit)
     columns = [listed[name].tolist() for name in show.columns]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]

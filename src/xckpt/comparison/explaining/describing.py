@@ -38,8 +38,10 @@ def misplaced(work: Work) -> Explanations:
     pairs = [(n, a, b, [chain]) for n, (a, b, _, chain) in enumerate(candidates)]
     explanations: Explanations = {}
     for n, (link, steps) in work.try_arrangements(pairs).items():
-        done = None if link.relation is None else related(work, link, link.relation, steps)
-        if done is None or done.outcome != "explained":
+        if link.relation is None:
+            continue
+        done = related(work.architecture, link, link.relation, steps)
+        if done.outcome != "explained":
             continue
         detail = "" if done.causes == ("equal",) else f" ({done.text})"
         # The tensor of `a` takes precedence where a case has two tensors.
@@ -97,7 +99,7 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
                 links.append((n, Link((a.name, b.name), [order]), (*best.steps[:position], added)))
     examine([link for _, link, _ in links], work.bar)
     return {
-        n: replace(related(work, link, link.relation, steps), holds=False)
+        n: replace(related(work.architecture, link, link.relation, steps), holds=False)
         for n, link, steps in links
         if link.relation is not None
     }

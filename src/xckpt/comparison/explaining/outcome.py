@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from xckpt.comparison.arrangements import Step
+    from xckpt.comparison.explaining.architectures import Architecture
     from xckpt.comparison.explaining.causes import Relation
     from xckpt.comparison.explaining.verification import Link
-    from xckpt.comparison.explaining.work import Work
     from xckpt.comparison.pairs import Match
     from xckpt.scan.readers import Reader
 
@@ -176,7 +176,9 @@ def _value(explanation: Explanation | None, column: str) -> Any:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = ()) -> Explanation:
+def related(
+    architecture: Architecture, link: Link, relation: Relation, steps: Sequence[Step] = ()
+) -> Explanation:
     """Explain a link by a relation that holds for all elements, after steps that moved them."""
     evidence = link.evidence
     zeros = 0.0 if evidence is None else evidence.zeros / max(evidence.count, 1)
@@ -191,7 +193,7 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
         explanation = replace(
             explanation,
             causes=tuple(dict.fromkeys([cause, *explanation.causes])),
-            is_known=work.architecture.admits(moved, (source, result)),
+            is_known=architecture.admits(moved, (source, result)),
             offset=moved.offset or None,
             scale=moved.scale if moved.scale != 1.0 else None,
         )

@@ -75,7 +75,7 @@ def in_place(work: Work) -> Explanations:
             work.in_place[n] = Link(names, [order], work.architecture.offset(names))
     examine(list(work.in_place.values()), work.bar)
     return work.settled({
-        n: related(work, link, link.relation)
+        n: related(work.architecture, link, link.relation)
         for n, link in work.in_place.items()
         if link.relation is not None
     })  # fmt: skip
@@ -93,7 +93,7 @@ def moved(work: Work) -> Explanations:
         chains = [chain for chain in arrangements(a, b) if chain.score >= ALIKE / 2]
         pairs.append((n, a, b, [chain for chain in chains if chain.steps and not chain.is_cut]))
     return work.settled({
-        n: related(work, link, link.relation, steps)
+        n: related(work.architecture, link, link.relation, steps)
         for n, (link, steps) in work.try_arrangements(pairs).items()
         if link.relation is not None
     })  # fmt: skip

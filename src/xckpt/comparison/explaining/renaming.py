@@ -57,7 +57,9 @@ def renamed(work: Work) -> Explanations:
         if a.name in broken:
             explanations |= _misplaced(a, b, broken[a.name])
         elif link.relation is not None:
-            explanations |= work.settled(both(a, b, related(work, link, link.relation, steps)))
+            explanations |= work.settled(
+                both(a, b, related(work.architecture, link, link.relation, steps))
+            )
     return explanations
 
 
@@ -113,7 +115,7 @@ def expected(work: Work) -> Explanations:
         if link.relation is None:
             failed.append((a, b, link, steps))
         else:
-            explanations |= both(a, b, related(work, link, link.relation, steps))
+            explanations |= both(a, b, related(work.architecture, link, link.relation, steps))
     return work.settled(explanations) | _changed(work, failed)
 
 

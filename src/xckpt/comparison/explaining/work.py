@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
-    from xckpt.comparison.explaining.joining import Joint
+    from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
     from xckpt.comparison.pairs import ChunkedPair, PairReader
