@@ -24,7 +24,7 @@ def unpack_pieces(  # noqa: C901, PLR0912, PLR0917  loops of one purpose; no key
     period, most = pieces.shape[:2]
     for line in range(outer):
         for code in range(period):
-            # Of the first period some codes may be left out, and of the last one.
+            # The first and the last period may lack some codes.
             begin = code - first if code >= first else code - first + period
             for piece in range(most):
                 word, byte, right, bits, left = pieces[code, piece]

@@ -379,7 +379,7 @@ def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all formats, those of other packages last."""
+    """Return the names of all formats; formats of other packages come last."""
     return (*_CLASSES, *_plugins())
 
 
@@ -460,7 +460,7 @@ def _load(entry: EntryPoint) -> Format:
 
 @cache
 def _loaded_plugins() -> tuple[Format, ...]:
-    """Import the formats of other packages; those that cannot be loaded are warned about."""
+    """Import the formats of other packages; warn about formats that cannot be loaded."""
     formats = []
     for name in _plugins():
         try:
@@ -471,7 +471,7 @@ def _loaded_plugins() -> tuple[Format, ...]:
 
 
 def loaded() -> Iterator[Format]:
-    """Yield all formats; those of other packages last, without those that cannot be loaded."""
+    """Yield all formats that can be loaded; formats of other packages come last."""
     yield from map(get, _CLASSES)
     yield from _loaded_plugins()
 

@@ -218,7 +218,7 @@ def _wide(extra: bytes) -> bytes:
 
 
 def _content_offset(cursor: kit.Cursor, member: Member, end: int) -> int:
-    """Return the offset of a member's content, all of which must be before `end`."""
+    """Return the offset of a member's content, which must lie before `end`."""
     if member.at > end - _LOCAL.size:
         reason = f"its local header at byte {member.at} is not before the directory at byte {end}"
         raise _broken(member, reason, end)

@@ -504,7 +504,7 @@ def index_of(
     version: str = "",
     shards: Mapping[str, Shard] | None = None,
 ) -> Index:
-    """Return the Index of a file and its shards, whose size is that of all of them."""
+    """Return the Index of a file and its shards, with their total size."""
     shards = shards or {}
     size = source.size + sum(shard.size for shard in shards.values())
     return Index(format, version, tensors, attrs, source.name, size, shards, notes.warnings())

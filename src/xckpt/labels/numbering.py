@@ -109,7 +109,7 @@ def is_index(piece: str) -> bool:
 def parse_name(
     name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
 ) -> ParsedName:
-    """Parse the indices in a name: all of them, or those of the numbered modules in `only`."""
+    """Parse the indices in a name, or only the indices of the numbered modules in `only`."""
     # `path` has the words of the name if dots do not separate them.
     if path is None:
         parsed = _parse(name, frozenset(only or ()))

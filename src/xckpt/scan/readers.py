@@ -46,7 +46,7 @@ class Reader:
 
     #: The tensor's own name in the file.
     name: str = ""
-    #: Of the elements that `blocks` gives.
+    #: Kind of the elements that `blocks` yields.
     kind: Kind
     #: Number of elements, implied zeros of a sparse tensor included.
     size: int

@@ -57,7 +57,7 @@ def gather(
     finish: Callable[[int, Any], Any],
     progress: Progress | None = None,
     *,
-    # Of the operation, one for each tensor.
+    # Arguments of the operation, one for each tensor.
     arguments: Sequence[Any] | None = None,
     cache: bool = False,
     # Whether to cache stretches of long tensors, so that an interrupted scan resumes in them.

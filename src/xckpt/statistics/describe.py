@@ -165,7 +165,7 @@ class _SketchedElements(Elements):
         self.count = np.array([sketch.count for sketch in sketches])
 
     def _spread(self, values: Any, fill: float = math.nan) -> Array:
-        """Return an array for all tensors, from numbers of those with finite elements."""
+        """Return an array for all tensors, from numbers of the tensors with finite elements."""
         spread = np.full((len(self.count), *np.shape(values)[1:]), fill)
         spread[self.positions] = values
         return spread

@@ -130,7 +130,7 @@ class Groups:
 
     @cached_property
     def _central(self) -> tuple[Array, Array, Array]:
-        """Central moments of each group, from those of its tensors around the common mean."""
+        """Central moments of each group, from its tensors' moments around the common mean."""
         down = -self.spread(self._exponent)
         std = np.ldexp(self._of_finite("std"), down)
         # Halves, because a difference of large numbers may overflow.

@@ -136,7 +136,7 @@ def _role_labels(names: Sequence[str], origin: DescribedTensors | None) -> list[
     owners = [
         owner if owner in tensors else name for owner, name in zip(owners, names, strict=True)
     ]
-    # A matrix of floats stands for a tensor of which only the name is known.
+    # A matrix of floats stands for a tensor if only its name is known.
     unknown = [(name, "float32", (2, 2)) for name in owners if name not in tensors]
     roles = roles_of([*tensors.values(), *unknown])
     return [roles[name].value for name in owners]

@@ -59,7 +59,7 @@ _NOT_COMPRESSED = {"", "identity", "aws-chunked"}
 _OF_OBSTORE = "\n\nDebug source:"
 _S3_HOME = "https://s3.amazonaws.com"
 _RESERVED = "%/:=&?~#+!$,;'@()*[]"
-# Of a file that is uploaded in parts: S3 allows 10,000 of them.
+# Size of the parts of an upload; S3 allows 10,000 parts.
 _PART_NBYTES = 8 << 20
 _MOST_PARTS = 9_000
 

@@ -99,7 +99,7 @@ class Source(ABC):
         """Fill memory with a range of bytes, or several of equal length, one after another."""
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into memory of its own."""
+        """Read a range of bytes into new memory."""
         self.check_range(offset, nbytes)
         memory = empty(nbytes)
         self.read_into([offset], memory)
@@ -364,7 +364,7 @@ def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, 
 
 
 def files_of(source: Source) -> list[Source]:
-    """Return the files that a source reads, with the referring file in place of a shard."""
+    """Return the files that a source reads; a shard counts as the file that refers to it."""
     if isinstance(source, ShardSource):
         return files_of(source.root)
     if isinstance(source, ShardedSource):

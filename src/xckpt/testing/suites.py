@@ -304,7 +304,7 @@ class Damage(Suite):
         stored = [range(p.offset, p.offset + p.nbytes) for p in parts if p.inline is None]
         texts = [range(*match.span()) for match in re.finditer(rb"[\n\x20-\x7e]{64,}", data)]
         for at in set(range(len(data))).difference(*stored):
-            # Of metadata that are text, one bit of each byte.
+            # In metadata that are text, one bit of each byte.
             for bit in [at % 8] if any(at in text for text in texts) else range(8):
                 changed = bytearray(data)
                 changed[at] ^= 1 << bit

@@ -163,7 +163,7 @@ OF_BLOCKS = {quantiser.name: quantiser for quantiser in REPEATED} | {"tq1_0": RE
 _SHORTEST = 32
 _STEPS = np.array([[quantiser.steps] for quantiser in REPEATED])
 _IS_FROM_ZERO = np.array([[quantiser.is_from_zero] for quantiser in REPEATED])
-# Of float16, whose smaller numbers have an absolute error.
+# Smallest normal number of float16; smaller ones have an absolute error.
 _SMALLEST_NORMAL = 2.0**-14
 
 

@@ -147,7 +147,7 @@ def _weight_map(source: Readable) -> dict[str, list[str]]:
 
 
 def _in_shard(tensor: Tensor, shard: str) -> Tensor:
-    """Return a tensor whose parts and whose problem are those of a shard."""
+    """Return a tensor with the parts and the problem of a shard."""
     if tensor.problem is not None:
         tensor.problem.reason, tensor.problem.offset = f"{shard}: {tensor.problem.reason}", None
     parts = {
@@ -235,7 +235,7 @@ def _short(value: Any) -> Any:
 
 
 def _member(source: Readable, notes: kit.Notes) -> tuple[hdf5.Image, dict[str, Any]]:
-    """Return the weights in an archive, and what its other members say of them."""
+    """Return the weights in an archive, and the facts about them in its other members."""
     members = archive.Archive(source)
     contents = {member.name: (member, content) for member, content in members.contents()}
     if _WEIGHTS not in contents:

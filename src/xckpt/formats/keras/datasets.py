@@ -67,7 +67,7 @@ def _read(name: str, dataset: Dataset, image: Image) -> Tensor:
 
 
 def _dtype(dataset: Dataset) -> str:
-    """Return the element type; an attribute has that of opaque bytes."""
+    """Return the element type; an attribute is opaque bytes."""
     element = dataset.element
     if element is not None and element.dtype is not None:
         return element.dtype

@@ -53,7 +53,7 @@ _AXES: dict[str, tuple[str, ...]] = {
     "output_dense kernel": ("heads", "head", "out"),
 }
 _ALONG_OUT = {"bias", *_SCALES, "moving_mean", "moving_variance"}
-# Classes of which an option leaves out variables in the middle.
+# Classes with an option that leaves out variables in the middle.
 _WHOLE = {"batch_normalization": 4, "layer_normalization": 2, "group_normalization": 2}
 _OPTIMIZER = ("iteration", "learning_rate")
 _NUMBER = re.compile(r"_[0-9]+$")

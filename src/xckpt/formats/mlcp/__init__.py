@@ -94,7 +94,7 @@ class Mlcp(Format):
     shared_suffixes = (METADATA_SUFFIX,)
     types = DATA_TYPES
     can = Can(
-        # Of types with the same width, the first one is preferred.
+        # The first of several types with the same width is preferred.
         types=(
             "float32",
             "float64",

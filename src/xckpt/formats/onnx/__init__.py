@@ -108,7 +108,7 @@ class _ModelReader(ProtoReader):
         self._constants = constants
         self._tensors: dict[str, Tensor] = {}
         self._room = _MOST_NAMES
-        # Of the main graph: operator, position and facts of each use of a name, results of MatMul.
+        # In the main graph: operator, position and facts of each use of a name, results of MatMul.
         self._users: dict[str, list[tuple[str, str, int, Any]]] = defaultdict(list)
         self._results: set[str] = set()
 
@@ -152,7 +152,7 @@ class _ModelReader(ProtoReader):
                     self._graph(value, ("training_info", position, name), 1)
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors, those of the main graph with axes and the first of their users."""
+        """Return all tensors; tensors of the main graph have axes and their first user."""
         tensors = dict(self._tensors)
         for name, users in self._users.items():
             tensor = tensors.get(name)
@@ -268,7 +268,7 @@ class _ModelReader(ProtoReader):
                     self._add(read(size, place, constant), is_unique=bool(constant))
 
     def _add(self, tensor: Tensor, *, is_unique: bool = True) -> None:
-        """Add a tensor; names of initializers and constants are unique, those of nodes are not."""
+        """Add a tensor; names of initializers and constants are unique, names of nodes are not."""
         name, number = tensor.name, 2
         while name in self._tensors:
             if is_unique:

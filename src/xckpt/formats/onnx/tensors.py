@@ -110,7 +110,7 @@ class ProtoReader(Wire):
         return proto
 
     def _place(self, places: list[tuple[int, int]], number: int, wire: int, value: int) -> None:
-        """Add the place of data; that of a single varint is its value, with a size of 0."""
+        """Add the place of data; the place of a single varint is its value, with a size of 0."""
         if wire == BYTES:
             if number == _RAW:
                 places.clear()  # the last of several counts

@@ -143,7 +143,7 @@ def _decompressed(data: bytes, label: str, largest: int) -> bytes:
 
 
 class _Fields(kit.Cursor):
-    """A reader of the fields of a body, all of which must be in it."""
+    """A reader of the fields of a body, which may not extend beyond it."""
 
     __slots__ = ("data", "label")
 

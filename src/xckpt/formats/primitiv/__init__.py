@@ -109,7 +109,7 @@ class Primitiv(Format):
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Return whether the first 15 bytes are those of version 0.1."""
+        """Return whether a file begins with the 15 bytes of version 0.1."""
         return head[:13] == _MAGIC and int.from_bytes(head[13:15].rjust(2, b"\xff")) in _KINDS
 
     def read(self, source: Readable, *, with_stats: bool = True) -> Index:
