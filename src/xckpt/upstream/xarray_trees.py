@@ -27,16 +27,19 @@ from xckpt.upstream import IS_PLAIN
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+_NO_COORDS = xr.Dataset()
+
 
 def assemble_dataset(variables: Mapping[Any, xr.Variable], coords: Mapping[Any, Any]) -> xr.Dataset:
     """Return a Dataset of variables whose dimensions have the same sizes in all of them."""
     construct: Any = getattr(xr.Dataset, "_construct_direct", None)
-    dims = {dim for variable in variables.values() for dim in variable.dims}
-    if construct is None or IS_PLAIN or not variables.keys().isdisjoint({*dims, *coords}):
+    has_index = any(dim in variables for v in variables.values() for dim in v.dims)
+    if construct is None or IS_PLAIN or has_index or not variables.keys().isdisjoint(coords):
         return xr.Dataset(variables, coords)
-    base = xr.Dataset(coords=coords)
-    names = set(base.variables)
-    dataset: xr.Dataset = construct({**variables, **base.variables}, names, indexes=base._indexes)
+    # A Dataset of coordinates takes longer than all else, and most modules have none.
+    base = xr.Dataset(coords=coords) if coords else _NO_COORDS
+    names, indexes = set(base.variables), dict(base._indexes)
+    dataset: xr.Dataset = construct({**variables, **base.variables}, names, indexes=indexes)
     return dataset
 
 
