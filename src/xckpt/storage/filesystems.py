@@ -59,7 +59,7 @@ class FsspecSource(RemoteSource):
         self._last_check().time = time.monotonic()
 
     @property
-    def is_far(self) -> bool:  # type: ignore[override]  # it depends on the file system
+    def is_far(self) -> bool:
         """See `Source.is_far`."""
         return not self._is_here()
 

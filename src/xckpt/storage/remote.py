@@ -58,10 +58,14 @@ class RemoteSource(Source):
 
     __slots__ = ("_first", "limits", "storage_options")
 
-    is_far = True
     storage_options: dict[str, Any]  # part of the pickle
     limits: Limits
     _first: memoryview | bytes  # the beginning of the file, until its header is read
+
+    @property
+    def is_far(self) -> bool:
+        """See `Source.is_far`."""
+        return True
 
     @abstractmethod
     def _get(self, offset: int, nbytes: int) -> memoryview:

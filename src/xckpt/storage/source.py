@@ -68,14 +68,17 @@ class Source(ABC):
 
     #: Whether `check` costs no request.
     is_free_to_check: ClassVar[bool] = False
-    #: Whether each read is a request to another machine, which `request` makes ahead of the reader.
-    is_far = False
     #: Whether the file is on a disk that `expect` can prepare.
     is_near = False
 
     name: str  # absolute path or URL, for messages and for ``encoding["source"]``
     size: int  # in bytes, when it was opened
     identity: Hashable  # of this version of the file: size, time, inode, or ETag
+
+    @property
+    def is_far(self) -> bool:
+        """Whether reads are requests to another machine, which `request` makes in advance."""
+        return False
 
     @property
     def worth_skipping(self) -> int | None:
@@ -226,7 +229,7 @@ class ShardSource(Source):
         return self.file.worth_skipping
 
     @property
-    def is_far(self) -> bool:  # type: ignore[override]  # as the referring file
+    def is_far(self) -> bool:
         """See `Source.is_far`."""
         return self.root.is_far
 
