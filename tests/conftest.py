@@ -8,9 +8,10 @@ import shutil
 import sys
 import tempfile
 import time
+import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import dask
 import pytest
@@ -22,6 +23,8 @@ from xckpt import formats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+T = TypeVar("T")
 
 # Machines that run tests are noisy: the time of one example means nothing. A change is tried on
 # the same examples everywhere; `HYPOTHESIS_PROFILE=search` looks for new ones.
@@ -143,6 +146,15 @@ def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Path]
         if path.relative_to(GOLDEN).parts[0] in paths
         and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )
+
+
+def with_peak_memory(function: Callable[[], T]) -> tuple[T, int]:
+    """Call a function; return its result, and the most bytes that were allocated meanwhile."""
+    tracemalloc.start()
+    try:
+        return function(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def calls_of(function: Callable[[], object], events: Sequence[str] = ("call",)) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import tracemalloc
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xckpt
+from tests.conftest import with_peak_memory
 from tests.formats.safetensors_files import safetensors_file
 from xckpt.errors import CheckpointWarning, UnsupportedError
 from xckpt.quantization.config import is_match
@@ -387,12 +387,7 @@ def test_decoding_of_scattered_rows_is_bounded() -> None:
     key = [rows - 1, 0, rows // 2, rows // 2 + 1], slice(None, None, 3)
     lazy = shown.data.dask.lazy
     lazy[0]
-    tracemalloc.start()
-    try:
-        selected = lazy[key]
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    selected, peak = with_peak_memory(lambda: lazy[key])
     assert peak < 4 * rows * columns / 2
     np.testing.assert_array_equal(selected, shown.values[key[0]][:, key[1]])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tracemalloc
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
+from tests.conftest import with_peak_memory
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
 from xckpt.index import Part
@@ -139,12 +139,7 @@ def test_scattered_reads_are_close_to_the_selection(
     lazy = array_in(tmp_path / "wide", values)
     expected = values[key].copy()
     counted = Counted(monkeypatch)
-    tracemalloc.start()
-    try:
-        actual = lazy[key]
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    actual, peak = with_peak_memory(lambda: lazy[key])
     np.testing.assert_array_equal(actual, expected)
     assert counted.nbytes <= most_read
     assert peak <= most_memory
@@ -153,12 +148,7 @@ def test_scattered_reads_are_close_to_the_selection(
 def test_conversion_needs_no_second_buffer(tmp_path: Path) -> None:
     codes = np.arange(16 * MIB // 2, dtype=np.uint16)
     lazy = array_in(tmp_path / "half", codes, dtype="bfloat16")
-    tracemalloc.start()
-    try:
-        values = lazy[:]
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    values, peak = with_peak_memory(lambda: lazy[:])
     np.testing.assert_array_equal(values.view(np.uint32), codes.astype(np.uint32) << 16)
     assert peak < values.nbytes + 8 * MIB
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from typing import Any
 
 import msgpack
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import with_peak_memory
 from tests.contracts.declared import outcome
 from tests.contracts.primitiv import DECLARED
 from tests.formats.primitiv_files import (
@@ -492,11 +492,12 @@ class TestSkipScan:
     )
     def test_nothing_is_allocated_by_a_claimed_size(self, content: bytes) -> None:
         source = CountingSource(file(MODEL, content))
-        tracemalloc.start()
-        with pytest.raises(FormatError):
-            primitiv.read(source)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+
+        def refused() -> None:
+            with pytest.raises(FormatError):
+                primitiv.read(source)
+
+        _, peak = with_peak_memory(refused)
         assert peak < 1 << 18
 
 

@@ -7,7 +7,6 @@ import pickletools
 import subprocess
 import sys
 import time
-import tracemalloc
 import zipfile
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.conftest import GOLDEN, golden_files
+from tests.conftest import GOLDEN, golden_files, with_peak_memory
 from tests.formats import torch_files as files
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.sources import CountingSource
@@ -661,12 +660,7 @@ SMALL_ONES = {
 def test_memory_is_a_small_multiple_of_the_pickle(kind: str) -> None:
     source = CountingSource(files.archive(SMALL_ONES[kind]))
     FORMAT.read(CountingSource(files.archive(b"](Ne")))
-    tracemalloc.start()
-    try:
-        FORMAT.read(source)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    _, peak = with_peak_memory(lambda: FORMAT.read(source))
     assert peak < 40 * MANY
 
 
