@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from xckpt.errors import CheckpointError
+    from xckpt.opening.files import CheckpointFiles
 
 __all__ = [
     "DEEPEST_ATTRS",
@@ -544,6 +545,9 @@ class Index(Mapping[str, "Tensor"]):
         values; ``"text"`` for an empty list of texts.
     files : FileSet or None
         List of all files of a checkpoint that is split into several; None for a single file.
+    checkpoint : CheckpointFiles or None
+        Which files are the checkpoint, what is missing, and what was left alone in their folder.
+        None in the index of a single file that a format has read.
 
     Examples
     --------
@@ -564,6 +568,7 @@ class Index(Mapping[str, "Tensor"]):
     arrangement: Arrangement = field(default_factory=Arrangement)
     attr_types: Mapping[str, str] = field(default_factory=dict)
     files: FileSet | None = None
+    checkpoint: CheckpointFiles | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -573,6 +578,11 @@ class Index(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Sentences about the files of the checkpoint: warnings first, then other facts."""
+        return (*self.warnings, *(() if self.checkpoint is None else self.checkpoint.facts))
 
     @property
     def shared(self) -> dict[str, str]:

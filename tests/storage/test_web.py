@@ -24,7 +24,7 @@ from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.scan.statistics_cache import is_lasting
-from xckpt.storage import Source, open_source
+from xckpt.storage import Location, Source, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -184,17 +184,16 @@ class TestOptions:
             open_source(f"{web.url}/m.zt", storage_options={"xckpt": {"min_rate": 1000}})
 
     def test_package_options_are_not_passed_to_globs_and_uploads(self) -> None:
-        from xckpt.opening.sharding import list_files
+        from xckpt.opening.files import files_of
         from xckpt.storage.uploads import UploadSink
 
         memory = "memory://" + uuid4().hex
         sink = UploadSink(f"{memory}/m.zt", storage_options=QUICK)
         sink.write(b"bytes", 0)
         sink.commit()
-        listed = list_files(f"{memory}/*.zt", QUICK)
-        assert listed is not None
-        (url,) = listed.files.values()
-        assert bytes(open_source(url, storage_options=QUICK).read(0, 5)) == b"bytes"
+        files = files_of(Location.of(f"{memory}/*.zt", QUICK))
+        (place,) = files.places.values()
+        assert bytes(open_source(place).read(0, 5)) == b"bytes"
 
 
 class TestVersions:

@@ -1117,7 +1117,12 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.formatting import counted
         from xckpt.index import paused_collector
-        from xckpt.notebook.summary import new_summary, shared_notes, unread_errors
+        from xckpt.notebook.summary import (
+            file_notes,
+            new_summary,
+            shared_notes,
+            unread_errors,
+        )
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings = self._known_findings()
@@ -1137,7 +1142,11 @@ class CheckpointAccessor(Generic[Obj]):
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,
                 obj=self._called,
-                notes=[*shared_notes(tensors.shared), *notes],
+                notes=[
+                    *file_notes(self._encoding.get("facts", ())),
+                    *shared_notes(tensors.shared),
+                    *notes,
+                ],
             )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:

@@ -76,6 +76,7 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
             "attrs": index.attrs,
             "footprint": footprint_of(index_rows(index), config).document(),
             "warnings": list(index.warnings),
+            "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {
                 name: {"size": shard.size, "digest": shard.digest}
                 for name, shard in index.shards.items()

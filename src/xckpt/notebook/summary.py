@@ -247,7 +247,7 @@ def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summar
         attrs=index.attrs,
         errors=_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
         notes=[
-            *_first_of(index.warnings, counted(len(index.warnings), "warning")),
+            *file_notes(index.facts),
             *shared_notes(index.shared),
         ],
         shards=len(index.shards),
@@ -284,6 +284,12 @@ def unread_errors(rows: Iterable[Row]) -> list[str]:
     """Report tensors of unknown type, whose files are missing."""
     names = [shown(row.name) for row in rows if row.dtype == UNKNOWN]
     return _first_of(names, f"{counted(len(names), 'tensor')} cannot be read")
+
+
+def file_notes(facts: Sequence[str]) -> list[str]:
+    """Report what is known about the files of a checkpoint: the first fact, and their number."""
+    more = len(facts) - 1
+    return [f"{facts[0]}{f'; and {more} more' if more else ''}"] if facts else []
 
 
 def shared_notes(shared: Mapping[str, str]) -> list[str]:

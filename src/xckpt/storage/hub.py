@@ -42,7 +42,6 @@ from xckpt.storage.stores import address_of, flattened, lacking, open_store, wit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from xckpt.storage.requests import Limits
     from xckpt.storage.source import Source
@@ -119,21 +118,16 @@ def pinned(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     return _Hub(url, storage_options).resolved(HubPath.parse(url)).url
 
 
-def list_hub_folder(
+def entries_in(
     url: str, storage_options: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, Path | Source]] | None:
-    """Return the URL of a folder, or repository, and its files by name; None for a file."""
+) -> tuple[str, dict[str, bool]] | None:
+    """Return the URL of a folder, and whether each of its entries is a file; None for a file."""
     hub = _Hub(url, storage_options)
     place = hub.resolved(HubPath.parse(url))
     name = place.path.rpartition("/")[2]
     if place.path and hub.entries(place.parent).get(name, ()) is not None:
         return None  # a file, or nothing
-    files: dict[str, Path | Source] = {
-        name: HubSource(f"{place.url}/{name}", storage_options)
-        for name, entry in hub.entries(place).items()
-        if entry is not None
-    }
-    return place.url, files
+    return place.url, {name: entry is not None for name, entry in hub.entries(place).items()}
 
 
 def glob_hub(pattern: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:

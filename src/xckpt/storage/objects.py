@@ -422,6 +422,15 @@ class Bucket:
         listed = self._call("list_with_delimiter", _key(path))
         return bool(listed["objects"] or listed["common_prefixes"])
 
+    def ls(self, path: str, *, detail: bool) -> list[dict[str, str]]:
+        """Return the name and the type of the objects and folders in a folder."""
+        del detail
+        bucket = path.partition("/")[0]
+        listed = self._call("list_with_delimiter", _key(path) or None)
+        files = [{"name": f"{bucket}/{m['path']}", "type": "file"} for m in listed["objects"]]
+        folders = [f"{bucket}/{prefix}" for prefix in listed["common_prefixes"]]
+        return [*files, *({"name": name, "type": "directory"} for name in folders)]
+
     def glob(self, pattern: str) -> list[str]:
         """Return the paths of the objects that match."""
         from fsspec.utils import glob_translate

@@ -31,7 +31,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
 from xckpt.labels.renaming import new_names
 from xckpt.opening import open_index
-from xckpt.opening.sharding import INDEX_SUFFIX
+from xckpt.opening.names import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of

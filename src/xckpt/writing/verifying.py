@@ -34,6 +34,7 @@ from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
 from xckpt.writing.contents import digest, side_by_side, stored_contents
 from xckpt.writing.manifests import Manifest, differences
+from xckpt.writing.manifests import manifest as make_manifest
 
 if TYPE_CHECKING:
     import os
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from pandas import DataFrame
 
-    from xckpt.index import Tensor
+    from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
@@ -243,7 +244,8 @@ def verify(
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [Finding("warning", None, None, None, text) for text in index.warnings]
+    findings = [Finding("warning", None, None, None, text) for text in index.facts]
+    findings += _copies(source, index, storage_options)
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
@@ -273,6 +275,31 @@ def verify(
     relative = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
     counts = len(checked_tensors), digests, relative, unchecked
     return Report(source.name, index.format, index.version, *counts)
+
+
+def _copies(
+    source: Source, index: Index, storage_options: dict[str, Any] | None
+) -> Iterator[Finding]:
+    """Compare tensors that are in several files of the checkpoint."""
+    if index.checkpoint is None or not index.checkpoint.duplicates:
+        return
+    names_by_file: dict[str, set[str]] = defaultdict(set)
+    for name, files in index.checkpoint.duplicates.items():
+        for file in files:
+            names_by_file[file].add(name)
+    for file, names in names_by_file.items():
+        path = source.sibling(file).name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
+            digests = [
+                make_manifest(obj, tensors=names.__contains__, storage_options=storage_options)
+                for obj in (index, path)
+            ]
+        for name in sorted(names):
+            is_equal = digests[0][name] == digests[1][name]
+            verb = "equals" if is_equal else "differs from"
+            text = f"its copy in {shown(file)}, which does not count, {verb} it"
+            yield Finding("warning", name, "DuplicateTensor", None, text, path)
 
 
 def _change(file: Source) -> Finding | None:

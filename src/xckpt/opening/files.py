@@ -1,0 +1,637 @@
+"""Which files are one checkpoint: one step decides, and one description is shown.
+
+`files_of` turns a `Location` into `CheckpointFiles`: by a mark of a folder, an index of shards, a
+single file, or the numbers and ranks in names. Its description of what was chosen, what is missing
+and what was left alone becomes `Index.checkpoint`; summaries, warnings, `verify`, ``info`` and
+errors show it.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from xckpt import formats
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
+from xckpt.formatting import natural_key
+from xckpt.index import is_file_name
+from xckpt.opening.names import (
+    is_chunked,
+    is_companion,
+    is_index,
+    is_unfinished,
+    part_of,
+    preferred,
+    rank_of,
+    single_of,
+)
+from xckpt.opening.reading import names_in, read_shard_index, read_small
+from xckpt.quantization.config import parse_json
+from xckpt.storage import Location, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from xckpt.index import FileSet
+    from xckpt.storage import Listing
+
+    Place = Location | Source
+
+__all__ = [
+    "CheckpointFile",
+    "CheckpointFiles",
+    "SeveralFilesError",
+    "are_ranks",
+    "files_of",
+    "has_checkpoint",
+    "indexed",
+    "is_called_like_one",
+    "listed_as",
+    "set_of",
+]
+
+_SIDE_BY_SIDE = (
+    "the files are ranks of one model, opened side by side, because they do not state along which "
+    "axes the ranks split the tensors"
+)
+# Names of parts that are looked for because the names of others imply them.
+_MOST_PARTS = 64
+# Files with the name, or the number, of the newest step: DeepSpeed, Megatron-LM.
+_LATEST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07}"}
+_LONGEST_NAME = 255
+# A config beside the weights: of transformers, peft, diffusers, Llama.
+_CONFIGS = ("config.json", "adapter_config.json", "model_index.json", "params.json")
+_CACHED_REPOSITORY = re.compile(r"(?:models|datasets|spaces)--.+")
+# Words of ranks that mean nothing else, so that a gap in their numbers is a missing file.
+_CERTAIN_RANK = re.compile(r"(?:mp|tp|pp|ep|cp)_rank", re.IGNORECASE)
+_PARTIAL_DOWNLOADS = Path(".cache", "huggingface", "download")
+
+
+class SeveralFilesError(IsADirectoryError):
+    """A folder has several checkpoints; the caller must choose one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A file of a checkpoint.
+
+    Parameters
+    ----------
+    path : str
+        Path, URL, or the name that the index of shards uses; its label in messages and in
+        ``encoding["shard"]``.
+    number, of : int or None
+        Its number in the set of files, and their count, if its name states them.
+    rank : str
+        Rank of a model that is split over several, such as ``"mp_rank_00"``; a prefix of the names
+        of its tensors.
+    problem : CheckpointError or None
+        Error of opening it, if the other files can be opened.
+    """
+
+    path: str
+    number: int | None = None
+    of: int | None = None
+    rank: str = ""
+    problem: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The files that are one checkpoint, and what else is in their folder.
+
+    Parameters
+    ----------
+    name : str
+        Path or URL of the checkpoint, for messages and for ``encoding["source"]``.
+    files : tuple of CheckpointFile
+        Its files, in the order in which they are merged.
+    by : str
+        What decides that they belong together: ``"single"``, a ``"list"`` or ``"glob"`` of the
+        user, an ``"index"`` of shards, ``"numbers"`` or ``"ranks"`` in their names, a ``"mark"`` of
+        a folder that is read as a whole, or a ``"split"`` file that lists the others.
+    missing : tuple of str
+        Files that the index or the numbers name, and that are missing.
+    competing : tuple of str
+        Other files with tensors in the folder, which are not opened.
+    unfinished : tuple of str
+        Temporary files and folders of writers or downloads that did not end.
+    notes : tuple of str
+        Facts that change no value, such as a wrong ``total_size``.
+    duplicates : mapping of str to tuple of str
+        Files with a copy of a tensor that does not count, by the name of the tensor.
+    warnings : tuple of str
+        Irregularities that change what is opened.
+    attrs : mapping
+        Attributes of the whole checkpoint.
+    weight_map : mapping of str to str, or None
+        File of each tensor, by an index of shards; None to take all tensors of all files.
+    places : mapping of str to Location or Source
+        Where to open the files, by path; missing ones have no place.
+    unlisted : mapping of str to Source
+        Parts that are present, and that the index does not list.
+    """
+
+    name: str
+    files: tuple[CheckpointFile, ...]
+    by: Literal["single", "list", "glob", "index", "numbers", "ranks", "mark", "split"]
+    missing: tuple[str, ...] = ()
+    competing: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    weight_map: Mapping[str, str] | None = field(default=None, repr=False)
+    places: Mapping[str, Place] = field(default_factory=dict, repr=False, compare=False)
+    unlisted: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Sentences about the files beyond the warnings, for summaries and reports."""
+        facts = []
+        if self.competing:
+            facts.append(f"not opened, from the same folder: {some(self.competing, 'files')}")
+        if self.unfinished:
+            facts.append(
+                f"{some(self.unfinished, 'more')} in the same folder: a writer or a download did "
+                "not end"
+            )
+        return (*facts, *self.notes)
+
+    @property
+    def problems(self) -> dict[str, CheckpointError]:
+        """Errors of the files that cannot be opened, by path."""
+        return {file.path: file.problem for file in self.files if file.problem is not None}
+
+    def document(self) -> dict[str, Any]:
+        """Return the description for JSON."""
+        files = [
+            {
+                "path": file.path,
+                "number": file.number,
+                "of": file.of,
+                "rank": file.rank or None,
+                "problem": None if file.problem is None else file.problem.reason,
+            }
+            for file in self.files
+        ]
+        return {
+            "by": self.by,
+            "files": files,
+            "missing": list(self.missing),
+            "competing": list(self.competing),
+            "unfinished": list(self.unfinished),
+            "notes": list(self.notes),
+        }
+
+    def described(self) -> CheckpointFiles:
+        """Return the description alone, which is small and pickles."""
+        return replace(self, attrs={}, weight_map=None, places={}, unlisted={}, warnings=())
+
+
+def files_of(location: Location, format: str | None = None) -> CheckpointFiles:
+    """Return the files of the checkpoint at a location; `format` may choose in a folder."""
+    if location.kind in {"list", "glob"}:
+        return _files_of_several(location)
+    listing = location.listing() if location.kind in {"folder", "hub"} else None
+    place: Place = location
+    if listing is None and location.kind in {"object", "url"} and not is_index(location.file_name):
+        try:
+            place = location.open()
+        except IsADirectoryError:
+            listing = location.listing()
+            if listing is None:
+                raise
+    if listing is not None:
+        return _files_in_folder(listing, format)
+    if is_index(location.file_name):
+        return indexed(location.open())
+    name = place.name if isinstance(place, Source) else location.pinned().text
+    return listed_as("single", name, {name: place})
+
+
+def set_of(source: Source, files: FileSet) -> CheckpointFiles:
+    """Return the files of a checkpoint that one of them lists."""
+    places: dict[str, Place] = {}
+    for position, name in enumerate(files.names):
+        try:
+            places[name] = source if position == files.position else source.sibling(name)
+        except FileNotFoundError:
+            reason = f"{shown(name)}, one of the {len(files.names)} files of it, is missing"
+            hint = "Put it next to the others, or open a list of the files that are there"
+            at = files.offset
+            raise MissingShardError(reason, path=source.name, offset=at, hint=hint) from None
+        except CheckpointError as error:
+            error.hint = "Rename the files, or open a list of them"
+            raise error.located(path=source.name, offset=files.offset) from error.__cause__
+    return listed_as("split", source.name, places)
+
+
+def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> CheckpointFiles:
+    """Return files that are all present, with the numbers in their names."""
+    files = []
+    for path in places:
+        part = part_of(_file_name(path))
+        rank = rank_of(_file_name(path)) if by == "ranks" else None
+        number, count = (None, None) if part is None else (part.number, part.of)
+        files.append(CheckpointFile(path, number, count, "" if rank is None else rank.rank))
+    if by == "ranks":
+        facts["warnings"] = (_SIDE_BY_SIDE,)
+    if by == "single" and files[0].of not in {None, 1}:
+        text = (
+            f"part {files[0].number} of {files[0].of} of a checkpoint; its folder opens all parts"
+        )
+        facts["notes"] = (text,)
+    return CheckpointFiles(name, tuple(files), by, places=places, **facts)
+
+
+def _file_name(path: str) -> str:
+    return path.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def _files_of_several(location: Location) -> CheckpointFiles:
+    """Return the files of a list or a glob."""
+    location = location.pinned()
+    entries = location.expanded() if location.kind == "glob" else location.path
+    places: dict[str, Place] = {}
+    for entry in entries:
+        path = entry.text if entry.text not in places else f"{entry.text} {len(places)}"
+        places[path] = entry
+    names = [entry.file_name for entry in entries]
+    by = "ranks" if are_ranks(names) else location.kind
+    files = listed_as(by, location.text, places)
+    if location.kind == "list":
+        return files
+    missing = _missing_parts(names)
+    if not missing:
+        return files
+    text = f"{some(missing, 'parts')} of the same set, by the numbers in the names"
+    warning = f"the glob does not match {text}: the checkpoint may be incomplete"
+    return replace(files, missing=tuple(missing), warnings=(warning,))
+
+
+def _missing_parts(names: Sequence[str]) -> list[str]:
+    """Return the names that the numbers of others imply (``-of-00004``), at most a few."""
+    numbers_by_family: dict[tuple[str, int, str], dict[int, str]] = {}
+    for name in names:
+        part = part_of(name)
+        if part is not None:
+            numbers_by_family.setdefault(part.family, {})[part.number] = name
+    missing = []
+    for (_, count, _), present in numbers_by_family.items():
+        example = next(iter(present.values()))
+        first = 0 if 0 in present else 1  # some writers count from 0
+        absent = (n for n in range(first, count + first) if n not in present)
+        missing += [_with_number(example, n) for n in islice(absent, _MOST_PARTS)]
+    return missing
+
+
+def _with_number(name: str, number: int) -> str:
+    """Return the name of another part of the same set."""
+    head, mark, tail = name.rpartition("-of-")
+    stem = head.rstrip("0123456789")
+    return f"{stem}{number:0{len(head) - len(stem)}}{mark}{tail}"
+
+
+def indexed(source: Source) -> CheckpointFiles:
+    """Return the files of an index of shards."""
+    weight_map, metadata = read_shard_index(source)
+    names = sorted(set(weight_map.values()), key=natural_key)
+    places = {name: place for name in names if (place := _sibling(source, name)) is not None}
+    if source in places.values():
+        name = next(name for name, place in places.items() if place == source)
+        reason = f"{shown(name)}, one of its files, is the index of shards itself"
+        raise FormatError(reason, path=source.name, rule="ShardIndex")
+    absent = [name for name in _missing_parts(names) if name not in places]
+    if source.is_free_to_check:  # see `sources_of`
+        source.check()
+    return replace(
+        listed_as("index", source.name, dict.fromkeys(names, source)),
+        missing=tuple([name for name in names if name not in places]),
+        attrs=metadata,
+        weight_map=weight_map,
+        places=places,
+        unlisted={name: part for name in absent if (part := _sibling(source, name)) is not None},
+    )
+
+
+def _sibling(source: Source, name: str) -> Source | None:
+    """Open a file next to another one; None if it is missing."""
+    try:
+        return source.sibling(name)
+    except FileNotFoundError:
+        return None
+    except CheckpointError as error:
+        raise error.located(path=source.name) from None
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """Files, or folders of ranks, that are one checkpoint by their names."""
+
+    by: Literal["single", "numbers", "ranks"]
+    names: list[str]
+
+
+def _files_in_folder(listing: Listing, format: str | None = None) -> CheckpointFiles:
+    """Return the files of the checkpoint in a folder; `format` may choose among several."""
+    snapshot = _snapshot_of_cache(listing)
+    if snapshot is not None:
+        return _files_in_folder(snapshot, format)
+    for mark in formats.folder_marks():
+        if mark in listing.files:
+            place = listing.files[mark]
+            return listed_as("mark", listing.name, {place.text: place})
+    return _Folder(listing, format).choose()
+
+
+def has_checkpoint(listing: Listing) -> bool:
+    """Return whether a folder has files with names of checkpoints, whatever their contents."""
+    marks = formats.folder_marks()
+    return any(name in marks or is_called_like_one(name) for name in listing.files) or (
+        are_ranks(list(listing.folders))
+    )
+
+
+def are_ranks(names: Sequence[str]) -> bool:
+    """Return whether names are those of all ranks of one model; raise if one is missing."""
+    ranks = [rank_of(name) for name in names]
+    if len(names) < 2 or None in ranks:
+        return False
+    matches = [rank for rank in ranks if rank is not None]
+    if len({rank.family for rank in matches}) > 1:
+        return False
+    numbers = [tuple(map(int, re.findall("[0-9]+", rank.rank))) for rank in matches]
+    if len({len(number) for number in numbers}) > 1:
+        return False
+    grid = list(product(*[range(max(column) + 1) for column in zip(*numbers, strict=True)]))
+    if len(grid) > 4 * len(numbers):
+        return False
+    absent = [number for number in grid if number not in numbers]
+    if not absent:
+        return True
+    is_certain = "consolidated" in matches[0].family or _CERTAIN_RANK.match(matches[0].rank)
+    if is_certain:
+        ranks_text = ", ".join(["_".join(map(str, number)) for number in absent[:5]])
+        reason = f"of {len(grid)} ranks these are missing: {ranks_text}"
+        raise MissingShardError(reason, hint="Or open a list of some files")
+    return False
+
+
+class _Folder:
+    """The files in a folder, sorted by what their names state."""
+
+    def __init__(self, listing: Listing, format: str | None) -> None:
+        self.listing, self.format = listing, format
+        names = sorted(listing.files, key=natural_key)
+        self.unfinished = [
+            *[name for name in (*names, *sorted(listing.folders)) if is_unfinished(name)],
+            *_downloads_in(listing),
+        ]
+        self.names = [n for n in names if not n.startswith(".") and n not in self.unfinished]
+        self.indexes = [name for name in self.names if is_index(name)]
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def choose(self) -> CheckpointFiles:
+        """Return the files of the one checkpoint; raise if there are none or several."""
+        usable, stale = self._by_index()
+        # An index lists the files: the others are not opened, only compared by name.
+        is_checkpoint = is_called_like_one if usable else self._is_checkpoint
+        checkpoints = [n for n in self.names if not is_index(n) and is_checkpoint(n)]
+        if usable:
+            files = self._single_or_indexed(*next(iter(usable.items())))
+        else:
+            group = self._group(checkpoints)
+            if group is None:
+                newest = self._newest()
+                if newest is not None:
+                    return _files_in_folder(newest, self.format)
+            if stale and group is None:
+                raise next(iter(stale.values()))
+            if group is None:
+                raise self._not_one(checkpoints)
+            self.warnings += [
+                f"the index {shown(name)} is ignored, because none of its files is here"
+                for name in stale
+            ]
+            files = self._files_of(group)
+        chosen = {*_names_of(files), *self.indexes}
+        config = self._config()
+        return replace(
+            files,
+            name=self.listing.name,
+            competing=(*[n for n in checkpoints if n not in chosen], *files.unlisted),
+            unfinished=tuple(self.unfinished),
+            warnings=(*files.warnings, *self.warnings),
+            notes=(*files.notes, *self.notes),
+            attrs={**files.attrs, **config},
+        )
+
+    def _by_index(self) -> tuple[dict[str, CheckpointFiles], dict[str, CheckpointError]]:
+        """Read the indexes; return those with files, and the errors of those without any."""
+        usable: dict[str, CheckpointFiles] = {}
+        stale: dict[str, CheckpointError] = {}
+        for name in self.indexes:
+            try:
+                files = indexed(self._location(name).open())
+            except FormatError as error:
+                stale[name] = error
+                continue
+            if files.places:
+                usable[name] = files
+                continue
+            reason = f"all of its files are missing: {some(files.missing, 'files')}"
+            hint = f"The folder has {some(self.names, 'files') or 'no files'}"
+            stale[name] = MissingShardError(
+                reason, path=self._location(name).text, rule="ShardIndex", hint=hint
+            )
+        return usable, stale
+
+    def _single_or_indexed(self, index: str, files: CheckpointFiles) -> CheckpointFiles:
+        """Return the single file next to an index if it has all of its tensors, else the shards."""
+        singles = [single_of(index)]
+        if singles == ["pytorch_model.bin"]:
+            singles.insert(0, "model.safetensors")  # which transformers loads before
+        listed = {file.path for file in files.files}
+        for name in singles:
+            if name not in self.names or name in listed or files.weight_map is None:
+                continue
+            missing = files.weight_map.keys() - names_in(self._location(name))
+            if missing:
+                self.warnings.append(
+                    f"the files of {shown(index)} are opened, because {shown(name)} lacks "
+                    f"{some(sorted(missing, key=natural_key))}; transformers loads {shown(name)}"
+                )
+                continue
+            self.warnings.append(
+                f"{shown(name)} is opened, as in transformers, and not the files of "
+                f"{shown(index)}, which vLLM loads; to open those, open the index"
+            )
+            return self._files_of(_Group("single", [name]))
+        return files
+
+    def _group(self, checkpoints: list[str]) -> _Group | None:
+        """Return the files that are the checkpoint; None without any, or if several may be."""
+        groups = _groups_of(checkpoints)
+        if self.format is not None:
+            suffixes = formats.suffixes(self.format)
+            groups = [g for g in groups if g.names[0].lower().endswith(suffixes)] or groups
+        if any(config in self.listing.files for config in _CONFIGS):
+            first = preferred([group.names[0] for group in groups])
+            groups = [group for group in groups if group.names[0] == first] or groups
+        groups = [group for group in groups if not is_companion(group.names[0])] or groups
+        if not groups:
+            folders = sorted(self.listing.folders, key=natural_key)
+            ranks = [name for name in folders if rank_of(name) is not None]
+            return _Group("ranks", ranks) if are_ranks(ranks) else None
+        return groups[0] if len(groups) == 1 else None
+
+    def _files_of(self, group: _Group) -> CheckpointFiles:
+        missing = _missing_parts(group.names) if group.by == "numbers" else []
+        if missing:
+            part = part_of(group.names[0])
+            numbers = [str(p.number) for name in missing if (p := part_of(name)) is not None]
+            count = 0 if part is None else part.of
+            text = ", ".join(numbers[:5]) + (" and more" if len(numbers) > 5 else "")
+            reason = f"of {count} shards these are missing: {text}"
+            hint = "Or open a list of some files"
+            if self.unfinished:
+                hint = f"{some(self.unfinished, 'files')} did not arrive whole. {hint}"
+            raise MissingShardError(reason, path=self.listing.name, hint=hint)
+        places = [self._location(name) for name in group.names]
+        by_text = {place.text: place for place in places}
+        return listed_as(group.by, self.listing.name, by_text)
+
+    def _location(self, name: str) -> Location:
+        files, folders = self.listing.files, self.listing.folders
+        return files[name] if name in files else folders[name]
+
+    def _is_checkpoint(self, name: str) -> bool:
+        location = self._location(name)
+        if not location.is_local:  # reading the file would take a request
+            return is_called_like_one(name)
+        with suppress(OSError), closing(location.open()) as source:
+            return formats.recognized(source) is not None
+        return False
+
+    def _config(self) -> dict[str, Any]:
+        if "config.json" not in self.listing.files:
+            return {}
+        with (
+            suppress(FileNotFoundError, PermissionError, ValueError),
+            closing(self._location("config.json").open()) as source,
+        ):
+            return {"config": parse_json(read_small(source))}
+        return {}
+
+    def _newest(self) -> Listing | None:
+        """Return the folder of the newest step of a run, which a file names; None without one."""
+        for file, form in _LATEST.items():
+            if file not in self.listing.files:
+                continue
+            with closing(self._location(file).open()) as source:
+                too_long = source.size > _LONGEST_NAME
+                name = "" if too_long else read_small(source).decode("utf-8", "replace").strip()
+            if form != "{}" and name.isdecimal():
+                name = form.format(int(name))
+            folder = self.listing.folders.get(name) if is_file_name(name) else None
+            newest = None if folder is None else folder.listing()
+            if newest is not None and has_checkpoint(newest):
+                return newest
+        return None
+
+    def _not_one(self, checkpoints: Sequence[str]) -> OSError:
+        """Return the error of a folder with no or several checkpoints among its files."""
+        folder = self.listing.name
+        listing = some(checkpoints or self.names, "") or "no files"
+        reason = f"no checkpoint is in this folder; it has {listing}"
+        if checkpoints:
+            count = len(checkpoints)
+            reason = f"{count} checkpoints are in this folder, open one or a list: {listing}"
+            return SeveralFilesError(errno.EISDIR, reason, folder)
+        if self.listing.folders:
+            folders = sorted(self.listing.folders, key=natural_key)
+            reason += f", and the folders {some(folders, '')}"
+        if self.unfinished:
+            reason += f"; {some(self.unfinished, 'more')}: a writer or a download did not end"
+        if self.listing.broken_links:
+            links = some(self.listing.broken_links, "more")
+            reason += f"; the files that the links {links} lead to are missing"
+        return IsADirectoryError(errno.EISDIR, reason, folder)
+
+
+def _names_of(files: CheckpointFiles) -> Iterator[str]:
+    for file in files.files:
+        yield file.path.rstrip("/").rpartition("/")[2]
+
+
+def _groups_of(names: Sequence[str]) -> list[_Group]:
+    """Group the files that are one checkpoint by their names."""
+    groups: dict[tuple[Any, ...], _Group] = {}
+    for name in names:
+        part, rank = part_of(name), rank_of(name)
+        if is_chunked(name):
+            group = groups.setdefault(("chunks",), _Group("single", []))
+        elif part is not None:
+            group = groups.setdefault(("part", *part.family), _Group("numbers", []))
+        elif rank is not None:
+            group = groups.setdefault(("rank", *rank.family), _Group("ranks", []))
+        else:
+            group = groups.setdefault(("file", name), _Group("single", []))
+        group.names.append(name)
+    whole: list[_Group] = []
+    for group in groups.values():
+        if group.by != "ranks" or are_ranks(group.names):
+            whole.append(group)
+        else:
+            whole += [_Group("single", [name]) for name in group.names]
+    return whole
+
+
+def is_called_like_one(name: str) -> bool:
+    """Return whether a file has a name of a checkpoint, or of an index of shards."""
+    lower = name.lower()
+    return is_index(lower) or any(lower.endswith(formats.suffixes(f)) for f in formats.names())
+
+
+def _snapshot_of_cache(listing: Listing) -> Listing | None:
+    """Return the snapshot in a folder of the Hub's cache; None for other folders."""
+    path = Path(listing.name)
+    if path.name == "snapshots" and _CACHED_REPOSITORY.fullmatch(path.parent.name):
+        snapshots, references = listing, path.parent / "refs"
+    elif _CACHED_REPOSITORY.fullmatch(path.name) and "snapshots" in listing.folders:
+        inner = listing.folders["snapshots"].listing()
+        if inner is None:
+            return None
+        snapshots, references = inner, path / "refs"
+    else:
+        return None
+    commits = list(snapshots.folders)
+    with suppress(OSError, UnicodeDecodeError):
+        main = (references / "main").read_text("ascii").strip()
+        commits = [main] if main in commits else commits
+    if len(commits) == 1:
+        return snapshots.folders[commits[0]].listing()
+    reason = "no snapshot is in this folder of the Hub's cache: the download did not end"
+    if commits:
+        reason = f"{len(commits)} snapshots are in this folder, open one: {some(commits, '')}"
+    raise SeveralFilesError(errno.EISDIR, reason, listing.name)
+
+
+def _downloads_in(listing: Listing) -> list[str]:
+    """Return unfinished downloads of the Hub's client into a local folder."""
+    if ".cache" not in listing.folders or not listing.folders[".cache"].is_local:
+        return []
+    folder = Path(listing.name) / _PARTIAL_DOWNLOADS
+    with suppress(OSError):
+        return sorted(str(_PARTIAL_DOWNLOADS / p.name) for p in folder.glob("*.incomplete"))
+    return []
