@@ -163,20 +163,6 @@ def test_an_index_of_shards(tmp_path: Path) -> None:
         assert ds["head"].encoding["shard"] == "model-00002-of-00002.safetensors"
 
 
-def test_the_index_of_shards_decides_which_tensors_exist(tmp_path: Path) -> None:
-    path = sharded(tmp_path)
-    root = json.loads(path.read_text())
-    del root["weight_map"]["head"]
-    path.write_text(json.dumps(root))
-    with pytest.warns(CheckpointWarning, match="left out: 'head'"):
-        ds = xr.open_dataset(path, engine="safetensors")
-    assert "head" not in ds
-    with pytest.raises(FormatError, match=r"'other'.*lacks it"):
-        xr.open_dataset(
-            sharded(tmp_path, other="model-00001-of-00002.safetensors"), engine="safetensors"
-        )
-
-
 def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

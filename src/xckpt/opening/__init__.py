@@ -175,7 +175,7 @@ def open_each(
 
     def opened(file: CheckpointFile) -> Opened | CheckpointError:
         place = files.places[file.path]
-        if isinstance(place, Location) and place.kind == "folder":  # of a rank
+        if file.rank:  # a file or a folder
             source, index = open_index(place, format, silent=True, whole=False, **format_options)
             return Opened(file.path, source, index, file.rank)
         source = open_place(place, mmap=mmap)
@@ -257,8 +257,8 @@ def _readable_file(files: CheckpointFiles) -> Source:
     if not files.places:
         raise MissingShardError("all of its files are missing", path=files.name)
     places = list(files.places.values())
-    if isinstance(places[0], Location) and places[0].kind == "folder":
-        return _readable_file(files_of(places[0]))
+    if files.by == "ranks":
+        return _readable_file(files_of(Location.of(places[0])))
     first = open_place(places[0])
     if files.weight_map is None or formats.recognized(first) is not None:
         return first

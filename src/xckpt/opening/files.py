@@ -407,6 +407,8 @@ class _Folder:
         # An index lists the files: the others are not opened, only compared by name.
         is_checkpoint = is_called_like_one if usable else self._is_checkpoint
         checkpoints = [n for n in self.names if not is_index(n) and is_checkpoint(n)]
+        if not checkpoints:  # one that is damaged raises an error with advice
+            checkpoints = [n for n in self.names if not is_index(n) and is_called_like_one(n)]
         if usable:
             files = self._single_or_indexed(*next(iter(usable.items())))
         else:
@@ -506,6 +508,9 @@ class _Folder:
             hint = "Or open a list of some files"
             if self.unfinished:
                 hint = f"{some(self.unfinished, 'files')} did not arrive whole. {hint}"
+            broken = [name for name in self.listing.broken_links if name in missing]
+            if broken:
+                hint = f"The files that the links {some(broken, 'more')} lead to are gone. {hint}"
             raise MissingShardError(reason, path=self.listing.name, hint=hint)
         places = [self._location(name) for name in group.names]
         by_text = {place.text: place for place in places}
@@ -517,7 +522,9 @@ class _Folder:
 
     def _is_checkpoint(self, name: str) -> bool:
         location = self._location(name)
-        if not location.is_local:  # reading the file would take a request
+        # A part that is a Git LFS pointer raises an error with advice. Reading a remote file would
+        # take a request.
+        if part_of(name) is not None or not location.is_local:
             return is_called_like_one(name)
         with suppress(OSError), closing(location.open()) as source:
             return formats.recognized(source) is not None

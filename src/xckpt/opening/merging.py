@@ -160,9 +160,9 @@ class _Merged:
             if problem is None:
                 texts.append(f"{shown(label)} is missing, and with it {some(names)}")
             else:
-                texts.append(
-                    f"{shown(label)} cannot be read, nor can {some(names)}: {problem.reason}"
-                )
+                hint = "" if problem.hint is None else f". {problem.hint}"
+                text = f"{shown(label)} cannot be read, nor can {some(names)}: {problem.reason}"
+                texts.append(text + hint)
         unlisted = {name: names_in(place) for name, place in self._unlisted_parts().items()}
         for label, names in self._lost.items():
             others = [shown(n) for n, present in unlisted.items() if not present.isdisjoint(names)]

@@ -274,7 +274,7 @@ def _entries_of_url(
     from xckpt.storage.filesystems import file_system
 
     link = _link(url, options)
-    fs, path = file_system(link.url + link.after, link.options)
+    fs, path = file_system(link.url.rstrip("/") + link.after, link.options)
     folder = path.rstrip("/")
     entries = {
         entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] == "file"
