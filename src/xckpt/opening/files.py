@@ -1,9 +1,8 @@
 """Which files are one checkpoint: one step decides, and one description is shown.
 
 `files_of` turns a `Location` into `CheckpointFiles`: by a mark of a folder, an index of shards, a
-single file, or the numbers and ranks in names. Its description of what was chosen, what is missing
-and what was left alone becomes `Index.checkpoint`; summaries, warnings, `verify`, ``info`` and
-errors show it.
+single file, or the numbers and ranks in names. The description of present, missing and competing
+files becomes `Index.checkpoint`; summaries, warnings, `verify`, ``info`` and errors show it.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> 
     for path in places:
         part = part_of(_file_name(path))
         rank = rank_of(_file_name(path)) if by == "ranks" else None
-        number, count = (None, None) if part is None else (part.number, part.of)
+        number, count = (None, None) if part is None else (part.number, part.total)
         files.append(CheckpointFile(path, number, count, "" if rank is None else rank.rank))
     if by == "ranks":
         facts["warnings"] = (_SIDE_BY_SIDE,)
@@ -362,7 +361,7 @@ def has_checkpoint(listing: Listing) -> bool:
 
 
 def are_ranks(names: Sequence[str]) -> bool:
-    """Return whether names are those of all ranks of one model; raise if one is missing."""
+    """Return whether names list all ranks of one model; raise if one is missing."""
     ranks = [rank_of(name) for name in names]
     if len(names) < 2 or None in ranks:
         return False
@@ -402,7 +401,7 @@ class _Folder:
         self.warnings: list[str] = []
 
     def choose(self) -> CheckpointFiles:
-        """Return the files of the one checkpoint; raise if there are none or several."""
+        """Return the files of the only checkpoint; raise unless there is exactly one."""
         usable, stale = self._by_index()
         # An index lists the files: the others are not opened, only compared by name.
         is_checkpoint = is_called_like_one if usable else self._is_checkpoint
@@ -439,7 +438,7 @@ class _Folder:
         )
 
     def _by_index(self) -> tuple[dict[str, CheckpointFiles], dict[str, CheckpointError]]:
-        """Read the indexes; return those with files, and the errors of those without any."""
+        """Read the indexes; return usable ones, and an error for each one without files."""
         usable: dict[str, CheckpointFiles] = {}
         stale: dict[str, CheckpointError] = {}
         for name in self.indexes:
@@ -502,7 +501,7 @@ class _Folder:
         if missing:
             part = part_of(group.names[0])
             numbers = [str(p.number) for name in missing if (p := part_of(name)) is not None]
-            count = 0 if part is None else part.of
+            count = 0 if part is None else part.total
             text = ", ".join(numbers[:5]) + (" and more" if len(numbers) > 5 else "")
             reason = f"of {count} shards these are missing: {text}"
             hint = "Or open a list of some files"

@@ -1,4 +1,4 @@
-"""Several open files as one: their tensors under one `Index`, and what contradicts the others."""
+"""Several open files as one: their tensors under one `Index`, and contradictions between them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _Merged:
             self._copies[name] = label, _relabelled(tensor, label)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors; those of missing or damaged files raise an error when computed."""
+        """Return all tensors; tensors of missing or damaged files raise an error when computed."""
         tensors, weight_map = self.tensors_by_name, self.files.weight_map or {}
         for name, (label, tensor) in self._copies.items():
             if name in tensors:

@@ -1,6 +1,6 @@
-"""What the names of files and folders state: parts, ranks, indexes, steps, unfinished writes.
+"""Conventions for names of files and folders: parts, ranks, indexes, steps, unfinished writes.
 
-The names are those of the libraries that write them; the comments give their sources.
+Comments name the libraries that write such names.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class PartName(NamedTuple):
 
     stem: str
     number: int
-    of: int
+    total: int
     suffix: str
 
     @property
     def family(self) -> tuple[str, int, str]:
         """The fields that all names of the set have in common."""
-        return self.stem, self.of, self.suffix
+        return self.stem, self.total, self.suffix
 
 
 class RankName(NamedTuple):
@@ -122,7 +122,7 @@ def rank_of(name: str) -> RankName | None:
 
 
 def is_chunked(name: str) -> bool:
-    """Return whether a file has chunks of tensors of several files, and is no part of a set."""
+    """Return whether a file has chunks of tensors that continue in other files."""
     return _CHUNKS.fullmatch(name) is not None
 
 
@@ -180,7 +180,7 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
     columns = [at for at in range(1, len(split[0]), 2) if _STEP.search(split[0][at - 1])]
     if len(before) == 2 and before[0] == "" and before[1][:1] in {"", "."}:
         columns = [1]
-    # "epoch=0-step=5": the last number that tells all names apart.
+    # "epoch=0-step=5": the last number that differs between all names.
     for column in reversed(columns):
         numbers = [int(parts[column]) for parts in split]
         if len(set(numbers)) == len(numbers):

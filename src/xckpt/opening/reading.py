@@ -90,7 +90,7 @@ def read_small(source: Source) -> bytes:
 
 
 def read_shard_index(source: Source) -> ShardIndex:
-    """Read an index of shards; raise `FormatError` if it is none, or lists no tensors."""
+    """Read an index of shards; raise `FormatError` if it is malformed or empty."""
     if source.size > _LARGEST_INDEX:
         reason = f"an index of shards has {source.size} bytes, more than {_LARGEST_INDEX}"
         raise FormatError(reason, path=source.name)

@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 def run_in(listing: Listing) -> Run | None:
-    """Return the steps in a folder; None if its names are not those of several steps."""
+    """Return the steps in a folder; None if fewer than two names are steps."""
     if any(mark in listing.files for mark in formats.folder_marks()):
         return None
     forms: dict[tuple[tuple[str, ...], bool], list[str]] = defaultdict(list)
@@ -59,7 +59,7 @@ def _numbers_of(names: list[str]) -> dict[str, int]:
 def _runs_of_burn(
     forms: dict[tuple[tuple[str, ...], bool], list[str]],
 ) -> dict[tuple[tuple[str, ...], bool], list[str]]:
-    """Return the models of a run whose numbers are also those of optimizers."""
+    """Return the models of a run whose optimizers have the same numbers."""
     models, optimizers = (
         {form: names for form, names in forms.items() if form[0][0] == first} for first in _BURN
     )

@@ -164,7 +164,7 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     elif location.kind == "list":
         places = list(location.path)
     elif listing is not None or is_index(location.file_name):
-        files_of(location)  # the error of a folder says what it has
+        files_of(location)  # its error describes the folder
         raise ValueError(f"{location.text} is one checkpoint; give a glob, or a list of several")
     finished = [place for place in places if not is_unfinished(place.file_name)]
     unfinished = [place.file_name for place in places if place not in finished]

@@ -1,8 +1,8 @@
-"""Where a checkpoint is: an address, classified once at the entrance.
+"""The address of a checkpoint, classified once at the entrance.
 
-`Location.of` takes whatever a user passes: a path, a URL, a glob, bytes, an open file, or a list of
-these. Everything behind the entrance asks the Location: what kind it is, how it is spelled in
-messages, which files a folder has, and how to open it.
+`Location.of` takes a path, a URL, a glob, bytes, an open file, or a list of these. The code behind
+the entrance asks the Location for its kind, its spelling in messages, the contents of a folder, and
+the open source.
 """
 
 from __future__ import annotations
@@ -243,13 +243,14 @@ class _Link(NamedTuple):
 def _link(url: str, options: Mapping[str, Any] | None) -> _Link:
     links = url.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
-    own = dict(options or {})
+    link_options = dict(options or {})
     if at:
         # fsspec expects the options of a link in a chain under its protocol.
-        own = {**own, **own.pop(links[at].partition("://")[0], {})}
-        own = {key: value for key, value in own.items() if key not in links[:at]}
+        protocol = links[at].partition("://")[0]
+        link_options = {**link_options, **link_options.pop(protocol, {})}
+        link_options = {k: v for k, v in link_options.items() if k not in links[:at]}
     before = "".join(f"{link}::" for link in links[:at])
-    return _Link(before, links[at], "".join(f"::{link}" for link in links[at + 1 :]), own)
+    return _Link(before, links[at], "".join(f"::{link}" for link in links[at + 1 :]), link_options)
 
 
 def _expand_url(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
