@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from xckpt.quantization.compressed_tensors import (
@@ -26,7 +27,7 @@ from xckpt.quantization.model import (
     short_name,
     view_as,
 )
-from xckpt.quantization.small_floats import small_float_weight
+from xckpt.quantization.small_floats import check_scale_order, small_float_weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 _SCALE_TYPES = FLOATS | {"float8_e8m0fnu", "uint8"}
+# Variables of quantised layers of Keras, which divides by their scales.
+_KERAS_NAMES = frozenset({"kernel", "embeddings", "reverse_embeddings"})
+# Endings of tensors that change values in ways that only a declaration states.
+_MODIFIERS = (
+    "_offset", "_zero", "_zeros", "_zero_points", "_zp", "_bias", "_biases", "_g_idx", "_scale_2",
+    "_global_scale", "_codebook",
+)  # fmt: skip
+_REMEDY = "put the config that declares the method next to the file, or multiply the tensors"
 
 
 def float8_problem(config: Mapping[str, Any]) -> str | None:
@@ -47,41 +56,85 @@ def float8_problem(config: Mapping[str, Any]) -> str | None:
 
 def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
     """Match codes of eight bits with scales."""
+    is_int8 = codes.dtype == "int8"
+    if codes.dtype not in _FLOAT8 and not is_int8:
+        return None
+    scale_name = _scale_name(model, name)
     module = name.removesuffix(".weight")
-    names = [f"{name}_scale_inv", f"{name}_scale"]
-    if module != name:
-        names.append(f"{module}.scale")
-    scale_name = next((scales for scales in names if scales in model.tensors), None)
     is_compressed = model.method == "compressed-tensors"
-    if codes.dtype == "int8" and scale_name == f"{module}.scale":
+    if is_int8 and scale_name == f"{module}.scale":
         # The experts of DeepSeek-V4 have two floats in a byte.
         return small_float_weight(
             model, name, codes, scales=scale_name, scale_type="float8_e8m0fnu", group=32
         )
-    is_undeclared = model.method is None and scale_name is not None
-    is_int8 = codes.dtype == "int8" and (is_compressed or is_undeclared)
-    if codes.dtype not in _FLOAT8 and not is_int8:
+    if scale_name is None and (is_int8 or model.method is None) and not is_compressed:
         return None
+    scales = require_scales(model, name)
+    if is_int8 and model.method not in {None, "compressed-tensors"}:
+        raise LayoutError("int8", f"{model.method} declares no codes of type int8")
+    if is_compressed:
+        match = partial(full_byte_weight, model, name, codes, scales)
+        return fit_params(model, module, match)
+    if model.method is None:
+        _check_undeclared(model.tensors, name, codes, scales)
+    params = Params()
+    if model.method == "mxfp8":
+        params = Params(strategy="group", group=32)
+    elif (block := parse_block(model.config.get("weight_block_size"))) is not None:
+        params = Params(block=block, strategy="block")
+    return full_byte_weight(model, name, codes, scales, params)
+
+
+def _scale_name(model: Model, name: str) -> str | None:
+    """Return the name of the scales of codes, or None if they have no scales."""
+    names = [f"{name}_scale_inv", f"{name}_scale"]
+    module = name.removesuffix(".weight")
+    if module != name:
+        names += [f"{module}.scale", f"{module}.scale_weight"]
+    return next((scales for scales in names if scales in model.tensors), None)
+
+
+def require_scales(model: Model, name: str) -> Tensor:
+    """Return the scales of codes; raise if they are missing or have another type."""
+    scale_name = _scale_name(model, name)
     if scale_name is None:
-        if model.method is None:
-            return None
-        expected = names[0] if model.method == "fp8" else names[1]
+        expected = f"{name}_scale_inv" if model.method == "fp8" else f"{name}_scale"
         raise LayoutError("no scale", f"{short_name(expected)} is missing")
+    return model.require(scale_name, _SCALE_TYPES)
+
+
+def _check_undeclared(
+    tensors: Mapping[str, Tensor], name: str, codes: Tensor, scales: Tensor
+) -> None:
+    """Raise unless types and shapes alone determine the values of a weight."""
+    shape, grid = codes.shape, scales.shape
+    described = f"{short_name(scales.name)} of shape {list(grid)}"
+    modifier = next((f"{name}{end}" for end in _MODIFIERS if f"{name}{end}" in tensors), None)
+    if modifier is not None:
+        reason = f"the meaning of {short_name(modifier)} is not declared"
+        raise LayoutError("undeclared companion", f"{reason}; {_REMEDY}")
+    if codes.dtype == "int8":
+        # Keras divides by its scales.
+        is_keras = name.rpartition("/")[2].rpartition(".")[2] in _KERAS_NAMES
+        is_grid = len(grid) == len(shape) >= 2 and (scales.size > 1 or shape[:-1] == grid[:-1])
+        if is_keras or not is_grid:
+            what = "how to apply it" if is_keras else "its axis"
+            raise LayoutError("undeclared", f"{described} does not determine {what}; {_REMEDY}")
+    elif 0 < len(grid) < len(shape) and scales.size > 1:
+        # A vector next to a square matrix fits rows and columns.
+        if sum(axes == grid for axes in combinations(shape, len(grid))) > 1:
+            raise LayoutError("undeclared", f"{described} does not determine its axis; {_REMEDY}")
+    if scales.dtype in {"uint8", "float8_e8m0fnu"}:
+        check_scale_order(shape, scales, group=32)
+
+
+def full_byte_weight(
+    model: Model, name: str, codes: Tensor, scales: Tensor, params: Params | None = None
+) -> Weight:
+    """Return the weight of codes in full bytes; by default, its blocks follow from shapes."""
+    params = params or Params()
     if not codes.ndim:
         raise LayoutError("shape", f"{short_name(name)} has no axes")
-    scales = model.require(scale_name, _SCALE_TYPES)
-    match = partial(_full_byte_weight, model, name, codes, scales)
-    if is_compressed:
-        return fit_params(model, module, match)
-    if model.method == "mxfp8":
-        return match(Params(strategy="group", group=32))
-    block = parse_block(model.config.get("weight_block_size"))
-    return match(Params(block=block, strategy=None if block is None else "block"))
-
-
-def _full_byte_weight(
-    model: Model, name: str, codes: Tensor, scales: Tensor, params: Params
-) -> Weight:
     is_float = codes.dtype in _FLOAT8
     if params.format not in FULL_BYTES | {None}:
         raise LayoutError("format", f"the format {params.format!r} has no codes in full bytes")
@@ -95,10 +148,13 @@ def _full_byte_weight(
             reason = f"{short_name(scales.name)} has exponents, which only groups of 32 floats have"
             raise LayoutError("type", reason)
         params = replace(params, group=32)
-    block = scale_block(codes.shape, scales, params)
+    grid = scales.shape
+    if len(grid) == codes.ndim + 1 and grid[-1] == 1 < scales.size:  # with the axis of each group
+        grid = grid[:-1]
+    block = scale_block(codes.shape, replace(scales, shape=grid), params)
     parts = {
         "data": view_as(codes),
-        "scales": view_as(scales, "float8_e8m0fnu" if has_exponents else None),
+        "scales": view_as(scales, "float8_e8m0fnu" if has_exponents else None, grid),
     }
     zeros = model.find_zeros(f"{name}_zero_point", "int8", symmetric=params.symmetric)
     if zeros is not None:
