@@ -183,9 +183,12 @@ def _match(model: Model, name: str, codes: Tensor) -> Weight | None:
 
 def _orphaned_scales(model: Model, used: set[str]) -> Iterator[tuple[str, LayoutError]]:
     """Yield tensors of floats that have scales nevertheless."""
+    endings = ("weight_scale", "weight_scale_inv", ".scale_weight")
     for name in model.tensors:
-        if name.endswith(("weight_scale", "weight_scale_inv")) and name not in used:
+        if name.endswith(endings) and name not in used:
             base = name.removesuffix("_inv").removesuffix("_scale")
+            if name.endswith(".scale_weight"):
+                base = f"{name.removesuffix('scale_weight')}weight"
             tensor = model.tensors.get(base)
             if f"{base}_packed" in model.tensors:
                 continue

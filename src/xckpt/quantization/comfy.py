@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import shown
 from xckpt.quantization.config import parse_json
 from xckpt.quantization.full_bytes import full_byte_weight, require_scales
-from xckpt.quantization.model import LayoutError, Model, Weight, view_as
+from xckpt.quantization.model import LayoutError, Model, Weight, short_name, view_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +54,9 @@ def match_comfy(model: Model, name: str, codes: Tensor) -> Weight | None:
     if codes.dtype != code:
         raise LayoutError("type", f"codes have type {codes.dtype}, not {code}")
     scales = require_scales(model, name)
+    if scales.size != 1 and scales.ndim < codes.ndim:
+        reason = f"{short_name(scales.name)} of shape {list(scales.shape)} does not state its axis"
+        raise LayoutError("grid", reason)
     weight = full_byte_weight(model, name, codes, scales)
     if mark is None:
         return weight

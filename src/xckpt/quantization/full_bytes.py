@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from xckpt.quantization.compressed_tensors import (
@@ -35,15 +34,14 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
 
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
-_SCALE_TYPES = FLOATS | {"float8_e8m0fnu", "uint8"}
-# Variables of quantised layers of Keras, which divides by their scales.
-_KERAS_NAMES = frozenset({"kernel", "embeddings", "reverse_embeddings"})
+_EXPONENTS = frozenset({"float8_e8m0fnu", "uint8"})
+_SCALE_TYPES = FLOATS | _EXPONENTS
 # Endings of tensors that change values in ways that only a declaration states.
 _MODIFIERS = (
     "_offset", "_zero", "_zeros", "_zero_points", "_zp", "_bias", "_biases", "_g_idx", "_scale_2",
     "_global_scale", "_codebook",
 )  # fmt: skip
-_REMEDY = "put the config that declares the method next to the file, or multiply the tensors"
+_REMEDY = "put the config that declares the method next to the file, or combine both yourself"
 
 
 def float8_problem(config: Mapping[str, Any]) -> str | None:
@@ -62,11 +60,14 @@ def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
     scale_name = _scale_name(model, name)
     module = name.removesuffix(".weight")
     is_compressed = model.method == "compressed-tensors"
-    if is_int8 and scale_name == f"{module}.scale":
+    has_exponents = scale_name is not None and model.tensors[scale_name].dtype in _EXPONENTS
+    if is_int8 and has_exponents and scale_name == f"{module}.scale":
         # The experts of DeepSeek-V4 have two floats in a byte.
         return small_float_weight(
             model, name, codes, scales=scale_name, scale_type="float8_e8m0fnu", group=32
         )
+    if scale_name is None and is_int8 and _is_of_keras(codes) and "variable" in codes.attrs:
+        raise LayoutError("undeclared", f"its scales are not named; {_REMEDY}")
     if scale_name is None and (is_int8 or model.method is None) and not is_compressed:
         return None
     scales = require_scales(model, name)
@@ -94,6 +95,14 @@ def _scale_name(model: Model, name: str) -> str | None:
     return next((scales for scales in names if scales in model.tensors), None)
 
 
+def _is_of_keras(codes: Tensor) -> bool:
+    """Return whether codes have the name of a variable of Keras, which divides by its scales."""
+    variable = codes.attrs.get("variable")
+    if not isinstance(variable, str):
+        variable = codes.name.rpartition("/")[2].rpartition(".")[2]
+    return variable in {"kernel", "embeddings", "reverse_embeddings"}
+
+
 def require_scales(model: Model, name: str) -> Tensor:
     """Return the scales of codes; raise if they are missing or have another type."""
     scale_name = _scale_name(model, name)
@@ -108,23 +117,22 @@ def _check_undeclared(
 ) -> None:
     """Raise unless types and shapes alone determine the values of a weight."""
     shape, grid = codes.shape, scales.shape
-    described = f"{short_name(scales.name)} of shape {list(grid)}"
     modifier = next((f"{name}{end}" for end in _MODIFIERS if f"{name}{end}" in tensors), None)
     if modifier is not None:
         reason = f"the meaning of {short_name(modifier)} is not declared"
         raise LayoutError("undeclared companion", f"{reason}; {_REMEDY}")
     if codes.dtype == "int8":
-        # Keras divides by its scales.
-        is_keras = name.rpartition("/")[2].rpartition(".")[2] in _KERAS_NAMES
         is_grid = len(grid) == len(shape) >= 2 and (scales.size > 1 or shape[:-1] == grid[:-1])
-        if is_keras or not is_grid:
-            what = "how to apply it" if is_keras else "its axis"
-            raise LayoutError("undeclared", f"{described} does not determine {what}; {_REMEDY}")
-    elif 0 < len(grid) < len(shape) and scales.size > 1:
+        is_product = scales.dtype in FLOATS and scales.name.startswith(f"{name}_scale")
+        is_certain = is_grid and is_product and not _is_of_keras(codes)
+    else:
         # A vector next to a square matrix fits rows and columns.
-        if sum(axes == grid for axes in combinations(shape, len(grid))) > 1:
-            raise LayoutError("undeclared", f"{described} does not determine its axis; {_REMEDY}")
-    if scales.dtype in {"uint8", "float8_e8m0fnu"}:
+        without_axis = [shape[:axis] + shape[axis + 1 :] for axis in range(len(shape) - 1)]
+        is_certain = scales.size == 1 or grid not in without_axis
+    if not is_certain:
+        reason = f"nothing states how to apply {short_name(scales.name)} of shape {list(grid)}"
+        raise LayoutError("undeclared", f"{reason}; {_REMEDY}")
+    if scales.dtype in _EXPONENTS:
         check_scale_order(shape, scales, group=32)
 
 
@@ -149,7 +157,8 @@ def full_byte_weight(
             raise LayoutError("type", reason)
         params = replace(params, group=32)
     grid = scales.shape
-    if len(grid) == codes.ndim + 1 and grid[-1] == 1 < scales.size:  # with the axis of each group
+    has_group_axis = len(grid) == codes.ndim + 1 and grid[-1] == 1
+    if has_group_axis and grid[:-2] == codes.shape[:-1]:
         grid = grid[:-1]
     block = scale_block(codes.shape, replace(scales, shape=grid), params)
     parts = {
