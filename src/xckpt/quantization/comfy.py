@@ -1,4 +1,4 @@
-"""ComfyUI: what a file states about the layout of single layers.
+"""ComfyUI: statements of a file about the layout of its layers.
 
 References: `comfy/utils.py`, `comfy/ops.py` of ComfyUI and comfy-kitchen. A layer has a tensor
 ``comfy_quant`` with a JSON object, or an entry in the metadata ``_quantization_metadata``.
@@ -78,7 +78,7 @@ def _code_type(statement: Mapping[str, Any]) -> str:
 
 
 def _statements(model: Model) -> dict[str, Mapping[str, Any]]:
-    """Return what the file states about its layers, by name; empty for layers with a mark."""
+    """Return the statements about layers, by name; empty for layers with a mark."""
     statements: dict[str, Mapping[str, Any]] = {}
     metadata = model.attrs.get(_METADATA)
     if isinstance(metadata, str):
