@@ -57,7 +57,8 @@ def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
     is_int8 = codes.dtype == "int8"
     if codes.dtype not in _FLOAT8 and not is_int8:
         return None
-    scale_name = _scale_name(model, name)
+    scale_names = _scale_names(model, name)
+    scale_name = scale_names[0] if scale_names else None
     module = name.removesuffix(".weight")
     is_compressed = model.method == "compressed-tensors"
     has_exponents = scale_name is not None and model.tensors[scale_name].dtype in _EXPONENTS
@@ -77,7 +78,7 @@ def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
         match = partial(full_byte_weight, model, name, codes, scales)
         return fit_params(model, module, match)
     if model.method is None:
-        _check_undeclared(model.tensors, name, codes, scales)
+        _check_undeclared(model, name, codes, scales)
     params = Params()
     if model.method == "mxfp8":
         params = Params(strategy="group", group=32)
@@ -86,13 +87,17 @@ def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
     return full_byte_weight(model, name, codes, scales, params)
 
 
-def _scale_name(model: Model, name: str) -> str | None:
-    """Return the name of the scales of codes, or None if they have no scales."""
+def _scale_names(model: Model, name: str) -> list[str]:
+    """Return the names of the scales of codes, in the order in which they are tried."""
     names = [f"{name}_scale_inv", f"{name}_scale"]
     module = name.removesuffix(".weight")
     if module != name:
         names += [f"{module}.scale", f"{module}.scale_weight"]
-    return next((scales for scales in names if scales in model.tensors), None)
+    names = [scales for scales in names if scales in model.tensors]
+    if not names and model.tensors[name].dtype == "int8":  # of EETQ and Quanto
+        names = [f"{name}_scales", f"{name.removesuffix('_data')}_scale"]
+        names = [scales for scales in names if scales in model.tensors]
+    return names
 
 
 def _is_of_keras(codes: Tensor) -> bool:
@@ -105,25 +110,27 @@ def _is_of_keras(codes: Tensor) -> bool:
 
 def require_scales(model: Model, name: str) -> Tensor:
     """Return the scales of codes; raise if they are missing or have another type."""
-    scale_name = _scale_name(model, name)
-    if scale_name is None:
+    scale_names = _scale_names(model, name)
+    if not scale_names:
         expected = f"{name}_scale_inv" if model.method == "fp8" else f"{name}_scale"
         raise LayoutError("no scale", f"{short_name(expected)} is missing")
-    return model.require(scale_name, _SCALE_TYPES)
+    return model.require(scale_names[0], _SCALE_TYPES)
 
 
-def _check_undeclared(
-    tensors: Mapping[str, Tensor], name: str, codes: Tensor, scales: Tensor
-) -> None:
+def _check_undeclared(model: Model, name: str, codes: Tensor, scales: Tensor) -> None:
     """Raise unless types and shapes alone determine the values of a weight."""
     shape, grid = codes.shape, scales.shape
-    modifier = next((f"{name}{end}" for end in _MODIFIERS if f"{name}{end}" in tensors), None)
+    names = [*_scale_names(model, name)[1:], *(f"{name}{ending}" for ending in _MODIFIERS)]
+    modifier = next((companion for companion in names if companion in model.tensors), None)
     if modifier is not None:
         reason = f"the meaning of {short_name(modifier)} is not declared"
         raise LayoutError("undeclared companion", f"{reason}; {_REMEDY}")
     if codes.dtype == "int8":
         is_grid = len(grid) == len(shape) >= 2 and (scales.size > 1 or shape[:-1] == grid[:-1])
-        is_product = scales.dtype in FLOATS and scales.name.startswith(f"{name}_scale")
+        is_product = scales.dtype in FLOATS and scales.name in {
+            f"{name}_scale",
+            f"{name}_scale_inv",
+        }
         is_certain = is_grid and is_product and not _is_of_keras(codes)
     else:
         # A vector next to a square matrix fits rows and columns.
