@@ -67,8 +67,6 @@ def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
         return small_float_weight(
             model, name, codes, scales=scale_name, scale_type="float8_e8m0fnu", group=32
         )
-    if scale_name is None and is_int8 and _is_of_keras(codes) and "variable" in codes.attrs:
-        raise LayoutError("undeclared", f"its scales are not named; {_REMEDY}")
     if scale_name is None and (is_int8 or model.method is None) and not is_compressed:
         return None
     scales = require_scales(model, name)
