@@ -13,6 +13,7 @@ from xckpt.cli import main
 from xckpt.errors import CheckpointWarning
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 MODULE = "base_model.model.model.fc"
@@ -84,7 +85,7 @@ LYCORIS: dict[str, tuple[str, ...]] = {
 }
 
 
-def write(folder: Path, shapes: dict[str, tuple[int, ...]], config: Any = None) -> Path:
+def write(folder: Path, shapes: Mapping[str, tuple[int, ...]], config: Any = None) -> Path:
     """Write an adapter as PEFT does."""
     folder.mkdir(exist_ok=True)
     tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
@@ -214,7 +215,7 @@ def test_models_with_similar_names_are_no_adapters(names: tuple[str, ...]) -> No
 
 def test_factors_of_lycoris_are_lora(tmp_path: Path) -> None:
     module = "lycoris_model_fc"
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         f"{module}.lora_down.weight": (4, 16),
         f"{module}.lora_up.weight": (16, 4),
         f"{module}.alpha": (),
