@@ -433,7 +433,7 @@ class TestMerges:
     def test_a_file_without_factors_raises(self, tmp_path: Path) -> None:
         merge = Merge(tmp_path)
         merge.adapter = {"w": numbers(4)}
-        with pytest.raises(ValueError, match="no factors of an adapter"):
+        with pytest.raises(ValueError, match="no tensors of an adapter"):
             merge.compare()
 
     def test_options_that_exclude_each_other(self, tmp_path: Path) -> None:

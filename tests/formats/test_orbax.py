@@ -13,7 +13,7 @@ import xarray as xr
 import zstandard
 
 import xckpt
-from tests.conftest import GOLDEN, golden_files
+from tests.conftest import golden_files
 from tests.contracts.orbax import mark
 from tests.formats import orbax_files
 from tests.formats.orbax_files import MANIFEST, frame, leaf, manifest, write, zarray
@@ -182,10 +182,8 @@ def test_huge_shapes_are_listed_without_memory(tmp_path: Path) -> None:
         ds["w"].values  # noqa: B018
 
 
-def test_values_of_strings_and_custom_metadata_are_attributes() -> None:
-    path = GOLDEN / "orbax" / "pytree_mixed" / "ckpt"
-    if not path.exists():
-        pytest.skip("golden files are not there")
+def test_values_of_strings_and_custom_metadata_are_attributes(golden: Path) -> None:
+    path = golden / "orbax" / "pytree_mixed" / "ckpt"
     assert xckpt.open(path).attrs["layers.2.name"] == "second"
 
 

@@ -309,7 +309,8 @@ class CheckpointAccessor(Generic[Obj]):
             One row for each tensor of the base model that the adapter changes, by its name there:
             ``kind`` (``lora``, ``dora``, ``bias``; ``saved`` for a whole tensor; ``unsupported``),
             ``rank``, ``alpha``, ``scale`` (the factor of ``B @ A``), ``shape``, and ``note``: why
-            there is no scale. Empty if the file has no adapters.
+            there is no scale, or the name of an unsupported method, such as LoHa, and what to do.
+            Empty if the file has no adapters.
 
         Raises
         ------

@@ -199,6 +199,8 @@ def compare(
         combined with `dim` or ``compute=False``.
     TypeError
         If an argument has another type.
+    UnsupportedError
+        If `adapter` is of another method than LoRA or DoRA, such as LoHa; the message names it.
 
     Warns
     -----

@@ -26,7 +26,7 @@ from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapters import factors_of, find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import locating, some, warn
+from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.configs import read_config
 from xckpt.scan.entries import contents_of_all
 from xckpt.scan.kinds import kind_of
@@ -102,7 +102,13 @@ def open_merges(
     config = read_config(tensors.source, tensors.attrs, "adapter_config", storage_options)
     adapters = find_adapters(tensors, config)
     if not adapters:
-        raise ValueError(f"{tensors.source or 'the object'} has no factors of an adapter")
+        raise ValueError(
+            f"{tensors.source or 'the object'} has no tensors of an adapter; pass the folder or "
+            "file with the factors"
+        )
+    if all(adapter.kind == "unsupported" for adapter in adapters):
+        notes = dict.fromkeys(adapter.note for adapter in adapters)
+        raise UnsupportedError("; ".join(notes), path=tensors.source or None)
     matches, missing = match_bases(adapters, names)
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
