@@ -345,6 +345,58 @@ class TestSeveralCheckpoints:
         with pytest.raises(IsADirectoryError, match=r"2 checkpoints .*'a.safetensors', 'b.safe"):
             folder.open()
 
+    def test_other_weights_by_names_of_libraries_are_a_warning(self, folder: Folder) -> None:
+        folder.put({"model.safetensors": written(a=ONE), "config.json": b"{}"})
+        folder.put({"tf_model.safetensors": written(a=TWO), "x.safetensors": written(a=TWO)})
+        if folder.address.startswith("hf://"):  # a commit has files that belong together
+            assert folder.values() == {"a": 1}
+            return
+        with pytest.warns(
+            CheckpointWarning, match=r"'model\.saf.* is opened; 'tf_model.* may diff"
+        ):
+            assert folder.values() == {"a": 1}
+
+    def test_sets_count_as_one_checkpoint_each(self, folder: Folder) -> None:
+        for count in (2, 3):
+            for number in range(1, count + 1):
+                name = f"m-{number:05}-of-{count:05}.safetensors"
+                folder.put({name: written(**{f"w{number}": ONE})})
+        with pytest.raises(
+            IsADirectoryError, match=r"2 checkpoints.*'m\*-of-00002\.safet.*'m\*-of-0"
+        ):
+            folder.open()
+        with pytest.warns(CheckpointWarning, match="glob matches several checkpoints"):
+            folder.open("/*.safetensors")
+
+    def test_upper_case(self, folder: Folder) -> None:
+        folder.put(
+            {f"MODEL_0000{n}-OF-00002.SAFETENSORS": written(**{f"w{n}": ONE}) for n in (1, 2)}
+        )
+        assert folder.values() == {"w1": 1, "w2": 1}
+
+    def test_the_state_of_a_trainer_without_a_config(self, folder: Folder) -> None:
+        names = ["optimizer.bin", "scheduler.bin", "random_states_0.pkl"]
+        folder.put({"model.safetensors": written(a=ONE)} | dict.fromkeys(names, b"\x80\4N."))
+        assert folder.values() == {"a": 1}
+
+    def test_an_unpacked_file_of_pytorch(self, local: Folder) -> None:
+        local.put({"data.pkl": b"\x80\2}q\0.", "version": b"3\n", "data/0": b"\0" * 16})
+        with pytest.raises(IsADirectoryError, match=r"unpacked file of PyTorch.*zip -0 -r"):
+            local.open()
+
+    def test_a_link_in_a_circle(self, local: Folder) -> None:
+        local.put({"a.safetensors": written(a=ONE)})
+        Path(local.address, "last.safetensors").symlink_to("last.safetensors")
+        assert local.values() == {"a": 1}
+
+    def test_a_link_to_a_missing_file(self, local: Folder) -> None:
+        local.put({"a.safetensors": written(a=ONE)})
+        Path(local.address, "last.safetensors").symlink_to("/gone/b.safetensors")
+        with pytest.raises(
+            FileNotFoundError, match=r"a link to '/gone/b.safetensors', which is miss"
+        ):
+            local.open("/last.safetensors")
+
     def test_links_to_missing_files_are_named(self, local: Folder) -> None:
         local.put({"README.md": b""})
         Path(local.address, "model.safetensors").symlink_to("../blobs/0123")
@@ -401,6 +453,21 @@ class TestRanks:
         assert run["step"].values.tolist() == [100, 200]
         assert run["mp_rank_01.w"].values[:, 0].tolist() == [100, 200]
 
+    def test_the_latest_step_beside_a_model(self, folder: Folder) -> None:
+        folder.put({"model.safetensors": written(a=ONE), "config.json": b"{}"})
+        folder.put({"latest": b"global_step5", "global_step5/m.safetensors": written(a=TWO)})
+        with pytest.warns(
+            CheckpointWarning, match="'global_step5', the latest step, is not opened"
+        ):
+            assert folder.values() == {"a": 1}
+
+    def test_the_latest_step_is_missing(self, folder: Folder) -> None:
+        folder.put({"latest": b"global_step8", "global_step7/m.safetensors": written(a=TWO)})
+        with pytest.raises(
+            IsADirectoryError, match=r"'global_step8', the latest step, is missing.*7'\)"
+        ):
+            folder.open()
+
     def test_a_missing_rank_is_an_error(self, folder: Folder) -> None:
         folder.put({f"consolidated.0{n}.safetensors": written(w=ONE) for n in (0, 1, 3)})
         with pytest.raises(MissingShardError, match="of 4 ranks these are missing: 2"):
@@ -426,7 +493,9 @@ class TestRanks:
         for files in (paths, f"{local.address}/consolidated.*"):
             with pytest.warns(CheckpointWarning, match="side by side"):
                 assert list(xckpt.open(files)) == ["rank_00.w", "rank_01.w"]
-        assert xckpt.open_steps(paths)["step"].values.tolist() == [0, 1]  # as the user says
+        with pytest.warns(CheckpointWarning, match="look like ranks of one model"):
+            steps = xckpt.open_steps(paths)["step"]
+        assert steps.values.tolist() == [0, 1]  # as the user says
 
 
 class TestSteps:
@@ -458,6 +527,38 @@ class TestSteps:
         assert "open_steps" not in str(caught.value)
         paths = f"{local.address}/*"
         assert xckpt.open_steps(paths)["step"].values.tolist() == [1, 2]  # as the user says
+
+    def test_versions_of_a_step_are_not_steps(self, local: Folder) -> None:
+        names = ["epoch=0-step=100", "epoch=0-step=100-v1", "epoch=1-step=200"]
+        local.put({f"{name}.safetensors": written(w=ONE) for name in names})
+        with pytest.raises(ValueError, match=r"different numbers .* \[100, 100, 200\]"):
+            xckpt.open_steps(f"{local.address}/*")
+
+    def test_two_series_are_an_error_that_names_both(self, folder: Folder) -> None:
+        folder.put({f"{net}_epoch_{n}.safetensors": written(w=ONE) for net in "gd" for n in (1, 2)})
+        with pytest.raises(
+            ValueError, match=r"several series.*g_epoch_\*.*d_epoch_\*|d_epo.*g_epo"
+        ):
+            xckpt.open_steps(folder.address, storage_options=folder.options)
+        with pytest.raises(
+            IsADirectoryError, match=r"open_steps\('.*_epoch_\*.* or .*open_steps\("
+        ):
+            folder.open()
+
+    def test_weights_one_folder_below_the_step(self, folder: Folder) -> None:
+        for step in ("095000", "100000", "0150000"):
+            folder.put({f"{step}/pretrained_model/model.safetensors": written(w=ONE)})
+            folder.put({f"{step}/training_state/optimizer_state.safetensors": written(w=TWO)})
+        run = xckpt.open_steps(folder.address, storage_options=folder.options)
+        assert run["step"].values.tolist() == [95000, 100000, 150000]
+        assert float(run["w"].max()) == 1
+
+    @pytest.mark.parametrize("form", ["000010{}_adapters.safetensors", "x-00010{}.safetensors"])
+    def test_numbers_of_single_libraries(self, local: Folder, form: str) -> None:
+        local.put(
+            {form.format(n): written(w=ONE) for n in (1, 2)} | {"x.safetensors": written(w=TWO)}
+        )
+        assert xckpt.open_steps(local.address)["step"].values.tolist() == [101, 102]
 
     def test_the_epochs_of_burn(self, local: Folder) -> None:
         local.put({f"{kind}-{n}.zt": written(w=ONE) for kind in ("model", "optim") for n in (1, 2)})
@@ -510,6 +611,17 @@ class TestCacheOfTheHub:
     @pytest.mark.parametrize("inside", ["", "/snapshots", "/snapshots/bbb"])
     def test_the_snapshot_of_main(self, cache: Folder, inside: str) -> None:
         assert cache.values(f"/models--org--model{inside}") == {"w": 2}
+
+    def test_a_download_that_did_not_end(self, cache: Folder) -> None:
+        snapshot = Path(cache.address, "models--org--model/snapshots/bbb")
+        (snapshot / "model.safetensors").unlink()
+        (snapshot / "config.json").touch()
+        cache.put({"models--org--model/blobs/abc.incomplete": b""})
+        for inside in ("", "/model.safetensors"):
+            with pytest.raises(
+                OSError, match=r"abc\.incomplete.*download did not end|did not end.*abc"
+            ):
+                xckpt.open(f"{snapshot}{inside}")
 
     def test_several_snapshots_without_a_reference(self, cache: Folder) -> None:
         Path(cache.address, "models--org--model/refs/main").unlink()

@@ -581,8 +581,8 @@ class Index(Mapping[str, "Tensor"]):
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Sentences about the files of the checkpoint: warnings first, then other facts."""
-        return (*self.warnings, *(() if self.checkpoint is None else self.checkpoint.facts))
+        """Sentences about the files of the checkpoint that are no warnings."""
+        return () if self.checkpoint is None else self.checkpoint.facts
 
     @property
     def shared(self) -> dict[str, str]:

@@ -1144,7 +1144,9 @@ class CheckpointAccessor(Generic[Obj]):
                 stacked=tensors.stacks,
                 obj=self._called,
                 notes=[
-                    *file_notes(self._encoding.get("facts", ())),
+                    *file_notes(
+                        self._encoding.get("warnings", ()), self._encoding.get("facts", ())
+                    ),
                     *shared_notes(tensors.shared),
                     *notes,
                 ],

@@ -471,6 +471,8 @@ def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         "namespace": next_namespace(),
         "file_nbytes": own_nbytes + shards_nbytes,
     }
+    if index.warnings:
+        ds.encoding["warnings"] = index.warnings
     if index.facts:
         ds.encoding["facts"] = index.facts
     if index.arrangement.order:

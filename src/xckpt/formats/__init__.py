@@ -45,6 +45,7 @@ __all__ = [
     "loaded",
     "names",
     "recognized",
+    "states_its_files",
     "suffixes",
     "writable",
 ]
@@ -64,7 +65,7 @@ _REGISTRY = {
     "Orbax": (".ocdbt", "/checkpoint"),
     "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),
     "Safetensors": (".safetensors",),
-    "Torch": (".pt", ".pth", ".ckpt", ".bin"),
+    "Torch": (".pt", ".pth", ".ckpt", ".bin", ".pth.tar"),
     "ZTensor": (".zt",),
 }
 _CLASSES = {title.lower(): title for title in _REGISTRY}
@@ -157,6 +158,8 @@ class Format:
         Suffixes that other programs use too; they do not identify a remote file.
     folder_marks : tuple of str
         Names of files that mark a folder as a checkpoint; `read_folder` gets the file of that name.
+    states_its_files : bool
+        Whether a file of several states so (`Index.files`), whatever numbers its name has.
     types : mapping of object to str
         Element types: from the spelling in a file to a key of `xckpt.elements.ELEMENT_TYPES`.
     spellings : mapping of str to object
@@ -171,6 +174,7 @@ class Format:
     suffixes: ClassVar[tuple[str, ...]] = ()
     shared_suffixes: ClassVar[tuple[str, ...]] = ()
     folder_marks: ClassVar[tuple[str, ...]] = ()
+    states_its_files: ClassVar[bool] = False
     types: ClassVar[Mapping[Any, str]] = {}
     spellings: ClassVar[Mapping[str, Any]] = {}
     can: ClassVar[Can] = Can()
@@ -414,6 +418,12 @@ def get(name: str) -> Format:
 def folder_marks() -> tuple[str, ...]:
     """Return the names of files that mark a folder as a checkpoint."""
     return tuple([mark for format in loaded() for mark in format.folder_marks])
+
+
+def states_its_files(file_name: str) -> bool:
+    """Return whether a file, by its suffix, states the other files of its checkpoint."""
+    lower = file_name.lower()
+    return any(get(name).states_its_files for name in names() if lower.endswith(suffixes(name)))
 
 
 def writable(name: str) -> Format:

@@ -247,7 +247,7 @@ def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summar
         attrs=index.attrs,
         errors=_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
         notes=[
-            *file_notes(index.facts),
+            *file_notes(index.warnings, index.facts),
             *shared_notes(index.shared),
         ],
         shards=len(index.shards),
@@ -286,10 +286,9 @@ def unread_errors(rows: Iterable[Row]) -> list[str]:
     return _first_of(names, f"{counted(len(names), 'tensor')} cannot be read")
 
 
-def file_notes(facts: Sequence[str]) -> list[str]:
-    """Report what is known about the files of a checkpoint: the first fact, and their number."""
-    more = len(facts) - 1
-    return [f"{facts[0]}{f'; and {more} more' if more else ''}"] if facts else []
+def file_notes(warnings: Sequence[str], facts: Sequence[str]) -> list[str]:
+    """Report the warnings of opening, and facts about the files of the checkpoint."""
+    return [*_first_of(warnings, counted(len(warnings), "warning")), *facts]
 
 
 def shared_notes(shared: Mapping[str, str]) -> list[str]:

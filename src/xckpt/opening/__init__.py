@@ -95,11 +95,11 @@ def _joined(
 ) -> tuple[Source, Index]:
     """Join the open files of a checkpoint; a single one may list others."""
     file = opened[0]
-    if file.label != files.name:
+    if files.by == "single" and file.index.files is not None:
+        return _open_set(file, file.index.files, format_options)
+    if files.by != "single" or file.label != files.name:
         with paused_collector():
             return merge(files, opened)
-    if file.index.files is not None:
-        return _open_set(file, file.index.files, format_options)
     return file.source, replace(file.index, checkpoint=files.described())
 
 

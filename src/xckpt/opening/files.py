@@ -8,6 +8,7 @@ files becomes `Index.checkpoint`; summaries, warnings, `verify`, ``info`` and er
 from __future__ import annotations
 
 import errno
+import os
 import re
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -20,18 +21,20 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown,
 from xckpt.formatting import natural_key
 from xckpt.index import is_file_name
 from xckpt.opening.names import (
+    form_of,
     is_chunked,
     is_companion,
     is_index,
     is_unfinished,
     part_of,
+    preference,
     preferred,
     rank_of,
     single_of,
 )
 from xckpt.opening.reading import names_in, read_shard_index, read_small
 from xckpt.quantization.config import parse_json
-from xckpt.storage import Location, Source
+from xckpt.storage import Location, Source, is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +55,7 @@ __all__ = [
     "is_called_like_one",
     "listed_as",
     "set_of",
+    "unfinished_in",
 ]
 
 _SIDE_BY_SIDE = (
@@ -68,7 +72,6 @@ _CONFIGS = ("config.json", "adapter_config.json", "model_index.json", "params.js
 _CACHED_REPOSITORY = re.compile(r"(?:models|datasets|spaces)--.+")
 # Words of ranks that mean nothing else, so that a gap in their numbers is a missing file.
 _CERTAIN_RANK = re.compile(r"(?:mp|tp|pp|ep|cp)_rank", re.IGNORECASE)
-_PARTIAL_DOWNLOADS = Path(".cache", "huggingface", "download")
 
 
 class SeveralFilesError(IsADirectoryError):
@@ -267,12 +270,16 @@ def _files_of_several(location: Location) -> CheckpointFiles:
     files = listed_as(by, location.text, places)
     if location.kind == "list":
         return files
+    groups = _groups_of(names)
+    if len(groups) > 1 and any(group.by == "numbers" for group in groups):
+        warning = f"the glob matches several checkpoints: {some([g.glob for g in groups], 'more')}"
+        files = replace(files, warnings=(*files.warnings, warning))
     missing = _missing_parts(names)
     if not missing:
         return files
     text = f"{some(missing, 'parts')} of the same set, by the numbers in the names"
     warning = f"the glob does not match {text}: the checkpoint may be incomplete"
-    return replace(files, missing=tuple(missing), warnings=(warning,))
+    return replace(files, missing=tuple(missing), warnings=(*files.warnings, warning))
 
 
 def _missing_parts(names: Sequence[str]) -> list[str]:
@@ -339,6 +346,15 @@ class _Group(NamedTuple):
     by: Literal["single", "numbers", "ranks"]
     names: list[str]
 
+    @property
+    def glob(self) -> str:
+        """A glob of the names, or the only name."""
+        part = part_of(self.names[0])
+        if len(self.names) == 1 or part is None:
+            return self.names[0] if len(self.names) == 1 else "*".join(form_of(self.names[0]))
+        name = self.names[0]
+        return f"{part.stem}*{name[name.lower().index('-of-') :]}"
+
 
 def _files_in_folder(listing: Listing, format: str | None = None) -> CheckpointFiles:
     """Return the files of the checkpoint in a folder; `format` may choose among several."""
@@ -346,8 +362,8 @@ def _files_in_folder(listing: Listing, format: str | None = None) -> CheckpointF
     if snapshot is not None:
         return _files_in_folder(snapshot, format)
     for mark in formats.folder_marks():
-        if mark in listing.files:
-            place = listing.files[mark]
+        place = listing.files.get(mark)
+        if place is not None and _is_marked(place):
             return listed_as("mark", listing.name, {place.text: place})
     return _Folder(listing, format).choose()
 
@@ -385,16 +401,21 @@ def are_ranks(names: Sequence[str]) -> bool:
     return False
 
 
+def _is_marked(place: Location) -> bool:
+    """Return whether a file with the name of a mark has its contents, too."""
+    with closing(place.open()) as source, source.reading_header() as header:
+        return formats.recognized(header) is not None
+
+
 class _Folder:
     """The files in a folder, sorted by what their names state."""
 
     def __init__(self, listing: Listing, format: str | None) -> None:
         self.listing, self.format = listing, format
         names = sorted(listing.files, key=natural_key)
-        self.unfinished = [
-            *[name for name in (*names, *sorted(listing.folders)) if is_unfinished(name)],
-            *_downloads_in(listing),
-        ]
+        self.unfinished = [name for name in (*names, *listing.folders) if is_unfinished(name)]
+        if not is_remote(listing.name):
+            self.unfinished += unfinished_in(Path(listing.name))
         self.names = [n for n in names if not n.startswith(".") and n not in self.unfinished]
         self.indexes = [name for name in self.names if is_index(name)]
         self.notes: list[str] = []
@@ -426,16 +447,38 @@ class _Folder:
             ]
             files = self._files_of(group)
         chosen = {*_names_of(files), *self.indexes}
+        competing = (*[name for name in checkpoints if name not in chosen], *files.unlisted)
+        self._warn(files, competing)
         config = self._config()
         return replace(
             files,
             name=self.listing.name,
-            competing=(*[n for n in checkpoints if n not in chosen], *files.unlisted),
+            competing=competing,
             unfinished=tuple(self.unfinished),
             warnings=(*files.warnings, *self.warnings),
             notes=(*files.notes, *self.notes),
             attrs={**files.attrs, **config},
         )
+
+    def _warn(self, files: CheckpointFiles, competing: Sequence[str]) -> None:
+        """Warn about files that may be meant instead, and about reasons for missing ones."""
+        # The files of a commit on the Hub belong together.
+        models = [name for name in competing if preference(name) is not None]
+        is_named = bool(self.warnings) or self.listing.name.startswith("hf://")
+        if models and files.by == "single" and not is_named:
+            opened = next(_names_of(files))
+            self.warnings.append(
+                f"{shown(opened)} is opened; {some(models, 'files')} in the same folder may differ"
+            )
+        latest = self._latest()
+        if latest is not None and latest in self.listing.folders:
+            self.warnings.append(f"the folder {shown(latest)}, the latest step, is not opened")
+        broken = [name for name in files.missing if name in self.listing.broken_links]
+        if broken:
+            self.warnings.append(f"the links {some(broken, 'more')} lead to missing files")
+        if files.missing and self.unfinished:
+            text = f"{some(self.unfinished, 'files')}: a download did not end; repeat it"
+            self.warnings.append(text)
 
     def _by_index(self) -> tuple[dict[str, CheckpointFiles], dict[str, CheckpointError]]:
         """Read the indexes; return usable ones, and an error for each one without files."""
@@ -498,6 +541,8 @@ class _Folder:
 
     def _files_of(self, group: _Group) -> CheckpointFiles:
         missing = _missing_parts(group.names) if group.by == "numbers" else []
+        if missing and formats.states_its_files(group.names[0]):
+            group, missing = _Group("single", group.names[:1]), []
         if missing:
             part = part_of(group.names[0])
             numbers = [str(p.number) for name in missing if (p := part_of(name)) is not None]
@@ -539,8 +584,8 @@ class _Folder:
             return {"config": parse_json(read_small(source))}
         return {}
 
-    def _newest(self) -> Listing | None:
-        """Return the folder of the newest step of a run, which a file names; None without one."""
+    def _latest(self) -> str | None:
+        """Return the name of the folder of the newest step, which a file states."""
         for file, form in _LATEST.items():
             if file not in self.listing.files:
                 continue
@@ -549,21 +594,33 @@ class _Folder:
                 name = "" if too_long else read_small(source).decode("utf-8", "replace").strip()
             if form != "{}" and name.isdecimal():
                 name = form.format(int(name))
-            folder = self.listing.folders.get(name) if is_file_name(name) else None
-            newest = None if folder is None else folder.listing()
-            if newest is not None and has_checkpoint(newest):
-                return newest
+            if is_file_name(name):
+                return name
         return None
+
+    def _newest(self) -> Listing | None:
+        """Return the folder of the newest step of a run; None without one."""
+        folder = self.listing.folders.get(self._latest() or "")
+        newest = None if folder is None else folder.listing()
+        return newest if newest is not None and has_checkpoint(newest) else None
 
     def _not_one(self, checkpoints: Sequence[str]) -> OSError:
         """Return the error of a folder with no or several checkpoints among its files."""
         folder = self.listing.name
-        listing = some(checkpoints or self.names, "") or "no files"
-        reason = f"no checkpoint is in this folder; it has {listing}"
-        if checkpoints:
-            count = len(checkpoints)
-            reason = f"{count} checkpoints are in this folder, open one or a list: {listing}"
-            return SeveralFilesError(errno.EISDIR, reason, folder)
+        groups = _groups_of(checkpoints)
+        if not all(is_companion(group.names[0]) for group in groups):
+            names = [group.glob for group in groups]
+            reason = f"{len(groups)} checkpoints are in this folder, open one or a list: "
+            return SeveralFilesError(errno.EISDIR, reason + some(names, ""), folder)
+        reason = f"no checkpoint is in this folder; it has {some(self.names, '') or 'no files'}"
+        if "data.pkl" in self.names and "data" in self.listing.folders:
+            reason = (
+                "this is an unpacked file of PyTorch; pack it again: zip -0 -r model.pt "
+                f"{shown(Path(folder).name)}"
+            )
+        latest = self._latest()
+        if latest is not None and latest not in self.listing.folders:
+            reason += f"; the folder {shown(latest)}, the latest step, is missing"
         if self.listing.folders:
             folders = sorted(self.listing.folders, key=natural_key)
             reason += f", and the folders {some(folders, '')}"
@@ -633,11 +690,11 @@ def _snapshot_of_cache(listing: Listing) -> Listing | None:
     raise SeveralFilesError(errno.EISDIR, reason, listing.name)
 
 
-def _downloads_in(listing: Listing) -> list[str]:
-    """Return unfinished downloads of the Hub's client into a local folder."""
-    if ".cache" not in listing.folders or not listing.folders[".cache"].is_local:
-        return []
-    folder = Path(listing.name) / _PARTIAL_DOWNLOADS
+def unfinished_in(folder: Path) -> list[str]:
+    """Return unfinished downloads of the Hub's client into a local folder, or into its cache."""
+    downloads = folder / ".cache" / "huggingface" / "download"
+    if folder.parent.name == "snapshots":
+        downloads = folder.parent.parent / "blobs"
     with suppress(OSError):
-        return sorted(str(_PARTIAL_DOWNLOADS / p.name) for p in folder.glob("*.incomplete"))
+        return sorted([os.path.relpath(p, folder) for p in downloads.glob("**/*.incomplete")])
     return []

@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError, shown
-from xckpt.opening.files import SeveralFilesError, has_checkpoint
+from xckpt.errors import CheckpointError, shown, some
+from xckpt.opening.files import SeveralFilesError, has_checkpoint, unfinished_in
+from xckpt.opening.names import is_companion
 from xckpt.opening.runs import run_in
 from xckpt.storage import Location, is_remote
 
@@ -82,12 +83,17 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
     listing = location.listing()
     if listing is None:
         return None
-    if run_in(listing) is not None:
-        steps = shown(_spelled(location.text))
-        return f"xckpt.open_steps({steps}) opens them as one Dataset with a dimension step"
+    run = run_in(listing)
+    if run is not None:
+        folder = _spelled(location.text)
+        steps = " or ".join(
+            [f"xckpt.open_steps({shown(f'{folder}/{glob}')})" for glob in run.others]
+            or [f"xckpt.open_steps({shown(folder)})"]
+        )
+        return f"{steps} opens them as one Dataset with a dimension step"
     if isinstance(error, SeveralFilesError):
         return None  # the error lists them
-    for name in sorted(listing.folders):
+    for name in sorted(listing.folders, key=lambda name: (is_companion(name), name)):
         with suppress(PermissionError):
             inner = listing.folders[name].listing()
             if inner is not None and has_checkpoint(inner):
@@ -97,7 +103,12 @@ def _in_folder(location: Location, error: IsADirectoryError) -> str | None:
 
 def _instead_of(path: Path) -> str | None:
     """Return a hint at an existing file with a similar name, or at a model on the Hub."""
+    if path.is_symlink():
+        return f"it is a link to {shown(os.readlink(path))}, which is missing"  # noqa: PTH115
     with suppress(OSError):
+        unfinished = unfinished_in(path.parent)
+        if unfinished:
+            return f"a download did not end, of which {some(unfinished, 'more')} is left: repeat it"
         names = sorted(entry.name for entry in path.parent.iterdir())
         same_stem = [name for name in names if name.startswith(f"{path.name}.")]
         for name in [*get_close_matches(path.name, names, n=1, cutoff=0.8), *same_stem]:

@@ -23,9 +23,11 @@ __all__ = [
     "is_index",
     "is_unfinished",
     "part_of",
+    "preference",
     "preferred",
     "rank_of",
     "single_of",
+    "step_in",
     "steps_of",
 ]
 
@@ -35,7 +37,8 @@ INDEX_SUFFIX = ".index.json"
 _INDEX = re.compile(r"(?P<single>.+)\.index(?:\.[A-Za-z0-9_-]+)?\.json", re.IGNORECASE)
 # model-00001-of-00004.safetensors: huggingface_hub, llama.cpp.
 _PART = re.compile(
-    r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
+    r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)",
+    re.DOTALL | re.IGNORECASE,
 )
 # shard-00000-model-00001-of-00002.safetensors: ranks of torch.distributed.checkpoint, which have
 # chunks of tensors, and may lack numbers.
@@ -57,6 +60,8 @@ _STEP = re.compile(
     r"snapshot|save)s?[^a-z0-9]*$",
     re.IGNORECASE,
 )
+# 0000100_adapters.safetensors: mlx-lm.
+_MLX = "_adapters."
 # tmp-checkpoint-30 (transformers), 30.orbax-checkpoint-tmp-17 (Orbax), model.safetensors.tmp,
 # ....incomplete (huggingface_hub), .crdownload (Chromium), .part (Firefox, curl), .aria2.
 _UNFINISHED = re.compile(
@@ -67,14 +72,14 @@ _UNFINISHED = re.compile(
 )
 # Files that trainers write next to a model: transformers, accelerate, peft.
 _COMPANION = re.compile(
-    r"(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|trainer_state)"
-    r"(?:[-_.].*)?",
+    r"(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|trainer_state|"
+    r"training_state)(?:[-_.].*)?",
     re.IGNORECASE | re.DOTALL,
 )
 # Stems of the files that libraries load from a folder with a config, best first: transformers
-# (modeling_utils.py), diffusers, peft, mistral-inference.
+# (modeling_utils.py), diffusers, peft, mlx-lm, mistral-inference.
 _PREFERRED = (
-    *("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model"),
+    *("model", "diffusion_pytorch_model", "adapter_model", "adapters", "pytorch_model"),
     *("tf_model", "flax_model", "consolidated"),
 )
 _SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
@@ -147,25 +152,34 @@ def is_companion(name: str) -> bool:
     return _COMPANION.fullmatch(name) is not None
 
 
-def preferred(names: list[str]) -> str | None:
+def preference(name: str) -> tuple[int, int] | None:
+    """Return the rank of a file among those that libraries load; None for other names."""
+    lower = name.lower()
+    part, consolidated = part_of(lower), _CONSOLIDATED.fullmatch(lower)
+    stem = lower.rpartition(".")[0] if part is None else part.stem.rstrip("_")
+    stem = stem if consolidated is None else consolidated["stem"]
+    if stem not in _PREFERRED:
+        return None
+    suffix = next((n for n, s in enumerate(_SUFFIXES) if lower.endswith(s)), len(_SUFFIXES))
+    return _PREFERRED.index(stem), suffix
+
+
+def preferred(names: Sequence[str]) -> str | None:
     """Return the name that libraries load first from a folder with a config."""
-
-    def rank(name: str) -> tuple[int, int] | None:
-        part, consolidated = part_of(name), _CONSOLIDATED.fullmatch(name)
-        stem = name.rpartition(".")[0] if part is None else part.stem
-        stem = stem if consolidated is None else consolidated["stem"].lower()
-        if stem not in _PREFERRED:
-            return None
-        suffix = next((n for n, s in enumerate(_SUFFIXES) if name.endswith(s)), len(_SUFFIXES))
-        return _PREFERRED.index(stem), suffix
-
-    ranked = sorted([(key, natural_key(name), name) for name in names if (key := rank(name))])
-    return ranked[0][2] if ranked else None
+    ranked = [(key, natural_key(name), name) for name in names if (key := preference(name))]
+    return min(ranked)[2] if ranked else None
 
 
 def form_of(name: str) -> tuple[str, ...]:
     """Return the texts between the numbers in a name."""
     return tuple(re.split("[0-9]+", name))
+
+
+def step_in(name: str) -> int | None:
+    """Return the last number in a name that follows a word for steps; None without one."""
+    parts = re.split(r"([0-9]+)", name)
+    numbers = [int(parts[at]) for at in range(1, len(parts), 2) if _STEP.search(parts[at - 1])]
+    return numbers[-1] if numbers else None
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
@@ -178,7 +192,7 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
     split = [re.split(r"([0-9]+)", name) for name in names]
     before = split[0][::2]
     columns = [at for at in range(1, len(split[0]), 2) if _STEP.search(split[0][at - 1])]
-    if len(before) == 2 and before[0] == "" and before[1][:1] in {"", "."}:
+    if len(before) == 2 and before[0] == "" and (before[1][:1] in {"", "."} or _MLX in before[1]):
         columns = [1]
     # "epoch=0-step=5": the last number that differs between all names.
     for column in reversed(columns):

@@ -23,10 +23,10 @@ from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.filters import no_match
 from xckpt.labels.numbering import is_index as is_number
 from xckpt.opening import format_of, open_index
-from xckpt.opening.files import CheckpointFiles, files_of
+from xckpt.opening.files import CheckpointFiles, are_ranks, files_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, labelled_attrs, merge
-from xckpt.opening.names import is_index, is_unfinished
+from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
@@ -154,10 +154,13 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     """Return the steps at a location: those in a folder, or each entry of a list or a glob."""
     listing = location.listing()
     run = None if listing is None else run_in(listing)
+    if run is not None and run.others:
+        globs = " or ".join([shown(f"{location.text}/{glob}") for glob in run.others])
+        raise ValueError(f"{location.text} has several series of steps; open one: {globs}")
     if run is not None:
         places = list(run.steps.values())
         steps = list(run.steps) if numbers is None else _steps([p.text for p in places], numbers)
-        return Run(dict(zip(steps, places, strict=True)), run.unfinished)
+        return Run(dict(zip(steps, places, strict=True)), run.unfinished, [])
     places = [location]
     if location.kind == "glob":
         places = location.expanded()
@@ -170,8 +173,10 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     unfinished = [place.file_name for place in places if place not in finished]
     if location.kind == "list" or not finished:
         finished, unfinished = places, []
+    if are_ranks([place.file_name for place in finished]):
+        warn(f"{location.text}: the files look like ranks of one model; xckpt.open opens them so")
     steps = _steps([place.text for place in finished], numbers)
-    return Run(dict(zip(steps, finished, strict=True)), unfinished)
+    return Run(dict(zip(steps, finished, strict=True)), unfinished, [])
 
 
 def _warn(
@@ -217,6 +222,9 @@ def _numbers_in(paths: list[str]) -> list[int]:
             values = [int(parts[column]) for parts in split]
             if len(set(values)) == len(values) > 1:
                 return values
+    worded = [step_in(path) for path in paths]
+    if None not in worded:
+        return [number for number in worded if number is not None]
     # A single file, or names of different structure: use the last number before the suffix.
     names = [re.split(r"[/\\]", path.partition("?")[0])[-1] for path in paths]
     matches = [_LAST_NUMBER.search(_SUFFIXES.sub("", name)) for name in names]

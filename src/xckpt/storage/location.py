@@ -213,11 +213,11 @@ class Location:
 def _listing_of_path(folder: str) -> Listing:
     listing = Listing(folder, {}, {}, [])
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir():
+        if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():  # noqa: PTH112
             listing.folders[entry.name] = Location("folder", entry.path, entry.path)
-        elif entry.is_file():
+        elif os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file():  # noqa: PTH113
             listing.files[entry.name] = Location("file", entry.path, entry.path)
-        elif entry.is_symlink() and not os.path.exists(entry.path):  # noqa: PTH110
+        elif entry.is_symlink():  # to a missing file, or in a circle
             listing.broken_links.append(entry.name)
     return listing
 

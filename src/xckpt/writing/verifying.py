@@ -244,7 +244,9 @@ def verify(
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [Finding("warning", None, None, None, text) for text in index.facts]
+    findings = [
+        Finding("warning", None, None, None, text) for text in (*index.warnings, *index.facts)
+    ]
     findings += _copies(source, index, storage_options)
     digests = unchecked = 0
     with closing(source):

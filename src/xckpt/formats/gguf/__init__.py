@@ -91,6 +91,7 @@ class Gguf(Format):
     name = "gguf"
     description = "GGUF files"
     types = _TYPES
+    states_its_files = True
     can = Can(
         layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY, stated_attrs=_SPLIT
     )
