@@ -59,7 +59,7 @@ _REGISTRY = {
     "Gptrs": (".bin", ".ten", ".gptrs"),
     "Keras": (".keras", ".weights.h5", ".weights.json", ".h5", ".hdf5"),
     "Mlcp": (".checkpoint", ".metadata.json"),
-    "Npz": (".npz", ".npy"),
+    "Npz": (".npz", ".npy", ".eqx"),
     "Onnx": (".onnx",),
     "Orbax": (".ocdbt", "/checkpoint"),
     "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),

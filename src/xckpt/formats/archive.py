@@ -101,17 +101,13 @@ def first_name(head: bytes) -> str:
 class Archive:
     """A reader of an archive."""
 
-    def __init__(self, source: Readable, only: str | None = None) -> None:
-        # With the name `only`, the whole file is treated as the single member of an archive.
-        self._source, self._only = source, only
+    def __init__(self, source: Readable) -> None:
+        self._source = source
         self._end = 0  # of the members visited so far
         #: Members in the order of the directory.
         self.members: list[Member] = []
         #: Offset of the directory.
-        self.start = source.size
-        if only is not None:
-            self.members.append(Member(only, STORED, 0, source.size, source.size, 0))
-            return
+        self.start = 0
         count, nbytes, self.start = _read_end(source)
         if self.start + nbytes > source.size or count * _CENTRAL.size > nbytes:
             reason = f"the directory has {count} entries in {nbytes} bytes, beyond the file's end"
@@ -130,7 +126,7 @@ class Archive:
         """Yield the members and the offsets of their contents; raise an error if any overlap."""
         cursor, spans = kit.Cursor(self._source), []
         for member in self.members:
-            at = 0 if self._only is not None else _content_offset(cursor, member, self.start)
+            at = _content_offset(cursor, member, self.start)
             spans.append((member.at, at + member.stored_nbytes, member.name))
             self._end = max(self._end, at + member.stored_nbytes)
             yield member, at
