@@ -105,6 +105,8 @@ class Can:
     types : tuple of str
         Element types, best first; all of `Format.types` by default. `Format.plan` may refuse a
         type for certain options. A format without types is read-only.
+    scalar_types : tuple of str
+        Element types of tensors without axes; all of `types` by default.
     layouts : tuple of str
         Layouts of tensors; see `xckpt.index.Tensor`.
     compressions : tuple of str
@@ -125,6 +127,7 @@ class Can:
     """
 
     types: tuple[str, ...] = ()
+    scalar_types: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("dense",)
     compressions: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
@@ -133,6 +136,10 @@ class Can:
     file_attrs: tuple[str, ...] | re.Pattern[str] | None = ()
     stated_attrs: tuple[str, ...] = ()
     arrangement: bool = False
+
+    def types_for(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the element types of tensors of a shape."""
+        return self.types if shape else self.scalar_types or self.types
 
 
 class Format:
@@ -290,14 +297,14 @@ class Format:
         for tensor in draft.tensors.values():
             if tensor.layout not in self.can.layouts:
                 rule, reason = "Layout", f"{tensor.layout} tensors"
-            elif tensor.layout == "dense" and tensor.dtype not in self.can.types:
+            elif tensor.layout == "dense" and tensor.dtype not in self.can.types_for(tensor.shape):
                 rule, reason = "DType", f"{tensor.dtype} elements"
             elif tensor.layout == "dense" and tensor.order not in self.can.orders:
                 rule, reason = "Order", f"tensors in {tensor.order} order"
             else:
                 continue
             reason += f" cannot be stored in format {self.name!r}"
-            hint = f"Convert it to a dense tensor of {', '.join(self.can.types)}, or leave it out"
+            hint = f"Convert it to a dense tensor of {', '.join(self.can.types_for(tensor.shape))}, or leave it out"
             raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
     def append(self, source: Readable, draft: Draft, *args: Any, **options: Any) -> Plan:

@@ -92,7 +92,12 @@ class Gguf(Format):
     description = "GGUF files"
     types = _TYPES
     can = Can(
-        layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY, stated_attrs=_SPLIT
+        # gguf-py divides the last axis of BF16, and fails for the whole file without an axis.
+        scalar_types=tuple([dtype for dtype in _TYPES.values() if dtype != "bfloat16"]),
+        layouts=("dense", "blocks"),
+        tensor_attrs=(_SCALE,),
+        file_attrs=_KEY,
+        stated_attrs=_SPLIT,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
