@@ -21,9 +21,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0), (2, 3), (2, 1, 3,
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [*TYPES, "float8_e8m0fnu", "bool"])
-def test_gguf_reads_every_type_and_rank(
-    dtype: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_gguf_reads_every_type_and_rank(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     values = np.ones(shape, "f4").astype(stored_dtype(dtype))
     xckpt.save({"x": values, "after": np.full(3, 7, "f4")}, tmp_path / "m.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}

@@ -93,6 +93,9 @@ class Readable(Protocol):
     def sibling(self, name: str) -> Readable:
         """Open a file in the same folder, or raise `FileNotFoundError`."""
 
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders next to the file; none if they cannot be listed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Can:
@@ -304,7 +307,8 @@ class Format:
             else:
                 continue
             reason += f" cannot be stored in format {self.name!r}"
-            hint = f"Convert it to a dense tensor of {', '.join(self.can.types_for(tensor.shape))}, or leave it out"
+            types = ", ".join(self.can.types_for(tensor.shape))
+            hint = f"Convert it to a dense tensor of {types}, or leave it out"
             raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
     def append(self, source: Readable, draft: Draft, *args: Any, **options: Any) -> Plan:
