@@ -273,9 +273,11 @@ def _nbytes(tensor: WantedTensor) -> int:
     """Return the size of a tensor in bytes, or raise `UnsupportedError` if it cannot be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
     if tensor.name == "__metadata__":
-        reason, rule = "the name is reserved for attributes: rename it", "Name"
+        reason, rule, hint = "the name is reserved for attributes", "Name", "Rename it"
     elif bits % 8:
         reason, rule = f"{bits} bits of data are not a number of bytes", "MisalignedSlice"
+        hint = f"Write it as float8_e4m3fn: encoding={{{shown(tensor.name)}: "
+        hint += "{'dtype': 'float8_e4m3fn'}}"
     else:
         return bits // 8
-    raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
+    raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
