@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from importlib.metadata import EntryPoint
 
+    from xckpt.formats.foreign import Foreign
     from xckpt.formats.plan import Draft, Plan, WantedTensor
     from xckpt.index import Index
 
@@ -512,14 +513,10 @@ def detect(source: Readable) -> Format:
     if format is not None:
         return format
     head = _head(source)
-    foreign = _foreign(head, source.size)
-    reason = f"the file begins {head[:16]!r}" if foreign is None else f"it is {foreign[0]}"
-    raise FormatError(
-        f"not a checkpoint of a known format; {reason}",
-        path=source.name,
-        offset=0,
-        hint=f"Known formats: {', '.join(names())}" if foreign is None else foreign[1],
-    )
+    kind, advice = _foreign(head, source) or (None, f"Known formats: {', '.join(names())}")
+    reason = f"the file begins {head[:16]!r}" if kind is None else f"it is {kind}"
+    reason = f"not a checkpoint of a known format; {reason}"
+    raise FormatError(reason, path=source.name, offset=0, hint=advice)
 
 
 def advise(error: FormatError, format: str, source: Readable) -> None:
@@ -531,15 +528,21 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
     if actual is not None:
         error.hint = f"It is a {actual.name} file: open it with engine={actual.name!r}"
         return
-    foreign = _foreign(head, source.size)
+    foreign = _foreign(head, source)
     if foreign is not None:
-        error.reason, error.hint = f"it is {foreign[0]}", foreign[1]
+        error.reason = error.reason if foreign.kind is None else f"it is {foreign.kind}"
+        error.hint = foreign.advice
 
 
 def is_foreign(source: Readable) -> bool:
     """Return whether a file is of a known type that is not a checkpoint."""
-    foreign = _foreign(_head(source), source.size)
-    return foreign is not None and recognized(source) is None
+    return _foreign(_head(source), source) is not None and recognized(source) is None
+
+
+def _foreign(head: bytes, source: Readable) -> Foreign | None:
+    from xckpt.formats import foreign  # only for errors
+
+    return foreign.describe(head, source)
 
 
 def _head(source: Readable) -> bytes:
@@ -552,63 +555,3 @@ def _head(source: Readable) -> bytes:
         if nbytes > len(head):
             head = bytes(source.read(0, nbytes))
     return head
-
-
-# --- files that are not checkpoints --------------------------------------------------------------
-
-_UNZIP = "Decompress it first"
-_OLD_GGML = "Convert it with convert_llama_ggml_to_gguf.py of llama.cpp"
-_PICKLE = (
-    "xckpt never executes pickles, and reads only those of torch.save: load it where it was "
-    "written, and save its arrays with numpy.savez"
-)
-
-# First bytes of a file, its type, and advice.
-_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
-    (
-        b"version https://git-lfs.github.com/spec/",
-        "a Git LFS pointer instead of the file itself",
-        "Run `git lfs pull` in its repository",
-    ),
-    (b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
-    (b"fmgg", "a GGMF file, older than GGUF", _OLD_GGML),
-    (b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
-    (
-        b"\x89HDF\r\n\x1a\n",
-        "an HDF5 file of netCDF 4",
-        "Open it with engine='h5netcdf'",
-    ),
-    (b"CDF\x01", "a netCDF 3 file", "Open it with engine='scipy'"),
-    (b"CDF\x02", "a netCDF 3 file", "Open it with engine='scipy'"),
-    (b"\x1f\x8b", "compressed by gzip", _UNZIP),
-    (b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
-    (b"BZh", "compressed by bzip2", _UNZIP),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNZIP),
-    (b"PK\x03\x04", "a zip archive without arrays of NumPy or PyTorch", "Extract it first"),
-    (
-        tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5)),
-        "a Python pickle, and not a PyTorch checkpoint",
-        _PICKLE,
-    ),
-)
-
-
-def _foreign(head: bytes, size: int) -> tuple[str, str] | None:
-    """Return the type of a file that is not a checkpoint, and advice; None if it is unknown."""
-    for first_bytes, kind, advice in _SIGNATURES:
-        if head.startswith(first_bytes):
-            return kind, advice
-    if size == 0:
-        return "empty", "Writing or copying it may have failed"
-    if head[257:262] == b"ustar":
-        return "a tar archive", "Extract it first"
-    if head[4:8] == b"ORTM":
-        return "a model of onnxruntime (.ort)", "Open the ONNX model that it was made from"
-    text = head.lstrip().lower()
-    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "a web page, such as an error message or a login form", "Download the file again"
-    if text.startswith(b"{") and b'"weight_map"' in text:
-        return "an index of shards", "Give it a name that ends with .index.json"
-    if text.startswith((b"{", b"[")):
-        return "JSON without tensors", "It may be the configuration next to a checkpoint"
-    return None
