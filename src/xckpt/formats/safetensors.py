@@ -121,7 +121,7 @@ class Safetensors(Format):
             raise _broken(reason, "HeaderTooLarge", 0)
         if length > source.size - 8:
             reason = f"the header has {length} bytes, but only {source.size - 8} follow"
-            raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
+            raise _broken(reason, "InvalidHeaderLength", 0, hint=kit.TRUNCATED)
         header = bytes(source.read(8, length))
         if not header.startswith(b"{"):
             raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
@@ -142,7 +142,9 @@ class Safetensors(Format):
             end += tensor.nbytes
         if end != source.size:
             reason = f"data end at byte {end}, but the file has {source.size} bytes"
-            raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
+            intact = f"The tensors are intact: cut the file to {end} bytes to read them"
+            hint = kit.TRUNCATED if end > source.size else intact
+            raise _broken(reason, "MetadataIncompleteBuffer", hint=hint)
         tensors = {tensor.name: tensor for tensor in ordered}
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
         return kit.with_arrangement(Index(self.name, "", tensors, attrs, source.name, source.size))
@@ -209,8 +211,8 @@ class Safetensors(Format):
         return Plan.headed(head, place_parts(tensors, ends, len(head)), len(head) + ends[-1])
 
 
-def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:
-    return FormatError(reason, offset=at, rule=rule, hint=kit.TRUNCATED if is_short else None)
+def _broken(reason: str, rule: str = _RULE, at: int = 8, hint: str | None = None) -> FormatError:
+    return FormatError(reason, offset=at, rule=rule, hint=hint)
 
 
 def _tensor(start: int, name: str, entry: Any) -> Tensor:

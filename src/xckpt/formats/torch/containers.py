@@ -201,7 +201,10 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
         storage = storage_of(record)
         if storage is not None:
             kinds.setdefault(storage.key, storage)
-    regions = _storages(source, machines.at, [str(key) for key in keys], kinds)
+    regions, end = _storages(source, machines.at, [str(key) for key in keys], kinds)
+    if end < source.size:
+        reason = f"{source.size - end} bytes follow the last storage, and are ignored; "
+        notes.add(reason + "the tensors are intact", f"byte {end}")
 
     def place(key: str) -> Region:
         if key not in regions:
@@ -213,7 +216,8 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
 
 def _storages(
     source: Readable, at: int, keys: list[str], kinds: Mapping[str, Storage]
-) -> dict[str, Region]:
+) -> tuple[dict[str, Region], int]:
+    """Return the positions of the storages by key, and the end of the last one."""
     cursor, regions = kit.Cursor(source, at), {}
     for position, key in enumerate(keys):
         kind, at = kinds.get(key), cursor.at
@@ -227,7 +231,7 @@ def _storages(
         nbytes = count * itemsize_of(kind.dtype)
         regions[key] = Region(cursor.at, nbytes, nbytes)
         cursor.skip(nbytes, f"storage {position}")
-    return regions
+    return regions, cursor.at
 
 
 class _Chain:
