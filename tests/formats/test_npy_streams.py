@@ -50,13 +50,13 @@ def test_conversion_keeps_all_arrays(tmp_path: Path) -> None:
     assert len(xckpt.open(tmp_path / "m.safetensors")) == 16
 
 
-@pytest.mark.parametrize("length", [0, 50, 5000])
-@pytest.mark.parametrize("name", ["m.eqx", "m"])
+# A long line is recognised by the suffix.
+@pytest.mark.parametrize(
+    ("name", "length"), [("m.eqx", 0), ("m.eqx", 50), ("m.eqx", 5000), ("m", 0), ("m", 50)]
+)
 def test_a_line_of_json_before_the_arrays_has_attributes(
     name: str, length: int, tmp_path: Path
 ) -> None:
-    if length == 5000 and name == "m":
-        pytest.skip("a long line is recognised by the suffix")
     attrs = {"width": 64, "depth": 2, "text": "x" * length}
     line = json.dumps(attrs).encode() + b"\n"
     (tmp_path / name).write_bytes(line + stream(*ARRAYS.values()))

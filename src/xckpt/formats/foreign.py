@@ -94,8 +94,8 @@ _JSON_ERROR = re.compile(
 
 # --- by name --------------------------------------------------------------------------------------
 
-_PART = re.compile(r"(?P<whole>.+?)[._-](?:part[_.-]?(?:\d+of\d+|[a-z]{2}|\d+)|split-?[a-z]{2})")
-_NUMBERED = re.compile(r"(?P<whole>.+\.(?:zip|7z|tar|gz|gguf|safetensors|bin|pth?))\.\d{2,3}")
+_PART = re.compile(r"(?P<joined>.+?)[._-](?:part[_.-]?(?:\d+of\d+|[a-z]{2}|\d+)|split-?[a-z]{2})")
+_NUMBERED = re.compile(r"(?P<joined>.+\.(?:zip|7z|tar|gz|gguf|safetensors|bin|pth?))\.\d{2,3}")
 _ZIP_PART = re.compile(r".+\.[zr]\d{2}")
 _UNFINISHED = (".incomplete", ".crdownload", ".download", ".partial", ".part", ".aria2", ".tmp")
 _DATA_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
@@ -145,9 +145,9 @@ def _by_part(name: str) -> Foreign | None:
     part = _PART.fullmatch(lower) or _NUMBERED.fullmatch(lower)
     if part is None:
         return None
-    whole = name[: part.end("whole")]
-    reason = f"by its name one part of {shown(whole)}"
-    return Foreign(reason, f"Join all parts in their order: cat {whole}.* > {whole}")
+    joined = name[: part.end("joined")]
+    reason = f"by its name one part of {shown(joined)}"
+    return Foreign(reason, f"Join all parts in their order: cat {joined}.* > {joined}")
 
 
 def _by_content(head: bytes, size: int, name: str) -> Foreign | None:

@@ -24,7 +24,7 @@ elements.
 
 Arrays without an archive have the names ``arr_0``, ``arr_1``, ... by position. Equinox writes the
 leaves of a tree in this way (``.eqx``), and programs often write a line of JSON before them. An
-array that is cut short, or of objects, is the last one in the list.
+array that is cut short, or that has objects, is the last one in the list.
 
 xckpt writes version 1.0. Elements in archives begin at multiples of 64 bytes. The header of a
 deflated array is a separate deflate block. The comment of a member has the names of axes of its
@@ -135,7 +135,7 @@ class Npz(Format):
         return archive.plan(members, alignment=_ALIGNMENT, extra=extra)
 
     def _stream(self, draft: Draft) -> Plan:
-        """Plan arrays one after another, of which an ``.npy`` file has one."""
+        """Plan arrays one after another; an ``.npy`` file has one."""
         count = len(draft.tensors)
         if count != 1 and draft.path.lower().endswith(_SUFFIX):
             reason = f"{count} tensors, but an .npy file has one array: write .npz"
