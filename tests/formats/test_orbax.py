@@ -99,7 +99,7 @@ def test_the_folder_of_a_manager_names_its_steps(tmp_path: Path) -> None:
 
 
 # The whole content of the file, as the versions write it.
-STEPS = {
+STEPS: dict[str, dict[str, Any]] = {
     "0.12": {"item_handlers": {"params": "x.y", "meta": "z"}, "metrics": {}},
     "0.6.4": {"init_timestamp_nsecs": 1795735000000000000, "commit_timestamp_nsecs": 3},
     "0.9.1, not committed": {},
@@ -140,8 +140,8 @@ def test_several_items_of_a_step_are_side_by_side(
 
 def test_a_damaged_item_has_the_name_of_its_tensors(tmp_path: Path) -> None:
     for item in ("params", "state"):
-        folder = write(tmp_path / item, {"w": np.zeros(100, "f4"), "b": W[0]}).parent
-    (folder / orbax_files.DATA).unlink()
+        write(tmp_path / item, {"w": np.zeros(100, "f4"), "b": W[0]})
+    (tmp_path / "state" / orbax_files.DATA).unlink()
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     ds = xckpt.open(tmp_path)
     assert ds["params.w"].values.sum() == 0
@@ -212,7 +212,7 @@ def test_values_in_the_msgpack_file_are_read_with_the_others(tmp_path: Path) -> 
     path = aggregated(tmp_path / "ckpt", tree, {"layer.w": W})
     for name in (path, path.parent, path.with_name("_METADATA")):
         ds = xckpt.open(name)
-        assert sorted(ds.variables) == ["layer.b", "layer.half", "layer.w"]
+        assert sorted(map(str, ds.variables)) == ["layer.b", "layer.half", "layer.w"]
         for key, values in {"layer.w": W, "layer.b": W[1], "layer.half": W[0]}.items():
             np.testing.assert_array_equal(ds[key].values, values)
         assert ds.attrs["step"] == 7
