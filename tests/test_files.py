@@ -360,7 +360,7 @@ class TestSeveralCheckpoints:
         for count in (2, 3):
             for number in range(1, count + 1):
                 name = f"m-{number:05}-of-{count:05}.safetensors"
-                folder.put({name: written(**{f"w{number}": ONE})})
+                folder.put({name: written(**{f"w{count}{number}": ONE})})
         with pytest.raises(
             IsADirectoryError, match=r"2 checkpoints.*'m\*-of-00002\.safet.*'m\*-of-0"
         ):

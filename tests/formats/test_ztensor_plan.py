@@ -523,7 +523,9 @@ def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
 
 
 def test_declared_element_types_are_valid() -> None:
-    lacking = {"bool32", "int4", "int2", "uint4", "uint2", "float8_e3m4", "float8_e4m3b11fnuz"}
+    lacking = {"bool32", "int4", "int2", "int1", "uint4", "uint2", "uint1"}
+    lacking |= {"float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"}
+    lacking |= {"float6_e2m3fn", "float6_e3m2fn"}
     assert set(ztensor.can.types) == set(ELEMENT_TYPES) - lacking
     assert len(set(ztensor.can.types)) == len(ztensor.can.types)
 

@@ -187,6 +187,10 @@ class Memory:
         """Raise `FileNotFoundError`: decoded bytes refer to no other files."""
         raise FileNotFoundError(name)
 
+    def folders(self) -> tuple[str, ...]:
+        """Return no folders."""
+        return ()
+
 
 # --- JSON -----------------------------------------------------------------------------------------
 

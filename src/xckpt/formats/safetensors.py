@@ -121,7 +121,7 @@ class Safetensors(Format):
             raise _broken(reason, "HeaderTooLarge", 0)
         if length > source.size - 8:
             reason = f"the header has {length} bytes, but only {source.size - 8} follow"
-            raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
+            raise _broken(reason, "InvalidHeaderLength", 0, hint=kit.TRUNCATED)
         header = bytes(source.read(8, length))
         if not header.startswith(b"{"):
             raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
@@ -142,7 +142,9 @@ class Safetensors(Format):
             end += tensor.nbytes
         if end != source.size:
             reason = f"data end at byte {end}, but the file has {source.size} bytes"
-            raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
+            intact = f"The tensors are intact: cut the file to {end} bytes to read them"
+            hint = kit.TRUNCATED if end > source.size else intact
+            raise _broken(reason, "MetadataIncompleteBuffer", hint=hint)
         tensors = {tensor.name: tensor for tensor in ordered}
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
         return kit.with_arrangement(Index(self.name, "", tensors, attrs, source.name, source.size))
@@ -209,8 +211,8 @@ class Safetensors(Format):
         return Plan.headed(head, place_parts(tensors, ends, len(head)), len(head) + ends[-1])
 
 
-def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:
-    return FormatError(reason, offset=at, rule=rule, hint=kit.TRUNCATED if is_short else None)
+def _broken(reason: str, rule: str = _RULE, at: int = 8, hint: str | None = None) -> FormatError:
+    return FormatError(reason, offset=at, rule=rule, hint=hint)
 
 
 def _tensor(start: int, name: str, entry: Any) -> Tensor:
@@ -273,9 +275,11 @@ def _nbytes(tensor: WantedTensor) -> int:
     """Return the size of a tensor in bytes, or raise `UnsupportedError` if it cannot be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
     if tensor.name == "__metadata__":
-        reason, rule = "the name is reserved for attributes: rename it", "Name"
+        reason, rule, hint = "the name is reserved for attributes", "Name", "Rename it"
     elif bits % 8:
         reason, rule = f"{bits} bits of data are not a number of bytes", "MisalignedSlice"
+        hint = f"Write it as float8_e4m3fn: encoding={{{shown(tensor.name)}: "
+        hint += "{'dtype': 'float8_e4m3fn'}}"
     else:
         return bits // 8
-    raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
+    raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)

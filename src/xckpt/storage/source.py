@@ -155,6 +155,10 @@ class Source(ABC):
     def sibling(self, name: str) -> Source:
         """Open another file by its path relative to the folder of this one."""
 
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders next to this file; none if they cannot be listed."""
+        return ()
+
     def leads_out_of(self, other: Source) -> bool:
         """Whether this file is, through links, outside of the folder of another one."""
         return False

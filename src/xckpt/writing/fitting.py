@@ -253,7 +253,7 @@ class Fitting:
         if role is not None:
             part = parts[role]
             dtype = request.get("dtype", part.dtype)
-            dtype = choose_type(dtype, can.types, self.cast, tensor=name)
+            dtype = choose_type(dtype, can.types_for(part.shape), self.cast, tensor=name)
             if dtype != part.dtype:
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:

@@ -83,6 +83,7 @@ _BLOCKS |= {29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41:
 _BLOCK_CODES = {name: code for code, name in _BLOCKS.items()}
 _REMOVED = {4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8"}
 _REMOVED |= {36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+_FIRST_REPACKED = 31  # from here on, they rearranged another type for one processor
 
 
 class Gguf(Format):
@@ -93,7 +94,12 @@ class Gguf(Format):
     types = _TYPES
     states_its_files = True
     can = Can(
-        layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY, stated_attrs=_SPLIT
+        # gguf-py divides the last axis of BF16, and fails for the whole file without an axis.
+        scalar_types=tuple([dtype for dtype in _TYPES.values() if dtype != "bfloat16"]),
+        layouts=("dense", "blocks"),
+        tensor_attrs=(_SCALE,),
+        file_attrs=_KEY,
+        stated_attrs=_SPLIT,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
@@ -428,9 +434,7 @@ class _HeadReader:
                 reason = f"the storage of {dtype} blocks in a big-endian file is undefined"
                 fields["problem"] = UnsupportedError(reason, rule="Endian", **location)
         elif kind not in _TYPES:
-            removed = "was removed from GGUF" if kind in _REMOVED else "is unknown"
-            reason = f"the element type {kind} {removed}, so the size of its elements is unknown"
-            fields["problem"] = UnsupportedError(reason, rule="Type", **location)
+            fields["problem"] = _unknown_type(kind).located(**location)
             return Tensor(name, dtype, shape, {}, **fields)
         nbytes, place = nbytes_of(element, prod(stored)), start + offset
         if nbytes and place + nbytes > self.size:
@@ -475,6 +479,29 @@ class _HeadReader:
         if expected and all(end > self.size for _, end, _ in ranges):
             reason = f"the file has {self.size} bytes and no data; {expected} bytes are expected"
             self.notes.add(reason, f"byte {start}")
+        end = start + kit.aligned(expected - start, alignment)
+        if expected and end < self.size and not any(t.problem for t in tensors.values()):
+            reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "
+            self.notes.add(reason + "the tensors are intact", f"byte {end}")
+
+
+def _unknown_type(kind: int) -> UnsupportedError:
+    """Return the problem of a tensor whose element type ggml removed, or never had."""
+    name = _REMOVED.get(kind)
+    if name is None:
+        reason = f"the element type {kind} is unknown, so the size of its elements is unknown"
+        hint = "A newer or another version of llama.cpp may have written it: convert it to a known"
+        hint += " type with llama-quantize of that version"
+        return UnsupportedError(reason, rule="Type", hint=hint)
+    reason = f"the element type {kind}, {name.upper()}, was removed from GGUF"
+    hint = "Quantise the original model again"
+    if kind >= _FIRST_REPACKED:
+        hint += (
+            f" to {name[:-4].upper()}, which llama.cpp now rearranges itself when it loads a model"
+        )
+    else:
+        hint += ", for example to Q4_K_M"
+    return UnsupportedError(reason, rule="Type", hint=hint)
 
 
 def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileSet | None:

@@ -85,6 +85,10 @@ class _Window:
         """Raise `FileNotFoundError`: items refer to no other files."""
         raise FileNotFoundError(name)
 
+    def folders(self) -> tuple[str, ...]:
+        """Return no folders."""
+        return ()
+
 
 def read(format: str, source: Readable, notes: kit.Notes) -> Index:
     """Read the metadata, and the headers of all items."""
