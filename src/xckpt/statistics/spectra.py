@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -38,6 +38,7 @@ from xckpt.statistics.singular import (
 )
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -418,14 +419,15 @@ def _decompose_all(
             with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
                 for matrix in large:
                     deliver(matrix, find(matrix))
-            threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
-            try:
-                with reading_ahead(_ranges(small)), blas_threads(1):
-                    futures = {threads.submit(find, matrix): matrix for matrix in small}
-                    for future in as_completed(futures):
-                        deliver(futures[future], future.result())
-            finally:
-                threads.shutdown(cancel_futures=True)
+            # Stop reading ahead before the threads, so that none waits for a cancelled read.
+            with (
+                Threads(cpu_count(), "xckpt-spectrum") as threads,
+                reading_ahead(_ranges(small)),
+                blas_threads(1),
+            ):
+                futures = {threads.submit(find, matrix): matrix for matrix in small}
+                for future in as_completed(futures):
+                    deliver(futures[future], future.result())
     return results
 
 
