@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Sends SIGINT when a module is loaded in the main thread, at random, and calls again until a call
 # is not interrupted. Only xckpt is imported before the first call.
 PROGRAM = """
-import os, random, signal, sys, threading
+import os, random, signal, sys, threading, time
 import xckpt
 
 path, first = sys.argv[1:]
@@ -47,9 +47,11 @@ def call(function):
         due = chance.choice([1, 2, 5, 10, 20, 50])
         try:
             result = function()
+            time.sleep(0.05)  # a signal during the last import comes after it
         except KeyboardInterrupt:
             interrupts += 1
         else:
+            due = 0
             print(interrupts, len(loads))
             return result
 
@@ -61,6 +63,7 @@ def opened_by_xarray():
 
 
 signal.alarm(100)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 sys.meta_path.insert(0, Interrupting())
 quiet = {"progress": False, "cache": False}
 calls = {
@@ -76,7 +79,9 @@ calls = {
     "findings": lambda: len(xckpt.findings(path, **quiet)),
     "spectrum": lambda: xckpt.spectrum(path, **quiet),
     "report": lambda: xckpt.report(path, new + ".html", overwrite=True, **quiet),
-    "save": lambda: xckpt.save(path, new + ".zt", progress=False, overwrite=True),
+    "save": lambda: xckpt.save(
+        xckpt.open(path), new + ".zt", progress=False, overwrite=True
+    ),
     "convert": lambda: xckpt.convert(path, path + ".zt", progress=False, overwrite=True),
     "append": lambda: xckpt.append(xckpt.open(path).rename(w="v"), new + ".zt", progress=False),
     "verify": lambda: xckpt.verify(path, progress=False),
@@ -107,7 +112,7 @@ def test_after_ctrl_c_at_each_import_the_next_call_works(tmp_path: Path, first: 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     # Packages are loaded together, however many modules they have.
-    assert all(int(line.split()[0]) < 40 for line in done.stdout.splitlines()), done.stdout
+    assert all(int(line.split()[0]) < 100 for line in done.stdout.splitlines()), done.stdout
 
 
 def test_a_half_imported_distributed_package_is_not_used(

@@ -149,7 +149,8 @@ class OpenTensors:
     @property
     def source(self) -> str:
         """Name of the file, empty if it is unknown."""
-        return str(self._root.encoding.get("source", ""))
+        source = self._root.encoding.get("source", "")
+        return source if isinstance(source, str) else str(source)
 
     @property
     def attrs(self) -> Mapping[Any, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
 from xckpt import formats
+from xckpt.addresses import hiding
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of
 from xckpt.errors import (
@@ -77,6 +78,7 @@ def open_index(
     **format_options: Any,
 ) -> tuple[Source, Index]:
     """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`."""
+    obj = hiding(obj)
     with advising(obj):
         listed = list_files(obj, storage_options, format)
     if listed is None:
@@ -254,6 +256,7 @@ def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None)
 
 def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
     """Return the format of a checkpoint, detected from its content."""
+    obj = hiding(obj)
     with advising(obj):
         listed = list_files(obj, storage_options)
         if listed is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
+from xckpt.addresses import hiding, real
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.formats import chunks
 from xckpt.formatting import natural_key
@@ -256,7 +257,7 @@ def _read_small(source: Source) -> bytes:
 def _listed(objects: Sequence[Any], storage_options: Mapping[str, Any] | None) -> FileList:
     files: dict[str, Any] = {}
     for obj in objects:
-        text = os.fsdecode(obj) if isinstance(obj, os.PathLike) else obj
+        text = os.fsdecode(obj) if isinstance(obj, os.PathLike) else hiding(obj)
         is_glob = isinstance(text, str) and _is_glob(text)
         for file in _expanded(text, storage_options) if is_glob else [text]:
             label = _absolute(file) if isinstance(file, str) else f"<{type(file).__name__}>"
@@ -290,7 +291,7 @@ def _expanded(pattern: str, storage_options: Mapping[str, Any] | None) -> list[s
 
 def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
     """Expand the glob in a URL; in a chained URL, the link that has a path."""
-    links = pattern.split("::")
+    links = real(pattern).split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
     links[at] = pinned_url(links[at], storage_options)
     options = dict(storage_options or {})

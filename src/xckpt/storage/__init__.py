@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from xckpt.addresses import real
 from xckpt.storage.local import (
     BytesSource,
     FileObjectSource,
@@ -73,6 +74,7 @@ def open_source(
         )
     if not is_remote(obj):
         return LocalSource(obj, mmap=mmap)
+    obj = real(obj)
     on_hub = hub_url(obj)
     if on_hub is not None:
         from xckpt.storage.hub import HubSource
@@ -130,7 +132,7 @@ def expand_url(
         return glob_hub(pattern, storage_options)
     from xckpt.storage.filesystems import file_system
 
-    fs, path = file_system(pattern + chain, storage_options)
+    fs, path = file_system(real(pattern) + chain, storage_options)
     scheme = pattern.partition("://")[0]
     return [match if "://" in match else f"{scheme}://{match}" for match in fs.glob(path)]
 

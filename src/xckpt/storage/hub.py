@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from xckpt.errors import shown
 from xckpt.storage.cache import reading_header
 from xckpt.storage.limits import Pool
-from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Address, ObjectSource
+from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Destination, ObjectSource
 from xckpt.storage.remote import changed
 from xckpt.storage.requests import (
     OWN_OPTIONS,
@@ -491,7 +491,7 @@ class HubSource(ObjectSource):
     def _hub(self) -> _Hub:
         return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})
 
-    def _locate(self) -> Address:
+    def _locate(self) -> Destination:
         """Request the address of the file's data from the Hub."""
         hub, place = self._hub(), HubPath.parse(self.name)
         answer = hub.answer(place, "HEAD", hub.address(place), 0, self)
@@ -500,4 +500,4 @@ class HubSource(ObjectSource):
         is_elsewhere = answer.status in REDIRECTS
         if not is_elsewhere:
             options["headers"] = hub.headers()
-        return Address(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)
+        return Destination(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)

@@ -18,6 +18,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
+from xckpt.addresses import Address, hiding, real
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, shown
 from xckpt.storage.cache import FIRST_NBYTES
 from xckpt.storage.limits import Locks, Pool
@@ -158,7 +159,7 @@ def library(url: str) -> Any:
     return obstore
 
 
-class Address(NamedTuple):
+class Destination(NamedTuple):
     """The store and the path to which requests for a file go."""
 
     store: Any
@@ -167,7 +168,7 @@ class Address(NamedTuple):
 
 
 # Addresses by URL and options.
-_addresses: Pool[Address] = Pool(limit=4096)
+_addresses: Pool[Destination] = Pool(limit=4096)
 _locating = Locks(64)
 
 
@@ -177,18 +178,18 @@ class ObjectSource(RemoteSource):
     __slots__ = ()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.name = url
+        self.name = hiding(url)
         self.storage_options, self.limits = split_options(
             flattened(storage_options), allow_top_level=True
         )
         self._first = b""
         if url.endswith("/") and store_kind(url) != "http":
-            raise _folder(url)
+            raise _folder(self.name)
         try:
-            run_urgently(url, partial(retried, url, self._look, self.limits))
+            run_urgently(self.name, partial(retried, self.name, self._look, self.limits))
         except FileNotFoundError:
             if store_kind(url) != "http" and _is_folder(url, storage_options):
-                raise _folder(url) from None
+                raise _folder(self.name) from None
             raise
         if self.identity == (self.size,):
             self._remember_beginning()
@@ -239,7 +240,9 @@ class ObjectSource(RemoteSource):
                     continue
                 if problem is error:
                     raise
-                raise problem from (None if address and address.is_redirect else error)
+                # The text of the error has the address of the request.
+                is_secret = isinstance(self.name, Address) or (address and address.is_redirect)
+                raise problem from (None if is_secret else error)
         raise AssertionError
 
     def _compare(self, name: str, result: Any) -> None:
@@ -257,18 +260,18 @@ class ObjectSource(RemoteSource):
                     raise changed(name, f"its {key} was {shown(old)} and is {shown(new)}")
                 return  # servers behind one address agree on ETags more often than on times
 
-    def _address(self) -> Address:
+    def _address(self) -> Destination:
         key = self._address_key()
         with _locating.of(key):  # several threads send one request
             return _addresses.get(key, self._locate)
 
     def _address_key(self) -> tuple[Any, ...]:
-        return self.name, options_key(self.storage_options), self.limits
+        return self.url, options_key(self.storage_options), self.limits
 
-    def _locate(self) -> Address:
+    def _locate(self) -> Destination:
         """Follow redirects to the final address; the user's headers go to the first server only."""
-        url, options, limits = self.name, self.storage_options, self.limits
-        address = Address(*open_store(url, options, limits))
+        url, options, limits = self.url, self.storage_options, self.limits
+        address = Destination(*open_store(url, options, limits))
         if store_kind(url) != "http" or "store" in options:
             return address
         headers, url = headers_of(url, options), address_of(url, options)
@@ -283,9 +286,9 @@ class ObjectSource(RemoteSource):
         options = without_secrets(options)
         if _origin(end) == _origin(url):
             options["headers"] = headers
-        return Address(*open_store(end, options, limits), is_redirect=True)
+        return Destination(*open_store(end, options, limits), is_redirect=True)
 
-    def _is_elsewhere(self, address: Address | None, problem: Exception, text: str) -> bool:
+    def _is_elsewhere(self, address: Destination | None, problem: Exception, text: str) -> bool:
         """Return whether the next request goes to another address."""
         is_refused = isinstance(problem, PermissionError | FileNotFoundError)
         if address and address.is_redirect and is_refused:
@@ -356,8 +359,8 @@ def _end_of_redirects(
         url = address_of(urljoin(url, following))
         if (urlsplit(start).scheme, urlsplit(url).scheme) not in SAFE_SCHEMES:
             reason = "the server redirects to an address that is not safe"
-            raise OSError(errno.EINVAL, reason, start)
-    raise OSError(errno.EINVAL, "redirects go round in circles", start)
+            raise OSError(errno.EINVAL, reason, hiding(start))
+    raise OSError(errno.EINVAL, "redirects go round in circles", hiding(start))
 
 
 def _origin(url: str) -> tuple[str, str]:
@@ -393,8 +396,8 @@ class Bucket:
             hint = "Save it to a local file, and upload that"
             raise UnsupportedError("cannot write to a web server", path=url, hint=hint)
         options, limits = split_options(flattened(storage_options), allow_top_level=True)
-        self._url = url
-        self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
+        self._url = hiding(url)
+        self._store = self._run(open_store, real(url), options, limits, retries=limits.retries)[0]
 
     def exists(self, path: str) -> bool:
         """Return whether an object exists."""
@@ -445,6 +448,8 @@ class Bucket:
             problem = failure(error, self._url)
             if isinstance(problem, TransientError):
                 problem = OSError(errno.EIO, str(problem), self._url)
+            if isinstance(self._url, Address):  # which the text of the error has
+                raise problem from None
             raise problem from error
 
 

@@ -8,6 +8,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from xckpt.addresses import hiding
 from xckpt.errors import UnsupportedError
 from xckpt.storage.filesystems import as_os_error, file_system
 from xckpt.storage.partial import Place
@@ -34,6 +35,7 @@ class UploadSink(Sink):
         if url.startswith("hf://"):
             hint = "Save it to a local file, and run `hf upload organisation/model FILE`"
             raise UnsupportedError("cannot write to the Hub", path=url, hint=hint)
+        url = hiding(url)
         self._filesystem, self._remote = file_system(url, storage_options)
         self._options = storage_options
         self._alias: str | None = None
