@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["begin_import", "deliver", "end_import", "is_pending", "uninterrupted"]
+__all__ = ["begin_import", "deliver", "end_import", "forget", "is_pending", "uninterrupted"]
 
 # Seconds until a deferred signal is announced.
 _PATIENCE = 1.0
-_MESSAGE = "xckpt: stopping after this step; press Ctrl-C again to stop at once\n"
+_MESSAGE = "stopping after this step; press Ctrl-C again to stop at once"
 # Signals in so many seconds are one: a key that is held down repeats, and launchers forward the
 # signal that the terminal sends to their child as well.
 _SAME_PRESS = 0.1
@@ -106,6 +106,13 @@ def deliver() -> None:
         _deliver()
 
 
+def forget(message: str) -> None:
+    """Drop a deferred Ctrl-C, after which nothing is left to stop, and tell the user."""
+    if _is_main() and is_pending():
+        _Deferred.since = None
+        _print(message)
+
+
 def begin_import(importer: FrameType) -> bool:
     """Defer Ctrl-C while code imports a module; return False if it is not deferred."""
     if not _install():
@@ -162,15 +169,19 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+def _print(message: str) -> None:
+    with suppress(Exception):  # the stream may be closed
+        sys.stderr.write(f"xckpt: {message}\n")
+        sys.stderr.flush()
+
+
 def _watch(since: float) -> None:
     """Announce a deferred signal, and send it again until the import system has returned."""
     while _Deferred.since == since:
         time.sleep(_PAUSE)
         if not _Deferred.is_announced and time.monotonic() - since > _PATIENCE:
             _Deferred.is_announced = True
-            with suppress(Exception):
-                sys.stderr.write(_MESSAGE)
-                sys.stderr.flush()
+            _print(_MESSAGE)
         if _Deferred.is_due and _Deferred.since == since:
             _Deferred.is_repeated = True
             if hasattr(signal, "pthread_kill"):

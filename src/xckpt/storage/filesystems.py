@@ -103,7 +103,8 @@ class FsspecSource(RemoteSource):
         fs.invalidate_cache(path)
         size, identity = self._state()
         is_known = not is_of_one_opening(self.identity)  # by more than its size and beginning
-        if size != self.size or (is_known and identity != self.identity):
+        # Where no version was known, one that appears is of another file or server.
+        if size != self.size or identity != (self.identity if is_known else (self.size,)):
             raise changed(self.name, "its size, time or ETag is another")
         if is_known:
             self._last_check().time = time.monotonic()

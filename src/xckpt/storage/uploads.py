@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.addresses import hiding
 from xckpt.errors import UnsupportedError
+from xckpt.interrupts import forget, uninterrupted
 from xckpt.storage.filesystems import as_os_error, file_system
 from xckpt.storage.partial import Place
 from xckpt.storage.requests import TransientError
@@ -72,8 +73,10 @@ class UploadSink(Sink):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Do nothing: remote file systems have no locks."""
-        yield
+        """Let an interrupt stop the uploads, or come too late; remote files have no locks."""
+        with uninterrupted():
+            yield
+            forget(f"{self.name} is complete: Ctrl-C came too late")
 
     def is_taken(self) -> bool:
         """Return whether the file exists; see `Sink.is_taken`."""
