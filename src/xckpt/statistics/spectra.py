@@ -376,6 +376,12 @@ def _decompose(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
         return _describe(matrix, values, noise.floor())
 
 
+def _decompose_alone(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
+    """Decompose a matrix on one thread of BLAS, as small matrices are without a cluster."""
+    with blas_threads(1):
+        return _decompose(matrix, is_quick=is_quick)
+
+
 def _describe(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed:
     floor = 0.0 if noise is None else noise
     described = describe_values(values, matrix.shape, matrix.epsilon, floor)
@@ -413,7 +419,8 @@ def _decompose_all(
                 bar.advance(matrix.nbytes)
 
             find = partial(_decompose, is_quick=is_quick)
-            local_matrices = send_out(missing, find, deliver, lambda matrix: matrix.array)
+            on_worker = partial(_decompose_alone, is_quick=is_quick)
+            local_matrices = send_out(missing, on_worker, deliver, lambda matrix: matrix.array)
             large = [matrix for matrix in local_matrices if min(matrix.shape) >= _SMALL_SIDE]
             small = [matrix for matrix in local_matrices if min(matrix.shape) < _SMALL_SIDE]
             with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
