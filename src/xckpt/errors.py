@@ -24,6 +24,8 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from xckpt.addresses import hidden, hiding
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
@@ -89,7 +91,7 @@ def named(error: OSError, path: str, doing: str = "", *, tensor: str | None = No
     text = (error.strerror or str(error)) + doing
     if tensor is not None:
         text += f" (tensor {shown(tensor)})"
-    detailed = OSError(error.errno, text, error.filename or path)
+    detailed = OSError(error.errno, text, hiding(error.filename or path))
     if tensor is not None:
         detailed.tensor = tensor  # type: ignore[attr-defined]
     return detailed
@@ -129,9 +131,10 @@ class CheckpointError(Exception):
         rule: str | None = None,
         hint: str | None = None,
     ) -> None:
+        reason = hidden(reason)
         super().__init__(reason)
         self.reason = reason
-        self.path = path
+        self.path = hiding(path)
         self.offset = offset
         self.tensor = tensor
         self.rule = rule
@@ -176,7 +179,7 @@ class CheckpointError(Exception):
         >>> print(xckpt.FormatError("truncated", offset=64).located(path="m.zt", offset=0))
         m.zt: byte 64: truncated
         """
-        self.path = self.path if self.path is not None else path
+        self.path = self.path if self.path is not None else hiding(path)
         self.offset = self.offset if self.offset is not None else offset
         self.tensor = self.tensor if self.tensor is not None else tensor
         return self
@@ -318,7 +321,9 @@ def warn(message: str, category: type[Warning] = CheckpointWarning) -> None:
     """
     frame = _user_frame()
     module = frame.f_globals.get("__name__")
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module)
+    warnings.warn_explicit(
+        hidden(message), category, frame.f_code.co_filename, frame.f_lineno, module
+    )
 
 
 def deprecated_name(old: str, new: str, since: str) -> None:

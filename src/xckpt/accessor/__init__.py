@@ -18,7 +18,6 @@ import xckpt
 from xckpt import formats
 from xckpt.accessor.forwarding import Forwarded
 from xckpt.identity import base_id_text, stable_id
-from xckpt.interrupts import uninterrupted
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -870,9 +869,8 @@ class CheckpointAccessor(Generic[Obj]):
         >>> explorer.selected
         'lm_head.weight'
         """
-        with uninterrupted():  # ipywidgets and what they need
-            from xckpt.accessor.exploring import explore
-            from xckpt.datasets.tensors import OpenTensors
+        from xckpt.accessor.exploring import explore
+        from xckpt.datasets.tensors import OpenTensors
 
         if not self._has_summary:
             raise ValueError(_not_ours(self._given))

@@ -15,7 +15,6 @@ well: two more steps of the result.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from xckpt.scan.entries import contents_of_all
 from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ class Merges:
             else:
                 tasks.append(_Merge(number, update, *readers, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
-        with ThreadPoolExecutor(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
+        with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
                 explanations[task.number] = explanation
                 bar.advance(task.ours.nbytes + task.theirs.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -149,7 +150,8 @@ class OpenTensors:
     @property
     def source(self) -> str:
         """Name of the file, empty if it is unknown."""
-        return str(self._root.encoding.get("source", ""))
+        source = self._root.encoding.get("source", "")
+        return source if isinstance(source, str) else str(source)
 
     @property
     def attrs(self) -> Mapping[Any, Any]:
@@ -411,6 +413,8 @@ class FileTensors(OpenTensors):
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
         self._opened = source, index, options
+        # The file of a path is not left open after the call; a later read opens it again.
+        weakref.finalize(self, source.close)
         has_coords = index.arrangement.coords
         self._listed = {
             listed.name: listed

@@ -21,7 +21,6 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError, shown, warn
-from xckpt.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import re
@@ -419,12 +418,11 @@ def suffixes(name: str) -> tuple[str, ...]:
 def get(name: str) -> Format:
     """Return a format by its name."""
     _require_known(name)
-    with uninterrupted():
-        if name in _CLASSES:
-            module = import_module(f"{__name__}.{name}")
-            format: Format = getattr(module, _CLASSES[name])()
-            return format
-        return _load(_plugins()[name])
+    if name in _CLASSES:
+        module = import_module(f"{__name__}.{name}")
+        format: Format = getattr(module, _CLASSES[name])()
+        return format
+    return _load(_plugins()[name])
 
 
 def folder_marks() -> tuple[str, ...]:

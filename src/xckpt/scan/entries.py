@@ -24,7 +24,6 @@ from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import locating, shown, some, warn
 from xckpt.index import Index, paused_collector
-from xckpt.interrupts import uninterrupted
 from xckpt.labels.filters import suggest_names
 from xckpt.labels.numbering import parse_name
 from xckpt.registration import register_formatter
@@ -246,8 +245,7 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensor
             "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
             f"DataTree, got {type(obj).__name__}"
         )
-    with uninterrupted():
-        from xckpt.opening import open_index
+    from xckpt.opening import open_index
 
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
     source, index = open_index(path, format, storage_options=storage_options)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
+from xckpt.addresses import hiding, real
 from xckpt.formatting import natural_key
 from xckpt.storage.local import (
     BytesSource,
@@ -64,7 +65,7 @@ class Location:
         ``"url"`` one of another file system; ``"open"`` is an open file, ``"bytes"`` its content,
         and ``"list"`` several of these. Whether a URL is a folder is known once it is requested.
     text : str
-        Absolute path or URL, for messages.
+        Absolute path or URL, for messages: without secrets.
     path : str, bytes, binary file object, or tuple of Location
         What is opened.
     store : str or None
@@ -103,9 +104,9 @@ class Location:
     @classmethod
     def _of_list(cls, entries: list[Location], options: Mapping[str, Any] | None) -> Location:
         files = tuple([file for entry in entries for file in entry.expanded()])
-        for text, count in Counter([file.text for file in files if file.is_named]).items():
+        for path, count in Counter([file.path for file in files if file.is_named]).items():
             if count > 1:
-                raise ValueError(f"{text} is in the list twice")
+                raise ValueError(f"{hiding(path)} is in the list twice")
         if not files:
             raise ValueError("the list of files is empty")
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -113,12 +114,13 @@ class Location:
 
     @classmethod
     def _of_url(cls, url: str, options: Mapping[str, Any] | None) -> Location:
+        text, url = hiding(url), real(url)
         on_hub, store = hub_url(url), store_kind(url)
         if "*" in url:  # the other marks of globs are part of many URLs
-            return cls("glob", url, on_hub or url, store, options)
+            return cls("glob", text, on_hub or url, store, options)
         if on_hub is not None:
-            return cls("hub", url, on_hub, options=options)
-        return cls("url" if store is None else "object", url, url, store, options)
+            return cls("hub", text, on_hub, options=options)
+        return cls("url" if store is None else "object", text, url, store, options)
 
     @classmethod
     def _of_path(cls, path: str) -> Location:
@@ -203,9 +205,10 @@ class Location:
         if entries is None:
             return None
         url, are_files = entries
-        listing = Listing(url, {}, {}, [])
+        listing = Listing(hiding(url), {}, {}, [])
         for name, is_file in are_files.items():
-            inner = replace(self, text=_inside(url, name), path=_inside(url, name))
+            path = _inside(url, name)
+            inner = replace(self, text=hiding(path), path=path)
             (listing.files if is_file else listing.folders)[name] = inner
         return listing
 

@@ -71,7 +71,9 @@ class Source(ABC):
     #: Whether the file is on a disk that `expect` can prepare.
     is_near = False
 
-    name: str  # absolute path or URL, for messages and for ``encoding["source"]``
+    # Absolute path or URL, for messages and for ``encoding["source"]``; an `Address` if the URL has
+    # secrets.
+    name: str
     size: int  # in bytes, when it was opened
     identity: Hashable  # of this version of the file: size, time, inode, or ETag
 
