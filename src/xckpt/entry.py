@@ -56,6 +56,7 @@ def open(  # noqa: A001  as gzip.open and others
     sparse: bool = False,
     verify: bool | None = None,
     mmap: bool = False,
+    missing: Literal["warn", "raise"] = "warn",
     storage_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
@@ -91,6 +92,9 @@ def open(  # noqa: A001  as gzip.open and others
     mmap : bool, default False
         Map raw data of local files into memory. If another program truncates such a file, the
         process ends with SIGBUS.
+    missing : {"warn", "raise"}, default "warn"
+        Warn of tensors that cannot be read, because a shard is missing or a file is damaged, or
+        raise the error of the first one.
     storage_options : dict, optional
         Credentials, time limits and other options of URLs.
     **options
@@ -134,6 +138,7 @@ def open(  # noqa: A001  as gzip.open and others
         "sparse": sparse,
         "verify": verify,
         "mmap": mmap,
+        "missing": missing,
         "storage_options": storage_options,
     }
     source: Any = path  # xarray's annotation lacks lists

@@ -12,8 +12,9 @@
     └── FileChangedError (OSError)             the file changed after it was opened
 
     CheckpointWarning (UserWarning)            an irregularity that the specification tolerates
+    └── UnreadableWarning                      some tensors cannot be read; the others can
 
-`warn` attributes a warning to the line of the user's code that caused it.
+`causes_of` sums up the errors of several tensors: damage to one file is one cause. `warn` attributes a warning to the line of the user's code that caused it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from posixpath import basename
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
 __all__ = [
+    "Cause",
     "CheckpointError",
     "CheckpointWarning",
     "FileChangedError",
@@ -37,12 +40,15 @@ __all__ = [
     "MissingShardError",
     "PayloadMissingError",
     "TooLargeError",
+    "UnreadableWarning",
     "UnsupportedError",
+    "causes_of",
     "deprecated_name",
     "locating",
     "named",
     "shown",
     "some",
+    "unreadable_text",
     "warn",
 ]
 
@@ -289,6 +295,17 @@ class CheckpointWarning(UserWarning):
     """
 
 
+class UnreadableWarning(CheckpointWarning):
+    """Some tensors of a checkpoint cannot be read, such as those of a missing shard.
+
+    The other tensors can be read. The message has one line for each cause.
+
+    Examples
+    --------
+    >>> warnings.filterwarnings("error", category=xckpt.errors.UnreadableWarning)
+    """
+
+
 @contextmanager
 def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[None]:
     """Add the file and the tensor to errors, and turn `MemoryError` into `TooLargeError`."""
@@ -305,6 +322,63 @@ def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[
         reason = f"memory ran out: {error}" if str(error) else "memory ran out"
         hint = "Select a smaller part"
         raise TooLargeError(reason, path=path, tensor=tensor, rule="Memory", hint=hint) from error
+
+
+# --- causes --------------------------------------------------------------------------------------
+
+
+class Cause(NamedTuple):
+    """One reason why tensors cannot be read, and the names of these tensors."""
+
+    error: CheckpointError  # of the first tensor
+    tensors: tuple[str, ...]
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the checkpoint is incomplete or damaged, and not merely unsupported."""
+        return not isinstance(self.error, UnsupportedError)
+
+    def reason(self, path: str = "") -> str:
+        """Return the reason with its place, rule and remedy; the file is named unless it is `path`."""
+        error = self.error
+        is_alone = len(self.tensors) == 1
+        file = "" if error.path in {None, path} else basename(str(error.path))
+        offset = error.offset if is_alone else None
+        return str(CheckpointError(
+            error.reason, path=file or None, offset=offset, rule=error.rule, hint=error.hint
+        ))
+
+
+def causes_of(problems: Iterable[tuple[str, CheckpointError]]) -> list[Cause]:
+    """Group tensors that cannot be read by cause, in the order of their names.
+
+    Parameters
+    ----------
+    problems : iterable of (str, CheckpointError)
+        Names of tensors, and the errors that reading them raises.
+
+    Returns
+    -------
+    list of Cause
+        Errors that differ only in tensor and byte offset have one cause.
+    """
+    causes: dict[Any, tuple[CheckpointError, list[str]]] = {}
+    for name, error in problems:
+        key = type(error), error.path, error.reason, error.rule, error.hint
+        causes.setdefault(key, (error, []))[1].append(name)
+    return [Cause(error, tuple(names)) for error, names in causes.values()]
+
+
+def unreadable_text(path: str, causes: Sequence[Cause], total: int) -> str:
+    """Return the message that some of `total` tensors cannot be read, with a line per cause."""
+    count = sum([len(cause.tensors) for cause in causes])
+    head = f"{path}: " if path else ""
+    head += f"{count:,} of {total:,} tensors cannot be read"
+    if len(causes) == 1:
+        [cause] = causes
+        return f"{head} ({some(cause.tensors)}): {cause.reason(path)}"
+    lines = [f"{len(c.tensors):,} ({some(c.tensors)}): {c.reason(path)}" for c in causes]
+    return "\n".join([head, *lines])
 
 
 # --- warnings ------------------------------------------------------------------------------------

@@ -18,7 +18,14 @@ from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import convert, info, manifest, steps, verify
 from xckpt.cli.values import compare, report, spectrum, stats
-from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError, shown
+from xckpt.errors import (
+    CheckpointWarning,
+    FormatError,
+    IntegrityError,
+    PayloadMissingError,
+    UnreadableWarning,
+    shown,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,8 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _warnings_as_lines():
+        with _warnings_as_lines() as lost:
             status: int = commands.main(argv, "xckpt", standalone_mode=False)
+        for line in lost:  # at the end, where they are seen
+            complain(line)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return FAILED
@@ -101,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         complain("out of memory")
         return FAILED
-    return status
+    return status or DAMAGED * bool(lost)
 
 
 class _Commands(click.Group):
@@ -149,17 +158,24 @@ def _flushed(status: int | None, /, **_: Any) -> int:
 
 
 @contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    """Print warnings for users as single lines, without a position in a source file."""
+def _warnings_as_lines() -> Iterator[dict[str, None]]:
+    """Print warnings for users as single lines, without a position in a source file.
+
+    Yields the lines of warnings of unreadable tensors instead, which several steps of a command
+    may repeat.
+    """
+    lost: dict[str, None] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
         show = warnings.showwarning
 
         def print_line(message: Any, category: type[Warning], *more: Any, **others: Any) -> None:
-            if issubclass(category, CheckpointWarning | FutureWarning):
+            if issubclass(category, UnreadableWarning):
+                lost.update(dict.fromkeys(str(message).splitlines()))
+            elif issubclass(category, CheckpointWarning | FutureWarning):
                 complain(f"warning: {message}")
             else:
                 show(message, category, *more, **others)
 
         warnings.showwarning = print_line
-        yield
+        yield lost

@@ -169,7 +169,8 @@ def _tensor(name: str, head: list[Any], content: Part, notes: kit.Notes) -> Tens
     nbytes, available = nbytes_of(dtype, prod(shape)), prod(content.shape or ())
     if nbytes > available:
         reason = f"the elements have {nbytes} bytes, but only {available} follow"
-        raise FormatError(reason, rule="Truncated")
+        cut = FormatError(reason, offset=content.offset, rule="Truncated", hint=kit.CUT)
+        return Tensor(name, dtype, shape, {"data": content}, problem=cut.located(tensor=name))
     if nbytes < available:
         reason = "by the directory, its member has bytes after the array, which are ignored"
         notes.add(reason, f"tensor {shown(name)}")

@@ -16,7 +16,8 @@ second is exclusive::
 ``__metadata__`` is optional, or null, and maps text to text. Other fields of a tensor are ignored.
 Elements are in C order. The size of a tensor in bits must be a multiple of 8. In the order of their
 offsets the tensors tile the data: the first begins at 0, the others begin where the previous one
-ends, and the last ends with the file. A tensor without elements has an empty range.
+ends, and the last ends with the file. A tensor without elements has an empty range. If the file
+ends earlier, the tensors that it has can be read; the reference package refuses such a file.
 
 The header must be JSON by the rules of serde_json: no NaN, no lone surrogates, no numbers beyond
 64-bit floats, at most 127 levels. Duplicate keys are forbidden. The reference package tolerates
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LARGEST_HEADER = 100_000_000
-_RULE = "InvalidHeaderDeserialization"
+_RULE, _INCOMPLETE = "InvalidHeaderDeserialization", "MetadataIncompleteBuffer"
 _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
 _INDEX = ".index.json"
@@ -140,10 +141,12 @@ class Safetensors(Format):
                 reason = f"data begin at byte {offset}, but the previous tensor ends at byte {end}"
                 raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
             end += tensor.nbytes
-        if end != source.size:
+        if end < source.size:
             reason = f"data end at byte {end}, but the file has {source.size} bytes"
-            raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
+            raise _broken(reason, _INCOMPLETE)
         tensors = {tensor.name: tensor for tensor in ordered}
+        if end > source.size:  # an interrupted download: the first tensors can be read
+            tensors = kit.with_cut_data(tensors, source.size, _INCOMPLETE)
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
         return kit.with_arrangement(Index(self.name, "", tensors, attrs, source.name, source.size))
 
@@ -253,7 +256,8 @@ def _chunks(tensors: dict[str, Tensor], info: Mapping[str, Any]) -> dict[str, Te
     for name, tensor in tensors.items() if info else ():
         entry = info.get(name)
         origin = entry.get("saved_offsets") if type(entry) is dict else None
-        if type(origin) is not list or len(origin) != tensor.ndim or tensor.problem is not None:
+        is_whole = tensor.parts["data"].shape == tensor.shape  # not of 6-bit elements
+        if type(origin) is not list or len(origin) != tensor.ndim or not is_whole:
             continue
         if all(type(at) is int and 0 <= at <= kit.LARGEST for at in origin):
             parts = {"data": replace(tensor.parts["data"], origin=(*origin,))}

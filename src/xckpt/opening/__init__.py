@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
@@ -22,10 +23,13 @@ from xckpt.errors import (
     FileChangedError,
     FormatError,
     MissingShardError,
+    UnreadableWarning,
     locating,
+    unreadable_text,
     warn,
 )
 from xckpt.index import paused_collector
+from xckpt.labels.filters import select
 from xckpt.opening.hints import advising
 from xckpt.opening.sharding import (
     FileList,
@@ -45,10 +49,12 @@ from xckpt.storage.source import ShardedSource, sources_of
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
-    from typing import BinaryIO
+    from typing import BinaryIO, Literal
 
     from xckpt.index import FileSet, Index, Tensor
+    from xckpt.labels import TensorFilter
 
+    Missing = Literal["warn", "raise", "ignore"]
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
 __all__ = [
@@ -74,9 +80,15 @@ def open_index(
     mmap: bool = False,
     whole: bool = True,
     silent: bool = False,
+    tensors: TensorFilter | None = None,
+    missing: Missing = "warn",
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`."""
+    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
+
+    `missing` is what to do about tensors among `tensors` that cannot be read: warn or raise, or
+    nothing (``"ignore"``) if the caller reports them.
+    """
     with advising(obj):
         listed = list_files(obj, storage_options, format)
     if listed is None:
@@ -100,7 +112,22 @@ def open_index(
         if more > 0:
             text = f"{index.source}: {more} more warnings, listed in read_index(...).warnings"
             warn(text)
+        if missing != "ignore":
+            _report_unreadable(index, tensors, missing)
     return source, index
+
+
+def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:
+    """Warn of tensors of a damaged or incomplete checkpoint, or raise the error of the first one."""
+    causes = index.unreadable()
+    if causes and tensors is not None:
+        causes = index.unreadable(select(index.tensors, tensors))
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage and missing == "raise":
+        first = damage[0]
+        raise copy(first.error).located(path=index.source, tensor=first.tensors[0])
+    if damage:
+        warn(unreadable_text(index.source, damage, len(index.tensors)), UnreadableWarning)
 
 
 def _open_set(

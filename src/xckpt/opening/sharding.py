@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-from collections import defaultdict
 from contextlib import closing, suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -319,6 +318,9 @@ def _indexed(source: Source) -> FileList:
     if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         reason = "'weight_map' must map the names of tensors to the names of files"
         raise FormatError(reason, path=source.name, rule="ShardIndex")
+    if not weight_map:
+        reason, hint = "'weight_map' lists no tensors", "Write the index again"
+        raise FormatError(reason, path=source.name, rule="ShardIndex", hint=hint)
     attrs = root.get("metadata")
     files: dict[str, Any] = {}
     for name in sorted(set(weight_map.values()), key=natural_key):
@@ -339,7 +341,7 @@ def _indexed(source: Source) -> FileList:
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
     """Merge several files into one checkpoint."""
     warnings: list[str] = []
-    tensors = _unreadable(listed, warnings)
+    tensors = _unreadable(listed)
     files: dict[str, Source] = {}
     shards: dict[str, Shard] = {}
     left_out: list[str] = []
@@ -357,9 +359,9 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
                 left_out.append(name)
                 continue
             if name not in tensors:
-                tensors[name] = _relabelled(tensor, file.label)
+                tensors[name] = _relabelled(tensor, file)
             elif _is_chunk(tensor) and _is_chunk(tensors[name]):
-                chunked.setdefault(name, [tensors[name]]).append(_relabelled(tensor, file.label))
+                chunked.setdefault(name, [tensors[name]]).append(_relabelled(tensor, file))
             else:
                 raise _twice(name, tensors[name], file)
         warnings += [f"{file.label}: {text}" for text in file.index.warnings]
@@ -398,15 +400,18 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
     }
 
 
-def _relabelled(tensor: Tensor, label: str) -> Tensor:
+def _relabelled(tensor: Tensor, file: Opened) -> Tensor:
     """Return a tensor of a file, with references to the label of the file."""
+    label, problem = file.label, tensor.problem
+    if problem is not None:
+        problem = copy(problem).located(path=file.source.name)
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
     stored = tensor.stored
     if stored is not None:
-        stored = {role: _relabelled(part, label) for role, part in stored.items()}
-    return replace(tensor, parts=parts, stored=stored)
+        stored = {role: _relabelled(part, file) for role, part in stored.items()}
+    return replace(tensor, parts=parts, stored=stored, problem=problem)
 
 
 def _is_chunk(tensor: Tensor) -> bool:
@@ -437,10 +442,9 @@ def _within(label: str, shard: str | None) -> str:
     return label if shard is None else f"{label}: {shard}"
 
 
-def _unreadable(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
-    """Return placeholders for the tensors of missing or damaged files, and add warnings."""
+def _unreadable(listed: FileList) -> dict[str, Tensor]:
+    """Return placeholders for the tensors of missing or damaged files."""
     tensors: dict[str, Tensor] = {}
-    lost: dict[str, list[str]] = defaultdict(list)
     for name, label in (listed.weight_map or {}).items():
         problem = listed.problems.get(label)
         if problem is not None:
@@ -455,13 +459,6 @@ def _unreadable(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
         else:
             continue
         tensors[name] = Tensor(name, "unknown", (), {}, problem=problem)
-        lost[label].append(name)
-    for label, names in lost.items():
-        if label in listed.problems:
-            reason = listed.problems[label].reason
-            warnings.append(f"{shown(label)} cannot be read, nor can {some(names)}: {reason}")
-        else:
-            warnings.append(f"{shown(label)} is missing, and with it {some(names)}")
     return tensors
 
 

@@ -126,6 +126,8 @@ def open_steps(
             storage_options=parsed.storage_options,
             mmap=parsed.mmap,
             whole=parsed.decode,
+            tensors=parsed.tensors,
+            missing=parsed.missing,
             **parsed.format_options,
         )
         return Opened(label, source, index)

@@ -370,7 +370,8 @@ class _HeadReader:
             scale = f"{name.removesuffix('.weight')}.scale"
             if tensor.dtype == "nvfp4" and scale in tensors:
                 tensors[name] = replace(tensor, attrs={_SCALE: scale})
-        self._check_places(infos, tensors, start, alignment)
+        tensors = kit.with_cut_data(tensors, self.size)
+        self._check_places(infos, tensors, alignment)
         return tensors
 
     def _infos(self) -> list[_Info]:
@@ -432,19 +433,15 @@ class _HeadReader:
             fields["problem"] = UnsupportedError(reason, rule="Type", **location)
             return Tensor(name, dtype, shape, {}, **fields)
         nbytes, place = nbytes_of(element, prod(stored)), start + offset
-        if nbytes and place + nbytes > self.size:
-            reason = f"the data end at byte {place + nbytes}, but the file has {self.size} bytes"
-            hint = kit.TRUNCATED
-            fields["problem"] = FormatError(reason, rule="Truncated", hint=hint, **location)
         # The offset of an empty tensor has no meaning, and may be anything.
         place = place if nbytes else min(place, self.size)
         part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
         return Tensor(name, dtype, shape, {"data": part}, **fields)
 
     def _check_places(
-        self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
+        self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], alignment: int
     ) -> None:
-        """Warn about offsets that ggml refuses, and about a truncated file."""
+        """Warn about offsets that ggml refuses."""
         overlapping: set[str] = set()
         ranges = [
             (part.offset, part.offset + part.nbytes, tensor.name)
@@ -470,10 +467,6 @@ class _HeadReader:
                 self.notes.add(reason, f"tensor {shown(info.name)}")
             end = info.offset + tensor.nbytes
             expected = kit.aligned(end, alignment) if tensor.problem is None else None
-        expected = max((end for _, end, _ in ranges), default=0)
-        if expected and all(end > self.size for _, end, _ in ranges):
-            reason = f"the file has {self.size} bytes and no data; {expected} bytes are expected"
-            self.notes.add(reason, f"byte {start}")
 
 
 def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileSet | None:
