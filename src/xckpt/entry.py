@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
@@ -214,8 +215,13 @@ def report(
     """
     import xarray as xr
 
+    from xckpt.errors import UnreadableWarning
+
     is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
-    opened: Any = obj if is_open else open(obj, storage_options=storage_options)
+    with warnings.catch_warnings():
+        # Statistics and comparisons warn of tensors that cannot be read.
+        warnings.simplefilter("ignore", UnreadableWarning)
+        opened: Any = obj if is_open else open(obj, storage_options=storage_options)
     opened.ckpt._report(  # noqa: SLF001
         path,
         other,

@@ -93,10 +93,13 @@ def entries_of(
     tensors: OpenTensors,
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
+    *,
+    silent: bool = False,
 ) -> list[Described]:
     """List the variables of numbers with their tensors; warn about other and unreadable ones."""
-    entries = all_entries(tensors, dims, names)
-    warn_of_unreadable(tensors, entries)
+    entries = all_entries(tensors, dims, names, silent=silent)
+    if not silent:
+        warn_of_unreadable(tensors, entries)
     return [entry for entry in entries if entry.is_readable]
 
 
@@ -113,6 +116,8 @@ def all_entries(
     tensors: OpenTensors,
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
+    *,
+    silent: bool = False,
 ) -> list[Described]:
     """List the variables of numbers, also those that cannot be read; warn about other variables."""
     # By default, all variables are listed, and all dimensions except stacked ones are reduced.
@@ -138,7 +143,7 @@ def all_entries(
                 entries.append(entry)
         except TypeError as error:
             left_out[str(error)].append(str(name))
-    for reason, skipped in left_out.items():
+    for reason, skipped in () if silent else left_out.items():
         text = f"{some(skipped)} {'has' if len(skipped) == 1 else 'have'} no statistics: {reason}"
         warn(text)
     return entries

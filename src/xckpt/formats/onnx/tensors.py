@@ -249,7 +249,9 @@ class ProtoReader(Wire):
         except CheckpointError as error:
             return error.with_traceback(None)
         except OSError as error:
-            reason = f"the file {shown(location)} with its data cannot be read: {error.strerror}"
+            reason = f"the file {shown(location)} with its data is missing"
+            if not isinstance(error, FileNotFoundError):
+                reason = f"the file {shown(location)} with its data: {error.strerror}"
             return MissingShardError(reason, hint="Put it next to the model")
         self.shards[location] = Shard(size, None, (location,), is_confined=True)
         return None
