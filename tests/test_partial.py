@@ -283,7 +283,8 @@ class TestVerifying:
             return preadv(fileno, buffers, offset, flags)
 
         monkeypatch.setattr(os, "preadv", replacing)
-        data, outcomes = path.read_bytes(), []
+        data = path.read_bytes()
+        outcomes: list[str] = []
         for replaced_at in range(1, 9):
             path.unlink()
             path.write_bytes(data)

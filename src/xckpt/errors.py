@@ -44,6 +44,7 @@ __all__ = [
     "UnsupportedError",
     "causes_of",
     "deprecated_name",
+    "is_damage",
     "locating",
     "named",
     "shown",
@@ -335,8 +336,8 @@ class Cause(NamedTuple):
 
     @property
     def is_damage(self) -> bool:
-        """Whether the checkpoint is incomplete or damaged, and not merely unsupported."""
-        return not isinstance(self.error, UnsupportedError)
+        """Whether the checkpoint is incomplete or damaged; see `is_damage`."""
+        return is_damage(self.error)
 
     def reason(self, path: str = "") -> str:
         """Return the reason with its place, rule and remedy; the file is named unless it is `path`."""
@@ -347,6 +348,16 @@ class Cause(NamedTuple):
         return str(CheckpointError(
             error.reason, path=file or None, offset=offset, rule=error.rule, hint=error.hint
         ))
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Return whether the error of a tensor means that its checkpoint is incomplete or damaged.
+
+    It does not for a type that is unsupported, or for a tensor that was saved without values.
+    """
+    if isinstance(error, PayloadMissingError):
+        return isinstance(error, MissingShardError)
+    return not isinstance(error, UnsupportedError)
 
 
 def causes_of(problems: Iterable[tuple[str, CheckpointError]]) -> list[Cause]:

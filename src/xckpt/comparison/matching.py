@@ -107,7 +107,12 @@ def _rows_of(
             encoding = {"tensor": name}
             variables.append(Described(variable_name, (), (), (reader,), encoding))
             rows.append([Match(name, theirs=reader)])
-    return variables, rows
+    shown_rows = [
+        (variable, matches)
+        for variable, matches in zip(variables, rows, strict=True)
+        if not all(match.is_beyond for match in matches)
+    ]
+    return [variable for variable, _ in shown_rows], [matches for _, matches in shown_rows]
 
 
 # --- by names and content ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from xckpt.arrays.dense import DenseArray, stored_bytes
 from xckpt.arrays.lazy import dense_values
 from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view
-from xckpt.errors import locating
+from xckpt.errors import is_damage, locating
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named, require_numbers
 from xckpt.scan.readers import DECODING, ArrayReader, ChunkedTensor, Reader, SparseReader
@@ -488,6 +488,14 @@ class Match(NamedTuple):
         """The error of the tensor that cannot be read, the one in `a` first."""
         readers = (reader for reader in (self.ours, self.theirs) if reader is not None)
         return next((reader.problem for reader in readers if reader.problem is not None), None)
+
+    @property
+    def is_beyond(self) -> bool:
+        """True if nothing is known of a chosen tensor, because its type is unsupported."""
+        problems = [side.problem for side in (self.ours, self.theirs) if side is not None]
+        return bool(problems) and not any(
+            problem is None or is_damage(problem) for problem in problems
+        )
 
     @property
     def is_chosen(self) -> bool:

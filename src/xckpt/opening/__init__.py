@@ -12,6 +12,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
@@ -102,6 +103,8 @@ def open_index(
         listed, opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
         with paused_collector():
             source, index = merge(listed, opened)
+    if index.shards and source.is_free_to_check:
+        index = _without_missing_shards(source, index)
     if whole and may_be_quantized(index):  # list weights instead of the tensors that store them
         with paused_collector():
             index = _with_weights(source, index)
@@ -115,6 +118,27 @@ def open_index(
         if missing != "ignore":
             _report_unreadable(index, tensors, missing)
     return source, index
+
+
+def _without_missing_shards(source: Source, index: Index) -> Index:
+    """Mark tensors with parts in local files that are missing, or are not the expected ones."""
+    missing: dict[str | None, CheckpointError] = {}
+    for label, file in sources_of(source, index.shards).items():
+        try:
+            _ = file.file  # opens it
+        except FileChangedError:
+            raise
+        except CheckpointError as error:
+            missing[label] = error.with_traceback(None)
+    if not missing:
+        return index
+    tensors = dict(index.tensors)
+    for name, tensor in index.tensors.items():
+        label = next((p.shard for p in tensor.parts.values() if p.shard in missing), None)
+        if label is not None and tensor.problem is None:
+            problem = copy(missing[label]).located(tensor=name)
+            tensors[name] = replace(tensor, problem=problem)
+    return replace(index, tensors=tensors)
 
 
 def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:

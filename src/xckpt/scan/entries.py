@@ -24,7 +24,6 @@ from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import (
     UnreadableWarning,
-    UnsupportedError,
     causes_of,
     locating,
     shown,
@@ -104,12 +103,21 @@ def entries_of(
 
 
 def warn_of_unreadable(tensors: OpenTensors, entries: Sequence[Described]) -> None:
-    """Warn of tensors that cannot be read, in one message with a line for each cause."""
+    """Warn of tensors that cannot be read: once of damage, and once for each unsupported kind."""
     lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.readers]
     causes = causes_of([(name, problem) for name, problem in lost if problem is not None])
-    if causes:
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage:
         total = sum([len(entry.readers) or 1 for entry in entries])
-        warn(unreadable_text(tensors.source, causes, total), UnreadableWarning)
+        warn(unreadable_text(tensors.source, damage, total), UnreadableWarning)
+    for cause in causes:
+        if not cause.is_damage:
+            _warn_of_skipped(cause.tensors, cause.error.reason)
+
+
+def _warn_of_skipped(names: Sequence[str], reason: str) -> None:
+    text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
+    warn(text)
 
 
 def all_entries(
@@ -131,11 +139,8 @@ def all_entries(
     for name in chosen:
         lazy = tensors.stored(name)
         first = lazy.first if isinstance(lazy, StackedArray) else lazy
-        if isinstance(first, UnreadableArray):
-            if isinstance(first.problem, UnsupportedError):
-                left_out[first.problem.reason].append(str(name))
-            else:
-                entries.append(_unreadable(tensors, name, lazy))
+        if isinstance(first, UnreadableArray) and isinstance(lazy, UnreadableArray | StackedArray):
+            entries.append(_unreadable(tensors, name, lazy))
             continue
         try:
             entry = _entry(tensors, name, lazy, dims)
@@ -143,9 +148,9 @@ def all_entries(
                 entries.append(entry)
         except TypeError as error:
             left_out[str(error)].append(str(name))
-    for reason, skipped in () if silent else left_out.items():
-        text = f"{some(skipped)} {'has' if len(skipped) == 1 else 'have'} no statistics: {reason}"
-        warn(text)
+    if not silent:
+        for reason, skipped in left_out.items():
+            _warn_of_skipped(skipped, reason)
     return entries
 
 
@@ -161,14 +166,16 @@ def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
         raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
 
 
-def _unreadable(tensors: OpenTensors, name: Hashable, lazy: Any) -> Described:
+def _unreadable(
+    tensors: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
+) -> Described:
     """Return the entry of a variable that cannot be read."""
     encoding = tensors.naming(name)
     if not isinstance(lazy, StackedArray):
-        return Described(
-            name, (), (), (UnreadableReader(lazy),), encoding, tensors, is_readable=False
-        )
-    readers = tuple([UnreadableReader(member) for member in lazy.members])
+        reader = UnreadableReader(lazy)
+        return Described(name, (), (), (reader,), encoding, tensors, is_readable=False)
+    members: Any = lazy.members
+    readers = tuple([UnreadableReader(member) for member in members])
     dims = tensors.variables[name].dims[: len(lazy.grid)]
     return Described(name, dims, lazy.grid, readers, encoding, tensors, is_readable=False)
 

@@ -156,7 +156,7 @@ def save(
     )
     format = fitting.writer.name
     gathered = gather(obj, fitting.changes, format)
-    fitting.require_readable(len(gathered.payloads), str(obj.encoding.get("source", "")))
+    fitting.require_readable(len(gathered.payloads), _source_of(obj))
     job = _write_job(
         gathered,
         fitting,
@@ -171,6 +171,11 @@ def save(
     job.target.check()  # raise errors of the target now, not when the result is computed
     delayed: Delayed = job.delayed()
     return delayed
+
+
+def _source_of(obj: Any) -> str:
+    """Return the file that an object was opened from; empty if there is none."""
+    return str(obj.encoding.get("source", ""))
 
 
 def _opened_as(obj: Any, format: str) -> Index | None:
@@ -445,7 +450,7 @@ def append(
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
         gathered = gather(obj, fitting.changes)
-        fitting.require_readable(len(gathered.payloads), str(obj.encoding.get("source", "")))
+        fitting.require_readable(len(gathered.payloads), _source_of(obj))
         job = _write_job(
             gathered,
             fitting,
