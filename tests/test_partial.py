@@ -192,7 +192,7 @@ class TestStatistics:
             lambda obj: xckpt.table(xckpt.stats(obj)).index,
             lambda obj: xckpt.table(xckpt.spectrum(obj)).index,
             lambda obj: list(xckpt.histogram(obj).data_vars),
-            lambda obj: list(xckpt.findings(obj).ckpt._frame.names),  # noqa: SLF001
+            lambda obj: list(xckpt.findings(obj).names),
             xckpt.manifest,
         ],
     )
@@ -244,7 +244,9 @@ class TestComparison:
         assert "only in" not in result.attrs["explanation"]
         assert (table["cause"][lost(kind)] == "unreadable").all()
 
-    def test_renamed_tensors_are_unreadable_too(self, path: Path, kind: str, tmp_path: Path) -> None:
+    def test_renamed_tensors_are_unreadable_too(
+        self, path: Path, kind: str, tmp_path: Path
+    ) -> None:
         renamed = {f"model.{name}": values for name, values in VALUES.items()}
         whole = written(tmp_path / "whole.zt", renamed)
         table = xckpt.table(xckpt.compare(path, whole, names="auto"))
@@ -273,11 +275,11 @@ class TestVerifying:
     ) -> None:
         path = written(tmp_path / "m.zt", encoding={"*": {"digest": "crc32c"}})
         other = written(tmp_path / "new.zt", {"x": np.zeros((300, 300), "f4")})
-        preadv, count = os.preadv, [0]
+        preadv, remaining = os.preadv, [0]
 
         def replacing(fileno: int, buffers: Any, offset: int, flags: int = 0) -> int:
-            count[0] += 1
-            if count[0] == replaced_at:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 shutil.copy(other, tmp_path / "copy.zt")
                 (tmp_path / "copy.zt").replace(path)
             return preadv(fileno, buffers, offset, flags)
@@ -285,10 +287,10 @@ class TestVerifying:
         monkeypatch.setattr(os, "preadv", replacing)
         data = path.read_bytes()
         outcomes: list[str] = []
-        for replaced_at in range(1, 9):
+        for moment in range(1, 9):
             path.unlink()
             path.write_bytes(data)
-            count[0] = 0
+            remaining[0] = moment
             try:
                 outcomes.append(xckpt.verify(path).status)
             except FileChangedError as error:

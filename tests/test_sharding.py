@@ -186,7 +186,9 @@ def test_the_index_of_shards_decides_which_tensors_exist(tmp_path: Path) -> None
 def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.warns(CheckpointWarning, match=r"2 of 4 tensors .* the file '.*00002.*' is missing"):
+    with pytest.warns(
+        CheckpointWarning, match=r"2 of 4 tensors .* the file '.*00002.*' is missing"
+    ):
         ds = xr.open_dataset(path, engine="safetensors")
     assert set(ds.data_vars) == {*A, *B}
     np.testing.assert_array_equal(ds["embed"], A["embed"])

@@ -14,7 +14,8 @@
     CheckpointWarning (UserWarning)            an irregularity that the specification tolerates
     └── UnreadableWarning                      some tensors cannot be read; the others can
 
-`causes_of` sums up the errors of several tensors: damage to one file is one cause. `warn` attributes a warning to the line of the user's code that caused it.
+`causes_of` sums up the errors of several tensors: damage to one file is one cause. `warn`
+attributes a warning to the line of the user's code that caused it.
 """
 
 from __future__ import annotations
@@ -339,15 +340,20 @@ class Cause(NamedTuple):
         """Whether the checkpoint is incomplete or damaged; see `is_damage`."""
         return is_damage(self.error)
 
-    def reason(self, path: str = "") -> str:
-        """Return the reason with its place, rule and remedy; the file is named unless it is `path`."""
+    def reason(self, path: str = "", *, has_remedy: bool = True) -> str:
+        """Return the reason with its place, its rule and the remedy.
+
+        The file is named unless it is `path`, and the byte offset if there is only one tensor.
+        """
         error = self.error
-        is_alone = len(self.tensors) == 1
-        file = "" if error.path in {None, path} else basename(str(error.path))
-        offset = error.offset if is_alone else None
-        return str(CheckpointError(
-            error.reason, path=file or None, offset=offset, rule=error.rule, hint=error.hint
-        ))
+        located = CheckpointError(
+            error.reason,
+            path=None if error.path in {None, path} else basename(str(error.path)),
+            offset=error.offset if len(self.tensors) == 1 else None,
+            rule=error.rule,
+            hint=error.hint if has_remedy else None,
+        )
+        return str(located)
 
 
 def is_damage(error: CheckpointError) -> bool:

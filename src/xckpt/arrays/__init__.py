@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyArray", "LazyList", "ReadOptions", "lazy_arrays", "read_later"]
 
-# The dtype of variables whose element type is unknown; their values cannot be read. xarray and numpy
-# keep variables of this type in all computations, which then raise the error of the file.
+# The dtype of variables whose element type is unknown; their values cannot be read. xarray and
+# numpy keep variables of this type in all computations, which then raise the error of the file.
 _UNKNOWN = np.dtype(np.float32)
 # Bytes that are decoded at most, while opening, to find the size of a part that states none.
 _COUNTED_NBYTES = 256 << 20

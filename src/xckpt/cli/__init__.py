@@ -86,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _warnings_as_lines() as lost:
             status: int = commands.main(argv, "xckpt", standalone_mode=False)
-        for line in lost:  # at the end, where they are seen
-            complain(line)
+        complain("\n".join(lost))  # at the end, where it is seen
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return FAILED

@@ -569,8 +569,8 @@ def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
         cells = [(pattern.text, f"{pattern.count:,}", pattern.dtype) for pattern in patterns]
         print_table([Column("explained"), Column("tensors", right=True), Column("cause")], cells)
     counts = Counter(frame["outcome"][~is_represented])
-    facts = [f"{counts[kind]:,} {kind}" for kind in ("unreadable", "changed", "unmatched", "explained")
-             if counts[kind]]  # fmt: skip
+    kinds = ("unreadable", "changed", "unmatched", "explained")
+    facts = [f"{counts[kind]:,} {kind}" for kind in kinds if counts[kind]]
     complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
 
 

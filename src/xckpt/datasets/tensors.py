@@ -246,7 +246,9 @@ class OpenTensors:
     def unreadable(self) -> list[Cause]:
         """Return why variables cannot be read, and which."""
         variables = self._flat.variables.items()
-        problems = [(str(n), v.encoding["problem"]) for n, v in variables if "problem" in v.encoding]
+        problems = [
+            (str(n), v.encoding["problem"]) for n, v in variables if "problem" in v.encoding
+        ]
         return causes_of(problems)
 
     @property

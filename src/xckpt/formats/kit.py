@@ -444,7 +444,7 @@ def read_each(
 
 
 def cut_error(size: int, end: int, offset: int, rule: str = "Truncated") -> FormatError:
-    """Return the error of data that begin at `offset`, in a file of `size` bytes that ends too early.
+    """Return the error of data at `offset` that end after the file, which has `size` bytes.
 
     `end` is where all data should end, so that the error has one text for all tensors.
     """

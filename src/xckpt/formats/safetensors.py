@@ -113,26 +113,11 @@ class Safetensors(Format):
 
     def read(self, source: Readable) -> Index:
         """Read the header; tensors are in the order of their data."""
-        if source.size < 8:
-            reason = f"the file has {source.size} bytes, too few for the length of a header"
-            raise _broken(reason, "HeaderTooSmall", 0)
-        length = int.from_bytes(source.read(0, 8), "little")
-        if length > _LARGEST_HEADER:
-            reason = f"the header has {length} bytes, more than {_LARGEST_HEADER}"
-            raise _broken(reason, "HeaderTooLarge", 0)
-        if length > source.size - 8:
-            reason = f"the header has {length} bytes, but only {source.size - 8} follow"
-            raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
-        header = bytes(source.read(8, length))
-        if not header.startswith(b"{"):
-            raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
-        options: Any = {"rule": _RULE, "offset": 8, "parse_int": kit.integer_64}
-        entries = kit.decode_json(header, "the header", deepest=None, **options)
+        entries, end = _header(source)
         if (attrs := entries.pop("__metadata__", None)) is None:
             attrs = {}
         if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
             raise _broken("'__metadata__' must map text to text")
-        end = 8 + len(header)
         by_name = kit.read_each(entries.items(), partial(_tensor, end))
         ordered = sorted(by_name.values(), key=lambda t: (t.parts["data"].offset, t.nbytes))
         for tensor in ordered:
@@ -210,6 +195,25 @@ class Safetensors(Format):
         header += b" " * (-len(header) % 8)
         head = len(header).to_bytes(8, "little") + header
         return Plan.headed(head, place_parts(tensors, ends, len(head)), len(head) + ends[-1])
+
+
+def _header(source: Readable) -> tuple[dict[str, Any], int]:
+    """Return the entries of the header, and the offset of the data after it."""
+    if source.size < 8:
+        reason = f"the file has {source.size} bytes, too few for the length of a header"
+        raise _broken(reason, "HeaderTooSmall", 0)
+    length = int.from_bytes(source.read(0, 8), "little")
+    if length > _LARGEST_HEADER:
+        reason = f"the header has {length} bytes, more than {_LARGEST_HEADER}"
+        raise _broken(reason, "HeaderTooLarge", 0)
+    if length > source.size - 8:
+        reason = f"the header has {length} bytes, but only {source.size - 8} follow"
+        raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
+    header = bytes(source.read(8, length))
+    if not header.startswith(b"{"):
+        raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
+    options: Any = {"rule": _RULE, "offset": 8, "parse_int": kit.integer_64}
+    return kit.decode_json(header, "the header", deepest=None, **options), 8 + length
 
 
 def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:

@@ -1,7 +1,8 @@
 """Checkpoints without contents: no tensors, or weights without elements.
 
-Programs that shard weights over processes, such as DeepSpeed ZeRO-3, leave an array of shape ``[0]``
-in the place of each weight. A checkpoint that is saved without gathering them opens like any other.
+Programs that shard weights over processes, such as DeepSpeed ZeRO-3, leave an array of shape
+``[0]`` in the place of each weight. A checkpoint that is saved without gathering them opens like
+any other.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ NO_TENSORS = (
     "without weights, or saving may have been interrupted"
 )
 _UNGATHERED = (
-    "it has no elements: the weight may not have been gathered from the processes of ZeRO-3 or FSDP "
-    "before it was saved"
+    "it has no elements: the weight may not have been gathered from the processes of ZeRO-3 or "
+    "FSDP before it was saved"
 )
 _NO_EXTENT = "an axis has the length 0, unlike in other weights of this name"
 _MATRICES = frozenset({"weight", "kernel"})

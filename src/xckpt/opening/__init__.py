@@ -142,7 +142,7 @@ def _without_missing_shards(source: Source, index: Index) -> Index:
 
 
 def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:
-    """Warn of tensors of a damaged or incomplete checkpoint, or raise the error of the first one."""
+    """Warn of tensors that damage or missing files made unreadable, or raise the first error."""
     causes = index.unreadable()
     if causes and tensors is not None:
         causes = index.unreadable(select(index.tensors, tensors))

@@ -184,7 +184,9 @@ class Fitting:
             raise _unreadable_error(causes, count + len(self.changes.lost), path)
         for cause in causes:
             for name in cause.tensors:
-                self.changes.add(f"left out, unreadable ({cause.reason(path)})", name)
+                self.changes.add(
+                    f"left out, unreadable ({cause.reason(path, has_remedy=False)})", name
+                )
 
     def draft(self, gathered: Gathered, path: str) -> tuple[Draft, dict[str, Payload]]:
         """Return the draft of a new file, and its tensors with their data."""

@@ -73,8 +73,8 @@ class Finding(NamedTuple):
     Parameters
     ----------
     severity : {"error", "warning"}
-        ``"error"`` for damage and missing contents; ``"warning"`` for an irregularity that the specification tolerates,
-        or for an unsupported feature.
+        ``"error"`` for damage and missing contents; ``"warning"`` for an irregularity that the
+        specification tolerates, or for an unsupported feature.
     tensor : str or None
         Name of the tensor; None for a fault of the whole file, or of several tensors, which the
         message lists.
@@ -316,7 +316,9 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
 def _finding_of(cause: Cause) -> Finding:
     """Return one finding for all tensors that have the same fault."""
     finding = _finding(cause.error, cause.tensors[0])
-    message = finding.message if cause.error.hint is None else f"{finding.message}. {cause.error.hint}"
+    message = (
+        finding.message if cause.error.hint is None else f"{finding.message}. {cause.error.hint}"
+    )
     if len(cause.tensors) > 1:
         count = counted(len(cause.tensors), "tensor")
         message = f"{count} ({some(cause.tensors)}): {message}"

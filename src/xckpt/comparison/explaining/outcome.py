@@ -269,12 +269,9 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
     unread = [name for side in sides for name, _ in side["unreadable"]]
     explained = [explanation for _, explanation in ours["explained"]]
     total = counted(sum(map(len, ours.values())), "tensor")
-    if not unread and not explained and not changed and len(added) == sum(map(len, theirs.values())):
-        total_of_b = counted(len(added), "tensor")
-        if not missing or not added:
-            return f"a and b share nothing: a has {total}, b {total_of_b}"
-        counts = f"{total} of a and the {total_of_b} of b"
-        return f"a and b share nothing: no name and no numbers of the {counts}"
+    is_alone = not (unread or explained or changed)
+    if is_alone and len(added) == sum(map(len, theirs.values())):
+        return _nothing_shared(total, missing, added)
     facts = []
     if changed:
         verb = "differs" if len(changed) == 1 else "differ"
@@ -289,6 +286,14 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
     if explained:
         facts.append(_summary(explained, is_all=len(explained) == sum(map(len, ours.values()))))
     return "; ".join(facts)
+
+
+def _nothing_shared(total: str, missing: Sequence[str], added: Sequence[str]) -> str:
+    total_of_b = counted(len(added), "tensor")
+    if not missing or not added:
+        return f"a and b share nothing: a has {total}, b {total_of_b}"
+    counts = f"{total} of a and the {total_of_b} of b"
+    return f"a and b share nothing: no name and no numbers of the {counts}"
 
 
 def _be(items: Sequence[object]) -> str:

@@ -296,7 +296,9 @@ class Tensors:
                 problem = FormatError(reason, offset=region.offset, rule="Storage")
                 region = region._replace(problem=problem)
             else:
-                self._notes.add("bytes after a storage are ignored", f"storage {shown(storage.key)}")
+                self._notes.add(
+                    "bytes after a storage are ignored", f"storage {shown(storage.key)}"
+                )
         dtype = storage.dtype if dtype is None else dtype
         size_of = itemsize if dtype is storage.dtype else itemsize_of(dtype)
         at, nbytes = (offset + storage.first) * size_of, layout.span * size_of
