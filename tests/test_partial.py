@@ -325,6 +325,12 @@ class TestWriting:
         for name in ds.data_vars:
             assert ds[name].values.tobytes() == VALUES[str(name)].tobytes()
 
+    def test_a_file_without_any_tensor_is_not_written(self, tmp_path: Path) -> None:
+        path = cut(written(tmp_path / "m.safetensors"), 5 * NBYTES)
+        with pytest.raises(FormatError, match="5 of 5 tensors cannot be read"):
+            xckpt.convert(path, tmp_path / "new.zt", skip_unreadable=True)
+        assert not (tmp_path / "new.zt").exists()
+
     def test_a_selection_of_intact_tensors_is_converted(
         self, path: Path, kind: str, tmp_path: Path
     ) -> None:

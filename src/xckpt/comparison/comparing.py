@@ -248,7 +248,8 @@ def compare(
     with paused_collector():
         sides = all_entries(ours), all_entries(theirs)
     warn_of_unreadable(ours, sides[0])
-    warn_of_unreadable(theirs, sides[1])
+    if theirs.source != ours.source or not ours.source:
+        warn_of_unreadable(theirs, sides[1])
     if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
         both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
         names = dict(zip(*both, strict=False))

@@ -177,10 +177,11 @@ class Fitting:
     def require_readable(self, count: int, path: str) -> None:
         """Raise unless all tensors can be read, or those that cannot are to be left out.
 
-        `count` is the number of the others, and `path` the file or object for messages.
+        `count` is the number of the others, and `path` the file or object for messages. A file
+        without any tensor is never written instead.
         """
         causes = causes_of(self.changes.lost.items())
-        if causes and not self.skip_unreadable:
+        if causes and not (self.skip_unreadable and count):
             raise _unreadable_error(causes, count + len(self.changes.lost), path)
         for cause in causes:
             for name in cause.tensors:
