@@ -155,8 +155,7 @@ def save(
         skip_unreadable=skip_unreadable,
     )
     format = fitting.writer.name
-    gathered = gather(obj, fitting.changes, format)
-    fitting.require_readable(len(gathered.payloads), _source_of(obj))
+    gathered = _gather_readable(obj, fitting, format)
     job = _write_job(
         gathered,
         fitting,
@@ -173,9 +172,11 @@ def save(
     return delayed
 
 
-def _source_of(obj: Any) -> str:
-    """Return the file that an object was opened from; empty if there is none."""
-    return str(obj.encoding.get("source", ""))
+def _gather_readable(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
+    """Return the contents of an object; see `Fitting.require_readable`."""
+    gathered = gather(obj, fitting.changes, format)
+    fitting.require_readable(len(gathered.payloads), str(obj.encoding.get("source", "")))
+    return gathered
 
 
 def _opened_as(obj: Any, format: str) -> Index | None:
@@ -449,10 +450,8 @@ def append(
         if isinstance(source, ShardedSource):
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
-        gathered = gather(obj, fitting.changes)
-        fitting.require_readable(len(gathered.payloads), _source_of(obj))
         job = _write_job(
-            gathered,
+            _gather_readable(obj, fitting),
             fitting,
             _target(path, overwrite=True, storage_options=storage_options),
             format_options,
