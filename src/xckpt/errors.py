@@ -50,6 +50,7 @@ __all__ = [
     "named",
     "shown",
     "some",
+    "unreadable_lines",
     "unreadable_text",
     "warn",
 ]
@@ -340,20 +341,18 @@ class Cause(NamedTuple):
         """Whether the checkpoint is incomplete or damaged; see `is_damage`."""
         return is_damage(self.error)
 
-    def reason(self, path: str = "", *, has_remedy: bool = True) -> str:
-        """Return the reason with its place, its rule and the remedy.
+    def reason(self, path: str = "", *, brief: bool = False) -> str:
+        """Return the reason with its place, its rule and the remedy, or only the reason.
 
         The file is named unless it is `path`, and the byte offset if there is only one tensor.
         """
         error = self.error
-        located = CheckpointError(
-            error.reason,
-            path=None if error.path in {None, path} else basename(str(error.path)),
-            offset=error.offset if len(self.tensors) == 1 else None,
-            rule=error.rule,
-            hint=error.hint if has_remedy else None,
-        )
-        return str(located)
+        file = None if error.path in {None, path} else basename(str(error.path))
+        if brief:
+            return str(CheckpointError(error.reason, path=file))
+        offset = error.offset if len(self.tensors) == 1 else None
+        place: Any = {"path": file, "offset": offset}
+        return str(CheckpointError(error.reason, rule=error.rule, hint=error.hint, **place))
 
 
 def is_damage(error: CheckpointError) -> bool:
@@ -377,25 +376,37 @@ def causes_of(problems: Iterable[tuple[str, CheckpointError]]) -> list[Cause]:
     Returns
     -------
     list of Cause
-        Errors that differ only in tensor and byte offset have one cause.
+        Errors that differ only in tensor and byte offset have one cause. Each wrong digest is a
+        cause by itself.
     """
     causes: dict[Any, tuple[CheckpointError, list[str]]] = {}
     for name, error in problems:
-        key = type(error), error.path, error.reason, error.rule, error.hint
+        key: tuple[Any, ...] = (type(error), error.path, error.reason, error.rule, error.hint)
+        key = (name,) if isinstance(error, IntegrityError) else key
         causes.setdefault(key, (error, []))[1].append(name)
     return [Cause(error, tuple(names)) for error, names in causes.values()]
 
 
-def unreadable_text(path: str, causes: Sequence[Cause], total: int) -> str:
-    """Return the message that some of `total` tensors cannot be read, with a line per cause."""
+def unreadable_lines(path: str, causes: Sequence[Cause], total: int) -> list[str]:
+    """Return the sentence that some of `total` tensors cannot be read, and a line for each cause.
+
+    A single cause is in the sentence. `path` is the checkpoint, which the lines do not repeat.
+    """
     count = sum([len(cause.tensors) for cause in causes])
-    head = f"{path}: " if path else ""
-    head += f"{count:,} of {total:,} tensors cannot be read"
+    head = f"{count:,} of {total:,} tensors cannot be read"
     if len(causes) == 1:
         [cause] = causes
-        return f"{head} ({some(cause.tensors)}): {cause.reason(path)}"
+        return [f"{head} ({some(cause.tensors)}): {cause.reason(path)}"]
     lines = [f"{len(c.tensors):,} ({some(c.tensors)}): {c.reason(path)}" for c in causes]
-    return "\n".join([head, *lines])
+    return [head, *lines]
+
+
+def unreadable_text(path: str, causes: Sequence[Cause], total: int) -> str:
+    """Return the message of an `UnreadableWarning`, with a line for each cause."""
+    first, *others = unreadable_lines(path, causes, total)
+    lines = [f"{path}: {first}" if path else first, *others]
+    # Names of files may have line breaks.
+    return "\n".join([line.replace("\n", "\\n") for line in lines])
 
 
 # --- warnings ------------------------------------------------------------------------------------

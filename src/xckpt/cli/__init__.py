@@ -28,7 +28,7 @@ from xckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["commands", "main"]
 
@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _warnings_as_lines() as lost:
             status: int = commands.main(argv, "xckpt", standalone_mode=False)
-        complain("\n".join(lost))  # at the end, where it is seen
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return FAILED
@@ -109,7 +108,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         complain("out of memory")
         return FAILED
-    return status or DAMAGED * bool(lost)
+    return max(status, _report_lost(lost))
+
+
+def _report_lost(lines: Iterable[str]) -> int:
+    """Print the causes of unreadable tensors, at the end, where they are seen; return a status."""
+    status = 0
+    for line in lines:
+        complain(line)
+        status = DAMAGED
+    return status
 
 
 class _Commands(click.Group):
@@ -170,7 +178,7 @@ def _warnings_as_lines() -> Iterator[dict[str, None]]:
 
         def print_line(message: Any, category: type[Warning], *more: Any, **others: Any) -> None:
             if issubclass(category, UnreadableWarning):
-                lost.update(dict.fromkeys(str(message).splitlines()))
+                lost.update(dict.fromkeys(str(message).split("\n")))
             elif issubclass(category, CheckpointWarning | FutureWarning):
                 complain(f"warning: {message}")
             else:

@@ -215,12 +215,11 @@ class Column(NamedTuple):
 
 
 def complain(message: str) -> None:
-    """Print the lines of a message to standard error, with unprintable characters escaped."""
+    """Print a message to standard error, with unprintable characters escaped."""
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
     message = message.replace("skip_unreadable=True", "--skip-unreadable")
     message = _STEPS_IN_PYTHON.sub(r"'xckpt steps \1'", message)
-    for line in message.splitlines():
-        click.echo(f"xckpt: {printable(line)}", err=True)
+    click.echo(f"xckpt: {printable(message)}", err=True)
 
 
 # Python code in the advice of messages, to be replaced by options of the command line.

@@ -279,7 +279,7 @@ def unread_errors(causes: Iterable[Cause], path: str) -> list[str]:
     """Report tensors that cannot be read, in a sentence for each cause."""
     return [
         f"{counted(len(cause.tensors), 'tensor')} cannot be read: "
-        f"{some(cause.tensors)}: {cause.reason(path)}"
+        f"{some(cause.tensors)}: {cause.reason(path, brief=True)}"
         for cause in causes
     ]
 

@@ -25,7 +25,7 @@ from xckpt.errors import (
     causes_of,
     shown,
     some,
-    unreadable_text,
+    unreadable_lines,
     warn,
 )
 from xckpt.formats.plan import Draft, WantedPart
@@ -158,7 +158,8 @@ def _unreadable_error(causes: Sequence[Cause], total: int, path: str) -> Checkpo
         error = copy(error).located(path=path or None, tensor=names[0])
         error.hint = hint
         return error
-    reason = unreadable_text(path, causes, total).removeprefix(f"{path}: ")
+    head, *lines = unreadable_lines(path, causes, total)
+    reason = f"{head}: {'; '.join(lines)}" if lines else head
     return type(error)(reason, path=path or None, hint=_SKIP)
 
 
@@ -185,9 +186,7 @@ class Fitting:
             raise _unreadable_error(causes, count + len(self.changes.lost), path)
         for cause in causes:
             for name in cause.tensors:
-                self.changes.add(
-                    f"left out, unreadable ({cause.reason(path, has_remedy=False)})", name
-                )
+                self.changes.add(f"left out, unreadable ({cause.reason(path, brief=True)})", name)
 
     def draft(self, gathered: Gathered, path: str) -> tuple[Draft, dict[str, Payload]]:
         """Return the draft of a new file, and its tensors with their data."""
