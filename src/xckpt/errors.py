@@ -347,8 +347,8 @@ class Cause(NamedTuple):
         The file is named unless it is `path`, and the byte offset if there is only one tensor.
         """
         error = self.error
-        file = basename(error.path or "")
-        file = None if file in {"", basename(path)} else file
+        name = basename(error.path or "")
+        file = None if name in {"", basename(path)} else name
         if brief:
             return str(CheckpointError(error.reason, path=file))
         offset = error.offset if len(self.tensors) == 1 else None
