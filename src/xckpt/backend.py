@@ -224,6 +224,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             storage_options=options.storage_options,
             mmap=options.mmap,
             whole=options.decode,
+            tensors=options.tensors,
+            missing=options.missing,
             **options.format_options,
         )
         return source, index, check_filters(filename_or_obj, index, options)

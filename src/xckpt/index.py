@@ -16,10 +16,12 @@ from math import prod
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+from xckpt.errors import causes_of
 
-    from xckpt.errors import CheckpointError
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from xckpt.errors import Cause, CheckpointError
     from xckpt.opening.files import CheckpointFiles
 
 __all__ = [
@@ -578,6 +580,28 @@ class Index(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    def unreadable(self, names: Iterable[str] | None = None) -> list[Cause]:
+        """Return why tensors cannot be read, and which; empty if all can be read.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            Tensors to consider; all by default.
+
+        Returns
+        -------
+        list of xckpt.errors.Cause
+            One entry for each cause, such as a missing file, with the names of its tensors.
+
+        Examples
+        --------
+        >>> xckpt.read_index("m.zt").unreadable()
+        []
+        """
+        tensors = self.tensors
+        chosen = tensors.values() if names is None else [tensors[name] for name in names]
+        return causes_of([(t.name, t.problem) for t in chosen if t.problem is not None])
 
     @property
     def facts(self) -> tuple[str, ...]:

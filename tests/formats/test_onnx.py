@@ -17,6 +17,7 @@ from tests.sources import CountingSource
 from tests.storage.web_server import WebServer
 from xckpt import formats
 from xckpt.elements import stored_dtype
+from xckpt.errors import UnreadableWarning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,7 +96,8 @@ def test_locations_outside_are_refused(location: str, folder: Path) -> None:
     values = ROWS[0, :4]
     data = model(initializer("w", values, location=location), initializer("b", values))
     (folder / "m.onnx").write_bytes(data)
-    ds = xckpt.open(folder / "m.onnx")
+    with pytest.warns(UnreadableWarning, match="'w'"):
+        ds = xckpt.open(folder / "m.onnx")
     np.testing.assert_array_equal(ds["b"].values, values)
     with pytest.raises(xckpt.CheckpointError) as caught:
         ds["w"].values  # noqa: B018
@@ -109,7 +111,8 @@ def test_links_out_of_the_folder_are_refused_unless_the_model_is_one(folder: Pat
     (folder / "m.onnx").write_bytes(model(initializer("w", values, location="d/link", length="16")))
     (folder / "d").mkdir()
     (folder / "d" / "link").symlink_to(folder.parent / "secret")
-    ds = xckpt.open(folder / "m.onnx")
+    with pytest.warns(UnreadableWarning, match="leads out of the folder"):
+        ds = xckpt.open(folder / "m.onnx")
     with pytest.raises(xckpt.FormatError, match="leads out of the folder"):
         ds["w"].values  # noqa: B018
     # As in the cache of Hugging Face.
@@ -129,8 +132,8 @@ def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
 def test_offsets_are_plain_digits(entry: str, folder: Path) -> None:
     data = model(initializer("w", ROWS[0], location="w.bin", offset=entry))
     (folder / "m.onnx").write_bytes(data)
-    with pytest.raises(xckpt.FormatError, match=r"offset and length|bytes from byte"):
-        xckpt.open(folder / "m.onnx")["w"].values  # noqa: B018
+    with pytest.raises(xckpt.FormatError, match=r"offset and length|before the end of its data"):
+        xckpt.open(folder / "m.onnx", missing="raise")
 
 
 def test_a_length_that_is_missing_takes_the_shape_with_a_warning(folder: Path) -> None:

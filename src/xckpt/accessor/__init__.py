@@ -1136,7 +1136,7 @@ class CheckpointAccessor(Generic[Obj]):
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),
                 attrs=self._obj.attrs,
-                errors=unread_errors(tensors.rows),
+                errors=unread_errors(tensors.unreadable(), tensors.source),
                 findings=findings,
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,

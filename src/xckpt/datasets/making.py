@@ -417,6 +417,8 @@ def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -
         "source": source,
     }
     readable = tensor.problem is None
+    if not readable:
+        encoding["problem"] = tensor.problem
     part = tensor.parts.get(role or "data") if tensor.layout == "dense" or role else None
     if part is not None and readable:
         encoding |= _part_encoding(part)

@@ -25,7 +25,7 @@ from xckpt.datasets.stack_records import (
     unstacked_variables,
 )
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import warn
+from xckpt.errors import causes_of, warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.lazy import LazyArray
     from xckpt.datasets.options import OpenOptions
+    from xckpt.errors import Cause
     from xckpt.index import Index
     from xckpt.storage import Source
 
@@ -243,6 +244,14 @@ class OpenTensors:
             for dims, shape in self._listing.shapes.items()
             for dim, size in zip(dims, shape, strict=True)
         }
+
+    def unreadable(self) -> list[Cause]:
+        """Return why variables cannot be read, and which."""
+        variables = self._flat.variables.items()
+        problems = [
+            (str(n), v.encoding["problem"]) for n, v in variables if "problem" in v.encoding
+        ]
+        return causes_of(problems)
 
     @property
     def stacks(self) -> list[StackedNames]:

@@ -38,6 +38,7 @@ _SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
 _SHORT_JUMP = 1 << 14
 
 TRUNCATED = "The file may be truncated"
+CUT = f"{TRUNCATED}: copy or download it again"
 
 
 class Cursor:
@@ -444,6 +445,34 @@ def read_each(
         except CheckpointError as error:
             raise error.located(tensor=name) from None
     return values
+
+
+def cut_error(size: int, end: int, offset: int, rule: str = "Truncated") -> FormatError:
+    """Return the error of data at `offset` that end after the file, which has `size` bytes.
+
+    `end` is where all data should end, so that the error has one text for all tensors.
+    """
+    reason = f"the file ends at byte {size}, but its data end at byte {end}"
+    return FormatError(reason, offset=min(offset, size), rule=rule, hint=CUT)
+
+
+def with_cut_data(
+    tensors: Mapping[str, Tensor], size: int, rule: str = "Truncated"
+) -> dict[str, Tensor]:
+    """Return tensors with a problem where the data end after the file, which has `size` bytes."""
+    ends = {
+        name: part.offset + part.nbytes
+        for name, tensor in tensors.items()
+        for part in tensor.parts.values()
+        if part.nbytes and tensor.problem is None
+    }
+    end = max(ends.values(), default=0)
+    marked = dict(tensors)
+    for name in [name for name in ends if ends[name] > size] if end > size else ():
+        tensor = tensors[name]
+        problem = cut_error(size, end, tensor.parts["data"].offset, rule)
+        marked[name] = replace(tensor, problem=problem.located(tensor=name))
+    return marked
 
 
 @contextmanager

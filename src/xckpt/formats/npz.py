@@ -236,7 +236,8 @@ def _tensor(name: str, head: _Head, content: Part) -> Tensor:
         return Tensor(name, str(head.descr)[:99], head.shape, {"data": content}, problem=problem)
     if head.nbytes > available:
         reason = f"the elements have {head.nbytes} bytes, but only {available} follow"
-        raise FormatError(reason, rule="Truncated", hint=kit.TRUNCATED)
+        cut = FormatError(reason, offset=content.offset, rule="Truncated", hint=kit.CUT)
+        return Tensor(name, dtype, head.shape, {"data": content}, problem=cut.located(tensor=name))
     if head.nbytes < available:
         content = replace(content, digest=None, within=content)
     if content.encoding is None:

@@ -17,16 +17,40 @@ from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS
 from xckpt.formatting import binary_size, counted
 from xckpt.health.code_ranges import NarrowCodes, SaturatedCodes
 from xckpt.health.equal_tensors import CopiedLayer, Duplicated, Tied
-from xckpt.health.evidence import CODED, EVERY, Rule, out_of_line
+from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding, out_of_line
 from xckpt.health.runs import IdenticalStep, StoppedChanging, UnlikeStep
+from xckpt.labels.emptiness import NO_TENSORS, empty_weights
 from xckpt.labels.roles import Role
 from xckpt.statistics.channel_sketches import OUTLYING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.health.evidence import Evidence, RuleFinding
+    from xckpt.health.evidence import Evidence
     from xckpt.typing import Array
+
+# --- contents ------------------------------------------------------------------------------------
+
+
+class Empty(Rule):
+    """The checkpoint has no tensors, or weights have no elements."""
+
+    name, severity = "empty", "error"
+
+    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Return the findings, also in tensors that cannot be read."""
+        return self._judge(evidence)
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        tensors = list(zip(evidence.names, evidence.dtypes, evidence.shapes, strict=True))
+        if evidence.origin is not None:
+            tensors = evidence.origin.tensors
+        if not tensors:
+            yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
+        rows = {name: row for row, name in enumerate(evidence.names)}
+        for name, reason in empty_weights(tensors).items():
+            yield RuleFinding(rows.get(name, len(rows)), name, self.name, 0.0, reason)
+
 
 # --- elements ------------------------------------------------------------------------------------
 
@@ -441,7 +465,7 @@ class MixedTypes(Rule):
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        *(NaN(), Infinite(), AllZero(), Constant(), Exploding(), NegativeMoment()),
+        *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), NegativeMoment()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),

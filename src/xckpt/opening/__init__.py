@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,12 @@ from xckpt.errors import (
     FileChangedError,
     FormatError,
     MissingShardError,
+    UnreadableWarning,
+    unreadable_text,
     warn,
 )
 from xckpt.index import paused_collector
+from xckpt.labels.filters import select
 from xckpt.opening.files import SeveralFilesError, files_of, set_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, merge
@@ -39,11 +43,13 @@ from xckpt.storage.source import ShardedSource, sources_of
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
-    from typing import BinaryIO
+    from typing import BinaryIO, Literal
 
     from xckpt.index import FileSet, Index, Tensor
+    from xckpt.labels import TensorFilter
     from xckpt.opening.files import CheckpointFile, CheckpointFiles
 
+    Missing = Literal["warn", "raise", "ignore"]
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
 __all__ = [
@@ -69,14 +75,22 @@ def open_index(
     mmap: bool = False,
     whole: bool = True,
     silent: bool = False,
+    tensors: TensorFilter | None = None,
+    missing: Missing = "warn",
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`."""
+    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
+
+    `missing` is what to do about tensors among `tensors` that cannot be read: warn or raise, or
+    nothing (``"ignore"``) if the caller reports them.
+    """
     location = Location.of(obj, storage_options)
     with advising(location):
         files = files_of(location, format)
         opened = open_each(files, format, format_options, mmap=mmap)
     source, index = _joined(*opened, format_options)
+    if index.shards and source.is_free_to_check:
+        index = _without_missing_shards(source, index)
     if whole and may_be_quantized(index):  # list weights instead of the tensors that store them
         with paused_collector():
             index = _with_weights(source, index)
@@ -87,6 +101,8 @@ def open_index(
         if more > 0:
             text = f"{index.source}: {more} more warnings, listed in read_index(...).warnings"
             warn(text)
+        if missing != "ignore":
+            _report_unreadable(index, tensors, missing)
     return source, index
 
 
@@ -101,6 +117,40 @@ def _joined(
         with paused_collector():
             return merge(files, opened)
     return file.source, replace(file.index, checkpoint=files.described())
+
+
+def _without_missing_shards(source: Source, index: Index) -> Index:
+    """Mark tensors with parts in local files that are missing, or are not the expected ones."""
+    missing: dict[str | None, CheckpointError] = {}
+    for label, file in sources_of(source, index.shards).items():
+        try:
+            _ = file.file  # opens it
+        except FileChangedError:
+            raise
+        except CheckpointError as error:
+            missing[label] = error.with_traceback(None)
+    if not missing:
+        return index
+    tensors = dict(index.tensors)
+    for name, tensor in index.tensors.items():
+        label = next((p.shard for p in tensor.parts.values() if p.shard in missing), None)
+        if label is not None and tensor.problem is None:
+            problem = copy(missing[label]).located(tensor=name)
+            tensors[name] = replace(tensor, problem=problem)
+    return replace(index, tensors=tensors)
+
+
+def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:
+    """Warn of tensors that damage or missing files made unreadable, or raise the first error."""
+    causes = index.unreadable()
+    if causes and tensors is not None:
+        causes = index.unreadable(select(index.tensors, tensors))
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage and missing == "raise":
+        first = damage[0]
+        raise copy(first.error).located(path=index.source, tensor=first.tensors[0])
+    if damage:
+        warn(unreadable_text(index.source, damage, len(index.tensors)), UnreadableWarning)
 
 
 def _open_set(

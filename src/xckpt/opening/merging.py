@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
@@ -15,7 +16,7 @@ from xckpt.opening.reading import names_in
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from xckpt.opening.files import CheckpointFiles
     from xckpt.storage import Source
@@ -81,7 +82,6 @@ class _Merged:
         self._chunked: dict[str, list[Tensor]] = {}
         self._unlisted: dict[str, list[str]] = defaultdict(list)  # by file
         self._moved: dict[tuple[str, str], list[str]] = defaultdict(list)  # by both files
-        self._lost: dict[str, list[str]] = defaultdict(list)  # by the file that lacks them
         self._copies: dict[str, tuple[str, Tensor]] = {}
 
     def add(self, file: Opened) -> None:
@@ -91,9 +91,9 @@ class _Merged:
         for name_in_file, tensor in file.index.tensors.items():
             name = prefix + name_in_file
             if weight_map is not None and weight_map.get(name) != file.label:
-                self._add_unlisted(name, tensor, file.label)
+                self._add_unlisted(name, tensor, file)
                 continue
-            labelled = _relabelled(tensor, file.label)
+            labelled = _relabelled(tensor, file)
             if prefix:
                 path = None if tensor.path is None else (file.rank, *tensor.path)
                 labelled = replace(labelled.named(name), path=path)
@@ -104,12 +104,12 @@ class _Merged:
             else:
                 raise _twice(name, tensors[name], file, self.files)
 
-    def _add_unlisted(self, name: str, tensor: Tensor, label: str) -> None:
+    def _add_unlisted(self, name: str, tensor: Tensor, file: Opened) -> None:
         """Add a tensor that the index has elsewhere, or not at all; libraries load such tensors."""
         if name in self._copies:
-            self.duplicates[name].append(label)
+            self.duplicates[name].append(file.label)
         else:
-            self._copies[name] = label, _relabelled(tensor, label)
+            self._copies[name] = file.label, _relabelled(tensor, file)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors; tensors of missing or damaged files raise an error when computed."""
@@ -123,12 +123,11 @@ class _Merged:
                 self._moved[weight_map[name], label].append(name)
             else:
                 self._unlisted[label].append(name)
-        problems = self.files.problems
-        for name, label in weight_map.items():
-            if name not in tensors:
-                tensors[name] = Tensor(name, "unknown", (), {}, problem=self._problem(name, label))
-                if label not in self.files.missing and label not in problems:
-                    self._lost[label].append(name)
+        tensors |= {
+            name: Tensor(name, "unknown", (), {}, problem=self._problem(name, label))
+            for name, label in weight_map.items()
+            if name not in tensors
+        }
         tensors |= {n: _joined(n, parts, self.files.name) for n, parts in self._chunked.items()}
         return tensors
 
@@ -144,31 +143,25 @@ class _Merged:
                 tensor=name,
                 hint="Put it next to the index of shards, and open that again",
             )
+        hint = "The index and the files may be of different versions: fetch both again"
+        for other, names in self._names_in_unlisted_parts.items():
+            if name in names:
+                hint = f"{shown(other)}, which the index does not list, has it. {hint}"
         return FormatError(
-            f"the index of shards lists this tensor in {shown(label)}, which lacks it",
+            f"the index of shards lists it in {shown(label)}, which lacks it",
             path=self.files.name,
             tensor=name,
             rule="ShardIndex",
-            hint="The index and the files may be of different versions: fetch both again",
+            hint=hint,
         )
+
+    @cached_property
+    def _names_in_unlisted_parts(self) -> dict[str, set[str]]:
+        return {label: names_in(place) for label, place in self.files.unlisted.items()}
 
     def warnings(self) -> list[str]:
         """Return a sentence for each cause of a disagreement."""
-        texts, names_by_file = [], self._names_by_unreadable_file()
-        for label, names in names_by_file.items():
-            problem = self.files.problems.get(label)
-            if problem is None:
-                texts.append(f"{shown(label)} is missing, and with it {some(names)}")
-            else:
-                hint = "" if problem.hint is None else f". {problem.hint}"
-                text = f"{shown(label)} cannot be read, nor can {some(names)}: {problem.reason}"
-                texts.append(text + hint)
-        unlisted = {name: names_in(place) for name, place in self._unlisted_parts().items()}
-        for label, names in self._lost.items():
-            others = [shown(n) for n, present in unlisted.items() if not present.isdisjoint(names)]
-            where = f"; {', '.join(others)}, which the index does not list, has it"
-            where = where if others else ""
-            texts.append(f"the index lists {some(names)} in {shown(label)}, which lacks it{where}")
+        texts = []
         for (stated, actual), names in self._moved.items():
             text = f"the index lists {some(names)} in {shown(stated)}, but it is in {shown(actual)}"
             texts.append(f"{text}, from where it is opened")
@@ -179,18 +172,6 @@ class _Merged:
             counts = self.files.weight_map and "; the file that the index names counts"
             texts.append(f"{shown(label)} has another copy of {some(names)}{counts or ''}")
         return texts
-
-    def _names_by_unreadable_file(self) -> dict[str, list[str]]:
-        unreadable = {*self.files.missing, *self.files.problems}
-        names_by_file: dict[str, list[str]] = defaultdict(list)
-        if unreadable:
-            for name, label in (self.files.weight_map or {}).items():
-                if label in unreadable:
-                    names_by_file[label].append(name)
-        return names_by_file
-
-    def _unlisted_parts(self) -> Mapping[str, Source]:
-        return self.files.unlisted if self._lost else {}
 
     def _names_by_duplicate(self) -> dict[str, list[str]]:
         names_by_label = defaultdict(list)
@@ -226,15 +207,18 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
     }
 
 
-def _relabelled(tensor: Tensor, label: str) -> Tensor:
+def _relabelled(tensor: Tensor, file: Opened) -> Tensor:
     """Return a tensor of a file, with references to the label of the file."""
+    label, problem = file.label, tensor.problem
+    if problem is not None:
+        problem = copy(problem).located(path=file.source.name)
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
     stored = tensor.stored
     if stored is not None:
-        stored = {role: _relabelled(part, label) for role, part in stored.items()}
-    return replace(tensor, parts=parts, stored=stored)
+        stored = {role: _relabelled(part, file) for role, part in stored.items()}
+    return replace(tensor, parts=parts, stored=stored, problem=problem)
 
 
 def _is_chunk(tensor: Tensor) -> bool:

@@ -127,6 +127,8 @@ def open_steps(
                 mmap=parsed.mmap,
                 whole=parsed.decode,
                 silent=True,
+                tensors=parsed.tensors,
+                missing=parsed.missing,
                 **parsed.format_options,
             )
         except FileChangedError:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
+from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, UnreadableArray, flat_blocks
 from xckpt.arrays.sparse import SparseArray
 from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.index import Part
-from xckpt.scan.kinds import magnitudes, require_numbers
+from xckpt.scan.kinds import kind_named, magnitudes, require_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +67,8 @@ class Reader:
     is_turned = False
     #: Whether `rows` gives stored values only.
     sparse = False
+    #: The error of reading it, for a tensor that cannot be read.
+    problem: CheckpointError | None = None
     #: File and offset, to read in this order.
     place: tuple[str, int] = ("", 0)
     #: Stored parts with their files, and options of decoding; None if the content may change.
@@ -199,6 +201,14 @@ class SparseReader(Reader):
             values: Array = magnitudes(block.values) if self.complex else block.values
             yield position, values, block.stop - block.start - alive
             position += len(values)
+
+
+class UnreadableReader(Reader):
+    """A tensor that cannot be read, in the place of its reader."""
+
+    def __init__(self, lazy: UnreadableArray) -> None:
+        super().__init__(lazy, kind_named("float32"))
+        self.name, self.problem = lazy.name, lazy.error()
 
 
 class ChunkedTensor(Reader):

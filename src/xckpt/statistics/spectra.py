@@ -171,7 +171,12 @@ def spectrum(
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
     objects = [obj] if minus is None else [obj, minus]
     contents, *subtracted = contents_of_all(objects, storage_options)
-    names_of_matrices = [name for name, v in contents.variables.items() if _has_matrices(v)]
+    names_of_matrices = [
+        name
+        for name, v in contents.variables.items()
+        # The shape of a tensor in a missing file is unknown.
+        if _has_matrices(v) or ("problem" in v.encoding and not v.dims)
+    ]
     entries = entries_of(contents, names=names_of_matrices)
     matrices = _select_matrices(entries, tensors, subtracted[0] if subtracted else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]

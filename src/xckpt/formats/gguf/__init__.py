@@ -377,6 +377,7 @@ class _HeadReader:
             scale = f"{name.removesuffix('.weight')}.scale"
             if tensor.dtype == "nvfp4" and scale in tensors:
                 tensors[name] = replace(tensor, attrs={_SCALE: scale})
+        tensors = kit.with_cut_data(tensors, self.size)
         self._check_places(infos, tensors, start, alignment)
         return tensors
 
@@ -437,10 +438,6 @@ class _HeadReader:
             fields["problem"] = _unknown_type(kind).located(**location)
             return Tensor(name, dtype, shape, {}, **fields)
         nbytes, place = nbytes_of(element, prod(stored)), start + offset
-        if nbytes and place + nbytes > self.size:
-            reason = f"the data end at byte {place + nbytes}, but the file has {self.size} bytes"
-            hint = kit.TRUNCATED
-            fields["problem"] = FormatError(reason, rule="Truncated", hint=hint, **location)
         # The offset of an empty tensor has no meaning, and may be anything.
         place = place if nbytes else min(place, self.size)
         part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
@@ -449,7 +446,7 @@ class _HeadReader:
     def _check_places(
         self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
     ) -> None:
-        """Warn about offsets that ggml refuses, and about a truncated file."""
+        """Warn about offsets that ggml refuses, and about bytes after the last tensor."""
         overlapping: set[str] = set()
         ranges = [
             (part.offset, part.offset + part.nbytes, tensor.name)
@@ -476,9 +473,6 @@ class _HeadReader:
             end = info.offset + tensor.nbytes
             expected = kit.aligned(end, alignment) if tensor.problem is None else None
         expected = max((end for _, end, _ in ranges), default=0)
-        if expected and all(end > self.size for _, end, _ in ranges):
-            reason = f"the file has {self.size} bytes and no data; {expected} bytes are expected"
-            self.notes.add(reason, f"byte {start}")
         end = start + kit.aligned(expected - start, alignment)
         if expected and end < self.size and not any(t.problem for t in tensors.values()):
             reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "

@@ -279,8 +279,8 @@ class ProtoReader(Wire):
             reason = f"{length} bytes of external data, but {dtype} {list(shape)} has {needed}"
             raise FormatError(reason, rule="ExternalData")
         if offset + needed > size:
-            reason = f"{needed} bytes from byte {offset} of {shown(location)}, which has {size}"
-            raise FormatError(reason, rule="ExternalData", hint=kit.TRUNCATED)
+            reason = f"the file {shown(location)} ends at byte {size}, before the end of its data"
+            raise FormatError(reason, rule="ExternalData", hint=kit.CUT)
         if "length" not in entries and offset + needed < size:
             reason = "external data without a length end before the end of their file"
             self.notes.add(reason, shown(proto.name))
@@ -296,7 +296,9 @@ class ProtoReader(Wire):
         except CheckpointError as error:
             return error.with_traceback(None)
         except OSError as error:
-            reason = f"the file {shown(location)} with its data cannot be read: {error.strerror}"
+            reason = f"the file {shown(location)} with its data is missing"
+            if not isinstance(error, FileNotFoundError):
+                reason = f"the file {shown(location)} with its data: {error.strerror}"
             return MissingShardError(reason, hint="Put it next to the model")
         self.shards[location] = Shard(size, None, (location,), is_confined=True)
         return None

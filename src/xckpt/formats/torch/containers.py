@@ -167,7 +167,7 @@ def _member(members: Mapping[str, Any], folder: str, key: str) -> Region:
     entry = members.get(f"{folder}/{key}")
     if entry is None:
         reason = f"the archive has no member {shown(f'{folder}/{key}')}"
-        raise FormatError(reason, rule="Storage")
+        return Region(0, 0, 0, problem=FormatError(reason, offset=0, rule="Storage", hint=kit.CUT))
     member, at = entry
     nbytes, stored = member.nbytes, member.stored_nbytes
     try:
@@ -233,20 +233,26 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
 def _storages(
     source: Readable, at: int, keys: list[str], kinds: Mapping[str, Storage]
 ) -> tuple[dict[str, Region], int]:
-    """Return the positions of the storages by key, and the end of the last one."""
+    """Return the storages by key, with a problem if they are cut off the file, and their end."""
     cursor, regions = kit.Cursor(source, at), {}
+    sizes = [s.numel * itemsize_of(s.dtype) for s in map(kinds.get, keys) if s and s.dtype]
+    end = at + sum(sizes) + len(sizes) * _COUNT.size
     for position, key in enumerate(keys):
         kind, at = kinds.get(key), cursor.at
         if kind is None or kind.dtype is None:
             reason = f"the storage {shown(key)} has an unknown type, and thus an unknown size"
             raise UnsupportedError(reason, offset=at, rule="Storage")
-        count = cursor.number(_COUNT, "the size of a storage")
+        is_cut = cursor.left < _COUNT.size
+        count = kind.numel if is_cut else cursor.number(_COUNT, "the size of a storage")
         if key in regions or count != kind.numel:
             reason = f"storage {position} has {count} elements, not {kind.numel}"
             raise FormatError(reason, offset=at, rule="Storage")
         nbytes = count * itemsize_of(kind.dtype)
-        regions[key] = Region(cursor.at, nbytes, nbytes)
-        cursor.skip(nbytes, f"storage {position}")
+        problem = None
+        if is_cut or nbytes > cursor.left:
+            problem = kit.cut_error(source.size, end, cursor.at)
+        regions[key] = Region(cursor.at, nbytes, nbytes, problem=problem)
+        cursor.skip(nbytes if problem is None else cursor.left, f"storage {position}")
     return regions, cursor.at
 
 

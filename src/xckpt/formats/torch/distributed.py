@@ -17,6 +17,7 @@ github.com/pytorch/pytorch, 2.15.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -269,7 +270,8 @@ class _MetadataReader:
                 in_elements(dtype, origin): self._chunk(name, origin, in_elements(dtype, extents))
                 for origin, extents in places
             }
-        except (MissingShardError, UnsupportedError) as problem:
+        except CheckpointError as problem:  # of a missing, truncated or unsupported file
+            problem = copy(problem).with_traceback(None)
             return Tensor(name, element_named(dtype), size, {}, problem=problem)
         # A tensor in one piece can be of any layout.
         if len(blocks) == 1:
