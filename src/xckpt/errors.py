@@ -302,7 +302,7 @@ class CheckpointWarning(UserWarning):
 
 
 class UnreadableWarning(CheckpointWarning):
-    """Some tensors of a checkpoint cannot be read, such as those of a missing shard.
+    """Some tensors of a checkpoint cannot be read, for example because a shard is missing.
 
     The other tensors can be read. The message has one line for each cause.
 
@@ -407,8 +407,8 @@ def unreadable_lines(path: str, causes: Sequence[Cause], total: int) -> list[str
 
 def unreadable_text(path: str, causes: Sequence[Cause], total: int) -> str:
     """Return the message of an `UnreadableWarning`, with a line for each cause."""
-    first, *others = unreadable_lines(path, causes, total)
-    lines = [f"{path}: {first}" if path else first, *others]
+    head, *lines = unreadable_lines(path, causes, total)
+    lines = [f"{path}: {head}" if path else head, *lines]
     # Names of files may have line breaks.
     return "\n".join([line.replace("\n", "\\n") for line in lines])
 

@@ -45,7 +45,7 @@ def empty_weights(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[s
     -------
     dict of str to str
         Weights without elements, if others of the same name have elements, or none has any. A list
-        without elements, such as the ids of removed rows, is no fault.
+        without elements, such as the ids of removed rows, is not a fault.
     """
     empty = [tensor for tensor in tensors if not prod(tensor[2])]
     if not empty:

@@ -176,7 +176,7 @@ class Fitting:
         self.changes = Changes()
 
     def require_readable(self, count: int, path: str) -> None:
-        """Raise unless all tensors can be read, or those that cannot are to be left out.
+        """Raise if tensors cannot be read, unless they are to be left out.
 
         `count` is the number of the others, and `path` the file or object for messages. A file
         without any tensor is never written instead.

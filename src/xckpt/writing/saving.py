@@ -106,8 +106,8 @@ def save(
         Permitted changes of element type: lossless ones (``"exact"``), or also ones that lose
         precision (``"allow"``). With ``"never"`` an unsupported type or layout is an error.
     skip_unreadable : bool, default False
-        Leave out tensors that cannot be read, such as those of a missing shard, or that the format
-        cannot store; a warning lists them. Otherwise they are an error.
+        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
+        that the format cannot store; a warning lists them. Otherwise they are an error.
     compute : bool, default True
         False returns a `dask.delayed.Delayed` that writes when it is computed.
     overwrite : bool, default False
@@ -238,8 +238,8 @@ def convert(
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
     skip_unreadable : bool, default False
-        Leave out tensors that cannot be read, such as those of a missing shard, or that the format
-        cannot store; a warning lists them. Otherwise they are an error.
+        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
+        that the format cannot store; a warning lists them. Otherwise they are an error.
     overwrite : bool, default False
         Replace an existing file.
     progress : bool or callable, optional
@@ -402,8 +402,8 @@ def append(
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
     skip_unreadable : bool, default False
-        Leave out tensors that cannot be read, such as those of a missing shard, or that the format
-        cannot store; a warning lists them. Otherwise they are an error.
+        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
+        that the format cannot store; a warning lists them. Otherwise they are an error.
     progress : bool or callable, optional
         Progress bar or callback, as for `xckpt.save`; includes the bytes of the old file.
     storage_options : dict, optional
