@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -135,7 +136,9 @@ def test_a_stream_cut_at_every_byte_keeps_the_arrays_before(tmp_path: Path) -> N
     data = stream(*arrays)
     ends = [len(stream(*arrays[: n + 1])) for n in range(len(arrays))]
     for length in range(ends[0], len(data)):
-        index = xckpt.read_index(data[:length])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", xckpt.CheckpointWarning)
+            index = xckpt.read_index(data[:length])
         complete = [n for n, end in enumerate(ends) if end <= length]
         is_between = length in ends
         assert len(index) == len(complete) + (not is_between)
@@ -146,7 +149,8 @@ def test_a_stream_cut_at_every_byte_keeps_the_arrays_before(tmp_path: Path) -> N
             assert isinstance(problem, xckpt.FormatError)
             assert (problem.rule, problem.tensor) == ("Truncated", f"arr_{len(complete)}")
     (tmp_path / "m.eqx").write_bytes(data[: ends[1] - 5])
-    ds = xckpt.open(tmp_path / "m.eqx")
+    with pytest.warns(xckpt.CheckpointWarning, match="'arr_1'"):
+        ds = xckpt.open(tmp_path / "m.eqx")
     np.testing.assert_array_equal(ds["arr_0"].values, arrays[0])
     assert ds["arr_1"].shape == (2, 3)
     with pytest.raises(xckpt.FormatError, match="may be truncated"):

@@ -363,7 +363,7 @@ def _files_in_folder(listing: Listing, format: str | None = None) -> CheckpointF
         return _files_in_folder(snapshot, format)
     for mark in formats.folder_marks():
         place = listing.files.get(mark)
-        if place is not None and _is_marked(place):
+        if place is not None and (_is_certain(mark) or _is_recognized(place)):
             return listed_as("mark", listing.name, {place.text: place})
     return _Folder(listing, format).choose()
 
@@ -401,8 +401,12 @@ def are_ranks(names: Sequence[str]) -> bool:
     return False
 
 
-def _is_marked(place: Location) -> bool:
-    """Return whether a file with the name of a mark has its contents, too."""
+def _is_certain(mark: str) -> bool:
+    """Return whether no other program writes a file of this name; "checkpoint" is a plain word."""
+    return not mark.isalpha()
+
+
+def _is_recognized(place: Location) -> bool:
     with closing(place.open()) as source, source.reading_header() as header:
         return formats.recognized(header) is not None
 
