@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from xckpt.errors import Cause, CheckpointError
-    from xckpt.opening.files import CheckpointFiles
+    from xckpt.opening.checkpoint import CheckpointFiles
 
 __all__ = [
     "DEEPEST_ATTRS",

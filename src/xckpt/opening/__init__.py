@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import FileSet, Index, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.opening.files import CheckpointFile, CheckpointFiles
+    from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
 
     Missing = Literal["warn", "raise", "ignore"]
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]

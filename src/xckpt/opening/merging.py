@@ -18,7 +18,7 @@ from xckpt.storage.source import ShardedSource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.opening.files import CheckpointFiles
+    from xckpt.opening.checkpoint import CheckpointFiles
     from xckpt.storage import Source
 
 __all__ = ["Opened", "labelled_attrs", "merge"]

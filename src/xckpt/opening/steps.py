@@ -23,7 +23,8 @@ from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.filters import no_match
 from xckpt.labels.numbering import is_index as is_number
 from xckpt.opening import format_of, open_index
-from xckpt.opening.files import CheckpointFiles, are_ranks, files_of
+from xckpt.opening.checkpoint import CheckpointFiles
+from xckpt.opening.files import are_ranks, files_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, labelled_attrs, merge
 from xckpt.opening.names import is_index, is_unfinished, step_in
