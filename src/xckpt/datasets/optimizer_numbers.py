@@ -13,8 +13,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
-from xckpt.labels.numbering import split_name
 from xckpt.labels.roles import Role, roles_of
+from xckpt.structure.numbering import split_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -34,7 +34,13 @@ from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.grids import Stack, find_stacks
-from xckpt.labels.numbering import drop_indices, is_index, module_indices, parse_name, split_words
+from xckpt.structure.numbering import (
+    drop_indices,
+    is_index,
+    module_indices,
+    parse_name,
+    split_words,
+)
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 
 if TYPE_CHECKING:

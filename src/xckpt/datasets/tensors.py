@@ -28,7 +28,7 @@ from xckpt.errors import warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
-from xckpt.labels.numbering import drop_indices
+from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
 

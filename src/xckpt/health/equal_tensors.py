@@ -10,7 +10,7 @@ from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.formatting import binary_size
 from xckpt.health.evidence import CODED, EVERY, Rule
-from xckpt.labels.numbering import parse_name
+from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from xckpt.labels.numbering import parse_name
 from xckpt.labels.roles import PARAMETERS, Role, norms_of, roles_of
 from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
+from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

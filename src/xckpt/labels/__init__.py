@@ -1,8 +1,8 @@
 """Names: of axes, of tensors in a tree or a stack, and of tensors that a caller asks for.
 
 Everything here works on names, element types and shapes, never on values. The room may import
-`index`, `elements` and `errors`, but no other room. Read `numbering` first: it defines the words,
-indices and templates of names, which `grids`, `paths` and `conventions` build on.
+`structure`, `index`, `elements` and `errors`, but no other room. Read `structure.numbering` first:
+it defines the words, indices and templates of names, which `grids` and `paths` build on.
 """
 
 from __future__ import annotations

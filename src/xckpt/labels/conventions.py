@@ -28,7 +28,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown, warn
-from xckpt.labels.numbering import parse_name, split_leaf
+from xckpt.structure.numbering import parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xckpt.labels.conventions import codes_and_companions
-from xckpt.labels.numbering import split_leaf, split_name
+from xckpt.structure.numbering import split_leaf, split_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.formatting import columns, printable, shortened
 from xckpt.labels import scales_of_codes
-from xckpt.labels.numbering import is_index, parse_name, strip_separator
 from xckpt.labels.roles import PARAMETERS, Role, roles_of
+from xckpt.structure.numbering import is_index, parse_name, strip_separator
 from xckpt.tensor_rows import TIED, Row
 
 if TYPE_CHECKING:

@@ -23,14 +23,6 @@ from xckpt.formatting import (
     shape_text,
     shortened,
 )
-from xckpt.labels.numbering import (
-    is_index,
-    module_indices,
-    numbered_modules,
-    parse_name,
-    strip_separator,
-    tokens,
-)
 from xckpt.labels.roles import PARAMETERS, roles_of
 from xckpt.notebook.folding import (
     Family,
@@ -46,6 +38,14 @@ from xckpt.notebook.folding import (
     united,
 )
 from xckpt.notebook.footprint import Footprint, GroupTotal, weigh
+from xckpt.structure.numbering import (
+    is_index,
+    module_indices,
+    numbered_modules,
+    parse_name,
+    strip_separator,
+    tokens,
+)
 from xckpt.tensor_rows import TIED, Row, StackedNames, storage_words, tied
 
 if TYPE_CHECKING:

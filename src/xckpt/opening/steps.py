@@ -21,11 +21,11 @@ from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.filters import no_match
-from xckpt.labels.numbering import is_index
 from xckpt.opening import format_of, open_index
 from xckpt.opening.hints import advising, step_paths
 from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
 from xckpt.registration import register_formatter
+from xckpt.structure.numbering import is_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.labels.numbering import parse_name, split_words
 from xckpt.labels.roles import Role, norms_of
 from xckpt.notebook.folding import ascending
 from xckpt.plots.series import groups_of, numbers_of, outermost
+from xckpt.structure.numbering import parse_name, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
 from xckpt.labels import scales_of_codes, suggest_filters
-from xckpt.labels.numbering import (
+from xckpt.labels.roles import Role, roles_of
+from xckpt.notebook.folding import families_of, fold, united
+from xckpt.notebook.short_names import apart, short_names
+from xckpt.structure.numbering import (
     drop_indices,
     is_index,
     parse_name,
@@ -18,9 +21,6 @@ from xckpt.labels.numbering import (
     split_words,
     strip_separator,
 )
-from xckpt.labels.roles import Role, roles_of
-from xckpt.notebook.folding import families_of, fold, united
-from xckpt.notebook.short_names import apart, short_names
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown, some
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_word
-from xckpt.labels.numbering import drop_indices, parse_name, split_leaf
 from xckpt.labels.roles import Role, roles_of
 from xckpt.notebook.folding import ascending
 from xckpt.statistics.definitions import STATISTICS
@@ -26,6 +25,7 @@ from xckpt.statistics.group_sums import Groups
 from xckpt.statistics.singular import MERGES as MERGES_OF_SPECTRA
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.tables import named_tensors, tensor_rows
+from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
