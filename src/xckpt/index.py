@@ -10,16 +10,18 @@ import gc
 import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from math import prod
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from xckpt.errors import CheckpointError
+
+T = TypeVar("T")
 
 __all__ = [
     "DEEPEST_ATTRS",
@@ -289,6 +291,9 @@ class Tensor:
     method : str
         Method of quantisation that the model declares, such as ``"gptq"``; empty without a
         declaration.
+    declared : mapping or None
+        Facts that the file states about the purpose of the tensor, such as the operators of a graph
+        that use it, or the class of its layer; see `xckpt.structure.declared`. None without facts.
 
     Examples
     --------
@@ -312,6 +317,7 @@ class Tensor:
     path: tuple[str, ...] | None = None
     stored: Mapping[str, Tensor] | None = None
     method: str = ""
+    declared: Mapping[str, Any] | None = None
 
     @property
     def scheme(self) -> str:
@@ -327,6 +333,13 @@ class Tensor:
         code = quantization.code
         kind = code if code.startswith("float") else f"{quantization.bits}-bit"
         return f"{self.method} {kind}, {_group_text(quantization.block, self.shape)}".lstrip()
+
+    @property
+    def facts(self) -> Mapping[str, Any] | None:
+        """The facts that the file states about the tensor, including the names of its axes."""
+        if self.dims is None:
+            return self.declared
+        return {**(self.declared or {}), "axes": self.dims}
 
     @property
     def ndim(self) -> int:
@@ -564,6 +577,7 @@ class Index(Mapping[str, "Tensor"]):
     arrangement: Arrangement = field(default_factory=Arrangement)
     attr_types: Mapping[str, str] = field(default_factory=dict)
     files: FileSet | None = None
+    _computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -573,6 +587,18 @@ class Index(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    def once(self, compute: Callable[[Index], T]) -> T:
+        """Return what a function computes from the Index; later calls return the same result."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        result: T = self._computed[compute]
+        return result
+
+    def __getstate__(self) -> list[Any]:
+        return [
+            {} if field.name == "_computed" else getattr(self, field.name) for field in fields(self)
+        ]
 
     @property
     def shared(self) -> dict[str, str]:

@@ -61,6 +61,7 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
     from xckpt.notebook.summary import index_rows, index_summary
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
+    from xckpt.structure import structure_of
 
     with warnings.catch_warnings():
         # Both kinds of output include the warnings.
@@ -74,7 +75,7 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
             "source": index.source,
             "nbytes": index.nbytes,
             "attrs": index.attrs,
-            "footprint": footprint_of(index_rows(index), config).document(),
+            "footprint": footprint_of(index_rows(index), structure_of(index), config).document(),
             "warnings": list(index.warnings),
             "shards": {
                 name: {"size": shard.size, "digest": shard.digest}

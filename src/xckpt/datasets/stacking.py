@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
 # Keys of the encoding that all members of a stack have in common.
-_COMMON = ("layout", "stored_dtype", "stored_order", "part")
+_COMMON = ("layout", "stored_dtype", "stored_order", "part", "declared")
 
 
 def stack_modules(

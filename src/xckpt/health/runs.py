@@ -16,8 +16,8 @@ from xckpt.health.equal_tensors import equal_to
 from xckpt.health.evidence import EVERY, Evidence, Rule, RuleFinding, out_of_line
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
-from xckpt.labels.roles import Role
 from xckpt.scan.entries import contents_of, entries_of
+from xckpt.structure import Role
 from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ it defines the words, indices and templates of names, which `grids` and `paths` 
 from __future__ import annotations
 
 from xckpt.labels.axes import AxisNamer, explicit_name
-from xckpt.labels.conventions import scales_of_codes
 from xckpt.labels.filters import TensorFilter, select, suggest_filters, suggest_names
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 
@@ -18,7 +17,6 @@ __all__ = [
     "child_nodes",
     "explicit_name",
     "flat_name",
-    "scales_of_codes",
     "select",
     "suggest_filters",
     "suggest_names",
