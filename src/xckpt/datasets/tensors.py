@@ -296,7 +296,7 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure.of_rows(self.rows)
+        return Structure(self.rows)
 
     @property
     def only(self) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
-from xckpt.structure.numbering import parse_name, split_leaf
+from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -226,24 +226,31 @@ class Evidence:
     # --- siblings --------------------------------------------------------------------------------
 
     @cached_property
-    def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-        """Step, name without indices, and indices of each tensor."""
+    def _steps(self) -> list[tuple[str, str]]:
+        """Step of each tensor, and its name without it."""
         split = []
         for name in self.names:
             run, *parts = name.split(".", 2)
-            step, plain = parts if run == self.run and len(parts) > 1 else ("", name)
-            numbers = parse_name(plain)
+            is_step = run == self.run and len(parts) > 1
+            split.append((parts[0], parts[1]) if is_step else ("", name))
+        return split
+
+    @cached_property
+    def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
+        """Step, name without indices, and indices of each tensor."""
+        split = []
+        for step, plain in self._steps:
+            numbers = self.structure.siblings_key(plain)
             split.append((step, numbers.template, tuple(map(int, numbers.indices))))
         return split
 
     def step_of(self, row: int) -> str:
         """Return the step of a tensor; empty outside of runs."""
-        return self._split[row][0]
+        return self._steps[row][0]
 
     def plain_name(self, row: int) -> str:
         """Return the name of a tensor without its step."""
-        step = self._split[row][0]
-        return self.names[row].removeprefix(f"{self.run}.{step}.") if step else self.names[row]
+        return self._steps[row][1]
 
     def family_of(self, row: int) -> tuple[Any, ...]:
         """Return the key that a tensor and its siblings share."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import prod
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
@@ -151,14 +152,17 @@ def families_of(rows: Iterable[Row], structure: Structure | None = None) -> list
     rows = list(rows)
     columns: Any = list(zip(*rows, strict=True)) or [()] * len(Row._fields)
     names, dtypes, shapes, nbytes, storages, _ = columns
-    roles: list[Role | None] = [None] * len(rows)
-    packed: list[int | None] = [None] * len(rows)
-    if structure is not None:
-        roles = [structure.roles[name] for name in names]
-        packed = [structure.packed.get(n) for n in names] if structure.packed else packed
+    roles: Iterable[str | None] = repeat(None)
+    packed: Iterable[int | None] = repeat(None)
+    if structure is not None and structure.special_roles:
+        special = structure.special_roles
+        roles = [special[name].value if name in special else None for name in names]
+    if structure is not None and structure.packed:
+        packed = map(structure.packed.get, names)
     families = []
-    for form in forms_of(names, zip(dtypes, shapes, storages, roles, packed, strict=True)):
-        dtype, shape, storage, role, elements = form.kind
+    for form in forms_of(names, zip(dtypes, shapes, storages, roles, packed, strict=False)):
+        dtype, shape, storage, _, elements = form.kind
+        role = None if structure is None else structure.role(names[form.places[0]])
         indices = iter(form.indices)
         pieces = [frozenset(next(indices)) if p is None else p for p in form.template]
         place, count = form.places[0], len(form.places)

@@ -172,7 +172,7 @@ def new_summary(
     as for `weigh`; the attributes by default.
     """
     rows = list(rows)
-    structure = Structure.of_rows(rows) if structure is None else structure
+    structure = Structure(rows) if structure is None else structure
     rows = marked(rows, structure)
     families = families_of(rows, structure)
     footprint = weigh(families, attrs if config is None else config)
@@ -525,7 +525,7 @@ def sizes_table(
     import pandas as pd
 
     rows = list(rows)
-    structure = Structure.of_rows(rows) if structure is None else structure
+    structure = Structure(rows) if structure is None else structure
     if by == "pattern":
         families = families_of(marked(rows, structure), structure)
         patterns = [family.pattern() for family in united(families)]

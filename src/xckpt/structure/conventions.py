@@ -324,6 +324,11 @@ def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
     return codes | companions
 
 
+def may_have_codes(dtypes: Iterable[str]) -> bool:
+    """Return whether any element type is one of codes."""
+    return any(map(_CODES.fullmatch, dtypes))
+
+
 def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return codes with their scales, and other integers in their modules with the same scales."""
     code_types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype)}

@@ -42,11 +42,11 @@ class Structure(Mapping[str, TensorInfo]):
     asked for.
     """
 
-    def __init__(self, tensors: Iterable[Described]) -> None:
-        self._tensors: dict[str, Described] = {tensor.name: tensor for tensor in tensors}
+    def __init__(self, tensors: Iterable[Described | Row]) -> None:
+        self._tensors: dict[str, Described | Row] = {tensor.name: tensor for tensor in tensors}
 
     def __getitem__(self, name: str) -> TensorInfo:
-        return self._info(self._tensors[name])
+        return self._info(self.described(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -57,14 +57,10 @@ class Structure(Mapping[str, TensorInfo]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Structure, (list(self._tensors.values()),)
 
-    @classmethod
-    def of_rows(cls, rows: Iterable[Row]) -> Structure:
-        """Return the structure of the tensors of rows."""
-        return cls([Described(row.name, row.dtype, row.shape, row.declared) for row in rows])
-
     def described(self, name: str) -> Described:
         """Return the name, type and shape of a tensor, and the facts about it."""
-        return self._tensors[name]
+        tensor = self._tensors[name]
+        return Described(name, tensor.dtype, tensor.shape, tensor.declared)
 
     # --- roles -----------------------------------------------------------------------------------
 
@@ -74,7 +70,7 @@ class Structure(Mapping[str, TensorInfo]):
         stated = {
             name: (tensor.declared, tensor.dtype, tensor.shape)
             for name, tensor in self._tensors.items()
-            if tensor.declared
+            if tensor.declared and ("uses" in tensor.declared or "class" in tensor.declared)
         }
         conclusions = {name: conclude(*facts) for name, facts in stated.items()}
         # Some exporters write initializers, and others store the weights as values of nodes.
@@ -88,39 +84,55 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def _named_roles(self) -> dict[str, Role]:
         """Role of each tensor by its own name."""
-        names = list(self._tensors)
-        roles: dict[Any, Role] = {}
-        result = {}
-        for form, (name, tensor) in zip(masked(names), self._tensors.items(), strict=True):
-            key = form, tensor.dtype, tensor.shape
-            role = roles.get(key)
-            if role is None:
-                role = roles[key] = conventions.role_by_name(*key)
-            result[name] = role
-        return result
+        forms = masked(list(self._tensors))
+        tensors = self._tensors.values()
+        keys = [(form, t.dtype, t.shape) for form, t in zip(forms, tensors, strict=True)]
+        roles = {key: conventions.role_by_name(*key) for key in set(keys)}
+        return dict(zip(self._tensors, map(roles.__getitem__, keys), strict=True))
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Role], dict[str, str]]:
-        roles = dict(self._named_roles)
+        """Roles that do not follow from the name of the tensor alone, and the scales of codes."""
         declared = {
             name: role
             for name, conclusion in self._conclusions.items()
             if (role := self._declared_role(name, conclusion)) is not None
         }
-        roles |= declared
-        open_names = [name for name in roles if name not in declared] if declared else roles
-        dtypes = {name: self._tensors[name].dtype for name in open_names}
+        if not conventions.may_have_codes({tensor.dtype for tensor in self._tensors.values()}):
+            return declared, {}
+        roles = self._named_roles | declared
+        dtypes = {name: t.dtype for name, t in self._tensors.items() if name not in declared}
         changed, scales = conventions.roles_beside_codes(roles, dtypes)
-        roles |= {name: role for name, role in changed.items() if name not in declared}
         scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
         if declared:
             dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
             by_name = conventions.roles_beside_codes(roles, dtypes)[1]
             codes = [name for name, role in declared.items() if role is Role.CODES]
             scales |= {name: by_name.get(name, "") for name in codes}
-        if not PARAMETERS.intersection(roles.values()):
+        return changed | declared, scales
+
+    @property
+    def special_roles(self) -> dict[str, Role]:
+        """Roles that do not follow from the name, type and shape of the tensor alone."""
+        return self._resolved[0]
+
+    def role(self, name: str) -> Role:
+        """Return the role of a tensor, without working out those of all tensors."""
+        tensor = self._tensors[name]
+        role = self.special_roles.get(name)
+        if role is None:
+            (form,) = masked([name])
+            role = conventions.role_by_name(form, tensor.dtype, tensor.shape)
+        return self.roles[name] if role is Role.AVERAGE else role
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """Role of each tensor."""
+        roles = self._named_roles | self.special_roles
+        # Averages are the weights of a checkpoint that has no others.
+        if not any(role in PARAMETERS for role in roles.values()):
             roles = {n: Role.WEIGHT if r is Role.AVERAGE else r for n, r in roles.items()}
-        return roles, scales
+        return roles
 
     @cached_property
     def _fixed(self) -> frozenset[str]:
@@ -143,11 +155,6 @@ class Structure(Mapping[str, TensorInfo]):
         if conclusion.role is Role.WEIGHT and name in self._fixed:
             return Role.CONSTANT
         return conclusion.role
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        """Role of each tensor."""
-        return self._resolved[0]
 
     @property
     def scales(self) -> dict[str, str]:
@@ -178,7 +185,7 @@ class Structure(Mapping[str, TensorInfo]):
     def forms(self) -> list[Form]:
         """Tensors of one shape and role whose names differ only in numbers."""
         roles = self.roles
-        kinds = ((len(tensor.shape), roles[name]) for name, tensor in self._tensors.items())
+        kinds = ((len(t.shape), roles[name].value) for name, t in self._tensors.items())
         return forms_of(list(self._tensors), kinds)
 
     @cached_property
@@ -186,7 +193,7 @@ class Structure(Mapping[str, TensorInfo]):
         own = (
             (form.template, form.kind[0], form.indices)
             for form in self.forms
-            if form.kind[1] not in OF_TRAINING and form.kind[1] is not Role.CONSTANT
+            if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
         )
         return RepeatedModules(own)
 
@@ -195,6 +202,15 @@ class Structure(Mapping[str, TensorInfo]):
         if self.roles.get(name) in OF_TRAINING:
             return ParsedName((name,), (), ())
         return self._repeated.restrict(parse_name(name))
+
+    def siblings_key(self, name: str) -> ParsedName:
+        """Take a name apart for comparison with its siblings, which differ in indices only.
+
+        The entries of an optimizer are siblings, too.
+        """
+        if self.roles.get(name) in OF_TRAINING:
+            return parse_name(name)
+        return self.parse(name)
 
     @cached_property
     def _layers(self) -> dict[str, str]:
@@ -260,7 +276,7 @@ class Structure(Mapping[str, TensorInfo]):
 
     def channels(self, name: str) -> Channels | None:
         """Return the axes of the channels of a weight; None if they are unknown."""
-        tensor = self._tensors[name]
+        tensor = self.described(name)
         if len(tensor.shape) < 2:
             return None
         if self.module_type(name) == "embedding":  # a row for each token
