@@ -215,6 +215,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
         with uninterrupted():
+            from xckpt.labels.corrections import correct
             from xckpt.opening import open_index
             from xckpt.opening.matches import check_filters
 
@@ -231,6 +232,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             whole=options.decode,
             **options.format_options,
         )
+        if options.structure is not None:
+            index = correct(index, options.structure)
         return source, index, check_filters(filename_or_obj, index, options)
 
 

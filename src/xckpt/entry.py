@@ -56,6 +56,7 @@ def open(  # noqa: A001  as gzip.open and others
     sparse: bool = False,
     verify: bool | None = None,
     mmap: bool = False,
+    structure: Mapping[str, Mapping[str, str]] | None = None,
     storage_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
@@ -91,6 +92,9 @@ def open(  # noqa: A001  as gzip.open and others
     mmap : bool, default False
         Map raw data of local files into memory. If another program truncates such a file, the
         process ends with SIGBUS.
+    structure : mapping of str to mapping, optional
+        Corrections of what tensors are, by globs of their names:
+        ``{"*.window": {"role": "constant"}}``.
     storage_options : dict, optional
         Credentials, time limits and other options of URLs.
     **options
@@ -134,6 +138,7 @@ def open(  # noqa: A001  as gzip.open and others
         "sparse": sparse,
         "verify": verify,
         "mmap": mmap,
+        "structure": structure,
         "storage_options": storage_options,
     }
     source: Any = path  # xarray's annotation lacks lists

@@ -48,7 +48,8 @@ _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
     "adapters()": "lora loras peft",
     "footprint()": "size memory weigh nbytes count_parameters num_parameters",
-    "tree()": "children structure",
+    "tree()": "children",
+    "structure()": "roles role kinds architecture",
     "modules()": "layers blocks experts",
     "find": "filter select search grep match query tensors",
     "stats()": "statistics mean std min max describe_all",
@@ -298,6 +299,47 @@ class CheckpointAccessor(Generic[Obj]):
         file_nbytes = self._encoding.get("file_nbytes")
         footprint = footprint_of(rows, tensors.structure, config)
         return cast("Dataset", footprint_dataset(footprint, file_nbytes=file_nbytes, source=source))
+
+    def structure(self, name: str | None = None) -> pd.DataFrame:
+        """Return what each tensor is in its model, or the reasons for one tensor.
+
+        It is the first thing to look at when a summary, a group or a finding is wrong. Nothing is
+        read.
+
+        Parameters
+        ----------
+        name : str, optional
+            Name of a tensor whose reasons to list.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each tensor, with the columns ``role``, ``component``, ``layer``, ``module``,
+            ``module_type``, ``slot``, ``param``, ``axes``, ``owner`` (the codes that a scale
+            belongs to) and ``evidence`` (the reason for the role). With `name`, a row for each
+            reason, strongest source first: ``field``, ``value``, ``source`` (``"user"``,
+            ``"file"``, ``"model"``, ``"convention"`` or ``"shape"``), ``reason``, and whether it
+            ``decided``.
+
+        Raises
+        ------
+        KeyError
+            If no tensor has the name.
+
+        Examples
+        --------
+        >>> ds.ckpt.structure().query("role == 'constant'")
+        >>> ds.ckpt.structure("model.embed_tokens.weight")
+        """
+        from xckpt.datasets.tensors import OpenTensors, no_tensor
+        from xckpt.notebook.structures import evidence_table, structure_table
+
+        structure = OpenTensors(self._obj).structure
+        if name is None:
+            return structure_table(structure)
+        if name not in structure:
+            raise KeyError(no_tensor(name, list(structure)))
+        return evidence_table(structure[name])
 
     def adapters(self) -> pd.DataFrame:
         """List the adapters of a LoRA or DoRA file: base tensors, ranks, scales.

@@ -56,6 +56,10 @@ class OpenOptions:
         truncates the file while they are in use, the operating system ends this process
         (``SIGBUS``), even the kernel of a notebook; without maps, reading raises an exception. Use
         it only for files that are not written to.
+    structure : mapping of str to mapping, optional
+        Corrections of what tensors are: a glob of tensor names to fields of
+        `xckpt.structure.TensorInfo`, such as ``{"*.window": {"role": "constant"}}``; fields are
+        ``role``, ``component``, ``module_type`` and ``slot``. The last match wins.
     storage_options : dict, optional
         Options for the storage of a URL.
     format_options : mapping
@@ -71,6 +75,7 @@ class OpenOptions:
     sparse: bool = False
     verify: bool | None = None
     mmap: bool = False
+    structure: Mapping[str, Mapping[str, str]] | None = None
     storage_options: dict[str, Any] | None = None
     format_options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.attributes import stack_attrs
+from xckpt.labels.corrections import correct
 from xckpt.labels.filters import no_match
 from xckpt.opening import format_of, open_index
 from xckpt.opening.hints import advising, step_paths
@@ -128,6 +129,8 @@ def open_steps(
             whole=parsed.decode,
             **parsed.format_options,
         )
+        if parsed.structure is not None:
+            index = correct(index, parsed.structure)
         return Opened(label, source, index)
 
     with ThreadPoolExecutor(min(len(pairs), _CONCURRENCY)) as threads:

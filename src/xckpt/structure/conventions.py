@@ -253,8 +253,9 @@ def gains_of_norms(vectors: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 _EMBEDDING = re.compile(r"emb|wte|wpe|(^|[./])shared[./]", re.IGNORECASE)
 _ROUTER = re.compile(r"(^|[._/])(router|gate|wg|ffn_gate_inp)([._/]\w+)?$")
-_ATTENTION = re.compile(
-    r"attn|attention|[qkvo]_proj|query|key|value|qkv|\bw[qkvo]\b", re.IGNORECASE
+_ATTENTION = _words(
+    r"""\w*(attn|attention)\w* | [qkvo]_proj | (to_)?(q|k|v|qkv) | (query|key|value)(_dense)?
+    | output_dense | query_key_value | w[qkvo] | w_qkv | self_?att\w*"""
 )
 _PARAM = re.compile(r"[./](weight|kernel)$")
 _CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
@@ -285,7 +286,8 @@ def module_type_by_name(name: str, shape: tuple[int, ...]) -> str:
 
 def slot_by_name(name: str) -> str:
     """Return the place of a tensor in the architecture; empty if the path does not tell."""
-    return "attention" if _ATTENTION.search(name) else ""
+    modules = split_name(name)[:-1]
+    return "attention" if any(map(_ATTENTION.fullmatch, modules)) else ""
 
 
 def names_experts(name: str) -> bool:

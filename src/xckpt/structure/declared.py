@@ -2,19 +2,21 @@
 
 `Tensor.declared` has facts, not conclusions; the rules are here, once for all formats:
 
-============  ======================================================================================
-fact          meaning
-============  ======================================================================================
-``uses``      operators of a graph that use the tensor: for each the name, the position among the
-              inputs, and the operators that compute the other inputs
-``node``      name of the first of them, which often is the path of a module
-``constant``  True for the value of a node, rather than an initializer
-``class``     class of the layer in snake case, such as ``"conv2d"`` or ``"batch_normalization"``
-``variable``  name of the variable in the layer, such as ``"kernel"``
-``layer``     name of the layer
-``elements``  number of elements before they are packed, for codes of less than a byte
-``axes``      names of the axes, such as ``("in", "out")``
-============  ======================================================================================
+=============  =====================================================================================
+fact           meaning
+=============  =====================================================================================
+``uses``       operators of a graph that use the tensor: for each the name, the position among the
+               inputs, and the operators that compute the other inputs
+``node``       name of the first of them, which often is the path of a module
+``constant``   True for the value of a node, rather than an initializer
+``attribute``  True for a tensor in an attribute of a node
+``class``      class of the layer in snake case, such as ``"conv2d"`` or ``"batch_normalization"``
+``variable``   name of the variable in the layer, such as ``"kernel"``
+``layer``      name of the layer
+``elements``   number of elements before they are packed, for codes of less than a byte
+``user``       fields that the user corrects, with their values
+``axes``       names of the axes, such as ``("in", "out")``
+=============  =====================================================================================
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ def conclude(
     if "uses" in declared:
         is_constant = bool(declared.get("constant")) and not has_weights_in_nodes
         return _from_uses(declared["uses"], dtype, shape, is_constant=is_constant)
+    if declared.get("attribute"):
+        return Conclusion(Role.CONSTANT, reason="attribute of a node")
     if "class" in declared:
         return _from_class(declared["class"], declared.get("variable") or "", dtype)
     return Conclusion()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
 _OPEN = Conclusion()
+# Facts from which roles follow.
+_ABOUT_ROLES = frozenset({"uses", "class", "attribute"})
 # Modules that transforms with fixed kernels are made of.
 _OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
@@ -70,7 +72,7 @@ class Structure(Mapping[str, TensorInfo]):
         stated = {
             name: (tensor.declared, tensor.dtype, tensor.shape)
             for name, tensor in self._tensors.items()
-            if tensor.declared and ("uses" in tensor.declared or "class" in tensor.declared)
+            if tensor.declared and not _ABOUT_ROLES.isdisjoint(tensor.declared)
         }
         conclusions = {name: conclude(*facts) for name, facts in stated.items()}
         # Some exporters write initializers, and others store the weights as values of nodes.
@@ -98,6 +100,7 @@ class Structure(Mapping[str, TensorInfo]):
             for name, conclusion in self._conclusions.items()
             if (role := self._declared_role(name, conclusion)) is not None
         }
+        declared |= {n: Role(text) for n in self._corrected if (text := self._user(n, "role"))}
         if not conventions.may_have_codes({tensor.dtype for tensor in self._tensors.values()}):
             return declared, {}
         roles = self._named_roles | declared
@@ -133,6 +136,19 @@ class Structure(Mapping[str, TensorInfo]):
         if not any(role in PARAMETERS for role in roles.values()):
             roles = {n: Role.WEIGHT if r is Role.AVERAGE else r for n, r in roles.items()}
         return roles
+
+    @cached_property
+    def _corrected(self) -> frozenset[str]:
+        """Names of tensors that the user states something about."""
+        tensors = self._tensors.items()
+        return frozenset([name for name, t in tensors if t.declared and "user" in t.declared])
+
+    def _user(self, name: str, field: str) -> str:
+        """Return what the user states about a field of a tensor; empty if nothing."""
+        if name not in self._corrected:
+            return ""
+        text: str = (self._tensors[name].declared or {})["user"].get(field, "")
+        return text
 
     @cached_property
     def _fixed(self) -> frozenset[str]:
@@ -252,23 +268,30 @@ class Structure(Mapping[str, TensorInfo]):
         # Names of a file without facts do not tell constants of a graph from gains.
         return frozenset(n for n in norms if self.roles[n] not in {Role.CONSTANT, Role.SCALE})
 
+    @cached_property
+    def _modules_of_norms(self) -> frozenset[str]:
+        return frozenset([module for name in self.norms if (module := split_leaf(name)[0])])
+
     def module_type(self, name: str) -> str:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
         conclusion = self._conclusions.get(name, _OPEN)
-        if conclusion.module_type:
-            return conclusion.module_type
-        if name in self.norms:
+        stated = self._user(name, "module_type") or conclusion.module_type
+        if stated:
+            return stated
+        if name in self.norms or split_leaf(name)[0] in self._modules_of_norms:
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
         node = (self._tensors[name].declared or {}).get("node", "")
-        return conventions.slot_by_name(name) or conventions.slot_by_name(node)
+        by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
+        return self._user(name, "slot") or by_name
 
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
-        return conventions.component_by_name(name, self.roles[name])
+        stated = self._user(name, "component")
+        return stated or conventions.component_by_name(name, self.roles[name])
 
     def has_experts(self, name: str) -> bool:
         """Return whether a tensor belongs to the experts of a mixture."""
@@ -315,6 +338,8 @@ class Structure(Mapping[str, TensorInfo]):
     ) -> Iterator[Evidence]:
         """Yield the reasons for the role and the type of the module, strongest first."""
         name, stated = tensor.name, conclusion.role
+        for field, value in (tensor.declared or {}).get("user", {}).items():
+            yield Evidence("user", field, value, "structure=")
         if stated is not None:
             yield Evidence("file", "role", stated, conclusion.reason, stated is role)
         if conclusion.module_type:

@@ -276,10 +276,12 @@ class _ModelReader(ProtoReader):
 
     def _add_value(self, tensor: Tensor, path: tuple[str, ...], constant: str) -> None:
         """Add a tensor in an attribute; `constant` is its name if it is the value of a node."""
-        self._add(tensor, is_unique=bool(constant))
-        if constant:
-            self._values.add(tensor.name)
-            self._users.tensors[path, constant] = tensor.name
+        if not constant:
+            self._add(replace(tensor, declared={"attribute": True}), is_unique=False)
+            return
+        self._add(tensor)
+        self._values.add(tensor.name)
+        self._users.tensors[path, constant] = tensor.name
 
     def _add(self, tensor: Tensor, *, is_unique: bool = True) -> None:
         """Add a tensor; names of initializers and constants are unique, names of nodes are not."""
