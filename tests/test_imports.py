@@ -50,6 +50,7 @@ ATTRIBUTES = {
     "find": "ds.ckpt.find('h.*')",
     "findings": "ds.ckpt.findings()",
     "footprint": "ds.ckpt.footprint()",
+    "structure": "ds.ckpt.structure()",
     "format": "ds.ckpt.format",
     "histogram": "ds.ckpt.histogram(10)",
     "isel": "ds.ckpt.isel(h=0)",

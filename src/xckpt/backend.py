@@ -210,6 +210,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         drop_variables: str | Iterable[str] | None,
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
+        from xckpt.labels.corrections import correct
         from xckpt.opening import open_index
         from xckpt.opening.matches import check_filters
 
@@ -228,6 +229,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             missing=options.missing,
             **options.format_options,
         )
+        if options.structure is not None:
+            index = correct(index, options.structure)
         return source, index, check_filters(filename_or_obj, index, options)
 
 

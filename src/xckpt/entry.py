@@ -58,6 +58,7 @@ def open(  # noqa: A001  as gzip.open and others
     verify: bool | None = None,
     mmap: bool = False,
     missing: Literal["warn", "raise"] = "warn",
+    structure: Mapping[str, Mapping[str, str]] | None = None,
     storage_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
@@ -96,6 +97,9 @@ def open(  # noqa: A001  as gzip.open and others
     missing : {"warn", "raise"}, default "warn"
         Warn of tensors that cannot be read, because a shard is missing or a file is damaged, or
         raise the error of the first one.
+    structure : mapping of str to mapping, optional
+        Corrections of what tensors are, by globs of their names:
+        ``{"*.window": {"role": "constant"}}``.
     storage_options : dict, optional
         Credentials, time limits and other options of URLs.
     **options
@@ -140,6 +144,7 @@ def open(  # noqa: A001  as gzip.open and others
         "verify": verify,
         "mmap": mmap,
         "missing": missing,
+        "structure": structure,
         "storage_options": storage_options,
     }
     source: Any = path  # xarray's annotation lacks lists

@@ -10,11 +10,11 @@ import gc
 import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from math import prod
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from xckpt.errors import causes_of
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from xckpt.errors import Cause, CheckpointError
     from xckpt.opening.checkpoint import CheckpointFiles
+
+T = TypeVar("T")
 
 __all__ = [
     "DEEPEST_ATTRS",
@@ -292,6 +294,9 @@ class Tensor:
     method : str
         Method of quantisation that the model declares, such as ``"gptq"``; empty without a
         declaration.
+    declared : mapping or None
+        Facts that the file states about the purpose of the tensor, such as the operators of a graph
+        that use it, or the class of its layer; see `xckpt.structure.declared`. None without facts.
 
     Examples
     --------
@@ -315,6 +320,7 @@ class Tensor:
     path: tuple[str, ...] | None = None
     stored: Mapping[str, Tensor] | None = None
     method: str = ""
+    declared: Mapping[str, Any] | None = None
 
     @property
     def scheme(self) -> str:
@@ -330,6 +336,13 @@ class Tensor:
         code = quantization.code
         kind = code if code.startswith("float") else f"{quantization.bits}-bit"
         return f"{self.method} {kind}, {_group_text(quantization.block, self.shape)}".lstrip()
+
+    @property
+    def facts(self) -> Mapping[str, Any] | None:
+        """The facts that the file states about the tensor, including the names of its axes."""
+        if self.dims is None:
+            return self.declared
+        return {**(self.declared or {}), "axes": self.dims}
 
     @property
     def ndim(self) -> int:
@@ -571,6 +584,7 @@ class Index(Mapping[str, "Tensor"]):
     attr_types: Mapping[str, str] = field(default_factory=dict)
     files: FileSet | None = None
     checkpoint: CheckpointFiles | None = None
+    _computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -607,6 +621,18 @@ class Index(Mapping[str, "Tensor"]):
     def facts(self) -> tuple[str, ...]:
         """Sentences about the files of the checkpoint that are no warnings."""
         return () if self.checkpoint is None else self.checkpoint.facts
+
+    def once(self, compute: Callable[[Index], T]) -> T:
+        """Return what a function computes from the Index; later calls return the same result."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        result: T = self._computed[compute]
+        return result
+
+    def __getstate__(self) -> list[Any]:
+        return [
+            {} if field.name == "_computed" else getattr(self, field.name) for field in fields(self)
+        ]
 
     @property
     def shared(self) -> dict[str, str]:

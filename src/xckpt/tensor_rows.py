@@ -7,7 +7,7 @@ checkpoint can have 100,000 of them.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.formatting import UNKNOWN
 
@@ -41,6 +41,7 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int  # as stored
     storage: str = ""  # "csr", "zstd", ...; empty for plain dense data
+    declared: Mapping[str, Any] | None = None  # facts that the file states; see `Tensor.facts`
 
     @property
     def size(self) -> int:

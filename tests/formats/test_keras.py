@@ -59,7 +59,7 @@ def test_the_scale_of_a_quantised_kernel_is_not_a_bias() -> None:
     codes = np.zeros((4, 6), "i1")
     index = xckpt.read_index(hdf5({"layers/dense/vars/0": codes, "layers/dense/vars/1": B}))
     assert index["layers/dense/vars/0"].attrs["variable"] == "kernel"
-    assert "variable" not in index["layers/dense/vars/1"].attrs
+    assert index["layers/dense/vars/1"].attrs["variable"] == "kernel_scale"
 
 
 def test_numbers_in_paths_are_sorted_by_value() -> None:

@@ -8,6 +8,7 @@ from tests.notebook.checkpoints import row
 from xckpt.notebook.folding import marked
 from xckpt.notebook.summary import new_summary
 from xckpt.notebook.text import render
+from xckpt.structure import Structure
 
 
 @pytest.mark.parametrize(
@@ -29,8 +30,9 @@ from xckpt.notebook.text import render
 )
 def test_codes_are_recognised_by_the_names_of_scales(codes: str, dtype: str, scale: str) -> None:
     rows = [row(codes, dtype, 8, 8), row(scale, "float32", 8)]
-    assert [row.storage for row in marked(rows)] == ["codes", ""]
-    assert marked(marked(rows)) == marked(rows)
+    structure = Structure(rows)
+    assert [row.storage for row in marked(rows, structure)] == ["codes", ""]
+    assert marked(marked(rows, structure), structure) == marked(rows, structure)
     layers = [row(f"h.{n}.{r.name}", r.dtype, *r.shape) for n in range(20) for r in rows]
     summary = new_summary(layers, title="m", format="f", version="", attrs={})
     assert {(p.count, p.dtype, p.storage) for p in summary.patterns} == {
@@ -57,12 +59,13 @@ def test_tensors_with_unrelated_companions_are_not_codes(
     name: str, dtype: str, companion: str
 ) -> None:
     rows = [row(name, "int8", 8)._replace(dtype=dtype), row(companion, "float32", 8)]
-    assert marked(rows) == rows
+    assert marked(rows, Structure(rows)) == rows
 
 
 def test_only_layers_that_have_scales_are_codes() -> None:
     rows = [row(f"h.{n}.weight", "int8", 8) for n in range(20)]
     rows += [row(f"h.{n}.weight_scale", "float32", 8) for n in range(9)]
-    assert [row.storage for row in marked(rows)] == ["codes"] * 9 + [""] * 20
+    storages = [row.storage for row in marked(rows, Structure(rows))]
+    assert storages == ["codes"] * 9 + [""] * 20
     summary = new_summary(rows, title="m", format="f", version="", attrs={})
-    assert {p.storage for p in summary.patterns} == {""}
+    assert {p.text for p in summary.patterns if p.storage} == {"h.{0..8}.weight"}

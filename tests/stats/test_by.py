@@ -48,7 +48,7 @@ def layers_of(tensors: dict[str, Any], layer: int) -> np.ndarray[Any, Any]:
 
 
 def concatenated(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {f"layer.{layer}": layers_of(tensors, layer) for layer in range(LAYERS)}
+    return {f"layer.{layer}.w": layers_of(tensors, layer) for layer in range(LAYERS)}
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e120, 1e-200])
@@ -153,7 +153,7 @@ def test_measures_equal_those_of_the_concatenated_tensors(scale: float) -> None:
     second["model.layers.6.float32.weight"][0, 0] = np.nan
     grouped = xckpt.compare(first, second).ckpt.by("layer")
     table = xckpt.compare(concatenated(first), concatenated(second)).ckpt.table()
-    table = table.loc[[f"layer.{layer}" for layer in range(LAYERS)]]
+    table = table.loc[[f"layer.{layer}.w" for layer in range(LAYERS)]]
     for name in (*MEASURES, *RELATIVE):
         np.testing.assert_allclose(grouped[name], table[name], rtol=1e-12, err_msg=name)
     assert grouped["changed"].values.tolist() == [1, 1, 1, 1, 1, 2, 2, *[1] * (LAYERS - 7)]

@@ -47,7 +47,8 @@ _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
     "adapters()": "lora loras peft",
     "footprint()": "size memory weigh nbytes count_parameters num_parameters",
-    "tree()": "children structure",
+    "tree()": "children",
+    "structure()": "roles role kinds architecture",
     "modules()": "layers blocks experts",
     "find": "filter select search grep match query tensors",
     "stats()": "statistics mean std min max describe_all",
@@ -219,14 +220,15 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.summary import sizes_table
 
-        rows = OpenTensors(self._obj).rows
+        tensors = OpenTensors(self._obj)
+        rows = tensors.rows
         run = self._run
         if by is None:
             by = "pattern" if run is None else "step"
         if by != "step":
             if changes:
                 raise ValueError("changes=True is for the steps of a run: leave `by` out")
-            return sizes_table(rows, by)
+            return sizes_table(rows, by, tensors.structure)
         if run is None:
             raise ValueError("the object has no steps: open several with xckpt.open_steps")
         from xckpt.health import run_summary
@@ -289,12 +291,54 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.notebook.footprint import footprint_dataset, footprint_of
         from xckpt.opening.configs import attrs_with_config
 
-        rows = OpenTensors(self._obj).rows
+        tensors = OpenTensors(self._obj)
+        rows = tensors.rows
         source = str(self._encoding.get("source", ""))
         config = attrs_with_config((row.name for row in rows), source, self._obj.attrs)
         file_nbytes = self._encoding.get("file_nbytes")
-        footprint = footprint_of(rows, config)
+        footprint = footprint_of(rows, tensors.structure, config)
         return cast("Dataset", footprint_dataset(footprint, file_nbytes=file_nbytes, source=source))
+
+    def structure(self, name: str | None = None) -> pd.DataFrame:
+        """Return what each tensor is in its model, or the reasons for one tensor.
+
+        It is the first thing to look at when a summary, a group or a finding is wrong. Nothing is
+        read.
+
+        Parameters
+        ----------
+        name : str, optional
+            Name of a tensor whose reasons to list.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each tensor, with the columns ``role``, ``component``, ``layer``, ``module``,
+            ``module_type``, ``slot``, ``param``, ``axes``, ``owner`` (the codes that a scale
+            belongs to) and ``evidence`` (the reason for the role). With `name`, a row for each
+            reason, strongest source first: ``field``, ``value``, ``source`` (``"user"``,
+            ``"file"``, ``"model"``, ``"convention"`` or ``"shape"``), ``reason``, and whether it
+            ``decided``.
+
+        Raises
+        ------
+        KeyError
+            If no tensor has the name.
+
+        Examples
+        --------
+        >>> ds.ckpt.structure().query("role == 'constant'")
+        >>> ds.ckpt.structure("model.embed_tokens.weight")
+        """
+        from xckpt.datasets.tensors import OpenTensors, no_tensor
+        from xckpt.notebook.structures import evidence_table, structure_table
+
+        structure = OpenTensors(self._obj).structure
+        if name is None:
+            return structure_table(structure)
+        if name not in structure:
+            raise KeyError(no_tensor(name, list(structure)))
+        return evidence_table(structure[name])
 
     def adapters(self) -> pd.DataFrame:
         """List the adapters of a LoRA or DoRA file: base tensors, ranks, scales.
@@ -797,10 +841,12 @@ class CheckpointAccessor(Generic[Obj]):
         Parameters
         ----------
         *keys : str
-            One or more of ``"layer"`` (the outermost number in a name; its path if there are
-            several stacks of layers), ``"role"`` (weights, moments of an optimizer, ...),
-            ``"module"`` (the name without numbers and without its last word), and the name of a
-            numbered module, such as ``"expert"``.
+            One or more of ``"layer"`` (the number of the outermost repeated module; its path if
+            there are several stacks of layers), ``"role"`` (weights, moments of an optimizer, ...),
+            ``"kind"`` (of the module: ``"linear"``, ``"norm"``, ...), ``"component"``
+            (``"encoder"``, ``"optimizer"``, ...), ``"dtype"``, ``"module"`` (the name without
+            numbers and without its last word), and the name of a numbered module, such as
+            ``"expert"``.
         stats : xarray.Dataset, optional
             Statistics of the first side of a comparison. `compare` does not decode tensors with
             equal bytes. Groups of such tensors and changed ones need their norms, for ``rmse``,
@@ -1132,6 +1178,7 @@ class CheckpointAccessor(Generic[Obj]):
         with paused_collector():
             return new_summary(
                 tensors.rows,
+                structure=tensors.structure,
                 title=self._title,
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),

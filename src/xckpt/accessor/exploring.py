@@ -63,7 +63,7 @@ def explore(
         return StaticSummary(summary)
     from xckpt.statistics import QUANTILES, statistic_names
 
-    rows = marked(tensors.rows)
+    rows = marked(tensors.rows, tensors.structure)
     rows = [rows[at] for at in ascending([row.name for row in rows])]
     return Explorer(
         rows,

@@ -15,11 +15,11 @@ import numpy as np
 
 from xckpt.errors import shown
 from xckpt.formatting import counted
-from xckpt.labels.numbering import parse_name
 from xckpt.notebook.documents import Field, HtmlDocument, MarkdownDocument
 from xckpt.notebook.folding import fold
 from xckpt.plots.series import Series, groups_of, numbers_of
 from xckpt.plots.theme import INK, styled
+from xckpt.structure.numbering import parse_name
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:

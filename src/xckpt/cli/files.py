@@ -50,17 +50,26 @@ __all__ = ["convert", "info", "manifest", "steps", "verify"]
 @click.command
 @click.argument("file")
 @click.option("--all", "everything", is_flag=True, help="List all patterns of names.")
+@click.option(
+    "--structure", "show_structure", is_flag=True, help="List what the tensors are, and why."
+)
 @reading_options
 @json_option
-def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> int:
+def info(
+    file: str, reading: FileInput, *, everything: bool, show_structure: bool, as_json: bool
+) -> int:
     """Print a summary of FILE: size, element types, and patterns of names with shapes.
 
-    It lists the largest patterns, with --all all of them, and with --json every tensor.
+    It lists the largest patterns, with --all all of them, and with --json every tensor. With
+    --structure, it lists the role of the tensors, the kind of their modules, their axes, and what
+    that follows from.
     """
     from xckpt.notebook.footprint import footprint_of
+    from xckpt.notebook.structures import structure_lines, structure_table, summary_of_roles
     from xckpt.notebook.summary import index_rows, index_summary
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
+    from xckpt.structure import structure_of
 
     with warnings.catch_warnings():
         # Both kinds of output include the warnings.
@@ -74,7 +83,7 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
             "source": index.source,
             "nbytes": index.nbytes,
             "attrs": index.attrs,
-            "footprint": footprint_of(index_rows(index), config).document(),
+            "footprint": footprint_of(index_rows(index), structure_of(index), config).document(),
             "warnings": list(index.warnings),
             "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {
@@ -83,7 +92,13 @@ def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> i
             },
             "tensors": [_tensor(tensor) for tensor in index.tensors.values()],
         }
+        if show_structure:
+            document["structure"] = structure_table(structure_of(index)).T.to_dict()
         print_document(document)
+        return 0
+    if show_structure:
+        structure = structure_of(index)
+        print_text("\n".join([summary_of_roles(structure), *structure_lines(structure)]))
         return 0
     # A selection of tensors needs no note that they do not fill the file.
     index = replace(index, nbytes=0) if reading.tensors else index

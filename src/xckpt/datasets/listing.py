@@ -10,8 +10,8 @@ from xckpt.errors import shown, warn
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.filters import suggest_filters
 from xckpt.labels.grids import Stack, find_stacks
-from xckpt.labels.numbering import modules_by_frequency, split_words
 from xckpt.storage.source import sources_of
+from xckpt.structure.numbering import modules_by_frequency, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Coordinates of up to this size in bytes are indexes.
 _LARGEST_INDEX = 1 << 26
 # Keys of the encoding that all members of a stack have in common.
-_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part", "scheme")
+_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part", "scheme", "declared")
 
 
 class _Group(NamedTuple):
@@ -436,6 +436,8 @@ def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -
         encoding["stored_as"] = {role: source.name for role, source in tensor.stored.items()}
     if role is not None:
         encoding["part"] = role
+    if (facts := tensor.facts) is not None:
+        encoding["declared"] = facts
     if tensor.path is not None:
         encoding["path"] = (*tensor.path[:-1], f"{tensor.path[-1]}{suffix}")
     return encoding

@@ -12,9 +12,10 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.datasets.variables import structure_of_variables
 from xckpt.errors import shown
-from xckpt.labels.numbering import split_name
-from xckpt.labels.roles import Role, roles_of
+from xckpt.structure import Role
+from xckpt.structure.numbering import split_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -155,7 +156,7 @@ def _shape(numbers: NumberedState, number: int) -> Shape | None:
 
 def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
     """Return the shapes of possible parameters: floats that are not tied and have no other role."""
-    roles = roles_of((name, str(v.dtype), v.shape) for name, v in model.items())
+    roles = structure_of_variables(model).roles
     return {
         name: variable.shape
         for name, variable in model.items()

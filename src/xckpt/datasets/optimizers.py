@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.datasets.optimizer_numbers import WHOLE, NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
+from xckpt.datasets.variables import structure_of_variables
 from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer
-from xckpt.labels.roles import Role, roles_of
+from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,12 +37,9 @@ _ABOVE = frozenset(
 
 def training_parts(training: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     """Split the checkpoint of a training run into the model and the state of its optimizer."""
-    described = [
-        (str(name), str(variable.encoding.get("stored_dtype", variable.dtype)), variable.shape)
-        for name, variable in training.variables.items()
-        if name not in training.coords
-    ]
-    roles = roles_of(described)
+    roles = structure_of_variables(
+        {name: v for name, v in training.variables.items() if name not in training.coords}
+    ).roles
     state = [name for name, role in roles.items() if role in _OF_OPTIMIZERS]
     if not state:
         raise ValueError(

@@ -59,6 +59,10 @@ class OpenOptions:
     missing : {"warn", "raise"}, default "warn"
         What to do if tensors cannot be read, because a shard is missing or a file is damaged: warn
         once, and raise the error when one of them is computed, or raise it on opening.
+    structure : mapping of str to mapping, optional
+        Corrections of what tensors are: a glob of tensor names to fields of
+        `xckpt.structure.TensorInfo`, such as ``{"*.window": {"role": "constant"}}``; fields are
+        ``role``, ``component``, ``module_type`` and ``slot``. The last match wins.
     storage_options : dict, optional
         Options for the storage of a URL.
     format_options : mapping
@@ -75,6 +79,7 @@ class OpenOptions:
     verify: bool | None = None
     mmap: bool = False
     missing: Literal["warn", "raise"] = "warn"
+    structure: Mapping[str, Mapping[str, str]] | None = None
     storage_options: dict[str, Any] | None = None
     format_options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -34,14 +34,20 @@ from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.grids import Stack, find_stacks
-from xckpt.labels.numbering import drop_indices, is_index, module_indices, parse_name, split_words
+from xckpt.structure.numbering import (
+    drop_indices,
+    is_index,
+    module_indices,
+    parse_name,
+    split_words,
+)
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
 # Keys of the encoding that all members of a stack have in common.
-_COMMON = ("layout", "stored_dtype", "stored_order", "part")
+_COMMON = ("layout", "stored_dtype", "stored_order", "part", "declared")
 
 
 def stack_modules(

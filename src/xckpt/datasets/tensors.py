@@ -29,7 +29,8 @@ from xckpt.errors import causes_of, warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
-from xckpt.labels.numbering import drop_indices
+from xckpt.structure import Structure, structure_of
+from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
 
@@ -129,10 +130,9 @@ class _TensorListing(NamedTuple):
 
 
 class DescribedTensors(NamedTuple):
-    """The tensors of the object that a result describes, without its arrays."""
+    """What the tensors are that a result describes, without its arrays."""
 
-    #: Name, stored element type and shape of each tensor.
-    tensors: list[tuple[str, str, tuple[int, ...]]]
+    structure: Structure
     #: Owners of the bytes of tied tensors.
     shared: dict[str, str]
 
@@ -301,8 +301,13 @@ class OpenTensors:
 
     @property
     def origin(self) -> DescribedTensors:
-        """Names and types of the tensors, which determine their roles."""
-        return DescribedTensors([row[:3] for row in self.rows], self.shared)
+        """What the tensors are."""
+        return DescribedTensors(self.structure, self.shared)
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What each tensor is in its model."""
+        return Structure(self.rows)
 
     @property
     def only(self) -> str:
@@ -377,7 +382,8 @@ class OpenTensors:
                 and "parts" not in encoding
             )
             storage = "" if is_plain else _storage(encoding)
-            row = Row(str(name), dtype_names[dtype], shape, nbytes, storage)
+            declared = encoding.get("declared")
+            row = Row(str(name), dtype_names[dtype], shape, nbytes, storage, declared)
             if is_stacked:
                 yield from self._list_members(row, variable, listing)
             else:
@@ -404,7 +410,7 @@ class OpenTensors:
         for member in members.numbers:
             if member not in listing.homes and member not in self._flat.variables:
                 listing.homes[member] = row.name
-                yield Row(member, row.dtype, shape, nbytes, row.storage)
+                yield Row(member, row.dtype, shape, nbytes, row.storage, row.declared)
 
     def _indexes_of(self, name: str) -> Mapping[Any, xr.Variable]:
         return self._indexes[self._flat.nodes[name]]
@@ -449,11 +455,13 @@ class FileTensors(OpenTensors):
 
     @property
     def origin(self) -> DescribedTensors:
-        """Names and types of the tensors, without the variables of the Dataset."""
-        index = self._opened[1]
-        return DescribedTensors(
-            [(t.name, t.dtype, t.shape) for t in index.tensors.values()], index.shared
-        )
+        """What the tensors are, without the variables of the Dataset."""
+        return DescribedTensors(self.structure, self._opened[1].shared)
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What each tensor of the file is in its model."""
+        return structure_of(self._opened[1])
 
     @property
     def variable_names(self) -> Collection[Any]:

@@ -11,6 +11,7 @@ import xarray as xr
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
+from xckpt.structure import Described, Structure
 from xckpt.upstream.xarray_variables import IS_FAST, ExplicitlyIndexed, data_of, make_variable
 
 if TYPE_CHECKING:
@@ -110,6 +111,21 @@ def _is_basic(entry: Any) -> bool:
     if entry is Ellipsis:
         return True
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
+
+
+def structure_of_variables(variables: Mapping[Any, xr.Variable]) -> Structure:
+    """Return the structure of unstacked variables, by name."""
+    return Structure(
+        [
+            Described(
+                str(name),
+                str(variable.encoding.get("stored_dtype", variable.dtype)),
+                variable.shape,
+                variable.encoding.get("declared"),
+            )
+            for name, variable in variables.items()
+        ]
+    )
 
 
 def preferred_chunks(dims: tuple[Any, ...], chunks: Chunks) -> dict[Any, int]:

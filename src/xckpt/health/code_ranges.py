@@ -11,14 +11,13 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.scaled import QuantizedArray
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.health.evidence import CODED, Rule
-from xckpt.labels import scales_of_codes
-from xckpt.labels.roles import Role
 from xckpt.progress import Progress
 from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.channel_sketches import count_at_ends
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import spectrum
+from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +46,7 @@ def code_ranges(evidence: Evidence) -> list[CodeRange]:
 def _plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
     """Yield the ranges of tensors whose statistics describe the stored codes."""
     names, dtypes = evidence.names, evidence.dtypes
-    scales = scales_of_codes(dict(zip(names, dtypes, strict=True)))
+    scales = evidence.structure.scales
     sizes = dict(zip(names, evidence["count"].tolist(), strict=True))
     for row in np.flatnonzero(~np.isnan(evidence["at_ends"])).tolist():
         is_code = evidence.roles[row] is Role.CODES and names[row] in scales

@@ -10,7 +10,6 @@ from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.formatting import binary_size
 from xckpt.health.evidence import CODED, EVERY, Rule
-from xckpt.labels.numbering import parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -88,7 +87,7 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
     low, is_constant = evidence["min"], evidence["min"] == evidence["max"]
     layers: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for row, name in enumerate(evidence.names):
-        parts = parse_name(name)
+        parts = evidence.structure.parse(evidence.plain_name(row))
         if parts.indices:
             module = parts.outermost.removesuffix(parts.indices[0])
             layer = (module, parts.indices[0])

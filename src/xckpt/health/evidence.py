@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from xckpt.labels.numbering import parse_name
-from xckpt.labels.roles import PARAMETERS, Role, norms_of, roles_of
 from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
+from xckpt.structure import PARAMETERS, Described, Role, Structure
+from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +35,10 @@ CODED = WEIGHTS | {Role.CODES}
 #: All roles except internal state, such as of random number generators.
 EVERY = frozenset(Role) - {Role.STATE}
 
+# Share of the vectors of a new model that are constant; of a trained model, hardly any is.
+_CONSTANT_WHEN_NEW, _FEWEST_VECTORS = 0.4, 4
+# Endings of the names of biases.
+_BIASES = (".bias", "_bias", "/bias")
 # Number of neighbours on each side that a layer is compared with.
 _NEIGHBOURS = 2
 
@@ -99,9 +103,9 @@ class Evidence:
         """Return the evidence in a result of `stats`."""
         names, rows = tensor_rows(result)
         columns = dict(zip(result["statistic"].to_numpy().tolist(), rows.T, strict=True))
-        columns["dead_rows"] = np.array(
-            tensor_attributes(result, {"dead_rows": np.nan})["dead_rows"], np.float64
-        )
+        stated = tensor_attributes(result, {"dead_rows": np.nan})["dead_rows"]
+        dead_rows, empty_rows = np.array(stated, np.float64), columns.get("empty_rows", np.nan)
+        columns["dead_rows"] = np.where(np.isnan(empty_rows), dead_rows, empty_rows)
         dtypes: list[str] = []
         shapes: list[tuple[int, ...]] = []
         for variable, members in named_tensors(result):
@@ -122,16 +126,33 @@ class Evidence:
     # --- kinds of tensors ------------------------------------------------------------------------
 
     @cached_property
-    def dotted(self) -> list[str]:
-        """Names with dots instead of slashes, as patterns expect."""
-        return [name.replace("/", ".") for name in self.names]
+    def structure(self) -> Structure:
+        """What each tensor is, by its name without the step of a run."""
+        known = self.origin.structure if self.origin is not None else Structure(())
+        described = {}
+        for row, name in enumerate(self.names):
+            owner = name if name in known else name.rpartition(":")[0]
+            declared = known.described(owner).declared if owner in known else None
+            plain, dtype = self.plain_name(row), self.dtypes[row]
+            shape = self.shapes[row]
+            if not dtype:  # the shape is unknown, but `is_vector` still works
+                shape = (2,) if self.is_vector(row) else (2, 2)
+            described[plain] = Described(plain, dtype, shape, declared)
+        if len(self.names) < len(known) and self.run is None:
+            # Neighbours that have no statistics.
+            described = {n: known.described(n) for n in known} | described
+        return Structure(described.values())
+
+    @cached_property
+    def plain_names(self) -> list[str]:
+        """Names without the steps of a run."""
+        return [self.plain_name(row) for row in range(len(self.names))]
 
     @cached_property
     def roles(self) -> list[Role]:
         """Role of each tensor."""
-        names = [self.plain_name(row) for row in range(len(self.names))]
-        roles = roles_of(zip(names, self.dtypes, self.shapes, strict=True))
-        return [roles[name] for name in names]
+        roles = self.structure.roles
+        return [roles[name] for name in self.plain_names]
 
     @cached_property
     def parameters(self) -> list[int]:
@@ -141,23 +162,60 @@ class Evidence:
     @cached_property
     def norms(self) -> list[int]:
         """Rows of the gains of norms."""
-        tensors = list(zip(self.dotted, self.dtypes, self.shapes, strict=True))
-        if "" in self.dtypes:  # shapes are unknown, but `is_vector` still works
-            tensors = [
-                (name, dtype, (2,) if self.is_vector(row) else (2, 2))
-                for row, (name, dtype, _) in enumerate(tensors)
-            ]
-        gains = norms_of(tensors)
-        return [row for row, name in enumerate(self.dotted) if name in gains]
+        gains = self.structure.norms
+        return [row for row, name in enumerate(self.plain_names) if name in gains]
+
+    def module_type(self, row: int) -> str:
+        """Return the kind of the module that owns a tensor; empty if it is unknown."""
+        return self.structure.module_type(self.plain_names[row])
+
+    def slot(self, row: int) -> str:
+        """Return the place of a tensor in the architecture; empty if it is unknown."""
+        return self.structure.slot(self.plain_names[row])
+
+    def is_stack_of_experts(self, row: int) -> bool:
+        """Return whether the first axis of a tensor runs along experts."""
+        return len(self.shapes[row]) == 3 and self.structure.has_experts(self.plain_names[row])
+
+    def is_tied_head(self, row: int) -> bool:
+        """Return whether a tensor has the shape of an embedding, as the output of a new model."""
+        shape = self.shapes[row]
+        return len(shape) == 2 and shape in self._shapes_of_embeddings
+
+    @cached_property
+    def _shapes_of_embeddings(self) -> set[tuple[int, ...]]:
+        rows = range(len(self.names))
+        return {self.shapes[row] for row in rows if self.module_type(row) == "embedding"}
+
+    def channel_words(self, row: int) -> tuple[str, str]:
+        """Return the words for the rows and the columns of a tensor."""
+        channels = self.structure.channels(self.plain_names[row])
+        if channels is not None and channels.are_known:
+            return "output channel", "input channel"
+        return "row", "column"
+
+    def gain_of(self, row: int) -> int | None:
+        """Return the row of the gain of a norm, from that of its bias."""
+        return self._gains.get(split_leaf(self.names[row])[0]) if self.is_vector(row) else None
+
+    @cached_property
+    def _gains(self) -> dict[str, int]:
+        return {split_leaf(self.names[row])[0]: row for row in self.norms}
 
     @cached_property
     def is_new(self) -> bool:
         """Whether the model seems to be initialised, but not trained."""
-        # Then most gains of norms are constant, or most biases in a model without norms.
-        names = enumerate(self.dotted)
-        rows = self.norms or [row for row, name in names if name.endswith((".bias", "_bias"))]
+        # Then most gains of norms are constant, or most biases in a model without norms, or many
+        # vectors of any kind.
+        names = enumerate(self.plain_names)
+        rows = self.norms or [row for row, name in names if name.endswith(_BIASES)]
         is_constant = self["min"][rows] == self["max"][rows]
-        return len(rows) > 0 and bool(np.median(is_constant))
+        if len(rows) and np.median(is_constant):
+            return True
+        vectors = [row for row in self.parameters if self.is_vector(row) and self["count"][row] > 1]
+        are_constant = self["min"][vectors] == self["max"][vectors]
+        is_enough = len(vectors) >= _FEWEST_VECTORS
+        return is_enough and bool(np.mean(are_constant) > _CONSTANT_WHEN_NEW)
 
     def is_vector(self, row: int) -> bool:
         """Return whether a tensor has at most one axis that is longer than 1."""
@@ -168,28 +226,49 @@ class Evidence:
     # --- siblings --------------------------------------------------------------------------------
 
     @cached_property
-    def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-        """Step, name without indices, and indices of each tensor."""
+    def _steps(self) -> list[tuple[str, str]]:
+        """Step of each tensor, and its name without it."""
         split = []
         for name in self.names:
             run, *parts = name.split(".", 2)
-            step, plain = parts if run == self.run and len(parts) > 1 else ("", name)
-            numbers = parse_name(plain)
+            is_step = run == self.run and len(parts) > 1
+            split.append((parts[0], parts[1]) if is_step else ("", name))
+        return split
+
+    @cached_property
+    def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
+        """Step, name without indices, and indices of each tensor."""
+        split = []
+        for step, plain in self._steps:
+            numbers = self.structure.siblings_key(plain)
             split.append((step, numbers.template, tuple(map(int, numbers.indices))))
         return split
 
     def step_of(self, row: int) -> str:
         """Return the step of a tensor; empty outside of runs."""
-        return self._split[row][0]
+        return self._steps[row][0]
 
     def plain_name(self, row: int) -> str:
         """Return the name of a tensor without its step."""
-        step = self._split[row][0]
-        return self.names[row].removeprefix(f"{self.run}.{step}.") if step else self.names[row]
+        return self._steps[row][1]
 
     def family_of(self, row: int) -> tuple[Any, ...]:
         """Return the key that a tensor and its siblings share."""
-        return (*self._split[row][:2], self.is_vector(row), self.roles[row])
+        # A bias of a convolution is no sibling of a bias of a linear layer.
+        return (*self._split[row][:2], self._ndim(row), self.roles[row])
+
+    def _ndim(self, row: int) -> int:
+        """Return the number of axes of a matrix, or that of the matrix of its module, negative."""
+        if not self.is_vector(row):
+            return len(self.shapes[row])
+        weight = self._matrices.get(split_leaf(self.names[row])[0])
+        return -(0 if weight is None else len(self.shapes[weight]))
+
+    @cached_property
+    def _matrices(self) -> dict[str, int]:
+        """Row of the matrix of each module."""
+        rows = range(len(self.names))
+        return {split_leaf(self.names[row])[0]: row for row in rows if not self.is_vector(row)}
 
     @cached_property
     def families(self) -> dict[tuple[Any, ...], list[int]]:

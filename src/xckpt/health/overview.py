@@ -18,12 +18,12 @@ from xckpt.formatting import (
     wrapped,
 )
 from xckpt.health.runs import COUNTING, changes_of, joint_norm
-from xckpt.labels.roles import PARAMETERS, Role
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.html import table as table_html
 from xckpt.notebook.summary import folded_findings
 from xckpt.notebook.text import aligned, finding_lines
 from xckpt.opening.metrics import run_metrics
+from xckpt.structure import PARAMETERS, Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

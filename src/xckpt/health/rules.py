@@ -19,9 +19,9 @@ from xckpt.health.code_ranges import NarrowCodes, SaturatedCodes
 from xckpt.health.equal_tensors import CopiedLayer, Duplicated, Tied
 from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding, out_of_line
 from xckpt.health.runs import IdenticalStep, StoppedChanging, UnlikeStep
-from xckpt.labels.emptiness import NO_TENSORS, empty_weights
-from xckpt.labels.roles import Role
 from xckpt.statistics.channel_sketches import OUTLYING
+from xckpt.structure import Described, Role, Structure
+from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,13 +42,15 @@ class Empty(Rule):
         return self._judge(evidence)
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        tensors = list(zip(evidence.names, evidence.dtypes, evidence.shapes, strict=True))
-        if evidence.origin is not None:
-            tensors = evidence.origin.tensors
-        if not tensors:
+        if evidence.origin is None:
+            tensors = zip(evidence.names, evidence.dtypes, evidence.shapes, strict=True)
+            structure = Structure([Described(*tensor) for tensor in tensors])
+        else:
+            structure = evidence.origin.structure
+        if not structure:
             yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
         rows = {name: row for row, name in enumerate(evidence.names)}
-        for name, reason in empty_weights(tensors).items():
+        for name, reason in empty_weights(structure).items():
             yield RuleFinding(rows.get(name, len(rows)), name, self.name, 0.0, reason)
 
 
@@ -102,8 +104,12 @@ class _OneValue(Rule):
             constants = [row for row in siblings if is_constant[row]]
             varied = len(siblings) - len(constants)
             # Most siblings are constant only if they begin so.
-            is_usual = 2 * len(constants) > len(siblings) and len({low[r] for r in constants}) == 1
+            values = {low[row] for row in constants}
+            is_usual = 2 * len(constants) > len(siblings) and len(values) == 1
+            is_usual |= evidence.is_new and not varied and values <= {0.0, 1.0}
             for row in constants:
+                if self._is_bias_of_initial_norm(evidence, row):
+                    continue
                 if self._is_reported(low[row]) and not (
                     is_usual and self._is_initial(evidence, row)
                 ):
@@ -115,10 +121,17 @@ class _OneValue(Rule):
     def _is_reported(self, value: float) -> bool:
         raise NotImplementedError
 
+    @staticmethod
+    def _is_bias_of_initial_norm(evidence: Evidence, row: int) -> bool:
+        """Return whether the finding about the gain of a norm says the same about its bias."""
+        gain = evidence.gain_of(row)
+        is_other = gain is not None and gain != row
+        return is_other and bool(evidence["min"][gain] == 1 == evidence["max"][gain])
+
     def _is_initial(self, evidence: Evidence, row: int) -> bool:
         if evidence.is_new or evidence.roles[row] in self.only_if_unlike_siblings:
             return True
-        name, value = evidence.dotted[row], evidence["min"][row]
+        name, value = evidence.plain_names[row], evidence["min"][row]
         is_matrix = value == 0 and _INITIAL_MATRIX.search(name) is not None
         is_vector = value in {0, 1} and evidence.is_vector(row)
         return is_matrix or (is_vector and bool(_INITIAL.search(name.rpartition(".")[2])))
@@ -145,24 +158,56 @@ class Constant(_OneValue):
 
 
 class Exploding(Rule):
-    """The largest magnitude is many standard deviations."""
+    """The largest magnitude is far beyond all but a few elements."""
 
     name, severity = "exploding", "warning"
     roles = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MOMENT})
     #: The largest of a billion normally distributed elements is at about 6 standard deviations.
-    #: Trained weights reach some tens, squares of gradients thousands.
+    #: Trained weights reach some tens, some language models 175, squares of gradients thousands.
     threshold, threshold_of_moments = 100.0, 10_000.0
+    #: Trained weights reach 55 times the quantiles of 0.1 and 99.9 %, if these leave elements out.
+    threshold_of_tails, fewest_elements = 200.0, 4000
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         std, largest, mean = evidence["std"], evidence["absmax"], evidence["mean"]
         ratio = largest / std
-        is_moment = np.array([role is Role.MOMENT for role in evidence.roles])
+        is_moment = np.array([role is Role.MOMENT for role in evidence.roles], bool)
         limit = np.where(is_moment, self.threshold_of_moments, self.threshold)
+        tail = np.maximum(np.abs(evidence["q0.001"]), np.abs(evidence["q0.999"]))
+        is_tail = ~is_moment & (evidence["count"] >= self.fewest_elements) & (tail > 0)
+        is_far = np.where(is_tail, largest > self.threshold_of_tails * tail, ratio > limit)
         # Elements far from zero have a small deviation: 100 and 101 do not explode.
         is_centred = (np.abs(mean) < largest / 2) | np.isnan(mean)
-        for row in np.flatnonzero((std > 0) & (ratio > limit) & is_centred):
+        for row in np.flatnonzero((std > 0) & is_far & is_centred):
             sentence = f"the largest magnitude, {largest[row]:.3g}, is {ratio[row]:,.0f}"
             yield self.finding(evidence, row, ratio[row], f"{sentence} standard deviations")
+
+
+class LoneElement(Rule):
+    """One element is far beyond all others of a matrix."""
+
+    name, severity = "lone_element", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    #: Standard deviations that it has at least, and the next largest channel at most.
+    threshold, others = 12.0, 7.0
+    fewest_channels = 8
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        std, largest, following = evidence["std"], evidence["absmax"], evidence["next_largest"]
+        ratio, rest = largest / std, following / std
+        smaller = np.minimum(evidence["row_count"], evidence["column_count"])
+        is_matrix = smaller >= self.fewest_channels
+        is_lone = (std > 0) & (ratio > self.threshold) & (rest < self.others)
+        # `trunc_normal_` of PyTorch leaves elements at its bounds.
+        is_lone &= not evidence.is_new
+        for row in np.flatnonzero(is_lone & is_matrix):
+            place = f"{evidence['top_row'][row]:,.0f}, {evidence['top_column'][row]:,.0f}"
+            words = " and ".join(evidence.channel_words(int(row)))
+            sentence = (
+                f"the element in {words} {place} is {ratio[row]:.0f} standard deviations, and "
+                f"the largest elsewhere {rest[row]:.1f}"
+            )
+            yield self.finding(evidence, row, ratio[row], sentence)
 
 
 class NegativeMoment(Rule):
@@ -195,33 +240,23 @@ class Subnormal(Rule):
             yield self.finding(evidence, row, share[row], sentence)
 
 
-# --- rows and columns ----------------------------------------------------------------------------
-
-_EMBEDDING = re.compile(r"emb|wte|wpe|(^|\.)shared\.", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|[._])(router|gate|wg|ffn_gate_inp)([._]\w+)?$")
-_HEADS = re.compile(r"attn|attention|[qkvo]_proj|query|key|value|qkv|\bw[qkvo]\b", re.IGNORECASE)
-
-
-def is_router(evidence: Evidence, row: Any) -> bool:
-    """Return whether a tensor has a row for each expert."""
-    shape = evidence.shapes[row]
-    module = evidence.dotted[row].removesuffix(".weight").removesuffix(".kernel")
-    is_named = _ROUTER.search(module) is not None and not module.endswith("_proj")
-    return is_named and len(shape) == 2 and 2 <= shape[0] < shape[1]
+# --- channels ------------------------------------------------------------------------------------
 
 
 class _Dead(Rule):
-    """Rows or columns are zero in a tensor that has other elements."""
+    """Channels are zero in a tensor that has other elements."""
 
     severity = "warning"
     roles = CODED
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         has_others = evidence["zero"] < evidence["count"]
-        for word, statistic in (("row", "dead_rows"), ("column", "dead_columns")):
+        for side, statistic in enumerate(("dead_rows", "dead_columns")):
             dead = evidence[statistic]
-            for row in np.flatnonzero((dead > 0) & has_others):
-                name, value, sentence = self._classify(evidence, row, word, dead[row])
+            for row in np.flatnonzero((dead > 0) & has_others).tolist():
+                if evidence.is_vector(row):
+                    continue
+                name, value, sentence = self._classify(evidence, row, side, dead[row])
                 if name == self.name and not self._is_initial(evidence, row, dead):
                     yield self.finding(evidence, row, value, sentence)
 
@@ -235,33 +270,37 @@ class _Dead(Rule):
         )
 
     @staticmethod
-    def _classify(evidence: Evidence, row: Any, word: str, number: float) -> tuple[str, float, str]:
-        """Return the rule that reports dead rows or columns, its value and its sentence."""
-        shape, name, block = evidence.shapes[row], evidence.dotted[row], evidence["dead_block"][row]
-        is_row = word == "row"
-        if is_row and number == 1 and _EMBEDDING.search(name):
+    def _classify(evidence: Evidence, row: Any, side: int, number: float) -> tuple[str, float, str]:
+        """Return the rule that reports dead channels, its value and its sentence."""
+        shape, block = evidence.shapes[row], evidence["dead_block"][row]
+        kind = evidence.module_type(row)
+        if side == 0 and number == 1 and (kind == "embedding" or evidence.is_tied_head(row)):
             return "", 0.0, ""  # padding token
-        if is_row and ((len(shape) == 3 and "expert" in name) or is_router(evidence, row)):
+        if side == 0 and (kind == "router" or evidence.is_stack_of_experts(row)):
             experts = counted(shape[0], "expert")
             return "dead_experts", number, f"{number:,.0f} of {experts} has nothing but zeros"
-        total = shape[0] if shape and is_row else shape[-1] if len(shape) == 2 else 0
-        share = f" of {total:,}" if total else ""
+        total = evidence[("row_count", "column_count")[side]][row]
+        share = "" if np.isnan(total) else f" of {total:,.0f}"
         plural = "" if number == 1 and not share else "s"
+        word = evidence.channel_words(row)[side]
         sentence = f"{number:,.0f}{share} {word}{plural} {'is' if number == 1 else 'are'} zero"
-        if block > 1 and _HEADS.search(name) and number % block == 0:
+        first = evidence[("first_empty_row", "first_dead_column")[side]][row]
+        if number == 1 and not np.isnan(first):
+            sentence += f": number {first:,.0f}"
+        if block > 1 and evidence.slot(row) == "attention" and number % block == 0:
             heads = counted(int(number // block), "head")
             return "dead_heads", number // block, f"{sentence}: as many as {heads} of {block:.0f}"
-        return f"dead_{word}s", number, sentence
+        return f"dead_{('row', 'column')[side]}s", number, sentence
 
 
 class DeadRows(_Dead):
-    """Rows are zero."""
+    """Rows, or output channels, are zero."""
 
     name = "dead_rows"
 
 
 class DeadColumns(_Dead):
-    """Columns are zero."""
+    """Columns, or input channels, are zero."""
 
     name = "dead_columns"
 
@@ -280,7 +319,7 @@ class DeadExperts(_Dead):
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         yield from super()._judge(evidence)
         for row in np.flatnonzero(evidence["faint_rows"] > 0):
-            if is_router(evidence, row):
+            if evidence.module_type(int(row)) == "router":
                 number, first = evidence["faint_rows"][row], evidence["faint_row"][row]
                 sentence = (
                     f"{number:,.0f} of {counted(evidence.shapes[row][0], 'expert')} "
@@ -291,25 +330,33 @@ class DeadExperts(_Dead):
 
 
 class OutlierChannels(Rule):
-    """A few rows or columns have elements far beyond all others."""
+    """A few channels have elements far beyond all others."""
 
     name, severity = "outlier_channels", "info"
     threshold = OUTLYING  # standard deviations
-    few = 0.01  # share of the rows or columns
+    few = 0.01  # share of the channels
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rows, columns = evidence["outlier_rows"], evidence["outlier_columns"]
         ratio = evidence["absmax"] / evidence["std"]
-        for row in np.flatnonzero((rows > 0) & (columns > 0)):
-            shape = evidence.shapes[row]
-            by_column = columns[row], "column", int(np.prod(shape[1:]))
-            number, word, total = min(by_column, (rows[row], "row", shape[0]))
+        for row in np.flatnonzero((rows > 0) | (columns > 0)).tolist():
+            words = evidence.channel_words(row)
+            sides = [
+                (outliers[row], evidence[f"{side}_count"][row], side, word)
+                for outliers, side, word in zip(
+                    (rows, columns), ("row", "column"), words, strict=True
+                )
+                if outliers[row] > 0
+            ]
+            if words[0] == "row":  # features of language models are columns
+                sides.reverse()
+            number, total, side, word = min(sides, key=lambda entry: entry[0])
             if number <= max(1, self.few * total):
-                place = evidence[f"top_{word}"][row]
+                place = evidence[f"top_{side}"][row]
                 sentence = (
-                    f"{counted(int(number), word)} of {total:,} "
+                    f"{counted(int(number), word)} of {total:,.0f} "
                     f"{'has' if number == 1 else 'have'} elements beyond {self.threshold:g} "
-                    f"standard deviations, up to {ratio[row]:.0f} in {word} {place:.0f}"
+                    f"standard deviations, up to {ratio[row]:.0f} in {word} {place:,.0f}"
                 )
                 yield self.finding(evidence, row, ratio[row], sentence)
 
@@ -324,9 +371,16 @@ class _Norm(Rule):
     near_zero, near_one = 0.25, (0.5, 2.0)
     #: A norm with fewer siblings is compared with all norms.
     fewest_siblings = 4
+    #: Largest spread of gains that lost 1, as a share of what others are centred on.
+    most_spread = 0.4
+    #: Share of what others are centred on, below zero, from which on a gain is negative; and of the
+    #: norms that have such gains, if they are unusual.
+    least_negative, most_norms = 0.1, 0.25
+    #: Median distance from the centre, as a share of it, up to which norms of all kinds are alike.
+    most_different = 0.2
 
-    def _norms_to_compare(self, evidence: Evidence) -> Iterator[tuple[int, str]]:
-        """Yield the rows of norms whose siblings are around 1, and a phrase about the siblings."""
+    def _norms_to_compare(self, evidence: Evidence) -> Iterator[tuple[int, float, str]]:
+        """Yield the rows of norms whose siblings are around 1, their centre, and a phrase."""
         mean = evidence["mean"]
         norms = [row for row in evidence.norms if not np.isnan(mean[row])]
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -339,8 +393,14 @@ class _Norm(Rule):
             if len(groups[key]) < self.fewest_siblings:
                 key = (evidence.step_of(row),)
             count, centre = len(groups[key]) - 1, centres[key]
-            if count >= 2 and self.near_one[0] <= centre <= self.near_one[1]:
-                yield row, f"those of {count} like it on {centre:.2g}"
+            is_spread = len(key) == 1 and self._are_spread(mean[groups[key]], centre)
+            if count >= 2 and self.near_one[0] <= centre <= self.near_one[1] and not is_spread:
+                yield row, centre, f"those of {count} like it on {centre:.2g}"
+
+    def _are_spread(self, means: Array, centre: float) -> bool:
+        """Return whether norms of several kinds differ too much to be compared."""
+        usual = np.median(np.abs(means - centre))
+        return bool(usual > self.most_different * centre)
 
     def _is_centred_on_zero(self, evidence: Evidence, row: int) -> bool:
         mean, std = evidence["mean"][row], evidence["std"][row]
@@ -354,8 +414,10 @@ class ZeroCentredNorm(_Norm):
     name, severity = "zero_centred_norm", "warning"
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        for row, norms in self._norms_to_compare(evidence):
+        for row, centre, norms in self._norms_to_compare(evidence):
             mean, is_constant = evidence["mean"][row], evidence["std"][row] == 0
+            if evidence["std"][row] > self.most_spread * centre:
+                continue
             if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
                 sentence = f"its weights are centred on {mean:.2g}, {norms}: is 1 missing?"
                 yield self.finding(evidence, row, mean, sentence)
@@ -368,8 +430,17 @@ class NegativeNorm(_Norm):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         low, mean = evidence["min"], evidence["mean"]
-        for row, norms in self._norms_to_compare(evidence):
-            if low[row] < 0 and not self._is_centred_on_zero(evidence, row):
+        norms_around_one = list(self._norms_to_compare(evidence))
+        negative = [
+            (row, norms)
+            for row, centre, norms in norms_around_one
+            if low[row] < -self.least_negative * centre
+        ]
+        # In some models, many gains are negative.
+        if len(negative) > max(1, self.most_norms * len(norms_around_one)):
+            return
+        for row, norms in negative:
+            if not self._is_centred_on_zero(evidence, row):
                 sentence = (
                     f"its smallest weight is {low[row]:.3g}; it is centred on {mean[row]:.2g}"
                 )
@@ -386,6 +457,9 @@ class UnlikeLayer(Rule):
     fewest_layers, least_spread = 5, 0.05
     #: At most one layer in this many is odd. More are part of the architecture.
     one_in = 16
+    #: The first and the last layer usually differ from the others: by less than this factor, if the
+    #: others differ among themselves by less than the second.
+    far_end, most_alike = 5.0, 1.5
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rms, count = evidence["rms"], evidence["count"]
@@ -395,6 +469,7 @@ class UnlikeLayer(Rule):
                 continue
             noise = np.log2(1 + 1 / np.sqrt(2 * count[rows].min()))
             spread = max(noise, np.log2(1 + self.least_spread))
+            yield from self._ends(evidence, rows)
             distances = out_of_line(np.log2(rms[rows]), spread, self.threshold)[1:-1]
             if 0 < np.count_nonzero(distances) <= max(1, len(rows) // self.one_in):
                 for position in (np.flatnonzero(distances) + 1).tolist():
@@ -410,6 +485,95 @@ class UnlikeLayer(Rule):
                         f"layers next to it: {distance:.0f} robust standard deviations"
                     )
                     yield self.finding(evidence, row, distance, sentence)
+
+    def _ends(self, evidence: Evidence, rows: list[int]) -> Iterator[RuleFinding]:
+        """Yield the first and the last layer if they are far from all others, which are alike."""
+        rms = evidence["rms"]
+        inner = rms[rows[1:-1]]
+        if evidence.is_vector(rows[0]) or inner.max() > self.most_alike * inner.min():
+            return
+        shapes = {evidence.shapes[row] for row in rows[1:-1]}
+        for row in (rows[0], rows[-1]):
+            if evidence.shapes[row] not in shapes:
+                continue
+            factor = rms[row] / np.median(inner)
+            if max(factor, 1 / factor) > self.far_end:
+                sentence = (
+                    f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                    f"other {len(inner)} layers"
+                )
+                yield self.finding(evidence, row, factor, sentence)
+
+
+class _UnlikeSiblings(Rule):
+    """A matrix has a property that none of its siblings has."""
+
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    fewest_siblings, fewest_elements = 3, 256
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        count, std = evidence["count"], evidence["std"]
+        for siblings in evidence.families.values():
+            rows = [
+                row
+                for row in siblings
+                if count[row] >= self.fewest_elements
+                and std[row] > 0
+                and not evidence.is_vector(row)
+            ]
+            if len(rows) <= self.fewest_siblings:
+                continue
+            odd = [row for row in rows if self._is_odd(evidence, row)]
+            if len(odd) == 1 and all(
+                self._is_usual(evidence, row) for row in rows if row != odd[0]
+            ):
+                value, sentence = self._describe(evidence, odd[0])
+                sentence = f"{sentence}, unlike those of {counted(len(rows) - 1, 'sibling')}"
+                yield self.finding(evidence, odd[0], value, sentence)
+
+    def _is_odd(self, evidence: Evidence, row: int) -> bool:
+        raise NotImplementedError
+
+    def _is_usual(self, evidence: Evidence, row: int) -> bool:
+        raise NotImplementedError
+
+    def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
+        raise NotImplementedError
+
+
+class SignsLost(_UnlikeSiblings):
+    """No element of a matrix is negative, as if it had been stored without signs."""
+
+    name, severity = "signs_lost", "warning"
+
+    def _is_odd(self, evidence: Evidence, row: int) -> bool:
+        return bool(evidence["min"][row] >= 0 or evidence["max"][row] <= 0)
+
+    def _is_usual(self, evidence: Evidence, row: int) -> bool:
+        return bool(abs(evidence["mean"][row]) < evidence["std"][row] / 2)
+
+    def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
+        sign = "negative" if evidence["min"][row] >= 0 else "positive"
+        return 1.0, f"none of its {evidence['count'][row]:,.0f} elements is {sign}"
+
+
+class Hole(_UnlikeSiblings):
+    """A part of a matrix is zero, but neither whole rows nor whole columns."""
+
+    name, severity = "hole", "warning"
+    threshold, fewest_zeros = 1e-3, 16
+
+    def _is_odd(self, evidence: Evidence, row: int) -> bool:
+        zero, count = evidence["zero"][row], evidence["count"][row]
+        is_channel = evidence["dead_rows"][row] > 0 or evidence["dead_columns"][row] > 0
+        return bool(zero >= max(self.fewest_zeros, self.threshold * count)) and not is_channel
+
+    def _is_usual(self, evidence: Evidence, row: int) -> bool:
+        return bool(evidence["zero"][row] <= evidence["count"][row] * self.threshold / 100)
+
+    def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
+        zero, count = evidence["zero"][row], evidence["count"][row]
+        return zero, f"{zero:,.0f} of its {count:,.0f} elements are exactly 0"
 
 
 # --- element types -------------------------------------------------------------------------------
@@ -465,7 +629,8 @@ class MixedTypes(Rule):
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), NegativeMoment()),
+        *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), LoneElement()),
+        *(NegativeMoment(), SignsLost(), Hole()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),

@@ -16,9 +16,9 @@ from xckpt.health.equal_tensors import equal_to
 from xckpt.health.evidence import EVERY, Evidence, Rule, RuleFinding, out_of_line
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
-from xckpt.labels.numbering import parse_name
-from xckpt.labels.roles import Role
 from xckpt.scan.entries import contents_of, entries_of
+from xckpt.structure import Role
+from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -68,6 +68,7 @@ class StepChanges:
         #: Norm of the change; also divided by the norm at the later step.
         self.norm = by_measure["rmse"] * np.sqrt(by_measure["count"])
         self.relative = by_measure["rel_l2"]
+        self._structure = evidence.structure
         #: Role of each tensor.
         self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
 
@@ -81,8 +82,8 @@ class StepChanges:
 
     def layer_of(self, row: int) -> str:
         """Return the name up to its first index, or the module of a name without one."""
-        parsed = parse_name(self.names[row])
-        return parsed.outermost or "".join(parsed.pieces[:-1]) or self.names[row]
+        name = self.names[row]
+        return self._structure.layer(name) or split_leaf(name)[0] or name
 
     def first_row(self, step: int) -> int:
         """Return the row of the first tensor of a step, for findings about the whole step."""

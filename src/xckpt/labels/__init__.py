@@ -1,14 +1,13 @@
 """Names: of axes, of tensors in a tree or a stack, and of tensors that a caller asks for.
 
 Everything here works on names, element types and shapes, never on values. The room may import
-`index`, `elements` and `errors`, but no other room. Read `numbering` first: it defines the words,
-indices and templates of names, which `grids`, `paths` and `conventions` build on.
+`structure`, `index`, `elements` and `errors`, but no other room. Read `structure.numbering` first:
+it defines the words, indices and templates of names, which `grids` and `paths` build on.
 """
 
 from __future__ import annotations
 
 from xckpt.labels.axes import AxisNamer, explicit_name
-from xckpt.labels.conventions import scales_of_codes
 from xckpt.labels.filters import TensorFilter, select, suggest_filters, suggest_names
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 
@@ -18,7 +17,6 @@ __all__ = [
     "child_nodes",
     "explicit_name",
     "flat_name",
-    "scales_of_codes",
     "select",
     "suggest_filters",
     "suggest_names",

@@ -1,4 +1,4 @@
-"""Naming conventions: one tensor under the names of several projects, and codes with their scales.
+"""Naming conventions: one tensor under the names of several projects.
 
 Names from Hugging Face, GGUF, Burn, gpt.rs and wrappers of modules are brought to a common
 spelling. Two tensors match if their spellings are equal and no other tensor on either side is
@@ -15,9 +15,6 @@ rule         spelling
 ``gguf``     ``model.layers.0.self_attn.q_proj.weight`` is ``blk.0.attn_q.weight``, and so on, in
              the architecture that makes most names equal
 ===========  =======================================================================================
-
-The codes of a quantised weight are integers or small floats that mean nothing without their scales.
-They are recognised because a tensor with the name of their scales is next to them.
 """
 
 from __future__ import annotations
@@ -28,10 +25,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown, warn
-from xckpt.labels.numbering import parse_name, split_leaf
+from xckpt.structure.numbering import parse_name, split_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     Spell = Callable[[str], str | None]
 
@@ -202,69 +199,3 @@ def _best_architecture(ours: Iterable[str], theirs: Iterable[str]) -> Any:
     scores = {arch: score(arch) for arch in MODEL_ARCH if arch.name != "ARCTIC"}
     best = max(scores, key=lambda architecture: scores[architecture])
     return best if scores[best] else None
-
-
-# --- codes and scales ----------------------------------------------------------------------------
-
-# Element types of codes, one per element or several in a word.
-_CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
-# Endings of the names of codes and zero points, which the name of their scales does not have.
-_ENDINGS = re.compile(r"(_packed|_blocks|_qdata|_zero_point|\._data|:data|:zero_points)$")
-_SCALES = (
-    *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
-    *(".absmax", "/absmax", "_absmax"),
-)
-_SCALES_OF_SCALES = ("_scale_2", "_global_scale", ":global")
-# A module of quantised layers has one of these, for the tensors of these names.
-_MODULE_SCALES = ("scales", "scale", "SCB", "scale_packed")
-_MODULE_CODES = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_q"})
-
-
-def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the scales of each tensor of codes, and of other integers beside codes."""
-    codes, companions = codes_and_companions(dtypes)
-    return codes | companions
-
-
-def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return codes with their scales, and other integers in their modules with the same scales."""
-    code_types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype)}
-    codes: dict[str, str] = {}
-    companions: dict[str, str] = {}
-    if not code_types:
-        return codes, companions
-    for name, dtype in dtypes.items():
-        if dtype in code_types:
-            scales = next(
-                (candidate for candidate in _possible_scales(name) if candidate in dtypes), None
-            )
-            if scales is not None:
-                codes[name] = scales
-    if not codes:
-        return codes, companions
-    modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
-    modules.pop("", None)
-    modules |= codes
-    for name, dtype in dtypes.items():
-        if not dtype.startswith(("int", "uint")) or name in codes:
-            continue
-        # In the module of the codes, or below them: "weight.quant_state.bitsandbytes__nf4".
-        module = split_leaf(name)[0]
-        scales = modules.get(module) or codes.get(split_leaf(module)[0])
-        if scales is not None:
-            companions[name] = scales
-    return codes, companions
-
-
-def _possible_scales(name: str) -> Iterator[str]:
-    """Yield the names that the scales of a tensor may have."""
-    stem = _ENDINGS.sub("", name)
-    for ending in _SCALES:
-        yield stem + ending
-    if stem.endswith("_scale"):
-        for ending in _SCALES_OF_SCALES:
-            yield stem.removesuffix("_scale") + ending
-    module, separator, leaf = split_leaf(stem)
-    if leaf in _MODULE_CODES:
-        for scales in _MODULE_SCALES:
-            yield module + separator + scales

@@ -19,7 +19,8 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from xckpt.labels.numbering import (
+from xckpt.labels.paths import tree_paths
+from xckpt.structure.numbering import (
     drop_indices,
     has_words,
     module_indices,
@@ -27,7 +28,6 @@ from xckpt.labels.numbering import (
     parse_name,
     split_words,
 )
-from xckpt.labels.paths import tree_paths
 
 if TYPE_CHECKING:
     from collections.abc import (

@@ -33,7 +33,7 @@ from posixpath import commonprefix, join
 from typing import TYPE_CHECKING
 
 from xckpt.errors import shown
-from xckpt.labels.numbering import split_name
+from xckpt.structure.numbering import split_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

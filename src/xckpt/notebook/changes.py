@@ -16,8 +16,8 @@ from math import inf, isnan, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.formatting import counted, printable, shortened
-from xckpt.labels.numbering import parse_name
 from xckpt.notebook.folding import families_of, numbered_path, phrase, united
+from xckpt.structure.numbering import parse_name
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:

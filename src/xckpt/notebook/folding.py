@@ -21,18 +21,16 @@ braces stands for omitted members.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import prod
-from operator import itemgetter
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import ELEMENT_TYPES
 from xckpt.formatting import columns, printable, shortened
-from xckpt.labels import scales_of_codes
-from xckpt.labels.numbering import is_index, parse_name, strip_separator
-from xckpt.labels.roles import PARAMETERS, Role, roles_of
+from xckpt.structure import PARAMETERS, Role, Structure
+from xckpt.structure.forms import forms_of
+from xckpt.structure.numbering import is_index, strip_separator
 from xckpt.tensor_rows import TIED, Row
 
 if TYPE_CHECKING:
@@ -45,7 +43,6 @@ _LONGEST_LISTED_RUN = 2
 _DEEPEST_MERGE = 16
 _JOINTS = "_-:/."
 _NUMBER = re.compile(r"([0-9]+)")
-_ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
 # A piece of a name, the alternatives of a united piece, or the indices of a module as digits.
 _Component = str | tuple[str, ...] | frozenset[str]
@@ -81,6 +78,7 @@ class Family:
     nbytes: int = 0
     parameters: int = 0
     places: list[int] = field(default_factory=list)  # of all rows
+    role: Role | None = None
 
     @property
     def size(self) -> int:
@@ -146,67 +144,35 @@ def ascending(names: Sequence[str]) -> list[int]:
     return sorted(range(len(names)), key=keys.__getitem__)
 
 
-def families_of(rows: Iterable[Row]) -> list[Family]:
-    """Group tensors of one kind whose names differ only in the numbers of their modules."""
+def families_of(rows: Iterable[Row], structure: Structure | None = None) -> list[Family]:
+    """Group tensors of one kind whose names differ only in the numbers of their modules.
+
+    With the structure of the tensors, families have one role each, and their parameters counted.
+    """
+    rows = list(rows)
     columns: Any = list(zip(*rows, strict=True)) or [()] * len(Row._fields)
-    names, dtypes, shapes, nbytes, storages = columns
-    # With zeros for all digits, a deep model has a few dozen names, whose components begin at the
-    # same positions. This avoids splitting each of 100,000 names.
-    places_by_kind: dict[Hashable, list[int]] = defaultdict(list)
-    # Mask all names at once, because this takes longer than anything else.
-    masked = _with_zeros("\n".join(names)).split("\n")
-    if len(masked) != len(names):  # a name contains the separator
-        masked = list(map(_with_zeros, names))
-    for place, kind in enumerate(zip(masked, dtypes, shapes, storages, strict=True)):
-        places_by_kind[kind].append(place)
-    families: dict[tuple[Any, ...], Family] = {}
-    indices: dict[tuple[Any, ...], list[set[str]]] = {}
-    for places in places_by_kind.values():
-        cuts, spelled = _cut(names[places[0]])
-        # Separate words whose digits are not indices, such as `w1` and `w2`.
-        groups: dict[Hashable, list[int]] = defaultdict(list)
-        for place in places if spelled else ():
-            groups[tuple([names[place][cut] for cut in spelled])].append(place)
-        for group in groups.values() or [places]:
-            start = group[0]
-            first = names[start]
-            template = parse_name(first).template
-            properties = (dtypes[start], shapes[start], storages[start])
-            key = (template, *properties)
-            if key not in families:
-                families[key] = Family((), *properties, first, start)
-                indices[key] = [set() for _ in cuts]
-            family = families[key]
-            family.count += len(group)
-            family.places += group
-            family.nbytes += sum([nbytes[place] for place in group])
-            spellings = [names[place] for place in group] if cuts else []
-            for cut, values in zip(cuts, indices[key], strict=True):
-                values.update(map(itemgetter(cut), spellings))
-    for key, family in families.items():
-        sets = map(frozenset, indices[key])
-        family.components = tuple([next(sets) if part is None else part for part in key[0]])
-    return sorted(families.values(), key=lambda family: family.place)
-
-
-def _with_zeros(text: str) -> str:
-    # Translate UTF-8, which is ten times as fast as translating a str.
-    encoded = text.encode("utf-8", "surrogatepass").translate(_ANY_DIGIT)
-    return encoded.decode("utf-8", "surrogatepass")
-
-
-def _cut(name: str) -> tuple[list[slice], list[slice]]:
-    """Return the slices of the indices in a name, and of other pieces with digits."""
-    cuts, spelled, start = [], [], 0
-    parsed = parse_name(name)
-    for part, piece in zip(parsed.template, parsed.pieces, strict=True):
-        cut = slice(start, start + len(piece))
-        if part is None:
-            cuts.append(cut)
-        elif _NUMBER.search(piece):
-            spelled.append(cut)
-        start += len(piece)
-    return cuts, spelled
+    names, dtypes, shapes, nbytes, storages, _ = columns
+    roles: Iterable[str | None] = repeat(None)
+    packed: Iterable[int | None] = repeat(None)
+    if structure is not None and structure.special_roles:
+        special = structure.special_roles
+        roles = [special[name].value if name in special else None for name in names]
+    if structure is not None and structure.packed:
+        packed = map(structure.packed.get, names)
+    families = []
+    for form in forms_of(names, zip(dtypes, shapes, storages, roles, packed, strict=False)):
+        dtype, shape, storage, _, elements = form.kind
+        role = None if structure is None else structure.role(names[form.places[0]])
+        indices = iter(form.indices)
+        pieces = [frozenset(next(indices)) if p is None else p for p in form.template]
+        place, count = form.places[0], len(form.places)
+        size = sum([nbytes[place] for place in form.places])
+        family = Family(tuple(pieces), dtype, shape, storage, names[place], place, count, size)
+        family.places, family.role = form.places, role
+        if role in PARAMETERS and TIED not in storage.split():
+            family.parameters = family.size if elements is None else count * elements
+        families.append(family)
+    return families
 
 
 def united(families: Sequence[Family]) -> list[Family]:
@@ -368,73 +334,23 @@ def _braced(members: Sequence[str]) -> str:
     return "{" + ",".join([_literal(member, ",") for member in members]) + "}"
 
 
-# --- roles ---------------------------------------------------------------------------------------
-
-
-def count_parameters(families: Sequence[Family]) -> list[Role]:
-    """Count the trainable elements of each family, and return its role."""
-    by_name: dict[str, list[int]] = {}
-    for place, family in enumerate(families):
-        by_name.setdefault(_name_with_zeros(family), []).append(place)
-    # If a name has several types, scales belong to the codes, which have the smallest type.
-    roles = [Role.WEIGHT] * len(families)
-    smallest = {n: min(places, key=lambda p: _bits(families[p])) for n, places in by_name.items()}
-    tensors = [(name, families[p].dtype, families[p].shape) for name, p in smallest.items()]
-    for name, role in roles_of(tensors).items():
-        for place in by_name[name]:
-            family, is_smallest = families[place], place == smallest[name]
-            alone = (name, family.dtype, family.shape)
-            roles[place] = role if is_smallest else roles_of([alone])[name]
-    for family, role in zip(families, roles, strict=True):
-        is_counted = role in PARAMETERS and TIED not in family.storage.split()
-        family.parameters = family.size if is_counted else 0
-    return roles
-
-
-def _name_with_zeros(family: Family) -> str:
-    return "".join(["0" if part is None else part for part in family.template])
-
-
-def _bits(family: Family) -> int:
-    element = ELEMENT_TYPES.get(family.dtype)
-    return 64 if element is None else element.bits
-
-
 # --- codes of quantised weights ------------------------------------------------------------------
 
 # If a format defines how codes are decoded, its tensors have the values of the weights. Otherwise
-# only the name of a second tensor identifies codes: ``w.weight`` of 8 bits, ``w.weight_scale``.
-# The summary marks such codes, because statistics of them do not describe the weights.
+# the summary marks codes, because statistics of them do not describe the weights.
 
 #: The word for codes in `Row.storage` and in patterns.
 CODES = "codes"
 
 
-def marked(rows: Sequence[Row]) -> list[Row]:
+def marked(rows: Sequence[Row], structure: Structure) -> list[Row]:
     """Return rows with the word for codes in the storage of codes."""
-    codes = scales_of_codes({row.name: row.dtype for row in rows})
+    codes = structure.scales
     if not codes:
         return list(rows)
     return [
         row._replace(storage=_storage(row.storage)) if row.name in codes else row for row in rows
     ]
-
-
-def mark_codes(families: Iterable[Family]) -> None:
-    """Mark families of codes in their storage, which is faster than marking all rows."""
-    templates: dict[str, list[Family]] = {}
-    for family in families:
-        templates.setdefault(_name_with_zeros(family), []).append(family)
-    # A name may have several types, for example if the first layers are not quantised.
-    smallest = {name: min(members, key=_bits).dtype for name, members in templates.items()}
-    for name, scale in scales_of_codes(smallest).items():
-        scale_indices = [family.indices for family in templates[scale]]
-        with_scale = [frozenset().union(*sets) for sets in zip(*scale_indices, strict=False)]
-        for family in templates[name]:
-            pairs = zip(family.indices, with_scale, strict=False)
-            is_covered = all(indices <= scaled for indices, scaled in pairs)
-            if is_covered and scales_of_codes({name: family.dtype, scale: smallest[scale]}):
-                family.storage = _storage(family.storage)
 
 
 def _storage(storage: str) -> str:

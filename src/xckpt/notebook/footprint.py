@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.formatting import binary_size, short_count
-from xckpt.labels.roles import PARAMETERS, Role
-from xckpt.notebook.folding import count_parameters, families_of
+from xckpt.notebook.folding import families_of
+from xckpt.structure import PARAMETERS, Role, Structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -110,10 +110,8 @@ def _sizes(total: Sequence[Any]) -> dict[str, int]:
     return dict(zip(("tensors", "elements", "nbytes"), total, strict=True))
 
 
-def weigh(
-    families: Sequence[Family], roles: Sequence[Role], config: Mapping[Any, Any]
-) -> Footprint:
-    """Return the footprint of families whose parameters are counted.
+def weigh(families: Sequence[Family], config: Mapping[Any, Any]) -> Footprint:
+    """Return the footprint of families that have roles.
 
     `config` has the attributes of the file, or the content of ``config.json`` under ``"config"``.
     """
@@ -121,7 +119,8 @@ def weigh(
     schemes: dict[str, list[int]] = {}
     experts = _experts_in(config)
     in_experts = parameters = 0
-    for family, role in zip(families, roles, strict=True):
+    for family in families:
+        role = family.role or Role.WEIGHT
         is_parameter = role in PARAMETERS
         totals = [groups[role.group]]
         if is_parameter and family.parameters:
@@ -146,10 +145,9 @@ def weigh(
     )
 
 
-def footprint_of(rows: Iterable[Row], config: Mapping[Any, Any]) -> Footprint:
+def footprint_of(rows: Iterable[Row], structure: Structure, config: Mapping[Any, Any]) -> Footprint:
     """Return the footprint of tensors."""
-    families = families_of(rows)
-    return weigh(families, count_parameters(families), config)
+    return weigh(families_of(rows, structure), config)
 
 
 # --- experts -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 from xckpt.formatting import columns, printable, shortened
-from xckpt.labels.numbering import parse_name, split_name, strip_separator
+from xckpt.structure.numbering import parse_name, split_name, strip_separator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,20 @@ from xckpt.formatting import (
     shape_text,
     shortened,
 )
-from xckpt.labels.numbering import (
+from xckpt.notebook.folding import (
+    Family,
+    Pattern,
+    ascending,
+    families_of,
+    fold,
+    indices_text,
+    marked,
+    one_by_one,
+    united,
+)
+from xckpt.notebook.footprint import Footprint, GroupTotal, weigh
+from xckpt.structure import OF_TRAINING, PARAMETERS, Structure, structure_of
+from xckpt.structure.numbering import (
     is_index,
     module_indices,
     numbered_modules,
@@ -30,21 +43,6 @@ from xckpt.labels.numbering import (
     strip_separator,
     tokens,
 )
-from xckpt.labels.roles import PARAMETERS, roles_of
-from xckpt.notebook.folding import (
-    Family,
-    Pattern,
-    ascending,
-    count_parameters,
-    families_of,
-    fold,
-    indices_text,
-    mark_codes,
-    marked,
-    one_by_one,
-    united,
-)
-from xckpt.notebook.footprint import Footprint, GroupTotal, weigh
 from xckpt.tensor_rows import TIED, Row, StackedNames, storage_words, tied
 
 if TYPE_CHECKING:
@@ -167,6 +165,7 @@ def new_summary(
     stacked: Iterable[StackedNames] = (),
     obj: str = "",
     config: Mapping[Any, Any] | None = None,
+    structure: Structure | None = None,
 ) -> Summary:
     """Summarise tensors in one pass.
 
@@ -174,12 +173,14 @@ def new_summary(
     as for `weigh`; the attributes by default.
     """
     rows = list(rows)
-    families = families_of(rows)
-    mark_codes(families)
-    footprint = weigh(families, count_parameters(families), attrs if config is None else config)
-    modules, chosen = module_sets(families, stacked), selection(families)
+    structure = Structure(rows) if structure is None else structure
+    rows = marked(rows, structure)
+    families = families_of(rows, structure)
+    footprint = weigh(families, attrs if config is None else config)
+    own = [family for family in families if family.role not in OF_TRAINING]
+    modules, chosen = module_sets(own, stacked), selection(own)
     if len(rows) <= _FEW:
-        patterns = one_by_one(marked(rows))
+        patterns = one_by_one(rows)
     else:
         patterns = [family.pattern() for family in united(families)]
     order = ascending([pattern.first for pattern in patterns])
@@ -236,6 +237,7 @@ def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summar
     summary = new_summary(
         index_rows(index),
         config=config,
+        structure=structure_of(index),
         title=index.source,
         format=index.format,
         version=index.version,
@@ -266,7 +268,8 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         encodings = () if plain else [part.encoding for part in tensor.parts.values()]
         scheme = "" if plain else tensor.scheme
         storage = "" if plain else storage_words("dense" if scheme else tensor.layout, encodings)
-        yield Row(tensor.name, scheme or tensor.dtype, tensor.shape, nbytes, storage)
+        dtype = scheme or tensor.dtype
+        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, tensor.facts)
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:
@@ -517,16 +520,17 @@ def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
 
 
 def sizes_table(
-    rows: Iterable[Row], by: Literal["pattern", "dtype", "layer", "role"]
+    rows: Iterable[Row],
+    by: Literal["pattern", "dtype", "layer", "role"],
+    structure: Structure | None = None,
 ) -> pd.DataFrame:
     """Return a table of the sizes of tensors, largest first."""
     import pandas as pd
 
     rows = list(rows)
+    structure = Structure(rows) if structure is None else structure
     if by == "pattern":
-        families = families_of(rows)
-        count_parameters(families)
-        mark_codes(families)
+        families = families_of(marked(rows, structure), structure)
         patterns = [family.pattern() for family in united(families)]
         names = [pattern.first for pattern in patterns]
         frame = pd.DataFrame(
@@ -542,14 +546,15 @@ def sizes_table(
         )
     elif by in {"dtype", "layer", "role"}:
         totals: dict[str, list[int]] = {}
-        roles = roles_of(row[:3] for row in rows)
+        roles = structure.roles
         for row in rows:
             role = roles[row.name]
             key = row.dtype if by == "dtype" else role.value
-            key = parse_name(row.name).outermost if by == "layer" else key
+            key = structure.layer(row.name) if by == "layer" else key
             total = totals.setdefault(key, [0, 0, 0])
             total[0] += 1
-            total[1] += row.size if role in PARAMETERS and row.storage != TIED else 0
+            is_counted = role in PARAMETERS and row.storage != TIED
+            total[1] += structure.packed.get(row.name, row.size) if is_counted else 0
             total[2] += row.nbytes
         names = list(totals)
         frame = pd.DataFrame(

@@ -20,8 +20,8 @@ from xckpt.formatting import base_name
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.attributes import stack_attrs
+from xckpt.labels.corrections import correct
 from xckpt.labels.filters import no_match
-from xckpt.labels.numbering import is_index as is_number
 from xckpt.opening import format_of, open_index
 from xckpt.opening.checkpoint import CheckpointFiles
 from xckpt.opening.files import are_ranks, files_of
@@ -31,6 +31,7 @@ from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
+from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,6 +137,8 @@ def open_steps(
             raise
         except (OSError, CheckpointError) as error:
             return error
+        if parsed.structure is not None:
+            index = correct(index, parsed.structure)
         return Opened(place.text, source, index)
 
     places = [run.steps[number] for number in sorted(run.steps)]

@@ -9,7 +9,6 @@ import xarray as xr
 
 from xckpt.formatting import counted
 from xckpt.labels import select
-from xckpt.labels.numbering import is_index, parse_name
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.short_names import apart, short_names
 from xckpt.plots.axes import (
@@ -23,6 +22,7 @@ from xckpt.plots.axes import (
 from xckpt.plots.layers import require_statistic
 from xckpt.plots.series import require_any, series_of
 from xckpt.plots.theme import themed
+from xckpt.structure.numbering import is_index, parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

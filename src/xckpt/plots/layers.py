@@ -132,7 +132,8 @@ def draw_layers(
     rows = [row for row in rows if row.name in column]
     names_by_panel = [[row.name for row in rows]]
     if ax is None and hue is None:
-        names_by_panel = panels_of(rows, {numbered[name]: chosen.roles[name] for name in numbered})
+        originals = {name: original for original, name in numbered.items()}
+        names_by_panel = panels_of(rows, chosen.tensors.structure, originals)
     ndims = {row.name: len(row.shape) for row in rows}
     panels = [
         _Panel(*_lines_of(members, column, positions.along, hue_module, kind=kind, ndims=ndims))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.labels.numbering import parse_name, split_words
-from xckpt.labels.roles import Role, norms_of
 from xckpt.notebook.folding import ascending
 from xckpt.plots.series import groups_of, numbers_of, outermost
+from xckpt.structure import Role, Structure
+from xckpt.structure.numbering import parse_name, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,17 +90,23 @@ def _template(inside: str) -> str:
 # --- panels --------------------------------------------------------------------------------------
 
 
-def panels_of(rows: Iterable[Row], roles: Mapping[str, Role]) -> list[list[str]]:
-    """Divide tensors into panels by their kinds, and by their modules if they are many."""
+def panels_of(
+    rows: Iterable[Row], structure: Structure, originals: Mapping[str, str]
+) -> list[list[str]]:
+    """Divide tensors into panels by their kinds, and by their modules if they are many.
+
+    `originals` has the names of the tensors in the file.
+    """
     # Weights come first, then gains of norms, biases, and other roles.
     rows = list(rows)
-    norms = norms_of(row[:3] for row in rows)
+    norms, roles = structure.norms, structure.roles
     kinds: dict[tuple[int, str], list[str]] = {}
     order = list(Role)
     for row in rows:
-        role = roles.get(row.name, Role.WEIGHT)
+        original = originals[row.name]
+        role = roles[original]
         is_vector = sum([size != 1 for size in row.shape]) <= 1
-        kind = "norm" if row.name in norms else "vector" if is_vector else "matrix"
+        kind = "norm" if original in norms else "vector" if is_vector else "matrix"
         rank = order.index(role) * 3 + ["matrix", "norm", "vector"].index(kind)
         kinds.setdefault((rank, kind), []).append(row.name)
     panels = [names for _, names in sorted(kinds.items())]

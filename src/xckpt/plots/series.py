@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
-from xckpt.labels import scales_of_codes, suggest_filters
-from xckpt.labels.numbering import (
+from xckpt.labels import suggest_filters
+from xckpt.notebook.folding import families_of, fold, united
+from xckpt.notebook.short_names import apart, short_names
+from xckpt.structure import Role
+from xckpt.structure.numbering import (
     drop_indices,
     is_index,
     parse_name,
@@ -18,9 +21,6 @@ from xckpt.labels.numbering import (
     split_words,
     strip_separator,
 )
-from xckpt.labels.roles import Role, roles_of
-from xckpt.notebook.folding import families_of, fold, united
-from xckpt.notebook.short_names import apart, short_names
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     tensors = OpenTensors(obj)
     selected = tensors.select(names)
     require_any(selected, [row.name for row in tensors.rows], names)
-    roles = roles_of(row[:3] for row in tensors.rows)
+    roles = tensors.structure.roles
     # Without names, parameters and their averages; counters and masks only if nothing else is left.
     drawable = _DRAWN if names is not None else _BY_DEFAULT
     drawn = [name for name in selected if roles[name] in drawable] or selected
@@ -103,7 +103,7 @@ def require_any(
 
 def codes_of(tensors: OpenTensors) -> dict[str, str]:
     """Return the tensors that have codes, and the names of their scales."""
-    return scales_of_codes({row.name: row.dtype for row in tensors.rows})
+    return tensors.structure.scales
 
 
 def codes_drawn(scales: str | None) -> str:

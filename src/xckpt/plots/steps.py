@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.formatting import counted
-from xckpt.labels.roles import Role
 from xckpt.notebook.folding import ascending
 from xckpt.plots.axes import (
     add_heading,
@@ -19,6 +18,7 @@ from xckpt.plots.axes import (
     safe,
 )
 from xckpt.plots.theme import themed
+from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

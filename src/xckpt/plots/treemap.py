@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import binary_size, columns, counted, printable, share, shortened
-from xckpt.labels.numbering import parse_name, split_name, strip_separator
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.short_names import apart
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
 from xckpt.plots.series import require_any
 from xckpt.plots.theme import themed
+from xckpt.structure.numbering import parse_name, split_name, strip_separator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

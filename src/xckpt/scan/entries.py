@@ -33,12 +33,12 @@ from xckpt.errors import (
 )
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import suggest_names
-from xckpt.labels.numbering import parse_name
 from xckpt.registration import register_formatter
 from xckpt.scan.kinds import require_numbers
 from xckpt.scan.readers import ArrayReader, ChunkedTensor, UnreadableReader, reader_of
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
+from xckpt.structure.numbering import parse_name
 from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xckpt.scan.kinds import Kind
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
+    from xckpt.structure import Channels
     from xckpt.typing import Array
 
 #: Attributes of lazy arrays that determine their elements, besides the stored parts.
@@ -69,6 +70,8 @@ class Reader:
     sparse = False
     #: The error of reading it, for a tensor that cannot be read.
     problem: CheckpointError | None = None
+    #: Axes of its rows and columns; None for the axis that is stored slowest and all others.
+    channels: Channels | None = None
     #: File and offset, to read in this order.
     place: tuple[str, int] = ("", 0)
     #: Stored parts with their files, and options of decoding; None if the content may change.

@@ -123,7 +123,7 @@ def rows_of(
         cached: dict[int, bytes] = {}
         with paused_collector():
             for number, (reader, file) in enumerate(zip(readers, records, strict=True)):
-                value = None if file is None else file.get(key_of(reader))
+                value = None if file is None else file.get(_key_of_row(reader))
                 if value is not None and len(value) == 8 * width:
                     cached[number] = value
         rows[list(cached)] = np.frombuffer(b"".join(cached.values()), "<f8").reshape(
@@ -135,8 +135,13 @@ def rows_of(
         for number in missing:
             file = records[number]
             if file is not None:
-                file.put(key_of(readers[number]), rows[number].astype("<f8").tobytes())
+                file.put(_key_of_row(readers[number]), rows[number].astype("<f8").tobytes())
     return rows
+
+
+def _key_of_row(reader: Cacheable) -> bytes:
+    channels = getattr(reader, "channels", None)
+    return key_of(reader) if channels is None else key_of(reader, channels)
 
 
 class Records:

@@ -1,8 +1,10 @@
 """Statistics of the channels of a tensor: its rows and its columns.
 
-A row is the same as in `counts.Rows`: a slice along the axis that is stored slowest; the positions
-in it are the columns. If such a slice has too many elements, as for stacked experts, or is the
-whole tensor, rows run along the last axis. The pass that makes the sketch of a tensor also records
+Rows are output channels and columns are input channels, if the axes of a weight are known; all
+positions of the kernel of a convolution are within a channel. Otherwise a row is a slice along the
+axis that is stored slowest, as in `counts.Rows`, and the positions in it are the columns; if such a
+slice has too many elements, as for stacked experts, or is the whole tensor, rows run along the last
+axis. The pass that makes the sketch of a tensor also records
 the largest magnitude of each row and column, as a bit pattern. It shows dead channels and outliers.
 Sparse tensors, and tensors without such rows, have no statistics of channels.
 """
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 OF_CHANNELS = (
     *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
+    *("row_count", "column_count", "empty_rows", "first_empty_row", "first_dead_column"),
+    "next_largest",
 )
 #: Magnitude beyond which elements are outliers, in standard deviations.
 OUTLYING = 20.0
@@ -133,7 +137,7 @@ def _used_bits(values: Array, patterns: Array, mask: int) -> int:
     return mask
 
 
-def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> list[float]:
+def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[float]:
     """Return the statistics `OF_CHANNELS`, in order; NaN if one does not apply."""
     statistics = dict.fromkeys(OF_CHANNELS, np.nan)
     kind = sketch.kind
@@ -145,9 +149,9 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
     if kind.exact and kind.bits <= 8 and kind.dtype.kind != "b":
         statistics["at_ends"] = count_at_ends(sketch)
     if sketch.width:
-        patterns = [sketch.rows_of_channels(), sketch.columns]
-        if turned:
-            patterns.reverse()
+        patterns = _sides(sketch, reader)
+        statistics["row_count"], statistics["column_count"] = map(float, map(len, patterns))
+        statistics["empty_rows"] = float(np.count_nonzero(patterns[0] == 0))
         statistics["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
         statistics["dead_block"] = float(max(map(_block, patterns)))
         rows, columns = (_magnitudes(side, kind) for side in patterns)
@@ -157,14 +161,49 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
         faint = (rows > 0) & (rows < FAINT * middle)
         statistics["faint_rows"] = float(np.count_nonzero(faint))
         statistics["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
+        statistics["first_empty_row"] = _first(patterns[0] == 0)
+        statistics["first_dead_column"] = _first(patterns[1] == 0)
         if kind.is_float and std > 0:
             statistics["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
             statistics["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))
-            statistics["top_row"], statistics["top_column"] = (
-                float(np.argmax(rows)),
-                float(np.argmax(columns)),
-            )
+            statistics["top_row"] = float(np.argmax(rows))
+            statistics["top_column"] = float(np.argmax(columns)) if len(columns) else np.nan
+            statistics["next_largest"] = float(max(_second(rows), _second(columns)))
     return list(statistics.values())
+
+
+def _first(mask: Array) -> float:
+    return float(np.argmax(mask)) if mask.any() else np.nan
+
+
+def _second(values: Array) -> float:
+    """Return the second largest value; 0 for fewer than two."""
+    return float(np.partition(values, -2)[-2]) if len(values) > 1 else 0.0
+
+
+def _sides(sketch: ChannelSketch, reader: Any) -> list[Array]:
+    """Return the largest magnitudes of rows and columns, as patterns."""
+    shape = reader.array.shape
+    turned = reader.is_turned
+    stored = shape[::-1] if turned else shape
+    patterns = [sketch.rows_of_channels(), sketch.columns]
+    split = 1 if sketch.width == reader.row else len(stored) - 1
+    channels = reader.channels
+    if channels is None or len(stored) != len(shape):
+        return patterns[::-1] if turned else patterns
+    sides = []
+    for axes in (channels.rows, channels.columns):
+        places = [len(shape) - 1 - axis if turned else axis for axis in axes]
+        # The last axis decides where axes are on both sides; the others are within a channel.
+        is_behind = bool(places) and places[-1] >= split
+        if not places:
+            sides.append(patterns[0][:0])
+            continue
+        extents = stored[split:] if is_behind else stored[:split]
+        own = sorted([p - split * is_behind for p in places if (p >= split) == is_behind])
+        grid = patterns[is_behind].reshape(extents)
+        sides.append(grid.max(axis=tuple([a for a in range(len(extents)) if a not in own])).ravel())
+    return sides
 
 
 def count_at_ends(sketch: Sketch) -> float:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable, Described
     from xckpt.scan.readers import Reader
+    from xckpt.structure import Structure
     from xckpt.typing import Array, Dataset
 
 # Codes of the sketches that are described together; so many fit in the second-level cache.
@@ -131,6 +132,8 @@ def stats(
     with paused_collector():
         entries = entries_of(contents, dim)
         attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
+        if channels:
+            _add_channels(entries, contents.structure)
     if compute:
         values, dead_rows = _describe_all(entries, options, progress)
         for attr, entry, dead in zip(attrs, entries, dead_rows, strict=True):
@@ -175,6 +178,14 @@ def _stored_as(entry: Described) -> dict[str, Any]:
         "dtype": str(dtype),
         "shape": list(entry.readers[0].array.shape) if entry.readers else [],
     }
+
+
+def _add_channels(entries: Sequence[Described], structure: Structure) -> None:
+    """Set the axes of the channels of each tensor."""
+    for entry in entries:
+        for reader in entry.readers:
+            if reader.name in structure:
+                reader.channels = structure.channels(reader.name)
 
 
 def known_stats(obj: Any) -> xr.Dataset | None:
@@ -315,7 +326,7 @@ def _fill_rows(
             np.where(is_real, np.nan, row) if readers[number].complex else row
         )
         if isinstance(sketch, ChannelSketch):
-            std, turned = float(row[options.names.index("std")]), readers[number].is_turned
-            rows[number, len(row) : -1] = channel_statistics(sketch, std, turned=turned)
+            std = float(row[options.names.index("std")])
+            rows[number, len(row) : -1] = channel_statistics(sketch, std, readers[number])
         if sketch.rows.length:
             rows[number, -1] = sketch.rows.dead

@@ -17,8 +17,6 @@ from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown, some
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_word
-from xckpt.labels.numbering import drop_indices, parse_name, split_leaf
-from xckpt.labels.roles import Role, roles_of
 from xckpt.notebook.folding import ascending
 from xckpt.statistics.definitions import STATISTICS
 from xckpt.statistics.group_quantiles import group_quantiles
@@ -26,6 +24,8 @@ from xckpt.statistics.group_sums import Groups
 from xckpt.statistics.singular import MERGES as MERGES_OF_SPECTRA
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.tables import named_tensors, tensor_rows
+from xckpt.structure import Described, Role, Structure
+from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -94,24 +94,30 @@ def merge_statistics(
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def _labels(key: str, names: Sequence[str], origin: DescribedTensors | None) -> list[Any]:
+def structure_of_names(names: Iterable[str], origin: DescribedTensors | None) -> Structure:
+    """Return the structure of the tensors that a result describes."""
+    known = origin.structure if origin is not None else Structure(())
+    described = {name: known.described(name) for name in known}
+    unknown = [name for name in names if name not in described]
+    if not unknown:
+        return known
+    # Parts of a tensor have names like name:part. A matrix of floats stands for a tensor if only
+    # its name is known.
+    for name in unknown:
+        owner = described.get(name.rpartition(":")[0], Described(name, "float32", (2, 2)))
+        described[name] = owner._replace(name=name)
+    return Structure(described.values())
+
+
+def _labels(key: str, names: Sequence[str], structure: Structure) -> list[Any]:
     """Return the label of each tensor; None for a tensor that has none."""
-    if key == "role":
-        return _role_labels(names, origin)
-    if key == "module":
-        return [drop_indices(parse_name(split_leaf(name)[0]).template) for name in names]
-    parsed = [parse_name(name) for name in names]
-    labels: list[int | None]
     if key == "layer":
-        paths = [parts.outermost for parts in parsed]
-        stacks = {path.removesuffix(parts.indices[0])
-                  for path, parts in zip(paths, parsed, strict=True) if path}  # fmt: skip
-        if len(stacks) > 1:  # for example an encoder and a decoder
-            return [path or None for path in paths]
-        labels = [int(parts.indices[0]) if parts.indices else None for parts in parsed]
+        labels = _layer_labels(names, structure)
+    elif key in _KEYS:
+        labels = [_KEYS[key](structure, name) or None for name in names]
     else:
         labels = []
-        for parts in parsed:  # modules called ``expert``, ``experts``, ``local_experts``, ...
+        for parts in map(structure.parse, names):  # `expert`, `experts`, `local_experts`, ...
             numbers = [
                 int(index)
                 for module, index in zip(parts.modules, parts.indices, strict=True)
@@ -119,27 +125,48 @@ def _labels(key: str, names: Sequence[str], origin: DescribedTensors | None) -> 
             ]
             labels.append(numbers[0] if numbers else None)
     if all(label is None for label in labels):
-        modules = Counter(module for parts in parsed for module in parts.modules)
-        modules.pop("layers", None)  # its key is "layer"
-        keys = ["layer", "role", "module", *modules]
-        hint = suggest_word(key, {}, keys)
-        listed = f"did you mean {hint!r}?" if hint else f"keys are {', '.join(map(shown, keys))}"
-        raise ValueError(f"no tensor has a number for {key!r} in its name; {listed}")
+        raise ValueError(_no_labels(key, names, structure))
     return labels
 
 
-def _role_labels(names: Sequence[str], origin: DescribedTensors | None) -> list[str]:
-    """Return the role of each tensor, from all tensors of the checkpoint if these are known."""
-    tensors = {tensor[0]: tensor for tensor in (origin.tensors if origin else ())}
-    # Parts of a tensor have names like name:part.
-    owners = [name if name in tensors else name.rpartition(":")[0] for name in names]
-    owners = [
-        owner if owner in tensors else name for owner, name in zip(owners, names, strict=True)
-    ]
-    # A matrix of floats stands for a tensor if only its name is known.
-    unknown = [(name, "float32", (2, 2)) for name in owners if name not in tensors]
-    roles = roles_of([*tensors.values(), *unknown])
-    return [roles[name].value for name in owners]
+def _layer_labels(names: Sequence[str], structure: Structure) -> list[Any]:
+    """Return the number of the layer of each tensor, or its path if there are several stacks."""
+    paths = [structure.layer(name) for name in names]
+    if structure.has_layers:
+        return [path or None for path in paths]
+    numbers = [parts.indices[:1] for parts in map(structure.parse, names)]
+    stacks = {
+        path.removesuffix(*number) for path, number in zip(paths, numbers, strict=True) if path
+    }
+    if len(stacks) > 1:  # for example an encoder and a decoder
+        return [path or None for path in paths]
+    return [int(*number) if number else None for number in numbers]
+
+
+def _no_labels(key: str, names: Sequence[str], structure: Structure) -> str:
+    """Explain why no tensor has a key."""
+    modules = Counter(module for name in names for module in structure.parse(name).modules)
+    modules.pop("layers", None)  # its key is "layer"
+    keys = [*([] if key == "layer" else ["layer"]), *_KEYS, *modules]
+    listed = f"keys are {', '.join(map(shown, keys))}"
+    if key == "layer":
+        return f"this model has no repeated layers; {listed}"
+    hint = suggest_word(key, {}, keys)
+    listed = f"did you mean {hint!r}?" if hint else listed
+    return f"no tensor has a number for {key!r} in its name; {listed}"
+
+
+def _module_label(_: Structure, name: str) -> str:
+    return drop_indices(parse_name(split_leaf(name)[0]).template)
+
+
+_KEYS: Mapping[str, Callable[[Structure, str], str]] = {
+    "role": lambda structure, name: structure.roles[name].value,
+    "module": _module_label,
+    "kind": Structure.module_type,
+    "component": Structure.component,
+    "dtype": lambda structure, name: structure.described(name).dtype,
+}
 
 
 def _sorted(key: str, labels: Iterable[Any]) -> list[Any]:
@@ -232,7 +259,8 @@ def place_tensors(
     if not keys or len(set(keys)) < len(keys):
         raise ValueError("by() takes different keys: 'layer', 'role', 'module', 'expert', ...")
     with paused_collector():
-        labels = {key: _labels(key, names, origin) for key in keys}
+        structure = structure_of_names(names, origin)
+        labels = {key: _labels(key, names, structure) for key in keys}
         has_label = np.array([None not in place for place in zip(*labels.values(), strict=True)])
         if has_values is not None:
             has_label &= has_values

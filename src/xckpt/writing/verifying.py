@@ -31,11 +31,12 @@ from xckpt.errors import (
     some,
 )
 from xckpt.formatting import counted
-from xckpt.labels.emptiness import NO_TENSORS, empty_weights
 from xckpt.labels.filters import select_or_raise
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
+from xckpt.structure import structure_of
+from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 from xckpt.writing.contents import digest, side_by_side, stored_contents
 from xckpt.writing.manifests import Manifest, differences
 from xckpt.writing.manifests import manifest as make_manifest
@@ -359,10 +360,9 @@ def _findings_of_emptiness(index: Index, tensors: Sequence[Tensor]) -> Iterator[
     """Yield a finding if a checkpoint has no tensors, and one for weights without elements."""
     if not index.tensors:
         yield Finding("error", None, _EMPTY, None, NO_TENSORS)
-    described = [(t.name, t.dtype, t.shape) for t in index.tensors.values()]
     checked_names = {tensor.name for tensor in tensors}
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for name, reason in empty_weights(described).items():
+    for name, reason in empty_weights(structure_of(index)).items():
         if name in checked_names:
             by_reason[reason].append(name)
     for reason, names in by_reason.items():

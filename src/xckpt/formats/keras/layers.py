@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from xckpt.index import Tensor
 
@@ -24,9 +24,12 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "batch_normalization": (*_SCALES, "moving_mean", "moving_variance"),
     "layer_normalization": _SCALES,
     "group_normalization": _SCALES,
+    "rms_normalization": ("scale",),
+    "p_re_lu": ("alpha",),
+    "attention": ("scale",),
+    "additive_attention": ("scale",),
     "cell": _CELL,
-    "lstm_cell": _CELL,
-    "gru_cell": _CELL,
+    **dict.fromkeys(("lstm_cell", "gru_cell", "lstm", "gru", "simple_rnn"), _CELL),
     "separable_conv1d": ("depthwise_kernel", "pointwise_kernel", "bias"),
     "separable_conv2d": ("depthwise_kernel", "pointwise_kernel", "bias"),
     **{f"conv{axes}d": _WEIGHTS for axes in (1, 2, 3)},
@@ -41,7 +44,7 @@ _AXES: dict[str, tuple[str, ...]] = {
     "reversible_embedding embeddings": _IN_OUT,
     **{
         f"{cell} {name}": _IN_OUT
-        for cell in ("cell", "lstm_cell", "gru_cell")
+        for cell in ("cell", "lstm_cell", "gru_cell", "lstm", "gru", "simple_rnn")
         for name in _CELL[:2]
     },
     **{f"conv{n}d kernel": (*_PLANES[-n:], "in", "out") for n in (1, 2, 3)},
@@ -52,12 +55,38 @@ _AXES: dict[str, tuple[str, ...]] = {
     **{f"{role}_dense kernel": ("in", "heads", "head") for role in ("query", "key", "value")},
     "output_dense kernel": ("heads", "head", "out"),
 }
-_ALONG_OUT = {"bias", *_SCALES, "moving_mean", "moving_variance"}
+_ALONG_OUT = {"bias", "scale", "alpha", "kernel_scale", *_SCALES, "moving_mean", "moving_variance"}
 # Classes with an option that leaves out variables in the middle.
 _WHOLE = {"batch_normalization": 4, "layer_normalization": 2, "group_normalization": 2}
 _OPTIMIZER = ("iteration", "learning_rate")
 _NUMBER = re.compile(r"_[0-9]+$")
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])")
+# As Keras makes snake case of the name of a class.
+_WORD, _CAMEL = re.compile(r"(.)([A-Z][a-z]+)"), re.compile(r"([a-z])([A-Z])")
+# Fewest variables of a dense layer whose inputs are scaled to float8.
+_FLOAT8_VARIABLES = 7
+
+
+# Variables of quantised layers by mode, in the order of the file; `bias` is optional, and so are
+# the last two of `int4`.
+_AMAX = ("inputs_scale", "inputs_amax_history", "kernel_scale", "kernel_amax_history")
+_MODES: dict[str, tuple[str, ...]] = {
+    "int8": ("kernel", "bias", "kernel_scale"),
+    "int4": ("kernel", "bias", "kernel_scale", "kernel_zero", "g_idx"),
+    "float8": (*_WEIGHTS, *_AMAX, "outputs_grad_scale", "outputs_grad_amax_history"),
+    "gptq": ("bias", "quantized_kernel", "kernel_scale", "kernel_zero", "g_idx"),
+    "awq": ("bias", "quantized_kernel", "kernel_scale", "kernel_zero", "awq_scales", "g_idx"),
+}
+_OF_EMBEDDINGS = ("embeddings", "embeddings_scale", "embeddings_zero", "g_idx")
+_MODE = re.compile(r"(int8|int4|float8|gptq|awq)\b|^(int8|int4|float8|gptq|awq)[_/]")
+_PACKED = frozenset({"kernel", "embeddings", "quantized_kernel"})
+
+
+class _Layer(NamedTuple):
+    """What a configuration states about a layer."""
+
+    kind: str  # class in snake case
+    mode: str = ""  # of quantisation
+    has_bias: bool | None = None
 
 
 class Layers:
@@ -65,14 +94,14 @@ class Layers:
 
     def __init__(self, groups: Mapping[tuple[str, ...], Mapping[str, Any]], config: Any) -> None:
         self._groups = groups
-        self._classes: dict[str, str] = {}
+        self._layers: dict[str, _Layer] = {}
         stack = [config]
         while stack:
             value = stack.pop()
             if type(value) is dict:
                 inner, kind = value.get("config"), value.get("class_name")
                 if type(inner) is dict and type(inner.get("name")) is str and type(kind) is str:
-                    self._classes.setdefault(inner["name"], _CAMEL.sub("_", kind).lower())
+                    self._layers.setdefault(inner["name"], _layer(kind, inner))
                 stack += value.values()
             elif type(value) is list:
                 stack += value
@@ -90,43 +119,103 @@ class Layers:
 
     def _named(self, tensor: Tensor, siblings: Mapping[str, Tensor]) -> Tensor:
         *group, last = tensor.path or ("",)
-        attrs: dict[str, Any] = dict(tensor.attrs)
         if group[-1:] == ["vars"]:
-            layer = self._groups.get((*group,), {}).get("name")
+            name = self._groups.get((*group,), {}).get("name")
             owner = group[-2] if len(group) > 1 else ""
             kind = _NUMBER.sub("", owner)
-            kind = kind if f"{kind} kernel" in _AXES else self._classes.get(str(layer), kind)
-            variable = _variable(kind, last, siblings)
-            if type(layer) is str:
-                attrs["layer"] = layer
+            layer = self._layers.get(str(name), _Layer(kind))
+            # Layers inside a layer have a path, but no configuration.
+            layer = layer._replace(kind=kind) if f"{kind} kernel" in _AXES else layer
+            variable = _variable(layer, last, siblings)
+            name = name if type(name) is str else None
         elif ":" in last or {"model_weights", "optimizer_weights"} & {*group[:1]}:
-            layer = group[-1] if group else ""
+            name = self._layer_above(group)
             variable = last.partition(":")[0]
-            kind = self._classes.get(layer, _NUMBER.sub("", layer))
-            if group[:1] != ["optimizer_weights"] and layer:
-                attrs["layer"] = layer
+            layer = self._layers.get(name, _Layer(_NUMBER.sub("", name)))
+            if f"{layer.kind} {variable}" not in _AXES and group:
+                inner = _NUMBER.sub("", group[-1])
+                layer = layer._replace(kind=inner) if inner in _ROLES else layer
+            if group[:1] == ["optimizer_weights"]:
+                name, layer = None, _Layer("optimizer")
+            name = name or None
         else:
             return tensor
-        if variable is None:
-            return replace(tensor, attrs=attrs)
-        attrs["variable"] = variable
-        dims = _AXES.get(f"{kind} {variable}")
-        dims = _BIAS if dims is None and variable in _ALONG_OUT and kind in _ROLES else dims
-        is_fitting = dims is not None and len(dims) == tensor.ndim and tensor.problem is None
-        return replace(tensor, attrs=attrs, dims=dims if is_fitting else None)
+        return _described(tensor, layer, name, variable)
+
+    def _layer_above(self, group: Sequence[str]) -> str:
+        """Return the name of the layer that owns a variable of Keras 2."""
+        # Scopes inside of a layer repeat its name with a number: conv2d_1/conv2d_1_1/kernel:0.
+        for word in reversed(group):
+            if word in self._layers:
+                return word
+        if len(group) > 1 and _NUMBER.sub("", group[-1]) == group[-2]:
+            return group[-2]
+        return group[-1] if group else ""
 
 
-def _variable(kind: str, last: str, siblings: Mapping[str, Tensor]) -> str | None:
+def _layer(class_name: str, config: Mapping[str, Any]) -> _Layer:
+    kind = _CAMEL.sub(r"\1_\2", _WORD.sub(r"\1_\2", class_name)).lower()
+    policy = config.get("dtype")
+    mode = ""
+    if type(policy) is dict and type(policy.get("config")) is dict:
+        inner = policy["config"]
+        texts = [inner.get("mode"), inner.get("name"), policy.get("class_name")]
+        match = next((m for text in texts if (m := _MODE.search(str(text).lower()))), None)
+        mode = match[0].strip("_/") if match else ""
+    has_bias = config.get("use_bias")
+    if kind == "einsum_dense":
+        has_bias = config.get("bias_axes") is not None
+    return _Layer(kind, mode, has_bias if type(has_bias) is bool else None)
+
+
+def _described(tensor: Tensor, layer: _Layer, name: str | None, variable: str | None) -> Tensor:
+    """Return a tensor with the facts about its layer."""
+    attrs: dict[str, Any] = dict(tensor.attrs)
+    declared: dict[str, Any] = {}
+    if name is not None:
+        attrs["layer"] = declared["layer"] = name
+    if variable is None:
+        return replace(tensor, attrs=attrs, declared=declared or None)
+    attrs["variable"] = variable
+    if layer.kind != "optimizer":
+        declared |= {"class": layer.kind, "variable": variable}
+    dims = _AXES.get(f"{layer.kind} {variable}")
+    if dims is None and variable in _ALONG_OUT and layer.kind in _ROLES:
+        dims = _BIAS
+    is_packed = layer.mode in {"int4", "gptq", "awq"} and variable in _PACKED
+    if is_packed and tensor.dtype in {"int8", "uint8"}:
+        declared["elements"] = 2 * tensor.size
+    is_fitting = dims is not None and len(dims) == tensor.ndim and tensor.problem is None
+    dims = dims if is_fitting and not is_packed else None
+    return replace(tensor, attrs=attrs, declared=declared or None, dims=dims)
+
+
+def _variable(layer: _Layer, last: str, siblings: Mapping[str, Tensor]) -> str | None:
     """Return the name of a numbered variable, if the class of its layer is known."""
     if not last.isdecimal() or len(last) > 4:
         return None if last.isdecimal() else last
-    number = int(last)
+    number, kind = int(last), layer.kind
     if kind == "optimizer":
         return _OPTIMIZER[number] if number < len(_OPTIMIZER) else None
     names = _ROLES.get(kind, ())
-    if number >= len(names) or len(siblings) != _WHOLE.get(kind, len(siblings)):
-        return None
     first = siblings.get("0")
-    # The scales of quantised kernels take the place of a missing bias.
-    is_code = first is not None and "float" not in first.dtype
-    return names[number] if number == 0 or not is_code else None
+    if names and (layer.mode or (first is not None and "float" not in first.dtype)):
+        names = _quantised(layer, names, len(siblings))
+    elif len(names) == 2 and layer.has_bias is None and len(siblings) >= _FLOAT8_VARIABLES:
+        names = _quantised(layer._replace(mode="float8"), names, len(siblings))
+    is_complete = len(siblings) == _WHOLE.get(kind, len(siblings))
+    return names[number] if number < len(names) and is_complete else None
+
+
+def _quantised(layer: _Layer, names: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return the names of the variables of a quantised layer."""
+    if names[0] == "embeddings":
+        return _OF_EMBEDDINGS
+    if names != _WEIGHTS:
+        return names[:1]
+    # Without a mode, the first variable has integers, whose scales always follow.
+    variables = _MODES[layer.mode or "int4"]
+    has_bias = layer.has_bias
+    if has_bias is None:
+        has_bias = count in ({8} if layer.mode == "float8" else {3, 5})
+    return variables if has_bias else tuple([name for name in variables if name != "bias"])

@@ -47,6 +47,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable
 from xckpt.formats.foreign import is_versioned_message
 from xckpt.formats.onnx.tensors import TYPES, ProtoReader
+from xckpt.formats.onnx.users import KEPT, Node, Users, axes_by, elements_by
 from xckpt.formats.onnx.wire import BYTES, VARINT, signed
 from xckpt.index import Index, Tensor
 
@@ -101,7 +102,7 @@ class Onnx(Format):
 class _ModelReader(ProtoReader):
     """The model of a file, whose tensors are collected by name."""
 
-    __slots__ = ("_constants", "_results", "_room", "_tensors", "_users", "attrs")
+    __slots__ = ("_constants", "_room", "_tensors", "_users", "_values", "attrs")
 
     def __init__(self, source: Readable, *, constants: bool) -> None:
         super().__init__(source)
@@ -109,9 +110,8 @@ class _ModelReader(ProtoReader):
         self._constants = constants
         self._tensors: dict[str, Tensor] = {}
         self._room = _MOST_NAMES
-        # In the main graph: operator, position and facts of each use of a name, results of MatMul.
-        self._users: dict[str, list[tuple[str, str, int, Any]]] = defaultdict(list)
-        self._results: set[str] = set()
+        self._values: set[str] = set()  # of Constant nodes
+        self._users = Users()
 
     def read(self) -> None:
         """Read all fields of the model."""
@@ -153,17 +153,24 @@ class _ModelReader(ProtoReader):
                     self._graph(value, ("training_info", position, name), 1)
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors; tensors of the main graph have axes and their first user."""
+        """Return all tensors, with their axes and users if operators of a graph use them."""
         tensors = dict(self._tensors)
-        for name, users in self._users.items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor.path is not None:
-                continue
-            node, operator, position, _ = users[0]
-            attrs = {**tensor.attrs, "used_by": f"{node}: {operator}[{position}]"}
-            axes = {self._axes(name, user, tensor.ndim) for user in users} - {None}
-            dims = axes.pop() if len(axes) == 1 else None
-            tensors[name] = replace(tensor, attrs=attrs, dims=dims)
+        for name, uses in self._users.by_tensor().items():
+            tensor = tensors[name]
+            declared: dict[str, Any] = {
+                "uses": tuple([(use.operator, use.position, use.others) for use in uses]),
+                "node": next((u.node for u in uses if u.operator not in KEPT), uses[0].node),
+            }
+            if name in self._values:
+                declared["constant"] = True
+            elements = next((n for use in uses if (n := elements_by(use))), None)
+            if elements is not None:
+                declared["elements"] = elements
+            first = uses[0]
+            used_by = f"{first.node}: {first.operator}[{first.position}]"
+            dims = axes_by(uses, tensor.ndim)
+            attrs = {**tensor.attrs, "used_by": used_by}
+            tensors[name] = replace(tensor, attrs=attrs, dims=dims, declared=declared)
         return tensors
 
     # --- graphs, nodes, attributes ---
@@ -183,9 +190,9 @@ class _ModelReader(ProtoReader):
                 elif number == 2 and not path:
                     self.attrs["graph_name"] = self.string(value, "the name of a graph")
                 elif number == 5:
-                    self._add(self.dense(value, path, None))
+                    self._add_initializer(self.dense(value, path, None), path)
                 elif number == 15:
-                    self._add(self.sparse(value, path, None))
+                    self._add_initializer(self.sparse(value, path, None), path)
 
     def _function(self, nbytes: int) -> None:
         nodes, name = [], ""
@@ -195,6 +202,7 @@ class _ModelReader(ProtoReader):
                     name = self.string(value, "the name of a function")
                 elif number == 7 and wire == BYTES:
                     nodes.append((self.at, value))
+            self._users.scopes.add(name)
             for position, (offset, size) in enumerate(nodes):
                 self.at = offset
                 self._node(size, (name,), 1, position)
@@ -225,13 +233,7 @@ class _ModelReader(ProtoReader):
                 self.at = offset
                 result = output if operator == "Constant" else None
                 self._attribute(size, (*path, label), depth, numbers, (path, result))
-        if not path:
-            facts = numbers.get("transB", numbers.get("axis", 0))
-            if operator == "MatMul":
-                self._results.update(outputs)
-            for place, text in enumerate(inputs):
-                others = tuple(inputs) if operator == "Add" else facts
-                self._users[text].append((label, operator, place, others))
+        self._users.add(Node(path, label, operator, inputs, outputs, numbers))
 
     def _attribute(
         self,
@@ -266,7 +268,21 @@ class _ModelReader(ProtoReader):
                     if result[1] is not None and name in {"value", "sparse_value"}:
                         place, constant = result[0], result[1]
                     read = self.sparse if number in {22, 23} else self.dense
-                    self._add(read(size, place, constant), is_unique=bool(constant))
+                    self._add_value(read(size, place, constant), place, constant)
+
+    def _add_initializer(self, tensor: Tensor, path: tuple[str, ...]) -> None:
+        name = tensor.name.removeprefix("/".join(path) + "/") if path else tensor.name
+        self._users.tensors[path, name] = tensor.name
+        self._add(tensor)
+
+    def _add_value(self, tensor: Tensor, path: tuple[str, ...], constant: str) -> None:
+        """Add a tensor in an attribute; `constant` is its name if it is the value of a node."""
+        if not constant:
+            self._add(replace(tensor, declared={"attribute": True}), is_unique=False)
+            return
+        self._add(tensor)
+        self._values.add(tensor.name)
+        self._users.tensors[path, constant] = tensor.name
 
     def _add(self, tensor: Tensor, *, is_unique: bool = True) -> None:
         """Add a tensor; names of initializers and constants are unique, names of nodes are not."""
@@ -281,37 +297,3 @@ class _ModelReader(ProtoReader):
             reason = f"all names together are longer than {_MOST_NAMES}"
             raise UnsupportedError(reason, offset=self.at, rule="NameLength")
         self._tensors[name] = tensor if name == tensor.name else replace(tensor, name=name)
-
-    # --- names of axes ---
-
-    def _axes(
-        self, name: str, user: tuple[str, str, int, Any], ndim: int
-    ) -> tuple[str, ...] | None:
-        """Return the axes of a tensor by the operator that uses it, None if uncertain."""
-        _, operator, position, facts = user
-        if operator == "Gemm" and position == 1 and ndim == 2:
-            return ("out", "in") if facts else ("in", "out")
-        if operator == "Gather" and (position, ndim, facts) == (0, 2, 0):
-            return ("in", "out")
-        if operator == "Add" and ndim == 1:
-            return ("out",) if self._results & {*facts} - {name} else None
-        if operator in {"Conv", "ConvTranspose"} and position == 1 and 3 <= ndim <= 5:
-            spatial = ("depth", "height", "width")[5 - ndim :]
-            return (("out", "in") if operator == "Conv" else ("in", "out")) + spatial
-        if operator.endswith("Normalization") and position and ndim == 1:
-            return ("out",)
-        return _AXES.get((operator, position, ndim))
-
-
-_AXES = {
-    ("Gemm", 2, 1): ("out",),
-    ("MatMul", 0, 2): ("out", "in"),
-    ("MatMul", 1, 2): ("in", "out"),
-    ("Conv", 2, 1): ("out",),
-    ("ConvTranspose", 2, 1): ("out",),
-    **{
-        (operator, position, 3): ("directions", "out", "in")
-        for operator in ("LSTM", "GRU", "RNN")
-        for position in (1, 2)
-    },
-}

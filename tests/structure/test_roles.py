@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stats.architectures import ARCHITECTURES
-from xckpt.labels.roles import Role, norms_of, roles_of
+from tests.stats.architectures import ARCHITECTURES, Tensors
+from xckpt.structure import Described, Role, Structure
 
 F, H, B = "float32", "bfloat16", "bool"
 I8, U8, I32, I64 = "int8", "uint8", "int32", "int64"
@@ -242,10 +242,16 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
 }
 
 
+def _structure(tensors: Tensors) -> Structure:
+    return Structure(
+        [Described(name, str(values.dtype), values.shape) for name, values in tensors.items()]
+    )
+
+
 @pytest.mark.parametrize("framework", GOLDEN)
 def test_roles_of_framework(framework: str) -> None:
     cases = GOLDEN[framework]
-    roles = roles_of([case[:3] for case in cases])
+    roles = Structure([Described(*case[:3]) for case in cases]).roles
     assert {n: r.value for n, r in roles.items()} == {name: role for name, *_, role in cases}
 
 
@@ -260,8 +266,7 @@ def test_documentation_lists_every_role() -> None:
 def test_only_buffers_of_untrained_models_are_not_weights(model: object) -> None:
     assert callable(model)
     tensors = model()
-    rows = [(name, str(values.dtype), values.shape) for name, values in tensors.items()]
-    roles = roles_of(rows)
+    roles = _structure(tensors).roles
     buffers = {name for name, role in roles.items() if role is not Role.WEIGHT}
     words = ("running_", "num_batches", "_ids", "position_index", "attn_mask")
     assert buffers == {name for name in tensors if any(word in name for word in words)}
@@ -271,19 +276,19 @@ def test_only_buffers_of_untrained_models_are_not_weights(model: object) -> None
 def test_norms_are_gains_of_ones(model: object) -> None:
     assert callable(model)
     tensors = model()
-    rows = [(name, str(values.dtype), values.shape) for name, values in tensors.items()]
     all_ones = {n for n, v in tensors.items() if v.size > 1 and (v == 1).all()}
     no_gain = {n for n in all_ones if n.endswith(("running_var", ".D"))}
-    assert norms_of(rows) == all_ones - no_gain
+    assert _structure(tensors).norms == all_ones - no_gain
 
 
 def test_time_for_many_names() -> None:
     rows = [
-        (f"model.layers.{n}.mlp.experts.{e}.{w}.weight", H, M)
+        Described(f"model.layers.{n}.mlp.experts.{e}.{w}.weight", H, M)
         for n in range(50)
         for e in range(256)
         for w in ("up", "down")
     ]
     start = time.process_time()
-    roles_of(rows)
+    structure = Structure(rows)
+    assert len(structure.roles) == len(rows)
     assert time.process_time() - start < 1

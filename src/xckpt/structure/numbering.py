@@ -103,6 +103,11 @@ def is_index(piece: str) -> bool:
     return piece.isdigit() and piece.isascii() and len(piece) <= _MAX_DIGITS
 
 
+def names_repeated_modules(word: str) -> bool:
+    """Return whether a word is one for things that models repeat, such as ``layers``."""
+    return _REPEATED.fullmatch(word) is not None
+
+
 # --- parsing -------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,10 @@ from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING
 
-from xckpt.labels.roles import PARAMETERS, roles_of
+from xckpt.structure.info import PARAMETERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from xckpt.structure.model import Structure
 
 __all__ = ["NO_TENSORS", "empty_weights"]
 
@@ -33,13 +33,13 @@ _MATRICES = frozenset({"weight", "kernel"})
 _SEPARATORS = re.compile(r"[./]")
 
 
-def empty_weights(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, str]:
+def empty_weights(structure: Structure) -> dict[str, str]:
     """Return weights without elements that should have some, each with the likely reason.
 
     Parameters
     ----------
-    tensors : sequence of (str, str, tuple of int)
-        Name, stored element type and shape of each tensor of a checkpoint.
+    structure : Structure
+        All tensors of a checkpoint.
 
     Returns
     -------
@@ -47,13 +47,14 @@ def empty_weights(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[s
         Weights without elements, if others of the same name have elements, or none has any. A list
         without elements, such as the ids of removed rows, is not a fault.
     """
-    empty = [tensor for tensor in tensors if not prod(tensor[2])]
+    shapes = {name: structure.described(name).shape for name in structure}
+    empty = {name: shape for name, shape in shapes.items() if not prod(shape)}
     if not empty:
         return {}
-    roles = roles_of(tensors)
-    leaves = Counter(_leaf(name) for name, _, shape in tensors if prod(shape))
+    roles = structure.roles
+    leaves = Counter(_leaf(name) for name, shape in shapes.items() if prod(shape))
     reasons = {}
-    for name, _, shape in empty:
+    for name, shape in empty.items():
         leaf = _leaf(name)
         is_expected = leaves[leaf] or (leaf in _MATRICES and leaf != name) or not leaves
         if roles.get(name) in PARAMETERS and is_expected:

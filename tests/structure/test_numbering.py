@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.labels.grids import find_stacks, member_names
-from xckpt.labels.numbering import (
+from xckpt.notebook.folding import families_of
+from xckpt.notebook.summary import ModuleTree, sizes_table
+from xckpt.structure.numbering import (
     drop_indices,
     is_index,
     module_indices,
@@ -16,8 +18,6 @@ from xckpt.labels.numbering import (
     parse_name,
     split_leaf,
 )
-from xckpt.notebook.folding import families_of
-from xckpt.notebook.summary import ModuleTree, sizes_table
 from xckpt.tensor_rows import Row
 
 INDICES = ["0", "7", "10", "00", "007", "9" * 18]

@@ -1,6 +1,6 @@
-"""Roles of tensors: trained weights, and what frameworks store next to them.
+"""Conventions of frameworks: what the name, the element type and the shape of a tensor suggest.
 
-A role follows from name, element type and shape. `docs/roles.md` shows the table with examples.
+They decide where a file states nothing itself. `docs/roles.md` shows the table with examples.
 
 ==============  ==================================================================================
 role            names and types
@@ -13,63 +13,27 @@ role            names and types
 ``scale``       scales, zero points, shapes and group indices of codes
 ``statistic``   ``running_mean``, ``moving_variance``, ``batch_stats/.../var``
 ``counter``     ``num_batches_tracked`` and other scalars that count
-``constant``    masks, positions, frequencies; booleans, and integers that are not codes
+``constant``    masks, positions, frequencies, fixed transforms; booleans, and integers that are
+                not codes
 ``codes``       integers and small floats with scales next to them, or with names of weights
 ``weight``      everything else
 ==============  ==================================================================================
+
+The codes of a quantised weight are integers or small floats that mean nothing without their scales.
+They are recognised because a tensor with the name of their scales is next to them.
 """
 
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from xckpt.labels.conventions import codes_and_companions
-from xckpt.labels.numbering import split_leaf, split_name
+from xckpt.structure.info import OF_TRAINING, Role
+from xckpt.structure.numbering import split_leaf, split_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-
-class Role(StrEnum):
-    """Purpose of a tensor in a checkpoint."""
-
-    WEIGHT = "weight"
-    CODES = "codes"
-    AVERAGE = "average"
-    STATISTIC = "statistic"
-    COUNTER = "counter"
-    CONSTANT = "constant"
-    MOMENT = "moment"
-    MASTER = "master"
-    STEP = "step"
-    SCALE = "scale"
-    STATE = "state"
-
-    @property
-    def group(self) -> str:
-        """Heading under which summaries and pictures show the tensor."""
-        return _GROUPS[self]
-
-
-#: Roles of trainable tensors. Only their elements count as parameters.
-PARAMETERS = frozenset({Role.WEIGHT, Role.CODES})
-
-_GROUPS = {
-    Role.WEIGHT: "parameters",
-    Role.CODES: "parameters",
-    Role.AVERAGE: "averages",
-    Role.STATISTIC: "buffers",
-    Role.COUNTER: "buffers",
-    Role.CONSTANT: "buffers",
-    Role.MOMENT: "optimizer state",
-    Role.MASTER: "optimizer state",
-    Role.STEP: "optimizer state",
-    Role.SCALE: "quantisation",
-    Role.STATE: "training state",
-}
+    from collections.abc import Iterable, Iterator, Mapping
 
 # --- words in names ------------------------------------------------------------------------------
 
@@ -122,6 +86,15 @@ _CONSTANT = _words(
     | anchors? | _float_tensor | betas | (sqrt_|log_)?(recip_)?(recipm0_)?alphas_cumprod(_prev)?
     | sqrt_\w+ | log_one_minus_\w+ | posterior_\w+ | (log_)?sigmas | pixel_(mean|std)"""
 )
+# Transforms that are computed once and never trained: Fourier, mel, constant-Q, Wigner, windows.
+_FIXED = _words(
+    r"""(\w*_)?(buffer | window | basis | filter_?bank | fbank | mel_(fb | filters?) | dct(_mat)?
+    | w0j\w* | wigner\w* | clebsch\w*) | _?w0j_\w+"""
+)
+_FIXED_MODULE = _words(
+    r"""(\w*_)?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)? | mel_?scale
+    | mfcc)(_conv\w*)?"""
+)
 _SCALE = _words(
     r"""(weight|input|output|act(ivation)?|prob_output|[qkv])_(global_)?scales?(_inv|_0)?
     | qzeros | zero_points? | (weight|input|output)_zero_points? | (weight_)?g_idx | weight_shape
@@ -135,26 +108,16 @@ _QUANTISED = _words(r"q?weight(_packed)? | kernel | codes | w_q")
 _INTEGER = re.compile(r"u?int[0-9]+")
 
 
-def roles_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Role]:
-    """Return the role of each tensor of a checkpoint, from names, stored types and shapes."""
-    # All tensors are needed: scales belong to the codes in their module, and averages are weights
-    # if a checkpoint has no other weights.
-    dtypes: dict[str, str] = {}
-    roles: dict[str, Role] = {}
-    for name, dtype, shape in tensors:
-        dtypes[name] = dtype
-        axes = sum([size != 1 for size in shape])
-        is_square = len(shape) == 4 and shape[0] == shape[1] == 1 and shape[2] == shape[3]
-        roles[name] = _role_of(_NUMBER.sub("0", name), dtype, axes, is_square=is_square)
-    _mark_codes(roles, dtypes)
-    if not PARAMETERS.intersection(roles.values()):
-        roles = {n: Role.WEIGHT if r is Role.AVERAGE else r for n, r in roles.items()}
-    return roles
+def role_by_name(form: str, dtype: str, shape: tuple[int, ...]) -> Role:
+    """Return the role of a tensor regardless of its neighbours; `form` has 0 for every digit."""
+    axes = sum([size != 1 for size in shape])
+    is_square = len(shape) == 4 and shape[0] == shape[1] == 1 and shape[2] == shape[3]
+    return _role_of(_NUMBER.sub("0", form), dtype, axes, is_square=is_square)
 
 
 @lru_cache(_MAX_FORMS)
 def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
-    """Return the role of a tensor regardless of its neighbours; `name` has 0 for every number."""
+    """Return the role of a tensor whose name has 0 for every number."""
     owner, _, part = name.partition(":") if _PART.search(name) else (name, "", "")
     words = split_name(owner)
     front, last = words[:_MAX_DEPTH], words[-1]
@@ -207,6 +170,8 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
         return Role.COUNTER
     if dtype == "bool" or (is_square and last == "bias") or _CONSTANT.fullmatch(last):
         return Role.CONSTANT
+    if is_fixed(words):
+        return Role.CONSTANT
     # GGUF has `rope_freqs.weight`.
     if len(words) > 1 and last == "weight" and words[-2] == "rope_freqs":
         return Role.CONSTANT
@@ -215,23 +180,42 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
     return Role.CODES if _QUANTISED.fullmatch(last) else Role.CONSTANT
 
 
-def _mark_codes(roles: dict[str, Role], dtypes: Mapping[str, str]) -> None:
-    """Set the roles of codes, of their scales, and of other tensors that decoding needs."""
+def is_fixed_by_name(name: str) -> bool:
+    """Return whether a name, or the path of a node, is that of a fixed transform."""
+    return is_fixed(split_name(_NUMBER.sub("0", name)))
+
+
+def is_fixed(words: Iterable[str]) -> bool:
+    """Return whether words are those of a transform that is never trained; 0 for every number."""
+    *modules, last = words
+    return _FIXED.fullmatch(last) is not None or any(map(_FIXED_MODULE.fullmatch, modules))
+
+
+def roles_beside_codes(
+    roles: Mapping[str, Role], dtypes: Mapping[str, str]
+) -> tuple[dict[str, Role], dict[str, str]]:
+    """Return roles that follow from codes in the same module, and the scales of codes.
+
+    `roles` and `dtypes` are those of tensors whose roles follow from their names.
+    """
     codes, companions = codes_and_companions(dtypes)
+    changed: dict[str, Role] = {}
     modules = set()
     for name, scales in codes.items():
-        roles[scales] = Role.SCALE
+        changed[scales] = Role.SCALE
         if roles[name] in {Role.WEIGHT, Role.CONSTANT}:
-            roles[name] = Role.CODES
-        if roles[name] is Role.CODES:
+            changed[name] = Role.CODES
+        if changed.get(name, roles[name]) is Role.CODES:
             modules.add(split_leaf(name)[0])
     for name in companions:
         if roles[name] is Role.CONSTANT:
-            roles[name] = Role.SCALE
+            changed[name] = Role.SCALE
     for name, role in roles.items() if modules else ():
         module, _, last = split_leaf(name)
-        if role is Role.WEIGHT and _SCALE_OF_MODULE.fullmatch(last) and module in modules:
-            roles[name] = Role.SCALE
+        is_weight = changed.get(name, role) is Role.WEIGHT
+        if is_weight and _SCALE_OF_MODULE.fullmatch(last) and module in modules:
+            changed[name] = Role.SCALE
+    return changed, codes | companions
 
 
 # --- norms ---------------------------------------------------------------------------------------
@@ -242,11 +226,10 @@ _NORM_ALONE = _words(r"\w*norm\w*?(_weight)? | (ln|bn)(_?\w+)?")
 _NOT_GAIN = _words(r"\w*(bias|beta|shift|mean|var|_b)")
 
 
-def norms_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> set[str]:
-    """Return the names of the gains of norms."""
+def gains_of_norms(vectors: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the names of the gains of norms, from the shapes of all vectors by name."""
     # They are recognised by their names, by running statistics next to them, or because they are
     # vectors with a bias of the same length, which only norms have.
-    vectors = {name: shape for name, _, shape in tensors if sum([n != 1 for n in shape]) <= 1}
     norms = set()
     for name, shape in vectors.items():
         module, separator, last = split_leaf(name)
@@ -264,3 +247,129 @@ def norms_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> set[str]:
         elif _NORM_ALONE.fullmatch(last) and not _NOT_GAIN.fullmatch(last):
             norms.add(name)
     return norms
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+_EMBEDDING = re.compile(r"emb|wte|wpe|(^|[./])shared[./]", re.IGNORECASE)
+_ROUTER = re.compile(r"(^|[._/])(router|gate|wg|ffn_gate_inp)([._/]\w+)?$")
+_ATTENTION = _words(
+    r"""\w*(attn|attention)\w* | [qkvo]_proj | (to_)?(q|k|v|qkv) | (query|key|value)(_dense)?
+    | output_dense | query_key_value | w[qkvo] | w_qkv | self_?att\w*"""
+)
+_PARAM = re.compile(r"[./](weight|kernel)$")
+_CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
+_COMPONENTS = frozenset(
+    {
+        *("encoder", "decoder", "vision_tower", "vision_model", "text_model", "language_model"),
+        *("visual", "unet", "vae", "text_encoder", "text_encoder_2", "first_stage_model"),
+        *("cond_stage_model", "conditioner", "audio_tower", "discriminator", "generator"),
+    }
+)  # fmt: skip
+
+
+def module_type_by_name(name: str, shape: tuple[int, ...]) -> str:
+    """Return the type of a module by its path; empty if the path does not tell."""
+    module = _PARAM.sub("", name)
+    # The router of a mixture has a row for each expert.
+    is_named = _ROUTER.search(module) is not None and not module.endswith("_proj")
+    if is_named and len(shape) == 2 and 2 <= shape[0] < shape[1]:
+        return "router"
+    if _EMBEDDING.search(name):
+        return "embedding"
+    if len(shape) < 2 or module == name:
+        return ""
+    if len(shape) in {4, 5} or (len(shape) == 3 and _CONVOLUTION.search(name)):
+        return "convolution"
+    return "linear" if len(shape) == 2 else ""
+
+
+def slot_by_name(name: str) -> str:
+    """Return the place of a tensor in the architecture; empty if the path does not tell."""
+    modules = split_name(name)[:-1]
+    return "attention" if any(map(_ATTENTION.fullmatch, modules)) else ""
+
+
+def names_experts(name: str) -> bool:
+    """Return whether a path leads to the experts of a mixture."""
+    return "expert" in name
+
+
+def component_by_name(name: str, role: Role) -> str:
+    """Return the part of a checkpoint that a tensor belongs to."""
+    if role in OF_TRAINING:
+        return role.group.split()[0]
+    return next((word for word in split_name(name)[:_MAX_DEPTH] if word in _COMPONENTS), "")
+
+
+# --- codes and scales ----------------------------------------------------------------------------
+
+# Element types of codes, one per element or several in a word.
+_CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
+# Endings of the names of codes and zero points, which the name of their scales does not have.
+_ENDINGS = re.compile(
+    r"(_packed|_blocks|_qdata|_quantized|_zero_point|\._data|:data|:zero_points)$"
+)
+_SCALES = (
+    *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
+    *(".absmax", "/absmax", "_absmax"),
+)
+_SCALES_OF_SCALES = ("_scale_2", "_global_scale", ":global")
+# A module of quantised layers has one of these, for the tensors of these names.
+_MODULE_SCALES = ("scales", "scale", "SCB", "scale_packed")
+_MODULE_CODES = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_q"})
+
+
+def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of the scales of each tensor of codes, and of other integers beside codes."""
+    codes, companions = codes_and_companions(dtypes)
+    return codes | companions
+
+
+def may_have_codes(dtypes: Iterable[str]) -> bool:
+    """Return whether any element type is one of codes."""
+    return any(map(_CODES.fullmatch, dtypes))
+
+
+def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return codes with their scales, and other integers in their modules with the same scales."""
+    code_types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype)}
+    codes: dict[str, str] = {}
+    companions: dict[str, str] = {}
+    if not code_types:
+        return codes, companions
+    for name, dtype in dtypes.items():
+        if dtype in code_types:
+            scales = next(
+                (candidate for candidate in _possible_scales(name) if candidate in dtypes), None
+            )
+            if scales is not None:
+                codes[name] = scales
+    if not codes:
+        return codes, companions
+    modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
+    modules.pop("", None)
+    modules |= codes
+    for name, dtype in dtypes.items():
+        if not dtype.startswith(("int", "uint")) or name in codes:
+            continue
+        # In the module of the codes, or below them: "weight.quant_state.bitsandbytes__nf4".
+        module = split_leaf(name)[0]
+        scales = modules.get(module) or codes.get(split_leaf(module)[0])
+        if scales is not None:
+            companions[name] = scales
+    return codes, companions
+
+
+def _possible_scales(name: str) -> Iterator[str]:
+    """Yield the names that the scales of a tensor may have."""
+    stem = _ENDINGS.sub("", name)
+    for ending in _SCALES:
+        yield stem + ending
+    if stem.endswith("_scale"):
+        for ending in _SCALES_OF_SCALES:
+            yield stem.removesuffix("_scale") + ending
+    module, separator, leaf = split_leaf(stem)
+    if leaf in _MODULE_CODES:
+        for scales in _MODULE_SCALES:
+            yield module + separator + scales

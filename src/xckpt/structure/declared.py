@@ -1,0 +1,271 @@
+"""Conclusions from the facts that a file states about a tensor.
+
+`Tensor.declared` has facts, not conclusions; the rules are here, once for all formats:
+
+=============  =====================================================================================
+fact           meaning
+=============  =====================================================================================
+``uses``       operators of a graph that use the tensor: for each the name, the position among the
+               inputs, and the operators that compute the other inputs
+``node``       name of the first of them, which often is the path of a module
+``constant``   True for the value of a node, rather than an initializer
+``attribute``  True for a tensor in an attribute of a node
+``class``      class of the layer in snake case, such as ``"conv2d"`` or ``"batch_normalization"``
+``variable``   name of the variable in the layer, such as ``"kernel"``
+``layer``      name of the layer
+``elements``   number of elements before they are packed, for codes of less than a byte
+``user``       fields that the user corrects, with their values
+``axes``       names of the axes, such as ``("in", "out")``
+=============  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.structure.info import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    Use = tuple[str, int, tuple[str, ...]]
+
+
+class Conclusion(NamedTuple):
+    """What follows from the facts about a tensor."""
+
+    #: None if the facts leave it open.
+    role: Role | None = None
+    module_type: str = ""
+    param: str = ""
+    #: The fact that decided.
+    reason: str = ""
+
+
+def conclude(
+    declared: Mapping[str, Any],
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    has_weights_in_nodes: bool = False,
+) -> Conclusion:
+    """Return what follows from the facts about a tensor.
+
+    `has_weights_in_nodes` is true if values of nodes are weights in this file.
+    """
+    if "uses" in declared:
+        is_constant = bool(declared.get("constant")) and not has_weights_in_nodes
+        return _from_uses(declared["uses"], dtype, shape, is_constant=is_constant)
+    if declared.get("attribute"):
+        return Conclusion(Role.CONSTANT, reason="attribute of a node")
+    if "class" in declared:
+        return _from_class(declared["class"], declared.get("variable") or "", dtype)
+    return Conclusion()
+
+
+# --- operators of a graph ------------------------------------------------------------------------
+
+# What each input of an operator is; the last letter counts for all further inputs in `_REPEATED`.
+#   w weight   b bias   m running statistic   c codes   s scale or zero point of codes
+#   k constant of the graph   e operand of arithmetic   g table to gather from   - anything else
+_INPUTS = {
+    **dict.fromkeys(("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "DeformConv"), "-wb"),
+    **dict.fromkeys(("MatMul", "FusedMatMul", "TransposeMatMul", "Einsum"), "ww"),
+    **dict.fromkeys(("Gemm", "FusedGemm"), "wwb"),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), "-wwbkkkw"),
+    **dict.fromkeys(("LayerNormalization", "GroupNormalization", "InstanceNormalization"), "-wb"),
+    **dict.fromkeys(("RMSNormalization", "SimplifiedLayerNormalization", "PRelu"), "-w"),
+    **dict.fromkeys(("BiasGelu", "FastGelu"), "-b"),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div"), "ee"),
+    **dict.fromkeys(("Max", "Min", "Sum", "Mean"), "kk"),
+    **dict.fromkeys(("Equal", "Greater", "Less", "GreaterOrEqual", "LessOrEqual"), "kk"),
+    **dict.fromkeys(("And", "Or", "Xor", "Pow", "Mod", "BitShift", "Not"), "kk"),
+    **dict.fromkeys(("Reshape", "Unsqueeze", "Squeeze", "Split", "TopK", "Trilu", "CumSum"), "-k"),
+    **dict.fromkeys(("Upsample", "GatherND", "GatherElements", "Expand", "Tile", "Compress"), "-k"),
+    **dict.fromkeys(("Slice", "Resize", "Pad", "Clip", "Dropout", "RotaryEmbedding"), "-kkkk"),
+    **dict.fromkeys(("ScatterND", "ScatterElements", "NonMaxSuppression"), "-kkkk"),
+    **dict.fromkeys(("STFT", "DFT"), "-kkk"),
+    **dict.fromkeys(("Range", "OneHot", "MelWeightMatrix", "HannWindow", "If", "Loop"), "kkkkk"),
+    **dict.fromkeys(("ConstantOfShape", "HammingWindow", "BlackmanWindow", "EyeLike"), "k"),
+    **dict.fromkeys(("QLinearMatMul", "QLinearAdd", "QLinearMul"), "csscssss"),
+    **dict.fromkeys(("QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax"), "-ssss"),
+    **dict.fromkeys(("QLinearAveragePool", "QLinearGlobalAveragePool"), "-ssss"),
+    "Attention": "-wbk",
+    "BatchNormalization": "-wbmm",
+    "Concat": "tt",
+    "ConvInteger": "-css",
+    "DequantizeLinear": "css",
+    "DynamicQuantizeLSTM": "-ccbkkkwssss",
+    "DynamicQuantizeMatMul": "-cssb",
+    "EmbedLayerNormalization": "kkwwwwbk",
+    "Gather": "gk",
+    "GatherBlockQuantized": "ckss",
+    "GroupQueryAttention": "-----kkkk",
+    "MatMulInteger": "ccss",
+    "MatMulIntegerToFloat": "ccssssb",
+    "MatMulNBits": "-csssb",
+    "MultiHeadAttention": "---bk",
+    "QAttention": "-cbsskss",
+    "QEmbedLayerNormalization": "kkcccbbkssssssssss",
+    "QGemm": "-sscssbss",
+    "QLinearConv": "-sscssssb",
+    "QuantizeLinear": "wss",
+    "SkipLayerNormalization": "--wbb",
+    "SkipSimplifiedLayerNormalization": "--wb",
+    "Where": "kee",
+}
+_REPEATED = frozenset({"Max", "Min", "Sum", "Mean", "Concat", "Einsum", "If", "Loop"})
+# Types of modules by words in the name of an operator.
+_MODULES = (
+    ("Normalization", "norm"),
+    ("Conv", "convolution"),
+    ("LSTM", "recurrent"),
+    ("GRU", "recurrent"),
+    ("RNN", "recurrent"),
+    ("Attention", "attention"),
+    ("Gather", "embedding"),
+    ("Embed", "embedding"),
+    ("MatMul", "linear"),
+    ("Gemm", "linear"),
+    ("Einsum", "linear"),
+)
+#: Operators whose result gets a bias.
+PRODUCTS = re.compile(r"(Q?Linear)?\w*(MatMul|Gemm|Conv|Einsum)\w*")
+# Operators that compute the scale of an activation.
+_QUANTISERS = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
+_ROLES = {
+    "w": Role.WEIGHT,
+    "b": Role.WEIGHT,
+    "m": Role.STATISTIC,
+    "c": Role.CODES,
+    "s": Role.SCALE,
+    "k": Role.CONSTANT,
+}
+# If a tensor has several uses, the first of these letters decides.
+_RANK = "scmwbgetk-"
+_NARROW = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})
+_INTEGER = re.compile(r"u?int[0-9]+|bool|string")
+
+
+def _from_uses(
+    uses: tuple[Use, ...], dtype: str, shape: tuple[int, ...], *, is_constant: bool
+) -> Conclusion:
+    letters = [(_letter(operator, position), operator, position, others) for
+               operator, position, others in uses]  # fmt: skip
+    letter, operator, position, others = min(letters, key=lambda use: _RANK.index(use[0]))
+    reason = f"{operator}[{position}]"
+    module_type = next((kind for kind in map(_module_type, uses) if kind), "")
+    size = _size(shape)
+    is_integer = _INTEGER.fullmatch(dtype) is not None
+    role = _ROLES.get(letter)
+    if letter == "e":
+        role = _operand_role(operator, others, size, is_constant=is_constant or is_integer)
+    elif letter == "t":
+        role = Role.CONSTANT if is_integer or size <= 1 else None
+    elif letter == "g":
+        is_table = len(shape) > 1 and (
+            not is_integer or dtype in {"int8", "uint8", "int4", "uint4"}
+        )
+        role = (Role.CODES if is_integer else Role.WEIGHT) if is_table else None
+        role = Role.CONSTANT if role is None and is_integer else role
+    elif letter in {"w", "b"} and is_integer:
+        role = Role.CODES if letter == "b" else None
+    if role in {Role.CONSTANT, Role.SCALE, None}:
+        module_type = ""
+    param = {"b": "bias", "w": "weight", "c": "weight", "g": "weight"}.get(letter, "")
+    if letter == "e" and role is Role.WEIGHT:
+        param = "bias" if operator == "Add" else "weight"
+    return Conclusion(role, module_type, param, reason)
+
+
+def _letter(operator: str, position: int) -> str:
+    inputs = _INPUTS.get(operator)
+    if inputs is None:
+        # ReduceMean and others take their axes as a tensor.
+        return "k" if operator.startswith(("Reduce", "ArgM")) and position else "-"
+    if position < len(inputs):
+        return inputs[position]
+    return inputs[-1] if operator in _REPEATED else "-"
+
+
+def _module_type(use: Use) -> str:
+    operator, position, others = use
+    letter = _letter(operator, position)
+    if letter == "e" and operator == "Add":
+        operator = next(filter(PRODUCTS.fullmatch, others), "")
+    elif letter not in {"w", "b", "c", "m", "g"}:
+        return ""
+    return next((kind for word, kind in _MODULES if word in operator), "")
+
+
+def _operand_role(
+    operator: str, others: tuple[str, ...], size: int, *, is_constant: bool
+) -> Role | None:
+    """Return the role of an operand of arithmetic."""
+    if operator == "Mul" and not _QUANTISERS.isdisjoint(others):
+        return Role.SCALE  # of an activation times that of the weight
+    if operator == "Add" and any(map(PRODUCTS.fullmatch, others)):
+        return Role.WEIGHT
+    if is_constant or size <= 1 or (operator in {"Sub", "Div"} and "" in others):
+        return Role.CONSTANT
+    return Role.WEIGHT if operator in {"Add", "Mul"} else None
+
+
+def _table_role(dtype: str, ndim: int, *, is_integer: bool) -> Role | None:
+    """Return the role of a table that rows are gathered from."""
+    if is_integer:
+        return Role.CODES if ndim > 1 and dtype in _NARROW else Role.CONSTANT
+    return Role.WEIGHT if ndim > 1 else None
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+# --- classes of layers ---------------------------------------------------------------------------
+
+_STATISTICS = frozenset({"moving_mean", "moving_variance", "mean", "variance", "count"})
+_OF_CODES = re.compile(r"\w+_(scale|zero|amax_history)|awq_scales|g_idx")
+_OF_GENERATORS = re.compile(r"seed(_generator)?(_state)?")
+_CLASSES = (
+    ("normalization", "norm"),
+    ("conv", "convolution"),
+    ("embedding", "embedding"),
+    ("attention", "attention"),
+    ("lstm", "recurrent"),
+    ("gru", "recurrent"),
+    ("rnn", "recurrent"),
+    ("cell", "recurrent"),
+    ("dense", "linear"),
+)
+_GAINS = {"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"}
+
+
+def _from_class(name: str, variable: str, dtype: str) -> Conclusion:
+    module_type = next((kind for word, kind in _CLASSES if word in name), "")
+    reason = f"{name}: {variable}" if variable else name
+    param = _GAINS.get(variable, variable)
+    role: Role | None = None
+    if _OF_GENERATORS.fullmatch(variable) or name == "seed_generator":
+        role = Role.STATE
+    elif module_type == "norm" and variable in _STATISTICS:
+        role = Role.STATISTIC
+    elif _OF_CODES.fullmatch(variable):
+        role = Role.SCALE
+    elif name != "optimizer" and variable and module_type:
+        is_code = _INTEGER.fullmatch(dtype) is not None or dtype.startswith("float8")
+        role = Role.CODES if is_code else Role.WEIGHT
+    return Conclusion(role, module_type, param, reason)
+
+
+def describe_facts(declared: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the facts about a tensor as short texts."""
+    for operator, position, _ in declared.get("uses", ()):
+        yield f"{operator}[{position}]"
+    for key in ("class", "variable", "layer", "node"):
+        if declared.get(key):
+            yield f"{key} {declared[key]}"

@@ -1,0 +1,122 @@
+"""Defects that a specialist sees, and healthy models that look like them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import xckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensors = dict[str, Any]
+
+
+def trained(layers: int = 6, width: int = 64) -> Tensors:
+    """Return a model whose vectors are not those of a new one."""
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {"embed.weight": rng.normal(0, 0.02, (200, width))}
+    for layer in range(layers):
+        base = f"layers.{layer}"
+        for name in ("up", "down"):
+            tensors[f"{base}.{name}.weight"] = rng.normal(0, 0.05, (width, width))
+        tensors[f"{base}.norm.weight"] = rng.normal(1, 0.05, width)
+    return {name: values.astype("f4") for name, values in tensors.items()}
+
+
+def rules(tensors: Tensors) -> set[tuple[str, str]]:
+    frame = xckpt.findings(tensors, progress=False)
+    return set(zip(frame["tensor"], frame["rule"], strict=True))
+
+
+def lone_element(w: Any) -> None:
+    w[20, 30] = 18 * w.std()
+
+
+def signs_lost(w: Any) -> None:
+    w[:] = np.abs(w)
+
+
+def hole(w: Any) -> None:
+    w[10:30, 10:30] = 0
+
+
+def exploding(w: Any) -> None:
+    w[3, 3] = 1e4
+
+
+PLANTED = [lone_element, signs_lost, hole, exploding]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=[plant.__name__ for plant in PLANTED])
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_defect_of_one_matrix_is_named(plant: Callable[[Any], None], layer: int) -> None:
+    tensors = trained()
+    name = f"layers.{layer}.up.weight"
+    plant(tensors[name])
+    found = rules(tensors)
+    assert (name, plant.__name__) in found
+    assert {tensor for tensor, _ in found} == {name}
+
+
+@pytest.mark.parametrize("layer", [0, 5])
+def test_the_first_and_the_last_layer_are_compared_with_the_others(layer: int) -> None:
+    tensors = trained()
+    name = f"layers.{layer}.up.weight"
+    tensors[name] *= 8
+    assert rules(tensors) == {(name, "unlike_layer")}
+
+
+def test_a_healthy_model_has_no_findings() -> None:
+    assert rules(trained()) == set()
+
+
+def test_a_first_layer_of_another_shape_is_no_defect() -> None:
+    tensors = trained()
+    tensors["layers.0.up.weight"] = np.random.default_rng(1).normal(0, 1, (64, 4)).astype("f4")
+    assert rules(tensors) == set()
+
+
+def test_outliers_that_several_channels_have_are_a_feature() -> None:
+    tensors = trained()
+    tensors["layers.2.up.weight"][[3, 9, 40], [30, 31, 50]] = 0.9
+    assert {rule for _, rule in rules(tensors)} <= {"outlier_channels"}
+
+
+def test_fixed_transforms_are_not_examined() -> None:
+    tensors = trained()
+    time, frequency = np.arange(256), np.arange(129)
+    sine = np.round(np.sin(2 * np.pi * np.outer(frequency, time) / 256), 6)
+    for name in ("stft.forward_basis_buffer", "conv._w3j_1_1_2", "mel_scale.filterbank"):
+        tensors[name] = sine[:, None].astype("f4")
+    assert rules(tensors) == set()
+
+
+def test_gains_of_wide_spread_lost_nothing() -> None:
+    tensors: Tensors = {}
+    rng = np.random.default_rng(0)
+    for layer in range(8):
+        gain = rng.normal(1.8, 4, 64)
+        gain += 1.8 - gain.mean() - (1.787 if layer == 5 else 0)
+        tensors[f"layers.{layer}.norm.weight"] = gain.astype("f4")
+    assert rules(tensors) == set()
+
+
+def test_padding_of_a_head_with_the_shape_of_the_embedding_is_excused() -> None:
+    tensors = trained()
+    tensors["lm_head.weight"] = np.random.default_rng(2).normal(0, 0.02, (200, 64)).astype("f4")
+    tensors["lm_head.weight"][1] = tensors["embed.weight"][1] = 0
+    assert rules(tensors) == set()
+
+
+def test_a_norm_that_was_never_trained_is_one_fact() -> None:
+    tensors = trained()
+    for layer in range(6):
+        bias = np.random.default_rng(layer).normal(0, 0.1, 64)
+        tensors[f"layers.{layer}.norm.bias"] = bias.astype("f4")
+    tensors["layers.3.norm.weight"][:] = 1
+    tensors["layers.3.norm.bias"][:] = 0
+    assert rules(tensors) == {("layers.3.norm.weight", "constant")}
