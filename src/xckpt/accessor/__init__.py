@@ -1101,11 +1101,8 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def _has_summary(self) -> bool:
-        """Whether there are tensors of checkpoints; merged Datasets have no own encoding."""
-        if isinstance(self._given, xr.DataArray):
-            return self.format is not None or "layout" in self._given.encoding
-        variables = (v for node in self._nodes() for v in node.variables.values())
-        return self.format is not None or any("layout" in v.encoding for v in variables)
+        """Whether there are tensors: of a file, computed from them, or in memory."""
+        return self.format is not None or any(node.data_vars for node in self._nodes())
 
     @property
     def _title(self) -> str:
@@ -1116,7 +1113,7 @@ class CheckpointAccessor(Generic[Obj]):
             return str(self._encoding["source"])
         variables = (v for node in self._nodes() for v in node.variables.values())
         sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
-        first, *others = [base_name(source) for source in sources if source] or [""]
+        first, *others = [base_name(source) for source in sources if source] or ["in memory"]
         return f"{first} and {counted(len(others), 'other')}" if others else first
 
     def _nodes(self) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from xckpt.labels.grids import member_names
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     import xarray as xr
 
@@ -57,10 +57,21 @@ class StackRecord:
     members: Sequence[StackMember | None] = ()
     # Indices of the members, if some places have none, as in `xckpt.labels.grids.Stack`.
     present: frozenset[tuple[int, ...]] | None = None
+    # Dimension of the steps of a training run; empty for other stacks.
+    run: str = ""
 
-    def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
-        """Return the names of the members at all places of a grid; None for empty places."""
+    def names(
+        self, indices: tuple[tuple[int, ...], ...], dims: Collection[Hashable]
+    ) -> list[str | None]:
+        """Return the names of the members at all places of a grid; None for empty places.
+
+        `dims` are the dimensions of the variable: a single step of a run, which lacks that of the
+        steps, has the names of the model.
+        """
         names: list[str | None] = [n + self.suffix for n in member_names(self.template, indices)]
+        if self.is_one_step(dims):
+            (step,) = indices[0]
+            names = [name and name.removeprefix(f"{self.run}.{step}.") for name in names]
         if self.present is None:
             return names
         if any(map(set.difference, map(set, indices), map(set, self.indices))):
@@ -70,6 +81,10 @@ class StackRecord:
             )
         places = product(*indices)
         return [n if at in self.present else None for n, at in zip(names, places, strict=True)]
+
+    def is_one_step(self, dims: Collection[Hashable]) -> bool:
+        """Return whether a variable with these dimensions is a single step of a run."""
+        return bool(self.run) and self.run not in dims
 
     # xarray deep-copies encodings with their Dataset; a record never changes.
     def __deepcopy__(self, memo: Any) -> Self:
@@ -143,10 +158,7 @@ def remember_stack(
     for index in indexes.values():
         record = marks_of(index).get(name)
         if record is not None and all(
-            dim in indexes
-            and is_made_by_stacking(indexes[dim])
-            and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
-            for dim in record.dims
+            _is_remembered(record, dim, variable, indexes) for dim in record.dims
         ):
             variable = variable.copy(deep=False)
             record_stack(variable.encoding, record)
@@ -154,16 +166,40 @@ def remember_stack(
     return variable
 
 
+def _is_remembered(
+    record: StackRecord, dim: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Return whether a coordinate identifies what remains of a stack along a dimension."""
+    index = indexes.get(dim)
+    if index is None:
+        return dim == record.run and dim not in variable.dims
+    return is_made_by_stacking(index) and (index.dims == (dim,)) == (dim in variable.dims)
+
+
+def mark_run(variables: Iterable[xr.Variable], marks: StackMarks, dim: str) -> None:
+    """State in all records that a dimension has the steps of a training run."""
+    for variable in variables:
+        record: Any = stack_of(variable)
+        if isinstance(record, StackRecord) and record.dims[:1] == (dim,):
+            record_stack(variable.encoding, replace(record, run=dim))
+    for name, record in marks.items():
+        if record.dims[:1] == (dim,):
+            marks[name] = replace(record, run=dim)
+
+
 # --- remaining members ---------------------------------------------------------------------------
 
 
 def remaining_indices(
-    record: StackRecord, coords: Mapping[Hashable, xr.Variable]
+    record: StackRecord, variable: xr.Variable, coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the remaining indices along each dimension; all of them without a coordinate."""
     indices = []
     for dim, stacked in zip(record.dims, record.indices, strict=True):
         coord = coords.get(dim)
+        if dim == record.run and record.is_one_step(variable.dims):
+            indices.append(stacked[:1])  # names do not depend on the step
+            continue
         remaining = stacked if coord is None else np.atleast_1d(coord.values).tolist()
         indices.append(tuple(int(index) for index in remaining))
     return tuple(indices)
@@ -207,7 +243,7 @@ class StackMembers:
         if record is None:
             raise ValueError(f"{shown(name)} is not stacked")
         indices = tuple([_checked_indices(name, variable, dim, indexes) for dim in record.dims])
-        names = zip(record.names(indices), product(*indices), strict=True)
+        names = zip(record.names(indices, variable.dims), product(*indices), strict=True)
         #: The indices of each member along the stacked dimensions, by name.
         self.numbers = {name: numbers for name, numbers in names if name is not None}
         present = [set(along) for along in zip(*self.numbers.values(), strict=True)]
@@ -255,6 +291,9 @@ class StackMembers:
         # An attribute that all members had in common may have been removed from the stack.
         before_attrs = {k: v for k, v in before.attrs.items() if k not in shared or k in attrs}
         encoding = dict(before.encoding)
+        if record.is_one_step(dims) and "tensor" in encoding:
+            step = f"{record.run}.{numbers[0]}."
+            encoding["tensor"] = encoding["tensor"].removeprefix(step)
         original_shape = self._variable.encoding.get("original_shape")
         if original_shape is not None:
             encoding.setdefault("original_shape", original_shape[len(record.dims) :])
@@ -268,6 +307,9 @@ def _checked_indices(
 ) -> tuple[int, ...]:
     """Return the remaining indices along a stacked dimension, from its coordinate."""
     coord = indexes.get(dim)
+    record = stack_of(variable)
+    if coord is None and record is not None and dim == record.run and dim not in variable.dims:
+        return (0,)  # a step that was selected with drop=True
     if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
         raise ValueError(
             f"{shown(name)} was stacked along {dim!r}, but has no coordinate {dim!r} to identify "

@@ -30,6 +30,7 @@ from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.structure import Structure, structure_of
+from xckpt.structure.declared import facts_kept
 from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
@@ -383,6 +384,8 @@ class OpenTensors:
             )
             storage = "" if is_plain else _storage(encoding)
             declared = encoding.get("declared")
+            if declared is None and ("layout" not in encoding or variable.attrs):
+                declared = facts_kept(variable.attrs, variable.dims)
             row = Row(str(name), dtype_names[dtype], shape, nbytes, storage, declared)
             if is_stacked:
                 yield from self._list_members(row, variable, listing)

@@ -35,6 +35,7 @@ from xckpt.notebook.folding import (
 )
 from xckpt.notebook.footprint import Footprint, GroupTotal, weigh
 from xckpt.structure import OF_TRAINING, PARAMETERS, Structure, structure_of
+from xckpt.structure.declared import facts_of
 from xckpt.structure.numbering import (
     is_index,
     module_indices,
@@ -269,7 +270,7 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         scheme = "" if plain else tensor.scheme
         storage = "" if plain else storage_words("dense" if scheme else tensor.layout, encodings)
         dtype = scheme or tensor.dtype
-        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, tensor.facts)
+        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, facts_of(tensor))
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:

@@ -94,7 +94,7 @@ def _header(summary: Summary) -> str:
         counted(summary.count, "tensor"),
         f"{short_count(summary.size)} {'param' if summary.size == 1 else 'params'}",
         binary_size(summary.nbytes),
-        "lazy",
+        "lazy" if summary.format else "",
     ]
     facts = [fact for fact in facts if fact]
     before = "<Checkpoint "

@@ -14,7 +14,7 @@ from xckpt import formats
 from xckpt.datasets.listing import free_name, list_arrays, stacking_key
 from xckpt.datasets.making import finish_dataset, make_dataset
 from xckpt.datasets.options import OpenOptions
-from xckpt.datasets.stack_records import marks_of
+from xckpt.datasets.stack_records import mark_run, marks_of
 from xckpt.errors import CheckpointError, FileChangedError, shown, some, warn
 from xckpt.formatting import base_name
 from xckpt.index import paused_collector
@@ -353,4 +353,5 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
+    mark_run(ds.variables.values(), marks, dim)
     return ds.rename(plain)

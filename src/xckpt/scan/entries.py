@@ -211,7 +211,8 @@ def _entry(
     elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
         part = _part_suffix(encoding)
         members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
-        readers = tuple(reader_of(m, m.name + part) for m in members)
+        step = f"{record.run}." if record is not None and record.is_one_step(variable.dims) else ""
+        readers = tuple(reader_of(m, _without_step(m.name, step) + part) for m in members)
     else:
         names = member_names(name, variable, dims, tensors.coords)
         whole = variable.transpose(*dims, ...)
@@ -221,6 +222,11 @@ def _entry(
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
         readers = tuple(_reader(array, str(tensor)) for array, tensor in present)
     return Described(name, dims, shape, readers, encoding, tensors, gone, absent)
+
+
+def _without_step(name: str, run: str) -> str:
+    """Return the name of a tensor of a run without its step; `run` is empty for other tensors."""
+    return name.removeprefix(run).partition(".")[2] if run and name.startswith(run) else name
 
 
 def member_names(
@@ -235,10 +241,13 @@ def member_names(
     if record is None and not dims:
         return [_flat_name(name, variable.encoding)]
     if record is not None and set(dims) <= set(record.dims):
-        indices = remaining_indices(record, coords)
+        indices = remaining_indices(record, variable, coords)
         if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
             suffix = _part_suffix(variable.encoding)
-            return [n and n.removesuffix(record.suffix) + suffix for n in record.names(indices)]
+            return [
+                n and n.removesuffix(record.suffix) + suffix
+                for n in record.names(indices, variable.dims)
+            ]
     positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
     return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
 
@@ -250,10 +259,10 @@ def _absent(
     record = stack_of(variable)
     if record is None or record.present is None:
         return None, None
-    indices = remaining_indices(record, coords)
+    indices = remaining_indices(record, variable, coords)
     along = tuple([dim for dim in record.dims if dim in variable.dims])
     shape = _shape(variable, along)
-    mask = np.array([name is None for name in record.names(indices)], bool)
+    mask = np.array([name is None for name in record.names(indices, variable.dims)], bool)
     if mask.size != prod(shape) or not mask.any():
         return None, None
     empty = xr.Variable(along, mask.reshape(shape))

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.structure.info import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from xckpt.index import Tensor
 
     Use = tuple[str, int, tuple[str, ...]]
 
@@ -62,6 +64,43 @@ def conclude(
     if "class" in declared:
         return _from_class(declared["class"], declared.get("variable") or "", dtype)
     return Conclusion()
+
+
+# --- facts that objects keep ----------------------------------------------------------------------
+
+_USED_BY = re.compile(r"(?P<node>.*): (?P<operator>\w+)\[(?P<position>[0-9]{1,4})\]", re.DOTALL)
+_NUMBER = re.compile(r"_[0-9]+$")
+# Names of axes from which channels follow.
+_AXES = frozenset({"out", "in", "heads", "head", "multiplier", "directions", "layers"})
+
+
+def facts_kept(attrs: Mapping[Any, Any], dims: Iterable[Any]) -> dict[str, Any] | None:
+    """Return the facts that follow from the attributes and dimensions of a computed variable.
+
+    Operations of xarray drop encodings and keep attributes, which `save` also writes.
+    """
+    facts: dict[str, Any] = {}
+    use = attrs.get("used_by")
+    if isinstance(use, str) and (match := _USED_BY.fullmatch(use)):
+        facts["uses"] = ((match["operator"], int(match["position"]), ()),)
+        facts["node"] = match["node"]
+    layer, variable = attrs.get("layer"), attrs.get("variable")
+    if isinstance(layer, str) and isinstance(variable, str):
+        facts |= {"layer": layer, "class": _NUMBER.sub("", layer), "variable": variable}
+    axes = tuple([str(dim) for dim in dims])
+    if not _AXES.isdisjoint(axes):
+        facts["axes"] = axes
+    return facts or None
+
+
+def facts_of(tensor: Tensor) -> Mapping[str, Any] | None:
+    """Return the facts that a file states about a tensor, also those that `save` made attributes.
+
+    None without facts.
+    """
+    if tensor.declared is None and tensor.attrs:
+        return facts_kept(tensor.attrs, tensor.dims or ()) or tensor.facts
+    return tensor.facts
 
 
 # --- operators of a graph ------------------------------------------------------------------------

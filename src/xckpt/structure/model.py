@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.structure import conventions
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
-from xckpt.structure.declared import Conclusion, conclude, describe_facts
+from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
 from xckpt.structure.forms import Form, forms_of, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
 from xckpt.structure.modules import RepeatedModules
@@ -367,4 +367,6 @@ def structure_of(index: Index) -> Structure:
 
 def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
-    return Structure([Described(t.name, t.scheme or t.dtype, t.shape, t.facts) for t in tensors])
+    return Structure(
+        [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors]
+    )
