@@ -604,20 +604,31 @@ class _Folder:
         newest = None if folder is None else folder.listing()
         return newest if newest is not None and has_checkpoint(newest) else None
 
-    def _not_one(self, checkpoints: Sequence[str]) -> OSError:
+    def _foreign(self) -> FormatError | None:
+        """Return the error of a folder of another kind, or of the only folder in it."""
+        inner: Listing | None = None
+        if not self.names and len(self.listing.folders) == 1:
+            with suppress(OSError):
+                inner = next(iter(self.listing.folders.values())).listing()
+        for listing in filter(None, (self.listing, inner)):
+            foreign = formats.foreign_folder(listing.name, listing.files, listing.folders)
+            if foreign is not None:
+                reason = f"the folder is {foreign.kind}"
+                return FormatError(reason, path=listing.name, hint=foreign.advice)
+        return None
+
+    def _not_one(self, checkpoints: Sequence[str]) -> OSError | FormatError:
         """Return the error of a folder with no or several checkpoints among its files."""
         folder = self.listing.name
+        foreign = None if checkpoints else self._foreign()
+        if foreign is not None:
+            return foreign
         groups = _groups_of(checkpoints)
         if not all(is_companion(group.names[0]) for group in groups):
             names = [group.glob for group in groups]
             reason = f"{len(groups)} checkpoints are in this folder, open one or a list: "
             return SeveralFilesError(errno.EISDIR, reason + some(names, ""), folder)
         reason = f"no checkpoint is in this folder; it has {some(self.names, '') or 'no files'}"
-        if "data.pkl" in self.names and "data" in self.listing.folders:
-            reason = (
-                "this is an unpacked file of PyTorch; pack it again: zip -0 -r model.pt "
-                f"{shown(Path(folder).name)}"
-            )
         latest = self._latest()
         if latest is not None and latest not in self.listing.folders:
             reason += f"; the folder {shown(latest)}, the latest step, is missing"

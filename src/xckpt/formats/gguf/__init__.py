@@ -71,6 +71,7 @@ _ALIGNED = "general.alignment"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
+_MERGE = "the parts of a model with `llama-gguf-split --merge FIRST_PART MODEL`"
 _SPLIT_NAME = re.compile(r"(?s)(.*)-(\d{5})-of-(\d{5})\.gguf")
 _KEY = re.compile(r"[a-z0-9_.-]{1,65535}")
 
@@ -481,6 +482,10 @@ class _HeadReader:
             self.notes.add(reason, f"byte {start}")
         end = start + kit.aligned(expected - start, alignment)
         if expected and end < self.size and not any(t.problem for t in tensors.values()):
+            for at in dict.fromkeys((expected, end)):
+                self.cursor.at = at
+                if self.cursor.take(min(4, self.cursor.left), "trailing bytes") == _MAGIC:
+                    raise kit.joined_files(at, f"Cut the file at byte {at}, and join {_MERGE}")
             reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "
             self.notes.add(reason + "the tensors are intact", f"byte {end}")
 

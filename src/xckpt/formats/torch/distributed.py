@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     _Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 METADATA = ".metadata"
+SUFFIX = ".distcp"  # of the files of items
 _MODULE = "torch.distributed.checkpoint"
 _LARGEST_METADATA = 256 << 20
 # Smaller items are read at once; of larger ones, only a little at both ends.
