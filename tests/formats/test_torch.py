@@ -6,6 +6,7 @@ import json
 import pickletools
 import subprocess
 import sys
+import warnings
 import time
 import zipfile
 from itertools import pairwise
@@ -311,10 +312,48 @@ class TestFolders:
 
     def test_a_file_that_is_missing(self, tmp_path: Path) -> None:
         (self.folder(tmp_path) / "__1_0.distcp").unlink()
-        ds = xr.open_dataset(tmp_path)
+        with pytest.warns(
+            xckpt.CheckpointWarning, match=r"'__1_0.distcp' is missing: cannot be read: 'w'\."
+        ):
+            ds = xr.open_dataset(tmp_path)
         assert ds["w"].shape == (3, 3)
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
             ds["w"].values  # noqa: B018
+
+    @pytest.mark.parametrize(
+        "nbytes", [None, 0, 100, -1], ids=["gone", "empty", "cut", "last byte"]
+    )
+    def test_tensors_outside_of_a_damaged_file_open(
+        self, nbytes: int | None, tmp_path: Path
+    ) -> None:
+        whole: dict[tuple[int, ...], Any] = {(0,): np.ones(3, "f4")}
+        cut: dict[tuple[int, ...], Any] = {(0,): np.ones(2, "f4"), (2,): np.ones(2, "f4")}
+        written = files.distributed(
+            {"a": whole, "b": cut, "c": cut}, {"a": (3,), "b": (4,), "c": (4,)}
+        )
+        for name, data in written.items():
+            (tmp_path / name).write_bytes(data)
+        damaged = tmp_path / "__1_0.distcp"
+        if nbytes is None:
+            damaged.unlink()
+        else:
+            damaged.write_bytes(damaged.read_bytes()[:nbytes])
+        problems = ["c"] if nbytes == -1 else ["b", "c"]
+        with pytest.warns(
+            xckpt.CheckpointWarning, match="'__1_0.distcp'.*cannot be read: "
+        ) as caught:
+            ds = xckpt.open(tmp_path)
+        assert len(caught) == 1
+        warnings.simplefilter("ignore", xckpt.CheckpointWarning)
+        assert ds["a"].values.tolist() == [1, 1, 1]
+        for name in problems:
+            assert ds[name].shape == (4,)
+            with pytest.raises(xckpt.CheckpointError, match="__1_0") as error:
+                ds[name].values  # noqa: B018
+            assert "again" in str(error.value.hint)
+        index = xckpt.read_index(tmp_path / ".metadata")
+        assert [name for name, tensor in index.items() if tensor.problem is not None] == problems
+        assert not xckpt.verify(tmp_path).ok
 
     @pytest.mark.parametrize("values", [b"", files.archive(b"K\3")])
     def test_files_of_safetensors_are_read(self, values: bytes, tmp_path: Path) -> None:
@@ -369,7 +408,9 @@ class TestFolders:
         assert (caught.value.rule, caught.value.tensor) == ("Chunks", "w")
 
     def test_a_file_of_other_safetensors_is_listed(self, tmp_path: Path) -> None:
-        (self.folder(tmp_path) / "__1_0.distcp").write_bytes(safetensors_file({}))
+        (self.folder(tmp_path) / "__1_0.distcp").write_bytes(
+            safetensors_file({"v": entry("U8", [4096], 0, 4096)}, bytes(4096))
+        )
         ds = xr.open_dataset(tmp_path)
         with pytest.raises(xckpt.UnsupportedError, match="safetensors"):
             ds["w"].values  # noqa: B018

@@ -22,7 +22,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown, some
 from xckpt.formats import chunks, kit
 from xckpt.formats.torch.containers import read_zip
 from xckpt.formats.torch.objects import ObjectWalk
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 SUFFIX = ".distcp"  # of the files of items
 _MODULE = "torch.distributed.checkpoint"
+_AGAIN = "Copy it again into the folder of '.metadata'; the others can be read"
 _LARGEST_METADATA = 256 << 20
 # Smaller items are read at once; of larger ones, only a little at both ends.
 _SMALL = 1 << 16
@@ -139,6 +140,8 @@ class _MetadataReader:
         self._files: dict[str, Readable | None] = {}
         self._items = self._listed_items()
         self._values = 0
+        #: Errors of absent items, by file and by the name of the tensor or value.
+        self._absent: dict[str, dict[str, CheckpointError]] = {}
         self._embedded: dict[tuple[str, int], Mapping[str, Tensor]] = {}
 
     def _mapping(self, name: str) -> Pairs:
@@ -178,6 +181,9 @@ class _MetadataReader:
                 continue
             tensor = self._tensor(name, _fields(entry, "metadata.TensorStorageMetadata"))
             self._add(replace(tensor, name=key_text(name)))
+        for absences in self._absent.values():
+            reason = f"cannot be read: {some(list(absences))}. {_AGAIN}"
+            self._notes.add(reason, absences.popitem()[1].reason)
 
     def _add(self, tensor: Tensor) -> None:
         name = tensor.name
@@ -197,19 +203,26 @@ class _MetadataReader:
                 self.shards[name] = Shard(file.size, None, (name,))
         return self._files[name]
 
+    def _absence(self, name: str, item: _StorageInfo) -> CheckpointError | None:
+        """Return the error of an item that is beyond the end of its file, or in a missing file."""
+        file, problem = self._file(item.file), None
+        if file is None:
+            problem = kit.missing_file(item.file, self._source, _AGAIN)
+        elif item.offset + item.nbytes > file.size:
+            reason = f"the file {shown(item.file)} has {file.size} bytes, but an item ends at byte "
+            reason += f"{item.offset + item.nbytes}"
+            problem = FormatError(reason, rule="Truncated", hint=_AGAIN)
+        if problem is not None:
+            self._absent.setdefault(item.file, {})[name] = problem
+        return problem
+
     def _objects(self, name: str, item: _StorageInfo) -> ObjectWalk:
         """Read an item."""
         file = self._file(item.file)
-        if file is None:
-            hint = "Copy it into the folder of .metadata"
-            raise kit.missing_file(item.file, self._source, hint)
+        assert file is not None  # noqa: S101  see `_absence`
         if not item.is_plain:
             reason = "transformed items, such as compressed ones, are unsupported"
             raise UnsupportedError(reason, rule="Transform")
-        if item.offset + item.nbytes > file.size:
-            reason = f"an item ends at byte {item.offset + item.nbytes}"
-            reason += f", but the file has {file.size} bytes"
-            raise FormatError(f"{item.file}: {reason}", rule="Truncated")
         try:
             content = read_zip(_Window(file, item), self._notes)
 
@@ -234,9 +247,11 @@ class _MetadataReader:
         if item is None or item.nbytes > _LARGEST_VALUE or self._values > _MOST_VALUES:
             self._notes.add("a value that is not a tensor is left out", shown(name))
             return
+        if self._absence(name, item) is not None:
+            return
         try:
             objects = self._objects(name, item)
-        except (MissingShardError, UnsupportedError) as error:
+        except UnsupportedError as error:
             reason = f"a value that is not a tensor is left out: {error.reason}"
             self._notes.add(reason, shown(name))
             return
@@ -265,23 +280,35 @@ class _MetadataReader:
                 places.append((origin, extents))
         chunks.check_cover(name, size, places)
         size = in_elements(dtype, size)
+        items = {origin: self._item(name, origin) for origin, _ in places}
+        absences = [self._absence(name, item) for item in items.values()]
+        absence = next(filter(None, absences), None)
+        if absence is not None:
+            return Tensor(name, element_named(dtype), size, {}, problem=absence)
         try:
             blocks = {
-                in_elements(dtype, origin): self._chunk(name, origin, in_elements(dtype, extents))
+                in_elements(dtype, origin): self._chunk(
+                    name, origin, in_elements(dtype, extents), items[origin]
+                )
                 for origin, extents in places
             }
-        except (MissingShardError, UnsupportedError) as problem:
+        except UnsupportedError as problem:
             return Tensor(name, element_named(dtype), size, {}, problem=problem)
         # A tensor in one piece can be of any layout.
         if len(blocks) == 1:
             return next(iter(blocks.values()))
         return chunks.joined(name, size, blocks)
 
-    def _chunk(self, name: str, origin: tuple[int, ...], extents: tuple[int, ...]) -> Tensor:
+    def _item(self, name: str, origin: tuple[int, ...]) -> _StorageInfo:
         item = self._items.get(_key(name, origin))
         if item is None:
             reason = f"the chunk of {shown(name)} at {spelled(origin)} has no item"
             raise _broken(reason, "Item")
+        return item
+
+    def _chunk(
+        self, name: str, origin: tuple[int, ...], extents: tuple[int, ...], item: _StorageInfo
+    ) -> Tensor:
         tensors = self._tensors_of(name, item)
         if len(tensors) != 1 or tensors[0].shape != extents:
             shapes = [tensor.shape for tensor in tensors]
