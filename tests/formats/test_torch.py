@@ -6,8 +6,8 @@ import json
 import pickletools
 import subprocess
 import sys
-import warnings
 import time
+import warnings
 import zipfile
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
