@@ -21,6 +21,8 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown,
 from xckpt.formatting import natural_key
 from xckpt.index import is_file_name
 from xckpt.opening.names import (
+    DOWNLOADS,
+    IN_PLACE,
     form_of,
     is_chunked,
     is_companion,
@@ -123,6 +125,8 @@ class CheckpointFiles:
         Other files with tensors in the folder, which are not opened.
     unfinished : tuple of str
         Temporary files and folders of writers or downloads that did not end.
+    incomplete : tuple of str
+        Files whose contents may have holes, because a download into them did not end.
     notes : tuple of str
         Facts that change no value, such as a wrong ``total_size``.
     duplicates : mapping of str to tuple of str
@@ -145,6 +149,7 @@ class CheckpointFiles:
     missing: tuple[str, ...] = ()
     competing: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -189,6 +194,7 @@ class CheckpointFiles:
             "missing": list(self.missing),
             "competing": list(self.competing),
             "unfinished": list(self.unfinished),
+            "incomplete": list(self.incomplete),
             "notes": list(self.notes),
         }
 
@@ -215,7 +221,25 @@ def files_of(location: Location, format: str | None = None) -> CheckpointFiles:
     if is_index(location.file_name):
         return indexed(location.open())
     name = place.name if isinstance(place, Source) else location.pinned().text
-    return listed_as("single", name, {name: place})
+    files = listed_as("single", name, {name: place})
+    if location.kind != "file":
+        return files
+    marks = [suffix for suffix in DOWNLOADS if os.path.lexists(f"{location.path}{suffix}")]
+    return _with_downloads(files, [f"{location.file_name}{suffix}" for suffix in marks])
+
+
+def _with_downloads(files: CheckpointFiles, names: Sequence[str]) -> CheckpointFiles:
+    """Add warnings about unfinished downloads of files that are opened."""
+    if not names:
+        return files
+    texts = [
+        f"the download of {shown(Path(name).stem)} did not end, by {shown(name)} beside it: "
+        + ("its contents may have holes" if name.endswith(IN_PLACE) else "it may be an earlier one")
+        + "; continue the download"
+        for name in names
+    ]
+    holes = tuple([Path(name).stem for name in names if name.endswith(IN_PLACE)])
+    return replace(files, warnings=(*files.warnings, *texts), incomplete=holes)
 
 
 def set_of(source: Source, files: FileSet) -> CheckpointFiles:
@@ -446,7 +470,10 @@ class _Folder:
                 for name in stale
             ]
             files = self._files_of(group)
-        chosen = {*_names_of(files), *self.indexes}
+        opened = set(_names_of(files))
+        downloads = [name for name in self.unfinished if name.endswith(DOWNLOADS)]
+        files = _with_downloads(files, [n for n in downloads if Path(n).stem in opened])
+        chosen = opened.union(self.indexes)
         competing = (*[name for name in checkpoints if name not in chosen], *files.unlisted)
         self._warn(files, competing)
         config = self._config()
