@@ -6,6 +6,7 @@ import gzip
 import io
 import pickle
 import re
+import tarfile
 import zipfile
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ import xarray as xr
 
 import xckpt
 from tests.contracts.every import declared
+from tests.formats import torch_files
+from tests.formats.safetensors_files import entry, safetensors_file
 from xckpt import FormatError, formats
 
 if TYPE_CHECKING:
@@ -171,3 +174,103 @@ def test_errors_name_another_engine_of_the_package(format: str, tmp_path: Path) 
         with pytest.raises(xckpt.CheckpointError) as caught:
             xr.open_dataset(path, engine=engine)
         assert f"engine={format!r}" in str(caught.value)
+
+
+def packed(names: dict[str, bytes], mode: str) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in names.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+MEMBERS = {"m/README": b"x", "m/a.safetensors": NOISE, "m/b.PT": NOISE}
+APPLE = "__MACOSX/m/._a.safetensors"
+AROUND = {
+    "zip": zipped(APPLE, *MEMBERS),
+    "tar": packed({APPLE: b"x", **MEMBERS}, "w"),
+    "gzip": packed({APPLE: b"x", **MEMBERS}, "w:gz"),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_archives_list_the_checkpoints_in_them(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(AROUND[kind])
+    with pytest.raises(FormatError, match=rf"{kind}.*'m/a.safetensors', 'm/b.PT'") as caught:
+        xckpt.open(path)
+    assert "Extract" in str(caught.value.hint)
+    assert "__MACOSX" not in str(caught.value)
+    path.write_bytes(AROUND[kind][:700])
+    with pytest.raises(FormatError):
+        xckpt.open(path)
+
+
+def test_metadata_of_macos_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "._model.safetensors"
+    path.write_bytes(bytes.fromhex("0005160700020000") + b"Mac OS X" + bytes(4080))
+    with pytest.raises(FormatError, match="metadata of macOS") as caught:
+        xckpt.open(path)
+    assert "Open 'model.safetensors'" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("text", ["real.pt", "real.pt\n", "runs/7/real.pt", "sub/real.pt"])
+def test_texts_that_stand_for_links_name_the_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "real.pt").write_bytes(NOISE)
+    (tmp_path / "sub" / "real.pt").write_bytes(NOISE)
+    (tmp_path / "latest.pt").write_text(text)
+    with pytest.raises(FormatError, match=f"a text with the path '{text.strip()}'") as caught:
+        xckpt.open(tmp_path / "latest.pt")
+    expected = text if text.startswith("sub") else "real.pt"
+    assert f"Open '{expected}'" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("text", ["gone.pt", "../latest.pt", "latest.pt", "/etc/passwd", "."])
+def test_other_texts_name_no_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "latest.pt").write_text(text)
+    with pytest.raises(FormatError, match="the text"):
+        xckpt.open(tmp_path / "latest.pt")
+
+
+class TestPickleOfAnUnpackedFile:
+    DATA = torch_files.pickled(torch_files.mapping({"w": torch_files.whole("0", np.ones(4, "f4"))}))
+
+    def test_the_pickle_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "data.pkl").write_bytes(self.DATA)
+        with pytest.raises(FormatError, match="without the storages") as caught:
+            xckpt.open(tmp_path / "data.pkl")
+        assert "zip -0 -r" in str(caught.value.hint)
+
+    @pytest.mark.parametrize("opened", ["model", "."])
+    def test_its_folder_and_the_folder_around(self, opened: str, tmp_path: Path) -> None:
+        (tmp_path / "model" / "data").mkdir(parents=True)
+        (tmp_path / "model" / "data.pkl").write_bytes(self.DATA)
+        with pytest.raises(FormatError, match="unpacked file of PyTorch") as caught:
+            xckpt.open(tmp_path / opened)
+        assert "zip -0 -r model.pt 'model'" in str(caught.value.hint)
+
+
+class TestCheckpointsOfTensorFlow:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "checkpoint").write_text('model_checkpoint_path: "ckpt-50"\n')
+        (tmp_path / "ckpt-50.data-00000-of-00001").write_bytes(NOISE)
+        table = NOISE + bytes.fromhex("57fb808b247547db")
+        (tmp_path / "ckpt-50.index").write_bytes(table)
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        "name", [".", "checkpoint", "ckpt-50", "ckpt-50.index", "ckpt-50.data-00000-of-00001"]
+    )
+    def test_every_name_of_it(self, folder: Path, name: str) -> None:
+        with pytest.raises((FormatError, FileNotFoundError), match="TensorFlow") as caught:
+            xckpt.open(folder / name)
+        assert "save_weights" in str(caught.value)
+
+    def test_a_model_beside_it_opens(self, folder: Path) -> None:
+        data = safetensors_file({"w": entry("F32", [1], 0, 4)}, np.ones(1, "f4").tobytes())
+        (folder / "model.safetensors").write_bytes(data)
+        assert xckpt.open(folder)["w"].values.tolist() == [1]

@@ -26,7 +26,7 @@ from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapters import factors_of, find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
-from xckpt.opening.configs import read_config
+from xckpt.opening.configs import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
 from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
@@ -98,7 +98,7 @@ def open_merges(
     adapter: Describable, names: Collection[str], storage_options: dict[str, Any] | None
 ) -> Merges:
     """Open an adapter; warn of changes of tensors that the base model lacks."""
-    [tensors] = contents_of_all([adapter], storage_options)
+    [tensors] = contents_of_all([adapter_in(adapter, storage_options)], storage_options)
     config = read_config(tensors.source, tensors.attrs, "adapter_config", storage_options)
     adapters = find_adapters(tensors, config)
     if not adapters:

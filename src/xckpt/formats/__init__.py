@@ -24,7 +24,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown, warn
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from importlib.metadata import EntryPoint
 
     from xckpt.formats.foreign import Foreign
@@ -41,6 +41,7 @@ __all__ = [
     "advise",
     "detect",
     "folder_marks",
+    "foreign_folder",
     "get",
     "loaded",
     "names",
@@ -545,6 +546,15 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
 def is_foreign(source: Readable) -> bool:
     """Return whether a file is of a known type that is not a checkpoint."""
     return _foreign(_head(source), source) is not None and recognized(source) is None
+
+
+def foreign_folder(
+    path: str, files: Collection[str], folders: Collection[str] = ()
+) -> Foreign | None:
+    """Return the type of a folder that is not a checkpoint, by the names in it, and advice."""
+    from xckpt.formats import foreign
+
+    return foreign.describe_folder(path, files, folders)
 
 
 def _foreign(head: bytes, source: Readable) -> Foreign | None:

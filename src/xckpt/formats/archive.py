@@ -163,19 +163,32 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     if disk or first not in {0, _FULL_16}:
         reason = "the archive is split into several files"
         raise FormatError(reason, offset=origin + at, rule="EndRecord")
-    locator = origin + at - _LOCATOR_64.size
-    if locator < 0 or (count != _FULL_16 and _FULL_32 not in {nbytes, start}):
-        return count, nbytes, start
-    magic, _, at, _ = _LOCATOR_64.unpack(source.read(locator, _LOCATOR_64.size))
-    if magic != b"PK\6\7":
-        return count, nbytes, start
-    if at + _END_64.size > locator:
-        reason = f"the zip64 end record at byte {at} is not before its locator"
-        raise FormatError(reason, offset=locator, rule="EndRecord")
-    magic, *_, count, nbytes, start = _END_64.unpack(source.read(at, _END_64.size))
-    if magic != b"PK\6\6":
-        raise FormatError(f"the zip64 end begins {magic!r}", offset=at, rule="EndRecord")
+    end = origin + at
+    locator = end - _LOCATOR_64.size
+    if locator >= 0 and (count == _FULL_16 or _FULL_32 in {nbytes, start}):
+        magic, _, at, _ = _LOCATOR_64.unpack(source.read(locator, _LOCATOR_64.size))
+        if magic == b"PK\6\7":
+            if at + _END_64.size > locator:
+                reason = f"the zip64 end record at byte {at} is not before its locator"
+                raise FormatError(reason, offset=locator, rule="EndRecord")
+            magic, *_, count, nbytes, start = _END_64.unpack(source.read(at, _END_64.size))
+            if magic != b"PK\6\6":
+                reason = f"the zip64 end begins {magic!r}"
+                raise FormatError(reason, offset=at, rule="EndRecord")
+    _check_start(source, nbytes, start, end)
     return count, nbytes, start
+
+
+def _check_start(source: Readable, nbytes: int, start: int, end: int) -> None:
+    """Raise `FormatError` if other bytes precede the archive, such as another archive."""
+    # Offsets in an archive count from its own first byte, so that those of the last of several
+    # archives would lead into the first one.
+    record = end - _LOCATOR_64.size - _END_64.size  # which some writers add without need
+    if record >= 0 and bytes(source.read(record, 4)) == b"PK\6\6":
+        end = record
+    more = end - nbytes - start
+    if more > 0 and (not nbytes or bytes(source.read(end - nbytes, 4)) == b"PK\1\2"):
+        raise kit.joined_files(more)
 
 
 def _without_end(tail: bytes, origin: int) -> FormatError:

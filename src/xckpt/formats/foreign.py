@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.errors import shown
-from xckpt.formats import kit
+from xckpt import formats
+from xckpt.errors import CheckpointError, shown, some
+from xckpt.formats import archive, kit
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from xckpt.formats import Readable
 
 _LONGEST_SHOWN = 80
+_STEP = 1 << 16  # bytes of an archive that are decompressed
+_TAR_BLOCK, _MOST_MEMBERS = 512, 1000
+_LONGEST_PATH = 1 << 10
 _SHORT_TEXT = 1 << 12  # bytes of a text that may be the answer of a server
 
 # --- by the first bytes ---------------------------------------------------------------------------
@@ -28,6 +35,10 @@ _PICKLE = (
 _ENGINE = "Open the ONNX model or the checkpoint that it was made from"
 _TENSORFLOW = (
     "Load it with TensorFlow, and save the weights with model.save_weights('m.weights.h5')"
+)
+_METADATA = (
+    "It has the names and shapes of all tensors: copy '.metadata' from the folder of rank 0, and "
+    "open this folder"
 )
 _CORE_ML = "Open the checkpoint that it was converted from, or read it with coremltools"
 _TABLE = "It is a table, not a checkpoint: pandas.read_parquet or pandas.read_feather reads it"
@@ -80,6 +91,8 @@ _MARKS: tuple[tuple[int, bytes, str, str], ...] = (
     (64, b"\xef\xbe\xad\xde", "the weights of a Core ML package", _CORE_ML),
     (257, b"ustar", "a tar archive", _EXTRACT),
 )
+_APPLE_DOUBLE = b"\x00\x05\x16\x07"
+_STORAGE = b"X\7\0\0\0storage"  # the first word of the place of a storage outside of a pickle
 _PICKLES = re.compile(rb"\x80[\2-\5]|\((?:dp|lp)\d+\n|[}\]]q\0|c[a-z_.]+\n[A-Za-z_]+\n")
 # SavedModel and models of Core ML begin as ONNX models do: a version, then a message.
 _VERSIONED = re.compile(rb"\x08[\1-\x20]\x12(?:[\x80-\xff]+[\0-\x7f]|[\1-\x7f])\x0a", re.DOTALL)
@@ -99,6 +112,7 @@ _NUMBERED = re.compile(r"(?P<joined>.+\.(?:zip|7z|tar|gz|gguf|safetensors|bin|pt
 _ZIP_PART = re.compile(r".+\.[zr]\d{2}")
 _UNFINISHED = (".incomplete", ".crdownload", ".download", ".partial", ".part", ".aria2", ".tmp")
 _DATA_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
+_ITEMS = ".distcp"
 _RAW = (".dat", ".raw", ".f32", ".fp16")
 
 
@@ -115,11 +129,29 @@ def describe(head: bytes, source: Readable) -> Foreign | None:
     if not source.size:
         return Foreign("empty", "Writing or copying it may have failed")
     return (
-        _by_signature(head)
+        _by_folder(head, source, name)
+        or _by_contents(head, source)
+        or _by_signature(head)
         or _by_part(name)
         or _by_content(head, source.size, name.lower())
         or _by_name(source, name)
     )
+
+
+def describe_folder(name: str, files: Collection[str], folders: Collection[str]) -> Foreign | None:
+    """Recognise a folder that is no checkpoint by the names in it."""
+    if any(file.lower().endswith(_ITEMS) for file in files):
+        state = "damaged" if ".metadata" in files else "missing"
+        reason = f"a distributed checkpoint of PyTorch, whose file '.metadata' is {state}"
+        return Foreign(reason, _METADATA)
+    if "data.pkl" in files and "data" in folders:
+        packed = shown(kit.file_name(name.rstrip("/\\")))
+        reason = "an unpacked file of PyTorch"
+        return Foreign(reason, f"Pack it again: zip -0 -r model.pt {packed}")
+    has_data = any(_DATA_OF_TENSORFLOW.fullmatch(file.lower()) for file in files)
+    if has_data and any(file.lower().endswith(".index") for file in files):
+        return Foreign("a checkpoint of TensorFlow", _TENSORFLOW)
+    return None
 
 
 def is_versioned_message(head: bytes) -> bool:
@@ -135,6 +167,85 @@ def _by_signature(head: bytes) -> Foreign | None:
         if head.startswith(mark, offset):
             return Foreign(kind, advice)
     return Foreign(_kind_of_pickle(head), _PICKLE) if _PICKLES.match(head) else None
+
+
+def _by_folder(head: bytes, source: Readable, name: str) -> Foreign | None:
+    """Recognise a file that belongs to another one, or to a folder."""
+    if name.lower().endswith(_ITEMS):
+        reason = "by its name the items of one rank of a distributed checkpoint of PyTorch"
+        if kit.sibling(source, ".metadata") is not None:
+            return Foreign(reason, "Open the folder: '.metadata' has the names of all tensors")
+        return Foreign(f"{reason}, and '.metadata' is missing", _METADATA)
+    if head.startswith(_APPLE_DOUBLE):
+        model = name.removeprefix("._")
+        advice = "Choose the file itself" if model == name else f"Open {shown(model)}"
+        return Foreign("metadata of macOS about another file (AppleDouble)", advice)
+    if head.startswith(b"\x80") and _STORAGE in head:
+        reason = "the pickle of a PyTorch file without the storages of its tensors"
+        return Foreign(
+            reason,
+            "It is 'data.pkl' of an unpacked file: pack its folder again: "
+            "zip -0 -r model.pt FOLDER",
+        )
+    path = head.strip().decode("ascii", "replace") if source.size <= _LONGEST_PATH else ""
+    for candidate in dict.fromkeys((path, kit.file_name(path))):
+        if candidate != name and _is_beside(source, candidate):
+            reason = f"a text with the path {shown(path)}, which stands for a link to that file"
+            return Foreign(reason, f"Open {shown(candidate)}")
+    return None
+
+
+def _is_beside(source: Readable, path: str) -> bool:
+    """Return whether a text of unknown origin is the path of a file in the same folder."""
+    try:
+        # The answer "Not Found" of a server is no path, and a sibling of it would be a request.
+        is_path = bool(path) and path.isprintable() and " " not in path
+        return is_path and kit.sibling(source, path) is not None
+    except (CheckpointError, OSError):
+        return False
+
+
+def _by_contents(head: bytes, source: Readable) -> Foreign | None:
+    """Recognise an archive around a checkpoint by the names of its members."""
+    if head.startswith(b"PK\3\4"):
+        kind, names = "a zip archive", _names_in_zip(source)
+    elif head[257:262] == b"ustar":
+        kind, names = "a tar archive", _names_in_tar(source)
+    elif head.startswith(b"\x1f\x8b"):
+        data = zlib.decompressobj(31).decompress(source.read(0, min(source.size, _STEP)), _STEP)
+        if data[257:262] != b"ustar":
+            return None
+        kind, names = "a tar archive, compressed by gzip", _names_in_tar(kit.Memory("", data))
+    else:
+        return None
+    suffixes = tuple([suffix for name in formats.names() for suffix in formats.suffixes(name)])
+    checkpoints = [
+        name
+        for name in names
+        if name.lower().endswith(suffixes) and not kit.file_name(name).startswith("._")
+    ]
+    return Foreign(f"{kind} with {some(checkpoints, 'files')}", _EXTRACT) if checkpoints else None
+
+
+def _names_in_zip(source: Readable) -> list[str]:
+    try:
+        return [member.name for member in archive.Archive(source).members]
+    except CheckpointError:
+        return []
+
+
+def _names_in_tar(source: Readable) -> list[str]:
+    """Return the names of the first members; of a part of an archive, those in that part."""
+    names: list[str] = []
+    at = 0
+    while at + _TAR_BLOCK <= source.size and len(names) < _MOST_MEMBERS:
+        header = bytes(source.read(at, _TAR_BLOCK))
+        digits = header[124:136].strip(b" \0")
+        if header[257:262] != b"ustar" or not digits.isdigit() or set(digits) & set(b"89"):
+            break
+        names.append(header[:100].rstrip(b"\0").decode("utf-8", "replace"))
+        at += _TAR_BLOCK + kit.aligned(int(digits, 8), _TAR_BLOCK)
+    return names
 
 
 def _by_part(name: str) -> Foreign | None:

@@ -527,6 +527,13 @@ def missing_file(
     return MissingShardError(reason, path=source.name, rule=rule, hint=hint)
 
 
+def joined_files(offset: int, hint: str | None = None) -> FormatError:
+    """Return the error for a file that has another file behind its own contents."""
+    reason = f"another file begins at byte {offset}: several files were joined into one"
+    hint = hint or f"Cut the file at byte {offset}, and open the pieces"
+    return FormatError(reason, offset=offset, rule="Joined", hint=hint)
+
+
 def index_of(
     format: str,
     source: Readable,

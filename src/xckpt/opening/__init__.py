@@ -116,7 +116,8 @@ def _joined(
     if files.by != "single" or file.label != files.name:
         with paused_collector():
             return merge(files, opened)
-    return file.source, replace(file.index, checkpoint=files.described())
+    warnings = (*files.warnings, *file.index.warnings)
+    return file.source, replace(file.index, checkpoint=files.described(), warnings=warnings)
 
 
 def _without_missing_shards(source: Source, index: Index) -> Index:

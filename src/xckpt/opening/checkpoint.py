@@ -61,6 +61,8 @@ class CheckpointFiles:
         Other files with tensors in the folder, which are not opened.
     unfinished : tuple of str
         Temporary files and folders of writers or downloads that did not end.
+    incomplete : tuple of str
+        Files whose contents may have holes, because a download into them did not end.
     notes : tuple of str
         Facts that change no value, such as a wrong ``total_size``.
     duplicates : mapping of str to tuple of str
@@ -83,6 +85,7 @@ class CheckpointFiles:
     missing: tuple[str, ...] = ()
     competing: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -127,6 +130,7 @@ class CheckpointFiles:
             "missing": list(self.missing),
             "competing": list(self.competing),
             "unfinished": list(self.unfinished),
+            "incomplete": list(self.incomplete),
             "notes": list(self.notes),
         }
 

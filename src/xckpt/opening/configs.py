@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, warn
+from xckpt.opening.names import preferred
 from xckpt.opening.reading import read_sibling, read_small
 from xckpt.quantization.config import parse_json
 from xckpt.storage import Location
@@ -13,7 +15,10 @@ from xckpt.storage import Location
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["attrs_with_config", "read_config"]
+__all__ = ["adapter_in", "attrs_with_config", "read_config"]
+
+# Names of the files of an adapter: of peft and of mlx-lm.
+_ADAPTERS = ("adapter_model.", "adapters.")
 
 
 def read_config(
@@ -49,6 +54,18 @@ def read_config(
     except ValueError as error:
         warn(f"{source}: {name}.json is ignored: {error}")
         return None
+
+
+def adapter_in(obj: Any, storage_options: dict[str, Any] | None = None) -> Any:
+    """Return the file of the adapter in a folder with its config; other objects unchanged."""
+    if not isinstance(obj, str | os.PathLike):
+        return obj
+    location = Location.of(obj, storage_options)
+    listing = location.listing() if location.kind in {"folder", "hub"} else None
+    if listing is None or "adapter_config.json" not in listing.files:
+        return obj
+    name = preferred([n for n in listing.files if n.lower().startswith(_ADAPTERS)])
+    return obj if name is None else listing.files[name].text
 
 
 def attrs_with_config(

@@ -22,6 +22,8 @@ from xckpt.formatting import natural_key
 from xckpt.index import is_file_name
 from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
 from xckpt.opening.names import (
+    DOWNLOADS,
+    IN_PLACE,
     form_of,
     is_chunked,
     is_companion,
@@ -95,7 +97,25 @@ def files_of(location: Location, format: str | None = None) -> CheckpointFiles:
     if is_index(location.file_name):
         return indexed(location.open())
     name = place.name if isinstance(place, Source) else location.pinned().text
-    return listed_as("single", name, {name: place})
+    files = listed_as("single", name, {name: place})
+    if location.kind != "file":
+        return files
+    marks = [suffix for suffix in DOWNLOADS if os.path.lexists(f"{location.path}{suffix}")]
+    return _with_downloads(files, [f"{location.file_name}{suffix}" for suffix in marks])
+
+
+def _with_downloads(files: CheckpointFiles, names: Sequence[str]) -> CheckpointFiles:
+    """Add warnings about unfinished downloads of files that are opened."""
+    if not names:
+        return files
+    texts = [
+        f"the download of {shown(Path(name).stem)} did not end, by {shown(name)} beside it: "
+        + ("its contents may have holes" if name.endswith(IN_PLACE) else "it may be an earlier one")
+        + "; continue the download"
+        for name in names
+    ]
+    holes = tuple([Path(name).stem for name in names if name.endswith(IN_PLACE)])
+    return replace(files, warnings=(*files.warnings, *texts), incomplete=holes)
 
 
 def set_of(source: Source, files: FileSet) -> CheckpointFiles:
@@ -330,7 +350,10 @@ class _Folder:
                 for name in stale
             ]
             files = self._files_of(group)
-        chosen = {*_names_of(files), *self.indexes}
+        opened = set(_names_of(files))
+        downloads = [name for name in self.unfinished if name.endswith(DOWNLOADS)]
+        files = _with_downloads(files, [n for n in downloads if Path(n).stem in opened])
+        chosen = opened.union(self.indexes)
         competing = (*[name for name in checkpoints if name not in chosen], *files.unlisted)
         self._warn(files, competing)
         config = self._config()
@@ -488,20 +511,31 @@ class _Folder:
         newest = None if folder is None else folder.listing()
         return newest if newest is not None and has_checkpoint(newest) else None
 
-    def _not_one(self, checkpoints: Sequence[str]) -> OSError:
+    def _foreign(self) -> FormatError | None:
+        """Return the error of a folder of another kind, or of the only folder in it."""
+        inner: Listing | None = None
+        if not self.names and len(self.listing.folders) == 1:
+            with suppress(OSError):
+                inner = next(iter(self.listing.folders.values())).listing()
+        for listing in filter(None, (self.listing, inner)):
+            foreign = formats.foreign_folder(listing.name, listing.files, listing.folders)
+            if foreign is not None:
+                reason = f"the folder is {foreign.kind}"
+                return FormatError(reason, path=listing.name, hint=foreign.advice)
+        return None
+
+    def _not_one(self, checkpoints: Sequence[str]) -> OSError | FormatError:
         """Return the error of a folder with no or several checkpoints among its files."""
         folder = self.listing.name
+        foreign = None if checkpoints else self._foreign()
+        if foreign is not None:
+            return foreign
         groups = _groups_of(checkpoints)
         if not all(is_companion(group.names[0]) for group in groups):
             names = [group.glob for group in groups]
             reason = f"{len(groups)} checkpoints are in this folder, open one or a list: "
             return SeveralFilesError(errno.EISDIR, reason + some(names, ""), folder)
         reason = f"no checkpoint is in this folder; it has {some(self.names, '') or 'no files'}"
-        if "data.pkl" in self.names and "data" in self.listing.folders:
-            reason = (
-                "this is an unpacked file of PyTorch; pack it again: zip -0 -r model.pt "
-                f"{shown(Path(folder).name)}"
-            )
         latest = self._latest()
         if latest is not None and latest not in self.listing.folders:
             reason += f"; the folder {shown(latest)}, the latest step, is missing"

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xckpt import formats
 from xckpt.errors import CheckpointError, shown, some
 from xckpt.opening.files import SeveralFilesError, has_checkpoint, unfinished_in
 from xckpt.opening.names import is_companion
@@ -111,6 +112,9 @@ def _instead_of(path: Path) -> str | None:
             return f"a download did not end, of which {some(unfinished, 'more')} is left: repeat it"
         names = sorted(entry.name for entry in path.parent.iterdir())
         same_stem = [name for name in names if name.startswith(f"{path.name}.")]
+        foreign = formats.foreign_folder(path.name, same_stem)
+        if foreign is not None:
+            return f"the files with this prefix are {foreign.kind}: {foreign.advice}"
         for name in [*get_close_matches(path.name, names, n=1, cutoff=0.8), *same_stem]:
             return f"did you mean {shown(name)}?"
     organisation, _, name = _spelled(path).partition("/")

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "DOWNLOADS",
     "INDEX_SUFFIX",
+    "IN_PLACE",
     "PartName",
     "RankName",
     "form_of",
@@ -66,10 +68,15 @@ _MLX = "_adapters."
 # ....incomplete (huggingface_hub), .crdownload (Chromium), .part (Firefox, curl), .aria2.
 _UNFINISHED = re.compile(
     r"(?:_*(?:tmp|temp)[-_.].*"
-    r"|.*[-_.](?:tmp|temp|partial|incomplete|part|crdownload|download|aria2|xckpt-partial)"
+    r"|.*[-_.](?:tmp|temp|partial|incomplete|part|crdownload|download(?:ing)?|aria2|xckpt-partial)"
     r"(?:[-_.]?[0-9]{0,20}))",
     re.IGNORECASE | re.DOTALL,
 )
+#: Suffix of the file beside an unfinished download of aria2, which writes into the file itself in
+#: any order, so that a whole size and a good header say nothing.
+IN_PLACE = ".aria2"
+#: Suffixes of unfinished downloads of the file with the rest of the name.
+DOWNLOADS = (IN_PLACE, ".part", ".crdownload", ".incomplete", ".downloading")
 # Files that trainers write next to a model: transformers, accelerate, peft.
 _COMPANION = re.compile(
     r"(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|trainer_state|"

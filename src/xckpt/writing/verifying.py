@@ -263,6 +263,9 @@ def verify(
     findings = [
         Finding("warning", None, None, None, text) for text in (*index.warnings, *index.facts)
     ]
+    for name in () if index.checkpoint is None else index.checkpoint.incomplete:
+        reason = "a download into the file did not end: its contents may have holes"
+        findings.append(Finding("error", None, None, None, reason, name))
     findings += _copies(source, index, storage_options)
     errors: list[tuple[str, CheckpointError]] = []
     digests = unchecked = 0

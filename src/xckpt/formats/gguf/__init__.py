@@ -71,7 +71,8 @@ _ALIGNED = "general.alignment"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
-_SPLIT_NAME = re.compile(r"(?s)(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MERGE = "the parts of a model with `llama-gguf-split --merge FIRST_PART MODEL`"
+_SPLIT_NAME = re.compile(r"(?is)(.*)-(\d{5})(-of-(\d{5})\.gguf)")
 _KEY = re.compile(r"[a-z0-9_.-]{1,65535}")
 
 _TYPES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
@@ -475,6 +476,10 @@ class _HeadReader:
         expected = max((end for _, end, _ in ranges), default=0)
         end = start + kit.aligned(expected - start, alignment)
         if expected and end < self.size and not any(t.problem for t in tensors.values()):
+            for at in dict.fromkeys((expected, end)):
+                self.cursor.at = at
+                if self.cursor.take(min(4, self.cursor.left), "trailing bytes") == _MAGIC:
+                    raise kit.joined_files(at, f"Cut the file at byte {at}, and join {_MERGE}")
             reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "
             self.notes.add(reason + "the tensors are intact", f"byte {end}")
 
@@ -509,14 +514,16 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
     name = kit.file_name(path)
     match = _SPLIT_NAME.fullmatch(name)
     if match is None:
-        reader.notes.add(
-            f"file {number + 1} of {count}, by its metadata, is read alone", shown(name)
-        )
+        ending = f"-{number + 1:05}-of-{count:05}.gguf"
+        reason = f"file {number + 1} of {count}, by its metadata, is read alone: to open all, "
+        reason += f"rename it so that it ends with {shown(ending)} and begins as the others do, or "
+        reader.notes.add(f"{reason}join {_MERGE}", shown(name))
         return None
-    stem, named_number, named_count = match[1], int(match[2]), int(match[3])
+    stem, named_number, rest, named_count = match[1], int(match[2]), match[3], int(match[4])
     if (number + 1, count) != (named_number, named_count):
         reason = f"the file is {number + 1} of {count}, but its name is {named_number} of "
         reason += f"{named_count}"
-        hint = "It may have been renamed"
+        hint = f"It may have been renamed: it should end with '-{number + 1:05}-of-{count:05}.gguf'"
         raise FormatError(reason, offset=reader.split_at, rule="Split", hint=hint)
-    return FileSet(tuple(kit.shard_names(stem, count, ".gguf")), number, reader.split_at, total)
+    names = tuple([f"{stem}-{other + 1:05}{rest}" for other in range(count)])
+    return FileSet(names, number, reader.split_at, total)

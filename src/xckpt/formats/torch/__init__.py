@@ -43,8 +43,10 @@ class Torch(Format):
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Return whether a file is an archive of PyTorch, a chain of pickles, or metadata."""
         if head.startswith(b"PK\3\4"):
-            root, _, name = archive.first_name(head).partition("/")
-            return bool(root) and (name in _FIRST or name.startswith(_FOLDERS))
+            root, _, member = archive.first_name(head).partition("/")
+            is_archive = bool(root) and (member in _FIRST or member.startswith(_FOLDERS))
+            # The files of ranks have an archive for each item, one behind the other.
+            return is_archive and not kit.file_name(name).lower().endswith(distributed.SUFFIX)
         if head[257:262] == b"ustar":
             return head[:100].rstrip(b"\0").decode("latin-1").rstrip("/") in _OLDEST
         if head.startswith(containers.PREVIEW) or containers.is_legacy(head):

@@ -218,9 +218,7 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
         if storage is not None:
             kinds.setdefault(storage.key, storage)
     regions, end = _storages(source, machines.at, [str(key) for key in keys], kinds)
-    if end < source.size:
-        reason = f"{source.size - end} bytes follow the last storage, and are ignored; "
-        notes.add(reason + "the tensors are intact", f"byte {end}")
+    _check_end(source, end, notes)
 
     def place(key: str) -> Region:
         if key not in regions:
@@ -228,6 +226,16 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
         return regions[key]
 
     return FileContents(str(version), value, place, nbytes, base)
+
+
+def _check_end(source: Readable, end: int, notes: kit.Notes) -> None:
+    """Raise `FormatError` if another checkpoint follows the last storage; note other bytes."""
+    if end < source.size:
+        following = bytes(source.read(end, min(64, source.size - end)))
+        if is_legacy(following) or following.startswith(b"PK\3\4"):
+            raise kit.joined_files(end)
+        reason = f"{source.size - end} bytes follow the last storage, and are ignored; "
+        notes.add(reason + "the tensors are intact", f"byte {end}")
 
 
 def _storages(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     _Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 METADATA = ".metadata"
+SUFFIX = ".distcp"  # of the files of items
 _MODULE = "torch.distributed.checkpoint"
 _LARGEST_METADATA = 256 << 20
 # Smaller items are read at once; of larger ones, only a little at both ends.
@@ -236,7 +237,7 @@ class _MetadataReader:
             return
         try:
             objects = self._objects(name, item)
-        except (MissingShardError, UnsupportedError) as error:
+        except (FormatError, MissingShardError, UnsupportedError) as error:
             reason = f"a value that is not a tensor is left out: {error.reason}"
             self._notes.add(reason, shown(name))
             return
