@@ -143,7 +143,7 @@ def describe(head: bytes, source: Readable) -> Foreign | None:
 
 
 def describe_folder(name: str, files: Collection[str], folders: Collection[str]) -> Foreign | None:
-    """Recognise a folder that is no checkpoint by the names in it."""
+    """Recognise a folder of another kind by the names in it."""
     if any(file.lower().endswith(_ITEMS) for file in files):
         state = "damaged" if ".metadata" in files else "missing"
         reason = f"a distributed checkpoint of PyTorch, whose file '.metadata' is {state}"
@@ -202,7 +202,7 @@ def _by_folder(head: bytes, source: Readable, name: str) -> Foreign | None:
 def _is_beside(source: Readable, path: str) -> bool:
     """Return whether a text of unknown origin is the path of a file in the same folder."""
     try:
-        # The answer "Not Found" of a server is no path, and a sibling of it would be a request.
+        # The answer "Not Found" of a server is not a path, and looking for it may be a request.
         is_path = bool(path) and path.isprintable() and " " not in path
         return is_path and kit.sibling(source, path) is not None
     except (CheckpointError, OSError):

@@ -304,7 +304,7 @@ class ProtoReader(Wire):
         return None
 
     def _hint(self, location: str, nbytes: int) -> str:
-        """Return what to do about a missing file with data, of which `nbytes` are needed."""
+        """Return the advice about a missing file with data that has at least `nbytes` bytes."""
         model = kit.file_name(self._source.name)
         stem = model.rpartition(".")[0] or model
         ending = location[location.rfind(".") :] if "." in location else ""
