@@ -276,3 +276,43 @@ def test_a_model_is_converted_with_its_values(golden: Path, tmp_path: Path) -> N
     for name in source.variables:
         np.testing.assert_array_equal(source[name].values, converted[name].values)
     assert xckpt.verify(path).ok
+
+
+class TestMissingData:
+    """A model whose data were renamed with it, or are gone."""
+
+    def model(self, folder: Path, *others: str, size: int = 32) -> Path:
+        external = [
+            initializer(name, np.ones(4, "f4"), location="original.onnx_data", offset=offset)
+            for name, offset in (("v", "0"), ("w", "16"))
+        ]
+        path = folder / "renamed.onnx"
+        path.write_bytes(model(initializer("b", np.ones(2, "f4")), *external))
+        for name in others:
+            (folder / name).write_bytes(bytes(size))
+        return path
+
+    def test_one_warning_names_the_file(self, tmp_path: Path) -> None:
+        with pytest.warns(xckpt.CheckpointWarning, match="'original.onnx_data'") as caught:
+            ds = xckpt.open(self.model(tmp_path))
+        assert len(caught) == 1
+        assert "'v' and 1 more" in str(caught[0].message)
+        assert ds["b"].values.tolist() == [1, 1]
+        with pytest.raises(xckpt.MissingShardError, match="original") as error:
+            ds["w"].values  # noqa: B018
+        assert error.value.hint == "Put it next to the model"
+
+    @pytest.mark.parametrize("name", ["renamed.onnx_data", "renamed.onnx.data"])
+    def test_data_that_were_renamed_with_the_model(self, name: str, tmp_path: Path) -> None:
+        path = self.model(tmp_path, name)
+        with pytest.warns(xckpt.CheckpointWarning, match=f"'{name}' is there"):
+            ds = xckpt.open(path)
+        with pytest.raises(xckpt.MissingShardError) as caught:
+            ds["w"].values  # noqa: B018
+        assert "rename it to 'original.onnx_data'" in str(caught.value.hint)
+
+    def test_a_file_that_is_too_small_is_another_one(self, tmp_path: Path) -> None:
+        path = self.model(tmp_path, "renamed.onnx_data", size=8)
+        with pytest.warns(xckpt.CheckpointWarning) as caught:
+            xckpt.open(path)
+        assert "renamed" not in str(caught[0].message).rpartition(path.name)[2]

@@ -49,7 +49,7 @@ from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics import OF_CODES
 from xckpt.statistics.clipping import clipping, gain_of
 from xckpt.statistics.codes import use_of_codes
-from xckpt.statistics.tables import STATUSES
+from xckpt.statistics.tables import STATUSES, TIED
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
@@ -173,6 +173,8 @@ def compare(
         With `names`, a variable has the attributes ``other_name``, its name in `b` (empty if it
         has no counterpart), and ``matched_by``, the rule; both are lists for stacked tensors.
         A table has them as columns, and ``result.ckpt.names`` is a mapping for later calls.
+        So do variables if a file states that a tensor is tied to another one instead of storing
+        it, as safetensors' ``save_model`` does: it is compared with that one, by the rule ``tied``.
 
         Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count. If no
         element is finite on both sides, ``max_abs`` and all statistics after it are NaN.
@@ -255,7 +257,9 @@ def compare(
     if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
         both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
         names = dict(zip(*both, strict=False))
-    entries, rows, progress = matched(*sides, names, tensors, progress)
+    entries, rows, progress = matched(
+        *sides, names, tensors, progress=progress, attrs=[ours.attrs, theirs.attrs]
+    )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     inputs: list[_Input] = [
         (matches, entry.shape, entry.gone, None)
@@ -268,7 +272,8 @@ def compare(
         find = partial(_compare_channels, progress=progress)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
-    attrs = _attrs_of(entries, rows, has_names=names is not None)
+    is_tied = any(row.partner and row.partner.rule == TIED for matches in rows for row in matches)
+    attrs = _attrs_of(entries, rows, has_names=names is not None or is_tied)
     summary = {}
     if explain:
         merges = None

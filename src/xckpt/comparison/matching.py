@@ -8,7 +8,7 @@ model, are paired by the naming conventions of known projects.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,9 +23,10 @@ from xckpt.labels.filters import select
 from xckpt.labels.renaming import new_names
 from xckpt.progress import Progress
 from xckpt.scan.entries import Described
+from xckpt.statistics.tables import TIED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.comparison.explaining.search import Candidate
     from xckpt.comparison.explaining.sketches import Sketched
@@ -40,9 +41,11 @@ def matched(
     entries_of_b: Sequence[Described],
     names: Renaming | Literal["auto"] | None,
     tensors: TensorFilter | None,
+    *,
     progress: ProgressOption,
+    attrs: Sequence[Mapping[Any, Any]],
 ) -> tuple[list[Described], list[list[Match]], ProgressOption]:
-    """Pair the tensors of all variables.
+    """Pair the tensors of all variables; `attrs` of both sides may name tied tensors.
 
     Returns the variables of the result, the matches of each, and the progress option for the
     comparison, which continues the count of bytes.
@@ -63,13 +66,38 @@ def matched(
         new = new_names([reader.name for entry in entries for reader in entry.readers], names)
         partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
     with paused_collector():
-        return *_rows_of(entries, entries_of_b, partners, tensors), progress
+        sides = [
+            {reader.name for entry in side for reader in entry.readers}
+            for side in (entries, entries_of_b)
+        ]
+        only_a = [n for n in sides[0] if n not in partners or partners[n].name not in sides[1]]
+        partners |= _tied(only_a, sides[1], attrs[1])
+        only_b = sides[1].difference(partner.name for partner in partners.values())
+        owners = _tied(only_b, sides[0], attrs[0])
+        return *_rows_of(entries, entries_of_b, partners, owners, tensors), progress
+
+
+def _tied(
+    missing: Iterable[str], present: Collection[str], attrs: Mapping[Any, Any]
+) -> dict[str, Partner]:
+    """Pair tensors that a file lacks with those that it states to be the same.
+
+    `safetensors.torch.save_model` writes one of several tied tensors, and the names of the others
+    into the metadata: ``{"lm_head.weight": "wte.weight"}``.
+    """
+    owners = {name: attrs.get(name) for name in missing}
+    return {
+        name: Partner(owner, TIED)
+        for name, owner in owners.items()
+        if isinstance(owner, str) and owner in present
+    }
 
 
 def _rows_of(
     entries: Sequence[Described],
     entries_of_b: Sequence[Described],
     partners: Mapping[str, Partner],
+    owners: Mapping[str, Partner],  # in `a`, of tensors that only `b` has
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[Match]]]:
     """Return the variables to compare and their matches; tensors only in `b` come last."""
@@ -77,7 +105,7 @@ def _rows_of(
     for reader in (reader for entry in entries_of_b for reader in entry.readers):
         if theirs.setdefault(reader.name, reader) is not reader:
             raise ValueError(f"two tensors of b are called {shown(reader.name)}")
-    ours = [reader.name for entry in entries for reader in entry.readers]
+    ours = {reader.name: reader for entry in entries for reader in entry.readers}
     chosen = set(select([*ours, *theirs], tensors))
 
     def match(reader: Reader) -> Match:
@@ -87,10 +115,13 @@ def _rows_of(
         counterpart = theirs.get(partner.name) if partner else None
         if counterpart is None:
             return Match(reader.name, reader)
+        return pair(reader.name, reader, counterpart, partner)
+
+    def pair(name: str, reader: Reader, counterpart: Reader, partner: Partner | None) -> Match:
         is_readable = reader.problem is None and counterpart.problem is None
         is_pair = is_readable and reader.array.shape == counterpart.array.shape
-        pair = pair_of(reader, counterpart, reader.name) if is_pair else None
-        return Match(reader.name, reader, counterpart, partner, pair)
+        both = pair_of(reader, counterpart, name) if is_pair else None
+        return Match(name, reader, counterpart, partner, both)
 
     paired = {partners[name].name for name in ours if name in partners}
     variables = [
@@ -106,7 +137,9 @@ def _rows_of(
             variable_names.add(variable_name)
             encoding = {"tensor": name}
             variables.append(Described(variable_name, (), (), (reader,), encoding))
-            rows.append([Match(name, theirs=reader)])
+            owner = owners.get(name)
+            alone = Match(name, theirs=reader)
+            rows.append([alone if owner is None else pair(name, ours[owner.name], reader, owner)])
     shown_rows = [
         (variable, matches)
         for variable, matches in zip(variables, rows, strict=True)

@@ -45,6 +45,7 @@ __all__ = [
     "get",
     "loaded",
     "names",
+    "raw_part",
     "recognized",
     "states_its_files",
     "suffixes",
@@ -541,6 +542,15 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
     if foreign is not None:
         error.reason = error.reason if foreign.kind is None else f"it is {foreign.kind}"
         error.hint = foreign.advice
+
+
+def raw_part(format: Format, source: Readable) -> Foreign | None:
+    """Return what a file is by its name, if that is a part of a file that was cut into several."""
+    if source.name.partition("?")[0].lower().endswith(format.suffixes):
+        return None
+    from xckpt.formats import foreign  # only for unusual names
+
+    return foreign.by_part(source.name)
 
 
 def is_foreign(source: Readable) -> bool:

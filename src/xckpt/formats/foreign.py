@@ -107,8 +107,12 @@ _JSON_ERROR = re.compile(
 
 # --- by name --------------------------------------------------------------------------------------
 
-_PART = re.compile(r"(?P<joined>.+?)[._-](?:part[_.-]?(?:\d+of\d+|[a-z]{2}|\d+)|split-?[a-z]{2})")
-_NUMBERED = re.compile(r"(?P<joined>.+\.(?:zip|7z|tar|gz|gguf|safetensors|bin|pth?))\.\d{2,3}")
+_PART = re.compile(
+    r"(?P<joined>.+?)(?P<mark>[._-](?:part[_.-]?|split-?))(?:\d+of\d+|[a-z]{1,2}|\d+)"
+)
+_NUMBERED = re.compile(
+    r"(?P<joined>.+\.(?:zip|7z|tar|gz|gguf|safetensors|bin|pth?))(?P<mark>\.)\d{2,3}"
+)
 _ZIP_PART = re.compile(r".+\.[zr]\d{2}")
 _UNFINISHED = (".incomplete", ".crdownload", ".download", ".partial", ".part", ".aria2", ".tmp")
 _DATA_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
@@ -132,14 +136,14 @@ def describe(head: bytes, source: Readable) -> Foreign | None:
         _by_folder(head, source, name)
         or _by_contents(head, source)
         or _by_signature(head)
-        or _by_part(name)
+        or by_part(source.name)
         or _by_content(head, source.size, name.lower())
         or _by_name(source, name)
     )
 
 
 def describe_folder(name: str, files: Collection[str], folders: Collection[str]) -> Foreign | None:
-    """Recognise a folder that is no checkpoint by the names in it."""
+    """Recognise a folder of another kind by the names in it."""
     if any(file.lower().endswith(_ITEMS) for file in files):
         state = "damaged" if ".metadata" in files else "missing"
         reason = f"a distributed checkpoint of PyTorch, whose file '.metadata' is {state}"
@@ -198,7 +202,7 @@ def _by_folder(head: bytes, source: Readable, name: str) -> Foreign | None:
 def _is_beside(source: Readable, path: str) -> bool:
     """Return whether a text of unknown origin is the path of a file in the same folder."""
     try:
-        # The answer "Not Found" of a server is no path, and a sibling of it would be a request.
+        # The answer "Not Found" of a server is not a path, and looking for it may be a request.
         is_path = bool(path) and path.isprintable() and " " not in path
         return is_path and kit.sibling(source, path) is not None
     except (CheckpointError, OSError):
@@ -248,8 +252,9 @@ def _names_in_tar(source: Readable) -> list[str]:
     return names
 
 
-def _by_part(name: str) -> Foreign | None:
-    """Recognise the part of a split file."""
+def by_part(path: str) -> Foreign | None:
+    """Recognise one part of a file that was cut into several."""
+    name = kit.file_name(path)
     lower = name.lower()
     if _ZIP_PART.fullmatch(lower):
         return Foreign("by its name one part of an archive", "Extract the archive first")
@@ -258,7 +263,8 @@ def _by_part(name: str) -> Foreign | None:
         return None
     joined = name[: part.end("joined")]
     reason = f"by its name one part of {shown(joined)}"
-    return Foreign(reason, f"Join all parts in their order: cat {joined}.* > {joined}")
+    advice = f"Join all parts in their order: cat {name[: part.end('mark')]}* > {joined}"
+    return Foreign(reason, advice)
 
 
 def _by_content(head: bytes, size: int, name: str) -> Foreign | None:

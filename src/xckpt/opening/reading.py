@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
@@ -13,6 +14,7 @@ from xckpt.storage import Location, Source
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from xckpt.formats.foreign import Foreign
     from xckpt.index import Index
 
     Place = Location | Source
@@ -53,13 +55,27 @@ def read_file(
     """Read the header of one file, or of the folder that it marks."""
     with locating(path=source.name), source.reading_header() as header:
         reader = formats.detect(header) if format is None else formats.get(format)
+        part = formats.raw_part(reader, header)
         try:
             read = reader.read_folder if is_marked else reader.read
-            return read(header, **format_options)
+            index = read(header, **format_options)
         except FormatError as error:
             if format is not None:
                 formats.advise(error, format, header)
+            error.hint = error.hint if part is None else part.advice
             raise
+    return index if part is None else _of_part(index, part)
+
+
+def _of_part(index: Index, part: Foreign) -> Index:
+    """Return the index of a part of a file that was cut, with the remedy for what it lacks."""
+    problems = [t.problem for t in index.tensors.values() if isinstance(t.problem, FormatError)]
+    if not problems:  # the name means something else
+        return index
+    for problem in problems:
+        problem.hint = part.advice
+    text = f"it is {part.kind}, and lacks the data of {len(problems)} tensors. {part.advice}"
+    return replace(index, warnings=(*index.warnings, text))
 
 
 def names_in(place: Place) -> set[str]:

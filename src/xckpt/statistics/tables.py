@@ -34,6 +34,8 @@ _SEVERITY = ("same", "changed", "only_b", "only_a", "shape", "unreadable")
 # Statuses of tensors that are on both sides.
 _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
 # Attributes of a comparison that become columns of a table, with the values for missing ones.
+#: Rule of a match with a tensor of the other side that has a name of its own: not a renaming.
+TIED = "tied"
 _PARTNERS = ("other_name", "matched_by")
 _IF_MISSING = dict.fromkeys(_PARTNERS, "") | {
     key: "" if key in EXPLANATION_TEXTS else np.nan for key in EXPLANATION_COLUMNS
@@ -139,11 +141,12 @@ def matched_names(result: xr.Dataset) -> dict[str, str]:
         raise ValueError("names need a comparison of whole tensors, without dim=")
     names, values = tensor_rows(result)
     position = result["statistic"].to_numpy().tolist().index("status")
-    partners = tensor_attributes(result, {"other_name": None})["other_name"]
+    attrs = tensor_attributes(result, {"other_name": None, "matched_by": None})
+    columns = (names, attrs["other_name"], attrs["matched_by"], values[:, position])
     return {
         name: name if partner is None else partner
-        for name, partner, status in zip(names, partners, values[:, position], strict=True)
-        if status in _ON_BOTH_SIDES
+        for name, partner, rule, status in zip(*columns, strict=True)
+        if status in _ON_BOTH_SIDES and rule != TIED
     }
 
 

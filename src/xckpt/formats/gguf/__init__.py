@@ -519,11 +519,11 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
         reason += f"rename it so that it ends with {shown(ending)} and begins as the others do, or "
         reader.notes.add(f"{reason}join {_MERGE}", shown(name))
         return None
-    stem, named_number, rest, named_count = match[1], int(match[2]), match[3], int(match[4])
+    stem, named_number, ending, named_count = match[1], int(match[2]), match[3], int(match[4])
     if (number + 1, count) != (named_number, named_count):
         reason = f"the file is {number + 1} of {count}, but its name is {named_number} of "
         reason += f"{named_count}"
         hint = f"It may have been renamed: it should end with '-{number + 1:05}-of-{count:05}.gguf'"
         raise FormatError(reason, offset=reader.split_at, rule="Split", hint=hint)
-    names = tuple([f"{stem}-{other + 1:05}{rest}" for other in range(count)])
+    names = tuple([f"{stem}-{position + 1:05}{ending}" for position in range(count)])
     return FileSet(names, number, reader.split_at, total)

@@ -270,7 +270,7 @@ class ProtoReader(Wire):
             raise FormatError(reason, rule="ExternalData")
         offset, length = map(int, numbers)
         if location not in self._siblings:
-            self._siblings[location] = self._open(location)
+            self._siblings[location] = self._open(location, offset + needed)
         problem = self._siblings[location]
         if problem is not None:
             raise type(problem)(problem.reason, rule=problem.rule, hint=problem.hint)
@@ -286,7 +286,7 @@ class ProtoReader(Wire):
             self.notes.add(reason, shown(proto.name))
         return Part(dtype, shape, offset, needed, shard=location)
 
-    def _open(self, location: str) -> CheckpointError | None:
+    def _open(self, location: str, nbytes: int) -> CheckpointError | None:
         """Look up the size of a file with data; return the error if it cannot be read."""
         try:
             if location == kit.file_name(self._source.name):
@@ -299,9 +299,21 @@ class ProtoReader(Wire):
             reason = f"the file {shown(location)} with its data is missing"
             if not isinstance(error, FileNotFoundError):
                 reason = f"the file {shown(location)} with its data: {error.strerror}"
-            return MissingShardError(reason, hint="Put it next to the model")
+            return MissingShardError(reason, hint=self._hint(location, nbytes))
         self.shards[location] = Shard(size, None, (location,), is_confined=True)
         return None
+
+    def _hint(self, location: str, nbytes: int) -> str:
+        """Return the advice about a missing file with data that has at least `nbytes` bytes."""
+        model = kit.file_name(self._source.name)
+        stem = model.rpartition(".")[0] or model
+        ending = location[location.rfind(".") :] if "." in location else ""
+        for name in dict.fromkeys((f"{stem}{ending}", f"{model}.data", f"{model}_data")):
+            file = kit.sibling(self._source, name) if name != model else None
+            if file is not None and file.size >= nbytes:
+                renamed = f"{shown(name)} is there: if it was renamed with the model, rename it to"
+                return f"Put it next to the model. {renamed} {shown(location)}"
+        return "Put it next to the model"
 
     def sparse(self, nbytes: int, path: tuple[str, ...], name: str | None) -> Tensor:
         """Read a sparse tensor, whose indices are checked and made coordinates here."""

@@ -1,0 +1,64 @@
+"""A tensor that a file names as tied to another one, instead of storing it, is compared with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import xckpt
+from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+W, V = np.arange(32, dtype="f4").reshape(8, 4), np.ones(3, "f4")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    """A file with both tied tensors, and one as `safetensors.torch.save_model` writes it."""
+    both, one = tmp_path / "both.safetensors", tmp_path / "one.safetensors"
+    save_file({"lm_head.weight": W, "wte.weight": W, "v": V}, both)
+    metadata = {"wte.weight": "lm_head.weight", "format": "pt", "gone": "v"}
+    save_file({"lm_head.weight": W, "v": V}, one, metadata=metadata)
+    return [both, one]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in a", "in b"])
+@pytest.mark.parametrize("options", [{}, {"names": "auto"}, {"explain": True}], ids=str)
+def test_it_is_the_same(paths: list[Path], order: int, options: Any) -> None:
+    table = xckpt.compare(*paths[::order], progress=False, **options).ckpt.table()
+    assert set(table["status"]) == {"same"}
+    assert table.loc["wte.weight", ["other_name", "matched_by"]].to_list() == [
+        "lm_head.weight",
+        "tied",
+    ]
+    assert table.loc["lm_head.weight", "matched_by"] == "name"
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in a", "in b"])
+def test_it_is_no_new_name(paths: list[Path], order: int) -> None:
+    names = xckpt.compare(*paths[::order], progress=False).ckpt.names
+    assert names == {"lm_head.weight": "lm_head.weight", "v": "v"}
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in a", "in b"])
+def test_another_value_is_a_change(paths: list[Path], order: int) -> None:
+    save_file({"lm_head.weight": W, "wte.weight": W + 1, "v": V}, paths[0])
+    table = xckpt.compare(*paths[::order], progress=False).ckpt.table()
+    assert table.loc["wte.weight", ["status", "max_abs"]].to_list() == ["changed", 1]
+
+
+def test_other_metadata_state_nothing(paths: list[Path]) -> None:
+    save_file({"lm_head.weight": W, "v": V}, paths[1], metadata={"wte.weight": "no such tensor"})
+    table = xckpt.compare(*paths, progress=False).ckpt.table()
+    assert table.loc["wte.weight", "status"] == "only_a"
+    assert "matched_by" not in table
+
+
+def test_the_command_line(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *map(str, paths)]) == 0
+    assert "only" not in capsys.readouterr().out
