@@ -1,4 +1,4 @@
-"""Conventions of frameworks: what the name, the element type and the shape of a tensor suggest.
+"""Conventions of frameworks for the names, element types and shapes of tensors.
 
 They decide where a file states nothing itself. `docs/roles.md` shows the table with examples.
 
