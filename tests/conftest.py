@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: the golden files."""
+"""Fixtures that all tests share, and the golden files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fresh import FreshProcesses
+from tests.golden.archives import golden_folder
 from xckpt import formats
 
 if TYPE_CHECKING:
@@ -39,9 +40,8 @@ _MEMORY = Path("/dev/shm")  # noqa: S108  pytest makes a folder in it that nobod
 if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 8 << 30:
     os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)  # of processes that are started too
 
-# Files with expected values and malformed files live beside the checkout, not in it.
-GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
-_ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where they are"
+# Files with expected values and malformed files, in a folder for each format.
+GOLDEN = golden_folder()
 
 
 @given(st.none())
@@ -123,29 +123,30 @@ def fresh() -> Iterator[FreshProcesses]:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Return the folder of golden files, or skip."""
-    if not GOLDEN.is_dir():
-        pytest.skip(_ABSENT)
+    """Return the folder of golden files."""
     return GOLDEN
 
 
 def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Path]:
-    """List golden files as parameters of a test; without any, pytest skips the test.
+    """List golden files as parameters of a test; without any, raise.
 
     Only those in folders with the name of a format, and where a pattern is for all of them, of one
     that is written; with `with_suffix`, only those next to which a file with that suffix lies.
     """
-    paths = [
+    names = [
         name
         for name in formats.names()
         if not pattern.startswith("*") or formats.get(name).can.types
     ]
-    return sorted(
+    paths = sorted(
         path
         for path in GOLDEN.glob(pattern)
-        if path.relative_to(GOLDEN).parts[0] in paths
+        if path.relative_to(GOLDEN).parts[0] in names
         and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )
+    if not paths:
+        raise FileNotFoundError(f"no golden file matches {pattern!r} in {GOLDEN}")
+    return paths
 
 
 def with_peak_memory(function: Callable[[], T]) -> tuple[T, int]:

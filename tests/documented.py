@@ -55,11 +55,10 @@ def write_files(folder: Path) -> None:
     shards.rmdir()
     (folder / "Llama-3.1-8B").mkdir()
     for name, golden in _QUANTIZED.items():
-        if GOLDEN.is_dir():
-            shutil.copytree(GOLDEN / "hf-quantized" / golden, folder / name)
-            merged = folder / "Llama-3.1-8B" / "model.safetensors"
-            encoding = {"*": {"layout": "dense"}}
-            xckpt.convert(folder / name, merged, encoding=encoding, cast="allow", overwrite=True)
+        shutil.copytree(GOLDEN / "hf-quantized" / golden, folder / name)
+        merged = folder / "Llama-3.1-8B" / "model.safetensors"
+        encoding = {"*": {"layout": "dense"}}
+        xckpt.convert(folder / name, merged, encoding=encoding, cast="allow", overwrite=True)
     (folder / "run").mkdir()
     shutil.copy(folder / "m.zt", folder / "run/m.zt")
     for step in (500, 1000):

@@ -433,7 +433,7 @@ class TestMerges:
     def test_a_file_without_factors_raises(self, tmp_path: Path) -> None:
         merge = Merge(tmp_path)
         merge.adapter = {"w": numbers(4)}
-        with pytest.raises(ValueError, match="no factors of an adapter"):
+        with pytest.raises(ValueError, match="no tensors of an adapter"):
             merge.compare()
 
     def test_options_that_exclude_each_other(self, tmp_path: Path) -> None:
@@ -466,3 +466,19 @@ def test_linear_layers_of_both_kinds_in_one_model(tmp_path: Path) -> None:
     with pytest.warns(xckpt.CheckpointWarning, match="changes tensors that a lacks"):
         table = xckpt.compare({Q: base[Q]}, {Q: merged[Q]}, adapter=path).ckpt.table()
     assert table.loc[Q, "outcome"] == "changed"
+
+
+@pytest.mark.parametrize("stem", ["adapter_model", "adapters"])
+def test_the_config_in_a_folder_chooses_the_adapter_beside_the_model(
+    stem: str, tmp_path: Path
+) -> None:
+    base, tensors = numbers(24, 16), factors(Q)
+    module = PREFIX + Q.removesuffix(".weight")
+    product = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+    merged = base + np.float32(1.5) * product
+    folder = write(tmp_path / "merged", tensors, CONFIG).parent
+    (folder / "adapter_model.safetensors").rename(folder / f"{stem}.safetensors")
+    xckpt.save({Q: merged}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    table = xckpt.compare({Q: base}, {Q: merged}, adapter=folder).ckpt.table()
+    assert table["cause"].to_dict() == {Q: "merged"}

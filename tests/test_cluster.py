@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
+from xckpt.errors import CheckpointWarning
 from xckpt.scan import scanning
 from xckpt.scan.cluster import placed
 from xckpt.storage import prefetch, remote
@@ -60,6 +62,33 @@ def client() -> Iterator[Any]:
         distributed.Client(cluster) as client,
     ):
         yield client
+
+
+def test_without_workers_a_warning_says_what_is_missing(tmp_path: Path) -> None:
+    distributed: Any = pytest.importorskip("distributed")
+    xckpt.save({"w": np.ones((4, 4), "f4")}, tmp_path / "m.zt")
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as cluster,
+        distributed.Client(cluster),
+    ):
+        timer = threading.Timer(6, cluster.scale, [1])
+        timer.start()
+        with pytest.warns(CheckpointWarning, match=r"no workers.*cluster\.scale"):
+            spectrum = xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False)
+        timer.join()
+    assert spectrum["w"].sel(statistic="rank") == 1
+
+
+def test_spectra_of_small_matrices_are_the_same_to_the_bit(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {f"w{n}": rng.normal(size=(100 + n, 380)).astype("f4") for n in range(8)}
+    xckpt.save(tensors, tmp_path / "m.zt")
+    on_threads = xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False)
+    request.getfixturevalue("client")
+    on_cluster = xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False)
+    xr.testing.assert_identical(on_threads, on_cluster)
 
 
 class TestPlaces:

@@ -21,7 +21,6 @@ import xarray as xr
 
 import xckpt
 from tests import documented
-from tests.conftest import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,12 +57,6 @@ FILES: dict[str, Callable[[Path], None]] = {
     "docs/how-to/netcdf-and-zarr": documented.write_odd_names,
     "docs/how-to/leave-pickle-behind": documented.write_pickle,
     "docs/how-to/same-content": documented.write_steps,
-}
-WITH_GOLDEN = {
-    "docs/how-to/footprint",
-    "docs/how-to/hub",
-    "docs/how-to/quantized-models",
-    "docs/sharded",
 }
 # Pages that begin with one line of Python and what it prints.
 ANSWERS = {
@@ -122,8 +115,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_block_of_a_page_runs_alone(
     page: str, request: pytest.FixtureRequest, tmp_path: Path, fresh: FreshProcesses
 ) -> None:
-    if page in WITH_GOLDEN and not GOLDEN.is_dir():
-        pytest.skip(f"no golden files at {GOLDEN}")
     if page in FILES:
         FILES[page](tmp_path)
         files = tmp_path

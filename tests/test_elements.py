@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from xckpt.elements import (
-    ALL_TYPES,
     BLOCK_TYPES,
     ELEMENT_TYPES,
     WIDE_FLOATS,
@@ -20,18 +19,18 @@ from xckpt.elements import (
 
 AVAILABLE = [
     name
-    for name, row in ALL_TYPES.items()
+    for name, row in ELEMENT_TYPES.items()
     if row.carrier is None and (row.numpy_code or hasattr(ml_dtypes, name))
 ]
-FLOATS = [name for name in AVAILABLE if ALL_TYPES[name].kind == "float"]
-INTEGERS = [name for name in AVAILABLE if ALL_TYPES[name].kind == "integer"]
-SMALL = [name for name in AVAILABLE if ALL_TYPES[name].bits <= 16]
+FLOATS = [name for name in AVAILABLE if ELEMENT_TYPES[name].kind == "float"]
+INTEGERS = [name for name in AVAILABLE if ELEMENT_TYPES[name].kind == "integer"]
+SMALL = [name for name in AVAILABLE if ELEMENT_TYPES[name].bits <= 16]
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_formats_of_floats(name: str) -> None:
     finfo: Any = ml_dtypes.finfo  # untyped
-    row, info = ALL_TYPES[name], finfo(stored_dtype(name))
+    row, info = ELEMENT_TYPES[name], finfo(stored_dtype(name))
     assert row.float_format is not None
     assert row.bits == info.bits
     assert row.float_format.exponent_bits == info.nexp
@@ -44,7 +43,7 @@ def test_formats_of_floats(name: str) -> None:
 @pytest.mark.parametrize("name", INTEGERS)
 def test_ranges_of_integers(name: str) -> None:
     iinfo: Any = ml_dtypes.iinfo  # untyped
-    row, info = ALL_TYPES[name], iinfo(stored_dtype(name))
+    row, info = ELEMENT_TYPES[name], iinfo(stored_dtype(name))
     assert row.bits == info.bits
     assert row.range == (info.min, info.max + 1)
     assert row.fits_float64 is (int(float(info.max)) == info.max)
@@ -52,7 +51,7 @@ def test_ranges_of_integers(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_values_of_all_codes(name: str) -> None:
-    row, values = ALL_TYPES[name], code_values(name)
+    row, values = ELEMENT_TYPES[name], code_values(name)
     patterns = np.arange(1 << row.bits, dtype=f"u{stored_dtype(name).itemsize}")
     with np.errstate(invalid="ignore"):  # signalling NaN
         expected = patterns.view(stored_dtype(name)).astype(np.float64)
@@ -87,7 +86,7 @@ def test_wide_floats_need_no_scales() -> None:
 def test_blocks_have_room_for_their_codes(name: str) -> None:
     block = BLOCK_TYPES[name]
     if block.codes is not None:
-        bits = ALL_TYPES[block.codes.dtype].bits
+        bits = ELEMENT_TYPES[block.codes.dtype].bits
         assert bits in {4, 8}
         assert (block.codes.stop - block.codes.start) * 8 == block.size * bits
         assert 0 <= block.codes.start < block.codes.stop <= block.nbytes

@@ -192,7 +192,6 @@ class TestQuantizedModels:
         ],
     )
     @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
-    @pytest.mark.skipif(not GOLDEN.is_dir(), reason="no quantised models")
     def test_schemes_and_the_unquantised_rest_are_listed(self, model: str, scheme: str) -> None:
         path = GOLDEN / "hf-quantized" / model
         ds = xckpt.open(path)

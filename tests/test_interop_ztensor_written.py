@@ -175,6 +175,9 @@ class _Bytes:
     def sibling(self, name: str) -> _Bytes:
         raise FileNotFoundError(name)
 
+    def folders(self) -> tuple[str, ...]:
+        return ()
+
 
 @pytest.fixture(scope="session")
 def old_release(pytestconfig: pytest.Config) -> Path:

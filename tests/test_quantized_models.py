@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODELS = GOLDEN / "hf-quantized"
-ABSENT = pytest.mark.skip(reason=f"no quantised models at {MODELS}")
 GOOD = sorted(path.parent.name for path in MODELS.glob("*/expected.json"))
-BAD = json.loads((MODELS / "bad/INDEX.json").read_text())["cases"] if GOOD else {}
+BAD = json.loads((MODELS / "bad/INDEX.json").read_text())["cases"]
 # A model for each way to store codes.
 SCHEMES = (
     "awq_gemm_group32",
@@ -42,10 +41,6 @@ SCHEMES = (
 )
 # Replacements for values of a config.
 ODD_VALUES: tuple[Any, ...] = (None, -1, True, 1.5, "x", [], {}, [[1]], {"a": {}}, 10**30)
-
-
-def folders(names: Any) -> Any:
-    return list(names) if GOOD else [pytest.param("absent", marks=ABSENT)]
 
 
 def opened(path: Path, **options: Any) -> tuple[xr.Dataset, list[str]]:
@@ -85,7 +80,7 @@ def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 class TestModelsOfAllSchemes:
-    @pytest.mark.parametrize("name", folders(GOOD))
+    @pytest.mark.parametrize("name", GOOD)
     def test_weights_equal_those_of_the_real_packages(self, name: str) -> None:
         description, weights = load_expected(name)
         for path in description["open"]:
@@ -99,7 +94,7 @@ class TestModelsOfAllSchemes:
                 if "zeros" not in str(description["tensors"][weight].get("numpy_formula")):
                     np.testing.assert_array_equal(np.signbit(values), np.signbit(expected))
 
-    @pytest.mark.parametrize("name", folders(SCHEMES))
+    @pytest.mark.parametrize("name", SCHEMES)
     def test_selection_equals_selection_of_all_values(self, name: str) -> None:
         _, weights = load_expected(name)
         ds, _ = opened(MODELS / name)
@@ -108,14 +103,14 @@ class TestModelsOfAllSchemes:
             for key in ((slice(3, 29), slice(5, 31, 3)), (1,), (slice(None), [7, 2, 30])):
                 np.testing.assert_array_equal(np.asarray(lazy[key].values), expected[key])
 
-    @pytest.mark.parametrize("name", folders(GOOD))
+    @pytest.mark.parametrize("name", GOOD)
     def test_stored_tensors_without_decoding(self, name: str) -> None:
         description, _ = load_expected(name)
         ds, messages = opened(MODELS / name, decode=False)
         assert set(ds.variables) == set(description["stored"])
         assert not messages
 
-    @pytest.mark.parametrize("name", folders(SCHEMES))
+    @pytest.mark.parametrize("name", SCHEMES)
     def test_saving_copies_stored_tensors(self, name: str, tmp_path: Path) -> None:
         _, weights = load_expected(name)
         ds, _ = opened(MODELS / name)
@@ -128,7 +123,7 @@ class TestModelsOfAllSchemes:
             values = xr.open_dataset(tmp_path / "b.zt", tensors=weight)[weight].values
             np.testing.assert_array_equal(values, expected)
 
-    @pytest.mark.parametrize("name", folders(SCHEMES))
+    @pytest.mark.parametrize("name", SCHEMES)
     def test_comparison_and_statistics_use_values(self, name: str, tmp_path: Path) -> None:
         weights = list(load_expected(name)[1])
         ds, _ = opened(MODELS / name)
@@ -148,7 +143,7 @@ OUTCOMES = {"parts": {"parts"}, "read": {"error"}, "ok": {"equal", "parts", "dif
 
 
 class TestMalformedModels:
-    @pytest.mark.parametrize("name", folders(BAD))
+    @pytest.mark.parametrize("name", BAD)
     def test_malformed_weight_stays_as_stored(self, name: str) -> None:
         case = BAD[name]
         _, weights = load_expected(case["from"])
@@ -177,15 +172,13 @@ class TestMalformedModels:
         return "equal" if np.array_equal(values, expected) else "different"
 
     def test_weights_with_inconsistent_scales_stay_as_stored(self) -> None:
-        if not GOOD:
-            pytest.skip(f"no quantised models at {MODELS}")
         folder = MODELS / "bad/ct_scale_grid_disagrees"
         ds, _ = opened(folder)
         stored, _ = opened(folder, decode=False)
         names = [name for name in stored.variables if "q_proj" in str(name)]
         xr.testing.assert_equal(ds[names], stored[names].astype(ds[names].dtypes))
 
-    @pytest.mark.parametrize("name", folders(SCHEMES))
+    @pytest.mark.parametrize("name", SCHEMES)
     def test_odd_values_in_a_config_lose_no_tensor(self, name: str) -> None:
         config = json.loads((MODELS / name / "config.json").read_text())
         with warnings.catch_warnings():
@@ -207,7 +200,7 @@ class TestMalformedModels:
                 }
                 assert stored == set(index.tensors)
 
-    @pytest.mark.parametrize("name", folders(SCHEMES))
+    @pytest.mark.parametrize("name", SCHEMES)
     def test_damaged_header_raises_or_opens(self, name: str, tmp_path: Path) -> None:
         source = min((MODELS / name).glob("*.safetensors"))
         data, rng = source.read_bytes(), np.random.default_rng(0)

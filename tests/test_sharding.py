@@ -18,7 +18,13 @@ import xarray as xr
 import xckpt
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.test_stacking import zt
-from xckpt.errors import CheckpointWarning, FileChangedError, FormatError, MissingShardError
+from xckpt.errors import (
+    CheckpointWarning,
+    FileChangedError,
+    FormatError,
+    MissingShardError,
+    UnreadableWarning,
+)
 from xckpt.formatting import natural_key
 
 A = {"embed": np.arange(12, dtype="<f4").reshape(3, 4), "layers.0.w": np.ones((2, 2), "<f4")}
@@ -163,24 +169,12 @@ def test_an_index_of_shards(tmp_path: Path) -> None:
         assert ds["head"].encoding["shard"] == "model-00002-of-00002.safetensors"
 
 
-def test_the_index_of_shards_decides_which_tensors_exist(tmp_path: Path) -> None:
-    path = sharded(tmp_path)
-    root = json.loads(path.read_text())
-    del root["weight_map"]["head"]
-    path.write_text(json.dumps(root))
-    with pytest.warns(CheckpointWarning, match="left out: 'head'"):
-        ds = xr.open_dataset(path, engine="safetensors")
-    assert "head" not in ds
-    with pytest.raises(FormatError, match=r"'other'.*lacks it"):
-        xr.open_dataset(
-            sharded(tmp_path, other="model-00001-of-00002.safetensors"), engine="safetensors"
-        )
-
-
 def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.warns(CheckpointWarning, match="00002' is missing|missing, and with it"):
+    with pytest.warns(
+        CheckpointWarning, match=r"2 of 4 tensors .* the file '.*00002.*' is missing"
+    ):
         ds = xr.open_dataset(path, engine="safetensors")
     assert set(ds.data_vars) == {*A, *B}
     np.testing.assert_array_equal(ds["embed"], A["embed"])
@@ -198,7 +192,7 @@ def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path
         st = ds.ckpt.stats()
     assert set(st.data_vars) == set(A)
     (message,) = [str(warning.message) for warning in warned]  # one for all of them
-    assert "have no statistics: the file 'model-00002-of-00002.safetensors' is missing" in message
+    assert "cannot be read ('layers.1.w', 'head'): the file 'model-00002-of-00002" in message
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(MissingShardError, match="all of its files are missing"):
         xr.open_dataset(path, engine="safetensors")
@@ -213,10 +207,13 @@ def test_a_damaged_shard_is_like_a_missing_one(
     path = sharded(tmp_path)
     damaged = tmp_path / f"model-0000{position + 1}-of-00002.safetensors"
     parts: list[dict[str, Any]] = [A, B]
-    data, lost, intact = damaged.read_bytes(), parts[position], parts[1 - position]
+    data, lost = damaged.read_bytes(), list(parts[position])
+    if damage == "in the data":
+        lost = lost[-1:]  # the header has the others
+    intact = {name: values for name, values in {**A, **B}.items() if name not in lost}
     cut = {"empty": 0, "in the header": 20, "in the data": len(data) - 5, "other bytes": 0}[damage]
     damaged.write_bytes(b"PK and more" * 20 if damage == "other bytes" else data[:cut])
-    with pytest.warns(CheckpointWarning, match=f"{damaged.name}' cannot be read, nor can"):
+    with pytest.warns(UnreadableWarning, match=f"cannot be read .*{damaged.name}: "):
         ds = xr.open_dataset(path, engine=engine)
     assert set(ds.data_vars) == {*A, *B}
     for name, values in intact.items():
@@ -227,16 +224,14 @@ def test_a_damaged_shard_is_like_a_missing_one(
         assert caught.value.tensor == name
         assert caught.value.hint
     for shown in (repr(ds.ckpt), ds.ckpt._repr_html_()):
-        assert f"{len(lost)} tensors cannot be read" in shown
-    with pytest.warns(CheckpointWarning, match="have no statistics"):
+        assert re.search(f"{len(lost)} tensors? cannot be read", shown)
+    with pytest.warns(UnreadableWarning, match=damaged.name):
         assert set(ds.ckpt.stats(cache=False).data_vars) == set(intact)
     report = xckpt.verify(path)
-    assert {finding.tensor for finding in report.findings if finding.tensor} == set(lost)
+    [finding] = report.findings
+    assert finding.tensor in lost or all(name in finding.message for name in lost)
     assert not report.ok
-    with (
-        pytest.raises(FormatError, match=damaged.name),
-        pytest.warns(CheckpointWarning, match="cannot be read"),
-    ):
+    with pytest.raises(FormatError, match=damaged.name):
         xckpt.convert(path, tmp_path / "m.zt")
     assert not (tmp_path / "m.zt").exists()
     damaged.write_bytes(data)
@@ -247,7 +242,7 @@ def test_a_damaged_file_of_several_without_an_index_is_an_error(tmp_path: Path) 
     path = sharded(tmp_path)
     path.unlink()
     damaged = tmp_path / "model-00002-of-00002.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-5])
+    damaged.write_bytes(damaged.read_bytes()[:20])
     every: list[Any] = [tmp_path, tmp_path / "*.safetensors", sorted(tmp_path.iterdir())]
     for files in every:
         with pytest.raises(FormatError, match=damaged.name):

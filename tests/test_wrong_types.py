@@ -33,6 +33,7 @@ from tests.formats.ztensor_files import (
     v12_file,
 )
 from xckpt.cli import main
+from xckpt.errors import UnreadableWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,7 +181,10 @@ def test_header_values_of_any_type_are_handled(name: str, tmp_path: Path) -> Non
     for tensor in ("w", "v"):  # tensors in the index of shards
         file = v1_file({tensor: dense_v1(DATA, [2, 3], "float32")})
         (tmp_path / f"{tensor}.zt").write_bytes(file)
-    assert xckpt.read_index(path).tensors
+    with warnings.catch_warnings():
+        # Files next to some of them are missing.
+        warnings.simplefilter("ignore", UnreadableWarning)
+        assert xckpt.read_index(path).tensors
     for place, value in changed(header.value):
         assert_takes(path, header.rebuilt, value, place)
 

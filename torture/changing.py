@@ -6,6 +6,9 @@ names the file. Cached files are damaged, swapped or cut at any time: no result 
 
 A process with open Datasets forks while its threads read them: the child must read the same values
 without blocking. A worker of a cluster is killed during a computation, which must continue.
+
+On Python 3.11 a fork while other threads compute, instead of reading, can hang in the child. Use
+`multiprocessing.set_start_method("spawn")` there.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ def requirements(wheel: Path, extras: Sequence[str] = ()) -> list[str]:
 def check_files(wheel: Path, source: Path) -> None:
     """Check that the archives have exactly the files that are checked in."""
     tracked = set(run("git", "ls-files", "src/xckpt", cwd=ROOT).split())
+    golden = set(run("git", "ls-files", "tests/golden", cwd=ROOT).split())
     with zipfile.ZipFile(wheel) as file:
         names = {f"src/{name}" for name in file.namelist() if name.startswith("xckpt/")}
         licences = [name for name in file.namelist() if name.endswith("licenses/LICENSE")]
@@ -139,7 +140,7 @@ def check_files(wheel: Path, source: Path) -> None:
         sys.exit("the wheel has no LICENSE")
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    missing = [name for name in (*_IN_SOURCE, *tracked) if name not in inside]
+    missing = [name for name in (*_IN_SOURCE, *tracked, *golden) if name not in inside]
     if missing:
         sys.exit(f"the archive of the source lacks {missing}")
     print(f"files: {len(names)} in the wheel, as they are checked in; {len(inside)} in the source")

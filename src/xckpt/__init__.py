@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import lazy_loader
 
-from xckpt.interrupts import uninterrupted
+from xckpt.imports import watch_imports
 from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
@@ -114,15 +114,15 @@ _load, _, _lazy = lazy_loader.attach(
     },
 )
 
+watch_imports()
 register_accessor()
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _lazy or name.startswith("_"):
-            with uninterrupted():
-                register_accessor()  # again, as another thread may have been loading xarray
-                return _load(name)
+            register_accessor()  # again, as another thread may have been loading xarray
+            return _load(name)
         raise AttributeError(import_module("xckpt.entry").hint_for(name))
 
 

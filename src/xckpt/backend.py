@@ -14,7 +14,6 @@ import xarray as xr  # whole: importing a part would not wait for a thread that 
 
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
-from xckpt.interrupts import uninterrupted
 from xckpt.registration import register_formatter
 
 if TYPE_CHECKING:
@@ -102,8 +101,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         bool
             False for anything that cannot be read.
         """
-        with uninterrupted():
-            from xckpt.opening import is_format
+        from xckpt.opening import is_format
 
         return bool(self.format) and is_format(filename_or_obj, self.format)
 
@@ -143,9 +141,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")
         >>> ds["lm_head.weight"].mean().compute()
         """
-        with uninterrupted():
-            from xckpt.datasets.making import finish_dataset, make_dataset
-            from xckpt.index import paused_collector
+        from xckpt.datasets.making import finish_dataset, make_dataset
+        from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         with paused_collector():
@@ -169,9 +166,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             Datasets of modules that have tensors, by path. ``"/"`` is always included, with the
             attributes of the file.
         """
-        with uninterrupted():
-            from xckpt.datasets.making import finish_dataset, make_groups
-            from xckpt.index import paused_collector
+        from xckpt.datasets.making import finish_dataset, make_groups
+        from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         axis_names = formats.get(index.format).module_axes
@@ -214,10 +210,9 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         drop_variables: str | Iterable[str] | None,
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
-        with uninterrupted():
-            from xckpt.labels.corrections import correct
-            from xckpt.opening import open_index
-            from xckpt.opening.matches import check_filters
+        from xckpt.labels.corrections import correct
+        from xckpt.opening import open_index
+        from xckpt.opening.matches import check_filters
 
         register_formatter()
         options_by_name = {"drop_variables": drop_variables, **keywords}
@@ -230,6 +225,8 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             storage_options=options.storage_options,
             mmap=options.mmap,
             whole=options.decode,
+            tensors=options.tensors,
+            missing=options.missing,
             **options.format_options,
         )
         if options.structure is not None:

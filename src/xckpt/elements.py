@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
-    "ALL_TYPES",
     "BLOCK_TYPES",
     "ELEMENT_TYPES",
     "NUMPY_CODES",
@@ -143,15 +142,8 @@ _ROWS = (
         "float8_e8m0fnu", 8, "float", "float32", FloatFormat(8, 0, 2.0**-127, 2.0**127, zeros=0)
     ),
     ElementType("float4_e2m1fn", 4, "float", "float32", FloatFormat(2, 1, 0.5, 6.0)),
-    *(ElementType(f"int{bits}", bits, "integer", "int8") for bits in (4, 2)),
-    *(ElementType(f"uint{bits}", bits, "integer", "uint8") for bits in (4, 2)),
-)
-
-# Types of ml_dtypes that no format stores as elements. Arrays in memory have them, and codes of
-# quantised tensors.
-_ROWS_IN_MEMORY = (
-    ElementType("int1", 1, "integer", "int8"),
-    ElementType("uint1", 1, "integer", "uint8"),
+    *(ElementType(f"int{bits}", bits, "integer", "int8") for bits in (4, 2, 1)),
+    *(ElementType(f"uint{bits}", bits, "integer", "uint8") for bits in (4, 2, 1)),
     ElementType(
         "float8_e4m3", 8, "float", "float32", FloatFormat(4, 3, 2.0**-9, 240.0, is_ieee=True)
     ),
@@ -161,9 +153,6 @@ _ROWS_IN_MEMORY = (
 
 #: Types that a tensor in a file can have, by name.
 ELEMENT_TYPES: dict[str, ElementType] = {row.name: row for row in _ROWS}
-
-#: Element types, and types that only arrays in memory and codes can have.
-ALL_TYPES = ELEMENT_TYPES | {row.name: row for row in _ROWS_IN_MEMORY}
 
 #: Floats that hold weights as they are; smaller ones are codes and need scales.
 WIDE_FLOATS = frozenset(
@@ -195,7 +184,8 @@ def element_type_of(dtype: Any) -> str:
     spelling = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
     spelling = spelling or getattr(dtype, "__name__", str(dtype))  # a class, or a torch.dtype
     name = _SHORT_FLOAT.sub("float", str(spelling).lower().removeprefix("torch."))
-    name = _ALIASES.get(name, name)
+    # A text may be the spelling of PyTorch, but a dtype has an exact name.
+    name = _ALIASES.get(name, name) if isinstance(dtype, str) or name not in ELEMENT_TYPES else name
     if name in ELEMENT_TYPES:
         return name
     similar = get_close_matches(name, [*ELEMENT_TYPES, *_ALIASES], n=1)
@@ -213,7 +203,7 @@ def stored_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype, of numpy or ml_dtypes, of elements as they are stored."""
     import numpy as np
 
-    row = ALL_TYPES[name]
+    row = ELEMENT_TYPES[name]
     if row.numpy_code or row.carrier:
         return np.dtype(row.carrier or name)
     import ml_dtypes  # 0.1 s to import: only for files that have such types
@@ -253,7 +243,7 @@ class BlockCodes:
 
     start: int  # first byte in the block
     stop: int
-    dtype: str  # a key of `ALL_TYPES`
+    dtype: str  # a key of `ELEMENT_TYPES`
     zero: int = 0  # code of zero
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
@@ -56,6 +57,7 @@ def open(  # noqa: A001  as gzip.open and others
     sparse: bool = False,
     verify: bool | None = None,
     mmap: bool = False,
+    missing: Literal["warn", "raise"] = "warn",
     structure: Mapping[str, Mapping[str, str]] | None = None,
     storage_options: dict[str, Any] | None = None,
     **options: Any,
@@ -92,6 +94,9 @@ def open(  # noqa: A001  as gzip.open and others
     mmap : bool, default False
         Map raw data of local files into memory. If another program truncates such a file, the
         process ends with SIGBUS.
+    missing : {"warn", "raise"}, default "warn"
+        Warn of tensors that cannot be read, because a shard is missing or a file is damaged, or
+        raise the error of the first one.
     structure : mapping of str to mapping, optional
         Corrections of what tensors are, by globs of their names:
         ``{"*.window": {"role": "constant"}}``.
@@ -138,6 +143,7 @@ def open(  # noqa: A001  as gzip.open and others
         "sparse": sparse,
         "verify": verify,
         "mmap": mmap,
+        "missing": missing,
         "structure": structure,
         "storage_options": storage_options,
     }
@@ -214,8 +220,13 @@ def report(
     """
     import xarray as xr
 
+    from xckpt.errors import UnreadableWarning
+
     is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
-    opened: Any = obj if is_open else open(obj, storage_options=storage_options)
+    with warnings.catch_warnings():
+        # Statistics and comparisons warn of tensors that cannot be read.
+        warnings.simplefilter("ignore", UnreadableWarning)
+        opened: Any = obj if is_open else open(obj, storage_options=storage_options)
     opened.ckpt._report(  # noqa: SLF001
         path,
         other,

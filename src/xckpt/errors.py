@@ -12,8 +12,10 @@
     └── FileChangedError (OSError)             the file changed after it was opened
 
     CheckpointWarning (UserWarning)            an irregularity that the specification tolerates
+    └── UnreadableWarning                      some tensors cannot be read; the others can
 
-`warn` attributes a warning to the line of the user's code that caused it.
+`causes_of` sums up the errors of several tensors: damage to one file is one cause. `warn`
+attributes a warning to the line of the user's code that caused it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from posixpath import basename
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.addresses import hidden, hiding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
 __all__ = [
+    "Cause",
     "CheckpointError",
     "CheckpointWarning",
     "FileChangedError",
@@ -37,12 +43,17 @@ __all__ = [
     "MissingShardError",
     "PayloadMissingError",
     "TooLargeError",
+    "UnreadableWarning",
     "UnsupportedError",
+    "causes_of",
     "deprecated_name",
+    "is_damage",
     "locating",
     "named",
     "shown",
     "some",
+    "unreadable_lines",
+    "unreadable_text",
     "warn",
 ]
 
@@ -89,7 +100,7 @@ def named(error: OSError, path: str, doing: str = "", *, tensor: str | None = No
     text = (error.strerror or str(error)) + doing
     if tensor is not None:
         text += f" (tensor {shown(tensor)})"
-    detailed = OSError(error.errno, text, error.filename or path)
+    detailed = OSError(error.errno, text, hiding(error.filename or path))
     if tensor is not None:
         detailed.tensor = tensor  # type: ignore[attr-defined]
     return detailed
@@ -129,9 +140,10 @@ class CheckpointError(Exception):
         rule: str | None = None,
         hint: str | None = None,
     ) -> None:
+        reason = hidden(reason)
         super().__init__(reason)
         self.reason = reason
-        self.path = path
+        self.path = hiding(path)
         self.offset = offset
         self.tensor = tensor
         self.rule = rule
@@ -176,7 +188,7 @@ class CheckpointError(Exception):
         >>> print(xckpt.FormatError("truncated", offset=64).located(path="m.zt", offset=0))
         m.zt: byte 64: truncated
         """
-        self.path = self.path if self.path is not None else path
+        self.path = self.path if self.path is not None else hiding(path)
         self.offset = self.offset if self.offset is not None else offset
         self.tensor = self.tensor if self.tensor is not None else tensor
         return self
@@ -289,6 +301,17 @@ class CheckpointWarning(UserWarning):
     """
 
 
+class UnreadableWarning(CheckpointWarning):
+    """Some tensors of a checkpoint cannot be read, for example because a shard is missing.
+
+    The other tensors can be read. The message has one line for each cause.
+
+    Examples
+    --------
+    >>> warnings.filterwarnings("error", category=xckpt.errors.UnreadableWarning)
+    """
+
+
 @contextmanager
 def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[None]:
     """Add the file and the tensor to errors, and turn `MemoryError` into `TooLargeError`."""
@@ -307,6 +330,89 @@ def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[
         raise TooLargeError(reason, path=path, tensor=tensor, rule="Memory", hint=hint) from error
 
 
+# --- causes --------------------------------------------------------------------------------------
+
+
+class Cause(NamedTuple):
+    """One reason why tensors cannot be read, and the names of these tensors."""
+
+    error: CheckpointError  # of the first tensor
+    tensors: tuple[str, ...]
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the checkpoint is incomplete or damaged; see `is_damage`."""
+        return is_damage(self.error)
+
+    def reason(self, path: str = "", *, brief: bool = False) -> str:
+        """Return the reason with its place, its rule and the remedy, or only the reason.
+
+        The file is named unless it is `path`, and the byte offset if there is only one tensor.
+        """
+        error = self.error
+        name = basename(error.path or "")
+        file = None if name in {"", basename(path)} else name
+        if brief:
+            return str(CheckpointError(error.reason, path=file))
+        offset = error.offset if len(self.tensors) == 1 else None
+        place: Any = {"path": file, "offset": offset}
+        return str(CheckpointError(error.reason, rule=error.rule, hint=error.hint, **place))
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Return whether the error of a tensor means that its checkpoint is incomplete or damaged.
+
+    It does not for a type that is unsupported, or for a tensor that was saved without values.
+    """
+    if isinstance(error, PayloadMissingError):
+        return isinstance(error, MissingShardError)
+    return not isinstance(error, UnsupportedError)
+
+
+def causes_of(problems: Iterable[tuple[str, CheckpointError]]) -> list[Cause]:
+    """Group tensors that cannot be read by cause, in the order of their names.
+
+    Parameters
+    ----------
+    problems : iterable of (str, CheckpointError)
+        Names of tensors, and the errors that reading them raises.
+
+    Returns
+    -------
+    list of Cause
+        Errors that differ only in tensor and byte offset have one cause. Each wrong digest is a
+        cause by itself.
+    """
+    causes: dict[Any, tuple[CheckpointError, list[str]]] = {}
+    for name, error in problems:
+        key: tuple[Any, ...] = (type(error), error.path, error.reason, error.rule, error.hint)
+        key = (name,) if isinstance(error, IntegrityError) else key
+        causes.setdefault(key, (error, []))[1].append(name)
+    return [Cause(error, tuple(names)) for error, names in causes.values()]
+
+
+def unreadable_lines(path: str, causes: Sequence[Cause], total: int) -> list[str]:
+    """Return the sentence that some of `total` tensors cannot be read, and a line for each cause.
+
+    A single cause is in the sentence. `path` is the checkpoint, which the lines do not repeat.
+    """
+    count = sum([len(cause.tensors) for cause in causes])
+    head = f"{count:,} of {total:,} tensors cannot be read"
+    if len(causes) == 1:
+        [cause] = causes
+        return [f"{head} ({some(cause.tensors)}): {cause.reason(path)}"]
+    lines = [f"{len(c.tensors):,} ({some(c.tensors)}): {c.reason(path)}" for c in causes]
+    return [head, *lines]
+
+
+def unreadable_text(path: str, causes: Sequence[Cause], total: int) -> str:
+    """Return the message of an `UnreadableWarning`, with a line for each cause."""
+    head, *lines = unreadable_lines(path, causes, total)
+    lines = [f"{path}: {head}" if path else head, *lines]
+    # Names of files may have line breaks.
+    return "\n".join([line.replace("\n", "\\n") for line in lines])
+
+
 # --- warnings ------------------------------------------------------------------------------------
 
 
@@ -318,7 +424,9 @@ def warn(message: str, category: type[Warning] = CheckpointWarning) -> None:
     """
     frame = _user_frame()
     module = frame.f_globals.get("__name__")
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module)
+    warnings.warn_explicit(
+        hidden(message), category, frame.f_code.co_filename, frame.f_lineno, module
+    )
 
 
 def deprecated_name(old: str, new: str, since: str) -> None:

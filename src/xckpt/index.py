@@ -16,10 +16,13 @@ from math import prod
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+from xckpt.errors import causes_of
 
-    from xckpt.errors import CheckpointError
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from xckpt.errors import Cause, CheckpointError
+    from xckpt.opening.checkpoint import CheckpointFiles
 
 T = TypeVar("T")
 
@@ -557,6 +560,9 @@ class Index(Mapping[str, "Tensor"]):
         values; ``"text"`` for an empty list of texts.
     files : FileSet or None
         List of all files of a checkpoint that is split into several; None for a single file.
+    checkpoint : CheckpointFiles or None
+        Which files are the checkpoint, what is missing, and what was left alone in their folder.
+        None in the index of a single file that a format has read.
 
     Examples
     --------
@@ -577,6 +583,7 @@ class Index(Mapping[str, "Tensor"]):
     arrangement: Arrangement = field(default_factory=Arrangement)
     attr_types: Mapping[str, str] = field(default_factory=dict)
     files: FileSet | None = None
+    checkpoint: CheckpointFiles | None = None
     _computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -587,6 +594,33 @@ class Index(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    def unreadable(self, names: Iterable[str] | None = None) -> list[Cause]:
+        """Return why tensors cannot be read, and which; empty if all can be read.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            Tensors to consider; all by default.
+
+        Returns
+        -------
+        list of xckpt.errors.Cause
+            One entry for each cause, such as a missing file, with the names of its tensors.
+
+        Examples
+        --------
+        >>> xckpt.read_index("m.zt").unreadable()
+        []
+        """
+        tensors = self.tensors
+        chosen = tensors.values() if names is None else [tensors[name] for name in names]
+        return causes_of([(t.name, t.problem) for t in chosen if t.problem is not None])
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Sentences about the files of the checkpoint that are no warnings."""
+        return () if self.checkpoint is None else self.checkpoint.facts
 
     def once(self, compute: Callable[[Index], T]) -> T:
         """Return what a function computes from the Index; later calls return the same result."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from xckpt.imports import after_import
 
 __all__ = ["is_extension_declined", "register_accessor", "register_formatter"]
 
@@ -21,8 +17,9 @@ def register_accessor() -> None:
     """Register ``.ckpt`` now if xarray is imported, or else as soon as it is."""
     if "xarray" in sys.modules:
         _load_accessor()
-    elif not any(isinstance(finder, _XarrayFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _XarrayFinder())
+    else:
+        # Importing xarray takes 50 times as long as importing xckpt, which leaves it to the user.
+        after_import("xarray", _load_accessor)
 
 
 def _load_accessor() -> None:
@@ -44,29 +41,3 @@ def register_formatter() -> None:
         return
     if "xckpt" not in session.extension_manager.loaded:
         session.extension_manager.load_extension("xckpt")
-
-
-class _XarrayFinder:
-    """An import hook that registers the accessor once xarray is imported."""
-
-    # Importing xarray takes 50 times as long as importing xckpt, so xckpt leaves it to the user.
-    # The finder is never removed, because other threads may iterate over `sys.meta_path`.
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "xarray":
-            return None
-        finders = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                _load_accessor()
-
-            # Patch the loader instead of replacing it, since others request sources from it.
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec

@@ -176,10 +176,8 @@ def test_storage_options_go_to_fsspec(
     options = ["anon=true", "key=a=b", 'client={"region": "x"}']
     flags = [word for option in options for word in (flag, option)]
     assert main(["info", "s3://b/m.zt", *flags]) == 0
-    assert received == {
-        "path": "s3://b/m.zt",
-        "engine": None,
-        "storage_options": {"anon": True, "key": "a=b", "client": {"region": "x"}},
-    }
+    expected = {"anon": True, "key": "a=b", "client": {"region": "x"}}
+    assert (received["path"], received["engine"]) == ("s3://b/m.zt", None)
+    assert received["storage_options"] == expected
     err = capsys.readouterr().err
     assert ("-o KEY=VALUE is called --storage-option KEY=VALUE since" in err) == (flag == "-o")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# Files that ggml refuses, or that break rules for writers.
-WARNED = {"align_4_small", "gaps_and_order", "long_names", "metadata_odd"}
+# Files that ggml refuses, that break rules for writers, or that have bytes of no tensor.
+WARNED = {"align_4_small", "gaps_and_order", "long_names", "metadata_odd", "trailing_bytes"}
 # Any type and any count are valid for a metadata value.
 NUMBERS = st.sampled_from([0, 1, 2, 4, 8, 9, 12, 13, 31, 32, 64, 255, 1 << 31, (1 << 64) - 1])
 BYTES = st.lists(NUMBERS.map(lambda n: struct.pack("<Q", n)), max_size=12).map(b"".join)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Files that may be refused or read, and whether reading them warns.
 TOLERATED = {
     "data_into_header.weights": False,
-    "data_size_smaller.weights": False,
+    "data_size_smaller.weights": True,
     "external_link.weights": True,
     "external_link_absolute.weights": True,
     "external_link_group.weights": True,

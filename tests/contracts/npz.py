@@ -82,6 +82,10 @@ GOOD: dict[str, tuple[bytes, dict[str, Any]]] = {
     "one of version 3": (single(PLAIN["big"], (3, 0)), {"arr_0": PLAIN["big"]}),
     "one without axes": (single(PLAIN["scalar"]), {"arr_0": PLAIN["scalar"]}),
     "one of objects": (single(UNREAD["objects"]), {"arr_0": None}),
+    "several": (
+        b"".join(single(PLAIN[name]) for name in ("w", "fortran", "scalar")),
+        {"arr_0": PLAIN["w"], "arr_1": PLAIN["fortran"], "arr_2": PLAIN["scalar"]},
+    ),
     "one by Python 2": (
         head("{'descr': '<f4', 'fortran_order': False, 'shape': (1L, 2L), }\n", bytes(8)),
         {"arr_0": np.zeros((1, 2), "f4")},
@@ -93,7 +97,7 @@ GOOD: dict[str, tuple[bytes, dict[str, Any]]] = {
 }
 WARNS = {
     "other members": (zipped(("a.npy", single(np.ones(1))), ("README", b"?")), {"a": np.ones(1)}),
-    "more after it": (single(np.ones(1)) + single(np.zeros(1)), {"arr_0": np.ones(1)}),
+    "more after it": (single(np.ones(1)) + b"more", {"arr_0": np.ones(1)}),
 }
 
 
@@ -130,7 +134,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "flipped": (flipped(), "read:w"),
     "encrypted": (method(0, 1), "read:w"),
     "unknown method": (method(14), "read:w"),
-    "too few elements": (described(shape=(2,)), "open"),
+    # The header has its shape: like any file that was cut, it opens.
+    "too few elements": (described(shape=(2,)), "read:arr_0"),
     "negative": (described(shape=(-1,)), "open"),
     "true as a size": (described(shape=(True,)), "open"),
     "a list as a shape": (described(shape=[1]), "open"),
@@ -153,6 +158,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "digits": (described(shape=(10**4000,)), "open"),
     "not text": (head(b"\xff" * 20, version=b"\3\0"), "open"),
     "no end of a text": (head("{'descr': '<f4"), "open"),
+    "other bytes after several": (single(np.ones(1)) * 2 + bytes(64), "open"),
+    "several, cut": ((single(np.ones(1)) * 2)[:-4], "read:arr_1"),
+    "several, cut in a head": ((single(np.ones(1)) * 2)[:-40], "read:arr_1"),
     "a head without end": (b"\x93NUMPY\2\0\xff\xff\xff\x7f", "read:arr_0"),
     "a later version": (head("{}", version=b"\4\0"), "read:arr_0"),
     "duplicates": (
@@ -199,5 +207,6 @@ def native(array: Any) -> Any:
 DECLARED = Npz(
     name="npz",
     names_problems=False,
+    may_be_cut=True,  # a single array
     save_options=[{}, {"encoding": {"*": {"compression": "deflate"}}}],
 )

@@ -73,4 +73,5 @@ class Safetensors(Declared):
         return Bad(path, "open")
 
 
-DECLARED = Safetensors(name="safetensors")
+# The header comes first, so that the tensors before the end of a cut file can be read.
+DECLARED = Safetensors(name="safetensors", may_be_cut=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from tests.conftest import golden_files
+from tests.conftest import GOLDEN
 from tests.contracts.every import DECLARED
 from xckpt import formats
 from xckpt.testing import BadFiles, GoodFiles
@@ -22,7 +22,7 @@ NEIGHBOURS = [
     path
     for declared in DECLARED
     for pattern in ("*", "bad/*")
-    for path in golden_files(f"{declared.name}/{pattern}")
+    for path in sorted(GOLDEN.glob(f"{declared.name}/{pattern}"))
     if path.suffix in {".json", ".txt", ".md"}
 ]
 

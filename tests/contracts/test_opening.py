@@ -45,6 +45,12 @@ def web(path: Path) -> Iterator[WebServer]:
 
 
 @every_format
+def test_whole_files_open_with_missing_raise(declared: Declared, path: Path) -> None:
+    ds = xr.open_dataset(path, engine=declared.name, missing="raise")
+    xr.testing.assert_identical(ds, xr.open_dataset(path, engine=declared.name))
+
+
+@every_format
 def test_headers_over_http_take_few_requests(
     declared: Declared, path: Path, web: WebServer
 ) -> None:

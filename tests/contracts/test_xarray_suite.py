@@ -36,6 +36,7 @@ ABOUT_OTHER_THINGS = [
     "test_roundtrip_coordinates",  # netCDF's ways of writing them
     "test_roundtrip_coordinates_with_space",
     "test_roundtrip_cftime_datetime_data",
+    "test_roundtrip_example_1_netcdf",  # a file of netCDF; xarray itself always skips this test
     "test_roundtrip_numpy_datetime_data",
     "test_roundtrip_object_dtype",
     "test_roundtrip_string_data",

@@ -149,6 +149,7 @@ def _composite(
 
 DECLARED = Torch(
     name="torch",
+    may_be_cut=True,  # the chain of pickles before version 1.6
     good_patterns=["*.pt", "*.pth", "*.ckpt", "*.bin", "dcp_*/.metadata"],
     bad_patterns=["bad/*.p*", "bad/*.docx", "bad/*.npz", "bad/dcp_*/.metadata"],
 )

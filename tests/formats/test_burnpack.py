@@ -142,8 +142,8 @@ def test_layouts_are_distinguished(sizes: list[int], padding: int, legacy: bool)
 
 
 def test_a_layout_may_be_stated() -> None:
-    # Other bytes follow the data, so the size of the file does not decide.
-    data = burnpack({"a": dense(ONE), "b": dense(ONE)}, legacy=True) + b"more"
+    # Other bytes follow the only tensor, so the size of the file does not decide.
+    data = burnpack({"a": dense(ONE)}, legacy=True) + b"more"
     assert "layout='legacy'" in str(error_of(data))
     index = read(data, layout="legacy")
     part = index.tensors["a"].parts["data"]
@@ -187,13 +187,14 @@ def test_bytes_after_metadata_and_data_are_ignored() -> None:
         {"param_id": cbor2.CBORTag(2, b"\0\0\xff\xff\xff\xff\xff\xff\xff\xff")},
         {"dtype": cbor2.CBORTag(1000, "U8")},
         {"dtype": {b"Bool": "U8"}},
-        {"shape": [2, 0, 4], "data_offsets": [64, 64]},
+        {"shape": [2, 0, 4], "data_offsets": [8, 8]},
         {"shape": [1] * 64, "data_offsets": [3, 4]},
     ],
     ids=str,
 )
 def test_metadata_that_burn_takes(changes: dict[Any, Any]) -> None:
-    tensor = read(described(descriptor(changes))).tensors["w"]
+    without_more = described(descriptor(changes))[: 8 - 64]
+    tensor = read(without_more).tensors["w"]
     assert tensor.parts["data"].shape == tensor.shape
     assert tensor.parts["data"].nbytes == np.prod(tensor.shape)
 
@@ -468,3 +469,37 @@ def test_large_numbers_in_messages_are_shortened() -> None:
     entry = {"dtype": "U8", "shape": [number], "data_offsets": [0, 8]}
     error = error_of(container(cbor2.dumps({"tensors": {"w": entry}}), bytes(8)))
     assert len(str(error)) < 300
+
+
+class TestBytesAfterTheLastTensor:
+    """They change no value silently: the size alone does not identify the layout."""
+
+    MORE = (b"\0", bytes(4096), b"garbage!" * 32)
+
+    @pytest.mark.parametrize("more", MORE, ids=["a zero", "zeros", "garbage"])
+    @pytest.mark.parametrize("legacy", [True, False])
+    def test_starts_identify_the_layout(self, legacy: bool, more: bytes) -> None:
+        data = burnpack({"a": dense(ONE), "b": dense(ONE)}, legacy=legacy)
+        expected, index = read(data), read(data + more)
+        assert (index.version, index.tensors) == (expected.version, expected.tensors)
+
+    @pytest.mark.parametrize("more", [bytes(4096), b"garbage!" * 64], ids=["zeros", "garbage"])
+    @pytest.mark.parametrize("first", [0.0, 1.0])
+    @pytest.mark.parametrize("legacy", [True, False])
+    def test_one_tensor_is_read_right_or_refused(
+        self, legacy: bool, first: float, more: bytes
+    ) -> None:
+        array = np.full(256, first, "f4")
+        array[64:] = 2
+        data = burnpack({"a": dense(array)}, legacy=legacy)
+        expected = read(data)
+        try:
+            index = read(data + more)
+        except FormatError as error:
+            assert error.rule == "Layout"  # noqa: PT017
+            assert "layout='legacy'" in str(error.hint)  # noqa: PT017
+            assert not (legacy and first)  # numbers where padding would be
+        else:
+            assert index.tensors == expected.tensors
+        layout = "legacy" if legacy else "aligned"
+        assert read(data + more, layout=layout).tensors == expected.tensors

@@ -17,7 +17,7 @@ from tests.contracts.declared import outcome
 from tests.formats.burnpack_files import PER_TENSOR, burnpack, dense, quantized
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError
+from xckpt.errors import CheckpointError, CheckpointWarning, FormatError, UnsupportedError
 from xckpt.index import Quantization, Tensor
 from xckpt.writing import verify
 
@@ -294,7 +294,9 @@ def test_an_axis_that_a_tensor_does_not_have(
     scheme = new(store={store: axis})
     content = burnpack({"w": quantized(shape, bytes(nbytes), scheme), "v": dense(np.ones(2, "f4"))})
     for decode in (True, False):
-        with xr.open_dataset(content, engine="burnpack", decode=decode) as ds:
+        with pytest.warns(CheckpointWarning, match="QuantScheme"):
+            ds = xr.open_dataset(content, engine="burnpack", decode=decode)
+        with ds:
             assert ds["w"].shape == shape
             assert json.loads(ds["w"].attrs["burn_dtype"])["QFloat"]["store"] == {store: axis}
             assert ds["v"].values.tolist() == [1, 1]

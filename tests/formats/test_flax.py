@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
@@ -134,7 +135,6 @@ def test_attributes_are_bounded() -> None:
 BAD_INDEXES = {
     "index_climbs": "climbs|relative|outside|folder",
     "index_itself": "index_itself",
-    "index_wrong_file": "lists this tensor",
 }
 
 
@@ -144,6 +144,15 @@ def test_an_index_that_leads_astray_is_refused(stem: str, golden: Path) -> None:
     with pytest.raises(xckpt.CheckpointError, match=BAD_INDEXES[stem]) as caught:
         xckpt.open(path)
     assert str(golden) in str(caught.value)
+
+
+def test_a_tensor_in_another_file_than_listed_leaves_the_others(golden: Path) -> None:
+    path = golden / "flax" / "bad" / "index_wrong_file.msgpack.index.json"
+    with pytest.warns(xckpt.CheckpointWarning, match=r"'w'.*lacks it.*00001-of-00002.*has it"):
+        ds = xckpt.open(path)
+    assert ds["ok"].size
+    with pytest.raises(xckpt.FormatError, match="lacks it"):
+        ds["w"].compute()
 
 
 def test_a_missing_shard_leaves_the_others(golden: Path) -> None:
@@ -159,3 +168,39 @@ def test_a_pointer_of_git_lfs_is_named(golden: Path) -> None:
         xckpt.open(golden / "flax" / "bad" / "lfs_pointer.msgpack")
     with pytest.raises(xckpt.FormatError, match="web page"):
         xckpt.open(golden / "flax" / "bad" / "html.msgpack", engine="flax")
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float6_e2m3fn", "float6_e3m2fn"),
+        *("float4_e2m1fn", "int4", "int2", "int1", "uint4", "uint2", "uint1"),
+    ],
+)
+def test_every_type_of_ml_dtypes_has_its_values(dtype: str, pieces: bool, tmp_path: Path) -> None:
+    numbers = np.array([[0, 1, 0.5], [-1, 1.5, 1]], "f4").astype(getattr(ml_dtypes, dtype))
+    path = tmp_path / "m.msgpack"
+    path.write_bytes(flax_file({"w": chunked(numbers, 4) if pieces else array(numbers)}))
+    decoded, stored = xckpt.open(path)["w"], xckpt.open(path, decode=False)["w"]
+    assert str(stored.dtype) == dtype
+    assert stored.values.tobytes() == numbers.tobytes()
+    np.testing.assert_array_equal(decoded.values, numbers.astype(decoded.dtype))
+    np.testing.assert_array_equal(decoded[1, 1:].values, numbers[1, 1:].astype(decoded.dtype))
+    xckpt.convert(path, tmp_path / "m.npz")
+    np.testing.assert_array_equal(xckpt.open(tmp_path / "m.npz")["w"].values, decoded.values)
+
+
+@pytest.mark.parametrize("dtype", ["<U4", "datetime64[D]", "float128", "float7_e1m5", ""])
+def test_unsupported_types_are_problems_of_their_tensor_whole_and_in_pieces(dtype: str) -> None:
+    piece = extension(1, [2], dtype, bytes(16))
+    parts = {"shape": {"0": 2, "1": 2}, "chunks": {"0": piece, "1": piece}}
+    index = read({"whole": piece, "pieces": {CHUNKED: True} | parts, "w": array(ROWS[0])})
+    assert index["w"].problem is None
+    for name, shape in (("whole", (2,)), ("pieces", (2, 2))):
+        problem = index[name].problem
+        assert isinstance(problem, xckpt.UnsupportedError)
+        assert repr(dtype) in str(problem)
+        assert problem.tensor == name
+        assert (index[name].dtype, index[name].shape) == (dtype, shape)

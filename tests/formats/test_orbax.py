@@ -13,11 +13,13 @@ import xarray as xr
 import zstandard
 
 import xckpt
-from tests.conftest import GOLDEN, golden_files
+from tests.conftest import golden_files
 from tests.contracts.orbax import mark
 from tests.formats import orbax_files
+from tests.formats.flax_files import array, flax_file
 from tests.formats.orbax_files import MANIFEST, frame, leaf, manifest, write, zarray
 from tests.storage.web_server import assert_row_is_one_request
+from xckpt.errors import UnreadableWarning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,13 +99,137 @@ def test_the_folder_of_a_manager_names_its_steps(tmp_path: Path) -> None:
     assert ds["step"].values == 7
 
 
-def test_a_step_with_several_items_names_them(tmp_path: Path) -> None:
+# The whole content of the file, as the versions write it.
+STEPS: dict[str, dict[str, Any]] = {
+    "0.12": {"item_handlers": {"params": "x.y", "meta": "z"}, "metrics": {}},
+    "0.6.4": {"init_timestamp_nsecs": 1795735000000000000, "commit_timestamp_nsecs": 3},
+    "0.9.1, not committed": {},
+}
+
+
+@pytest.mark.parametrize("version", STEPS)
+def test_a_step_with_one_item_opens_as_that_item(version: str, tmp_path: Path) -> None:
+    write(tmp_path / "params", ARRAYS)
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "metadata").write_text('{"a": 1}')
+    (tmp_path / "_CHECKPOINT_METADATA").write_text(json.dumps(STEPS[version]))
+    for path in (tmp_path, tmp_path / "_CHECKPOINT_METADATA"):
+        ds = xckpt.open(path)
+        assert list(ds) == list(ARRAYS)
+        np.testing.assert_array_equal(ds["params.dense.kernel"], W)
+    assert xckpt.open(tmp_path).attrs.get("commit_timestamp_nsecs") == STEPS[version].get(
+        "commit_timestamp_nsecs"
+    )
+
+
+@pytest.mark.parametrize("handlers", [{"params": "x", "state": "y", "meta": "z"}, None])
+def test_several_items_of_a_step_are_side_by_side(
+    handlers: dict[str, str] | None, tmp_path: Path
+) -> None:
     for item in ("params", "state"):
         write(tmp_path / item, ARRAYS)
-    text = json.dumps({"item_handlers": {"params": "x", "state": "y", "meta": "z"}})
+    fields = {"metrics": {"loss": 0.5}} | ({"item_handlers": handlers} if handlers else {})
+    (tmp_path / "_CHECKPOINT_METADATA").write_text(json.dumps(fields))
+    ds = xckpt.open(tmp_path)
+    names = [f"{item}.{name}" for item in ("params", "state") for name in ARRAYS]
+    assert list(ds) == names
+    for name in names:
+        np.testing.assert_array_equal(ds[name].values, ARRAYS[name.partition(".")[2]])
+    assert ds.attrs["metrics"] == {"loss": 0.5}
+    assert "kernel" in xr.open_datatree(tmp_path, engine="orbax")["state/params/dense"]
+
+
+def test_a_damaged_item_has_the_name_of_its_tensors(tmp_path: Path) -> None:
+    for item in ("params", "state"):
+        write(tmp_path / item, {"w": np.zeros(100, "f4"), "b": W[0]})
+    (tmp_path / "state" / orbax_files.DATA).unlink()
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.warns(xckpt.CheckpointWarning, match="'state.w'"):
+        ds = xckpt.open(tmp_path)
+    assert ds["params.w"].values.sum() == 0
+    with pytest.raises(xckpt.MissingShardError) as caught:
+        ds["state.w"].values  # noqa: B018
+    assert caught.value.tensor == "state.w"
+
+
+def zarr_folder(folder: Path, values: Any) -> None:
+    folder.mkdir(parents=True)
+    (folder / ".zarray").write_bytes(zarray(values))
+    (folder / "0").write_bytes(values.tobytes())
+
+
+@pytest.mark.parametrize("has_tree", [True, False])
+def test_items_that_are_one_array_or_a_random_key(has_tree: bool, tmp_path: Path) -> None:
+    key = np.array([1, 2], "u4")
+    for folder, values in (("arr", W[0]), ("key/jax_random_key", key)):
+        zarr_folder(tmp_path / folder / "checkpoint", values)
+        if has_tree:  # since 0.11
+            entry = {
+                "key_metadata": [{"key": "checkpoint", "key_type": 2}],
+                "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+            }
+            text = json.dumps({"tree_metadata": {"('checkpoint',)": entry}})
+            (tmp_path / folder / "_METADATA").write_text(text)
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    ds = xckpt.open(tmp_path)
+    np.testing.assert_array_equal(ds["arr"].values, W[0])
+    np.testing.assert_array_equal(ds["key"].values, key)
+
+
+@pytest.mark.parametrize("handlers", [None, {"meta": "x"}, {}, [], {"a/../../b": "x", "": "y"}])
+def test_a_step_without_arrays_is_refused(handlers: Any, tmp_path: Path) -> None:
+    (tmp_path / "meta").mkdir()
+    text = json.dumps({} if handlers is None else {"item_handlers": handlers})
     (tmp_path / "_CHECKPOINT_METADATA").write_text(text)
-    with pytest.raises(xckpt.FormatError, match="'params', 'state'; open the folder of one"):
+    with pytest.raises(xckpt.FormatError, match=r"_CHECKPOINT_METADATA: byte 0: .*Items|FileName"):
         xckpt.open(tmp_path)
+
+
+def aggregated(folder: Path, tree: dict[str, Any], stored: dict[str, Any]) -> Path:
+    """Move values into the msgpack file, as versions up to 0.5.15 write with aggregate=True."""
+    path = write(folder, stored)
+    document = json.loads(path.with_name("_METADATA").read_text("utf-8"))
+    for name, value in tree.items():
+        document["tree_metadata"][str(tuple(name.split(".")))] = {
+            "key_metadata": [{"key": part, "key_type": 2} for part in name.split(".")],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": True},
+        }
+        if value is None:
+            metadata = {"value_type": "None", "skip_deserialize": True}
+            document["tree_metadata"][str((name,))]["value_metadata"] = metadata
+    path.with_name("_METADATA").write_text(json.dumps(document))
+    nested: dict[str, Any] = {}
+    for name, value in {**tree, **{name: f"PLACEHOLDER://{name}" for name in stored}}.items():
+        *outer, last = name.split(".")
+        level = nested
+        for key in outer:
+            level = level.setdefault(key, {})
+        level[last] = array(value) if isinstance(value, np.ndarray) else value
+    path.with_name("checkpoint").write_bytes(flax_file(nested))
+    return path
+
+
+def test_values_in_the_msgpack_file_are_read_with_the_others(tmp_path: Path) -> None:
+    tree = {"layer.b": W[1], "layer.half": W[0].astype("f2"), "step": 7, "nothing": None}
+    path = aggregated(tmp_path / "ckpt", tree, {"layer.w": W})
+    for name in (path, path.parent, path.with_name("_METADATA")):
+        ds = xckpt.open(name)
+        assert sorted(map(str, ds.variables)) == ["layer.b", "layer.half", "layer.w"]
+        for key, values in {"layer.w": W, "layer.b": W[1], "layer.half": W[0]}.items():
+            np.testing.assert_array_equal(ds[key].values, values)
+        assert ds.attrs["step"] == 7
+    np.testing.assert_array_equal(xr.open_datatree(path, engine="orbax")["layer"]["b"], W[1])
+    assert xckpt.verify(path).ok
+
+
+def test_values_whose_msgpack_file_is_missing_raise_when_read(tmp_path: Path) -> None:
+    path = aggregated(tmp_path / "ckpt", {"b": W[1]}, {"w": W})
+    path.with_name("checkpoint").unlink()
+    with pytest.warns(xckpt.CheckpointWarning, match="'b'.*Copy the whole folder"):
+        ds = xckpt.open(path)
+    np.testing.assert_array_equal(ds["w"].values, W)
+    with pytest.raises(xckpt.MissingShardError, match=r"'checkpoint'.*Copy the whole folder"):
+        ds["b"].values  # noqa: B018
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -168,7 +294,8 @@ def test_inner_chunks_of_shards(tmp_path: Path, at_start: bool) -> None:
 def test_a_missing_file_is_a_problem_of_its_arrays(tmp_path: Path) -> None:
     folder = write(tmp_path / "ckpt", {"w": np.zeros(100, "f4"), "b": W[0]}).parent
     (folder / orbax_files.DATA).unlink()
-    ds = xckpt.open(folder)
+    with pytest.warns(UnreadableWarning, match="1 of 2 tensors cannot be read .'w'.: .* missing"):
+        ds = xckpt.open(folder)
     np.testing.assert_array_equal(ds["b"], W[0])
     with pytest.raises(xckpt.MissingShardError, match="Copy the whole folder"):
         ds["w"].values  # noqa: B018
@@ -182,10 +309,8 @@ def test_huge_shapes_are_listed_without_memory(tmp_path: Path) -> None:
         ds["w"].values  # noqa: B018
 
 
-def test_values_of_strings_and_custom_metadata_are_attributes() -> None:
-    path = GOLDEN / "orbax" / "pytree_mixed" / "ckpt"
-    if not path.exists():
-        pytest.skip("golden files are not there")
+def test_values_of_strings_and_custom_metadata_are_attributes(golden: Path) -> None:
+    path = golden / "orbax" / "pytree_mixed" / "ckpt"
     assert xckpt.open(path).attrs["layers.2.name"] == "second"
 
 
@@ -197,9 +322,8 @@ def test_odd_values_in_documents_are_errors_of_the_package(
     tmp_path: Path, field: str, value: Any
 ) -> None:
     entries = [(b"w/.zarray", zarray(W, **{field: value})), (b"w/0.0", W.tobytes())]
-    ds = xckpt.open(written(tmp_path, entries))
     with pytest.raises(xckpt.CheckpointError, match="'w'"):
-        ds["w"].values  # noqa: B018
+        xckpt.open(written(tmp_path, entries), missing="raise")["w"].values  # noqa: B018
 
 
 @pytest.mark.parametrize("kind", [[1], {"a": 1}, None, 3])
@@ -216,7 +340,7 @@ def test_names_of_files_that_are_too_long(tmp_path: Path) -> None:
     (folder / orbax_files.ROOT).write_bytes(node)
     (folder / "manifest.ocdbt").write_bytes(manifest((0, len(node))))
     with pytest.raises(xckpt.MissingShardError, match="missing"):
-        xckpt.open(folder)["w"].values  # noqa: B018
+        xckpt.open(folder, missing="raise")
 
 
 def test_errors_in_decoded_bodies_have_no_position_in_them() -> None:

@@ -149,7 +149,7 @@ def test_a_format_that_is_only_read_is_not_written(monkeypatch: pytest.MonkeyPat
 
 def test_unknown_content_is_an_error_that_lists_the_formats() -> None:
     with pytest.raises(FormatError, match=", ".join(FORMATS)):
-        formats.detect(CountingSource(b"no checkpoint"))
+        formats.detect(CountingSource(b"\1\2no checkpoint\xff"))
 
 
 @pytest.mark.parametrize("name", FORMATS)

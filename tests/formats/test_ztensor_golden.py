@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import xckpt
 from tests.conftest import golden_files
 from tests.contracts.declared import assert_same, golden_arrays, golden_json, widened
 from xckpt import formats
+from xckpt.errors import MissingShardError, UnreadableWarning
 from xckpt.storage import open_source
 
 if TYPE_CHECKING:
@@ -59,15 +61,20 @@ def test_conformance(path: Path) -> None:
         assert caught.value.rule == rule
         assert caught.value.offset is not None
         return
-    index = xckpt.read_index(path)
+    with warnings.catch_warnings():
+        # Three valid files refer to files that are absent.
+        warnings.simplefilter("ignore", UnreadableWarning)
+        index = xckpt.read_index(path)
+        opened = xr.open_dataset(path, engine="ztensor", verify=True)
     assert index.version == "2"
     assert verdict != "DataShard" or not index.tensors
-    has_problem = any(tensor.problem for tensor in index.tensors.values())
+    problems = [tensor.problem for tensor in index.tensors.values() if tensor.problem is not None]
+    has_problem = any(not isinstance(problem, MissingShardError) for problem in problems)
     assert has_problem == path.stem.endswith(("encoding-refused", "ltype-structural"))
     if case["op"] == "open":
-        assert xr.open_dataset(path, engine="ztensor").nbytes >= 0
+        assert opened.nbytes >= 0
         return
-    tensor = xr.open_dataset(path, engine="ztensor", verify=True)[arguments[0]]
+    tensor = opened[arguments[0]]
     if verdict == "Valid":
         tensor.compute()
         return

@@ -175,15 +175,18 @@ def test_version_2_equals_what_its_reference_writes(
     assert materialize(ztensor.plan(index, version="2", alignment=alignment), data) == file
 
 
+# The data of the one are in other files; tensors of the other cannot be read.
+INCOMPLETE = {"v2_sharded", "v2_forward_compat"}
+COMPLETE = [
+    path for path in golden_files("ztensor/*.zt", ".expected.json") if path.stem not in INCOMPLETE
+]
+
+
 @pytest.mark.parametrize("version", ["1.0", "2"])
-@pytest.mark.parametrize(
-    "path", golden_files("ztensor/*.zt", ".expected.json"), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
 def test_a_copy_of_a_golden_file_has_its_content(path: Path, version: str) -> None:
     file = path.read_bytes()
     original = read(file)
-    if original.shards or any(tensor.problem for tensor in original.tensors.values()):
-        pytest.skip("its data are elsewhere, or cannot be read")
     index, data = draft_and_data(original, file)
     refusal = _refusal(index, version)
     if refusal is not None:
@@ -520,7 +523,9 @@ def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
 
 
 def test_declared_element_types_are_valid() -> None:
-    lacking = {"bool32", "int4", "int2", "uint4", "uint2", "float8_e3m4", "float8_e4m3b11fnuz"}
+    lacking = {"bool32", "int4", "int2", "int1", "uint4", "uint2", "uint1"}
+    lacking |= {"float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"}
+    lacking |= {"float6_e2m3fn", "float6_e3m2fn"}
     assert set(ztensor.can.types) == set(ELEMENT_TYPES) - lacking
     assert len(set(ztensor.can.types)) == len(ztensor.can.types)
 

@@ -57,7 +57,6 @@ def test_blocks_of_gguf(kind: str, first: int, bits: int, tmp_path: Path) -> Non
     assert compared(original, tmp_path / "q.gguf") == pytest.approx(expected)
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
 @pytest.mark.parametrize(
     ("model", "stored", "dtype"),
     [("ct_int_quantized_channel", "weight", np.int8), ("bnb_nf4", "weight", np.uint8)],

@@ -212,7 +212,6 @@ class TestProjectLayouts:
         tensors = hugging_face()
         assert result.ckpt.names == dict(zip(tensors, in_gguf(tensors), strict=True))
 
-    @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
     @pytest.mark.parametrize("model", ["llama", "gemma2", "gpt2"])
     def test_names_recorded_from_converters(self, model: str) -> None:
         path = GOLDEN / "gguf" / f"convert_{model}.gguf"

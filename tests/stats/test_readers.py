@@ -196,19 +196,15 @@ GOLDEN = [
     path
     for pattern in PATTERNS
     for path in golden_files(pattern)
-    if path.suffix not in {".npz", ".shard", ".json"}
+    if path.suffix not in {".npz", ".shard", ".json"} and "_shard_" not in path.name
 ]
 
 
-def readable(path: Path) -> xr.Dataset | None:
+def readable(path: Path) -> xr.Dataset:
     """Open a golden file with the tensors of numbers whose values can be had."""
     import xckpt
 
-    try:
-        index = xckpt.read_index(path)
-        ds = xr.open_dataset(path, engine=index.format)
-    except CheckpointError:
-        return None
+    ds = xr.open_dataset(path, engine=xckpt.read_index(path).format)
     good = {}
     for name, variable in ds.variables.items():
         try:
@@ -224,8 +220,6 @@ def readable(path: Path) -> xr.Dataset | None:
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 def test_golden_files(path: Path) -> None:
     ds = readable(path)
-    if ds is None:
-        pytest.skip("not a readable checkpoint of numbers")
     st = stats(ds)
     assert set(st.data_vars) == set(ds.data_vars)
     for name, variable in ds.attrs["computed"].items():

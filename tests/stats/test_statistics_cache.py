@@ -192,7 +192,6 @@ class TestElementTypes:
         xr.testing.assert_identical(cached, xckpt.histogram(paths[0], cache=False))
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 def test_stored_layouts_come_back_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[int]

@@ -5,8 +5,11 @@ Google Cloud Storage has the same protocol, with other credentials.
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import sys
+import threading
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -128,6 +131,11 @@ def test_a_store_that_is_silent_is_a_time_out(s3: S3Server) -> None:
     with pytest.raises(TimeoutError, match=r"'timeout'.*m\.zt"):
         source.read(0, 100)
     assert time.monotonic() - start < 4
+
+
+def test_a_missing_bucket_is_named_as_one(s3: S3Server) -> None:
+    with pytest.raises(FileNotFoundError, match="no such bucket; check its name"):
+        open_source("s3://no-such-bucket/m.zt", storage_options=s3.options)
 
 
 def test_missing_objects_are_errors(s3: S3Server) -> None:
@@ -279,6 +287,35 @@ class TestWriting:
             np.testing.assert_array_equal(again["big"], BIG + number)
         remaining = Bucket(url, s3.options).glob(f"{BUCKET}/shards/*")
         assert not [path for path in remaining if "xckpt" in path]
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="a process cannot send SIGINT to itself")
+    @pytest.mark.parametrize("moment", range(1, 9))
+    def test_ctrl_c_leaves_no_object_or_comes_too_late(self, s3: S3Server, moment: int) -> None:
+        """Requests of an upload in parts: the beginning, two parts, and the end."""
+        ds = xr.Dataset({"w": ("x", np.zeros(9 << 18))})  # 18 MiB
+        url = f"s3://{BUCKET}/interrupted/{moment}.zt"
+        options = {**s3.options, "retries": 0}
+        s3.latency = 0.1
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer = threading.Timer(0.12 * moment, os.kill, (os.getpid(), signal.SIGINT))
+        is_saved = False
+        try:
+            timer.start()
+            xckpt.save(ds, url, storage_options=options, progress=False)
+            is_saved = True
+            timer.join()
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            timer.cancel()
+            signal.signal(signal.SIGINT, before)
+        time.sleep(0.5)  # what an abandoned upload would need
+        s3.latency = 0
+        assert Bucket(url, s3.options).exists(url.partition("://")[2]) == is_saved
+        if is_saved:
+            again = xr.open_dataset(url, engine="ztensor", storage_options=s3.options)
+            np.testing.assert_array_equal(again["w"], ds["w"])
 
     def test_a_refusal_names_the_url(self, s3: S3Server) -> None:
         s3.refuse = lambda path, _range: "refused" in path

@@ -24,7 +24,7 @@ from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.scan.statistics_cache import is_lasting
-from xckpt.storage import Source, open_source
+from xckpt.storage import Location, Source, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -184,17 +184,16 @@ class TestOptions:
             open_source(f"{web.url}/m.zt", storage_options={"xckpt": {"min_rate": 1000}})
 
     def test_package_options_are_not_passed_to_globs_and_uploads(self) -> None:
-        from xckpt.opening.sharding import list_files
+        from xckpt.opening.files import files_of
         from xckpt.storage.uploads import UploadSink
 
         memory = "memory://" + uuid4().hex
         sink = UploadSink(f"{memory}/m.zt", storage_options=QUICK)
         sink.write(b"bytes", 0)
         sink.commit()
-        listed = list_files(f"{memory}/*.zt", QUICK)
-        assert listed is not None
-        (url,) = listed.files.values()
-        assert bytes(open_source(url, storage_options=QUICK).read(0, 5)) == b"bytes"
+        files = files_of(Location.of(f"{memory}/*.zt", QUICK))
+        (place,) = files.places.values()
+        assert bytes(open_source(place).read(0, 5)) == b"bytes"
 
 
 class TestVersions:
@@ -240,6 +239,35 @@ class TestVersions:
         for offset in (0, 2_000_000):
             with pytest.raises(FileChangedError):
                 source.read(offset, 5)
+
+    @pytest.mark.parametrize("lost", ["etag", "modified"])
+    def test_an_answer_without_the_version_that_was_promised(
+        self, web: WebServer, lost: str
+    ) -> None:
+        web.behaviour.etag = '"first"' if lost == "etag" else None
+        web.behaviour.modified = "Mon, 01 Jan 2024 00:00:00 GMT"
+        source = open_source(f"{web.url}/m.zt")
+        setattr(web.behaviour, lost, None)
+        web.behaviour.files["/m.zt"] = bytes(len(DATA))
+        for call in (lambda: source.read(2_000_000, 5), source.check):
+            with pytest.raises(FileChangedError, match=r"was .* and is missing now"):
+                call()
+
+    @pytest.mark.parametrize("found", ["etag", "modified"])
+    def test_a_version_that_was_missing_at_first(self, web: WebServer, found: str) -> None:
+        web.behaviour.etag = None
+        with pytest.warns(CheckpointWarning, match="neither ETag nor Last-Modified"):
+            source = open_source(f"{web.url}/m.zt")
+        date = "Mon, 01 Jan 2024 00:00:00 GMT"
+        setattr(web.behaviour, found, date if found == "modified" else '"first"')
+        with pytest.raises(FileChangedError, match="was missing and is"):
+            source.read(2_000_000, 5)
+
+    def test_an_equal_etag_needs_no_time(self, web: WebServer) -> None:
+        web.behaviour.modified = "Mon, 01 Jan 2024 00:00:00 GMT"
+        source = open_source(f"{web.url}/m.zt")
+        web.behaviour.modified = None
+        assert source.read(0, 5) == DATA[:5]
 
     def test_a_file_that_is_gone(self, web: WebServer, source: Source) -> None:
         web.behaviour.files.clear()
@@ -332,6 +360,15 @@ class TestAnswers:
             with pytest.raises(OSError, match=r"cannot connect: Connection refused") as caught:
                 call()
             assert not isinstance(caught.value, FileNotFoundError)
+
+    def test_a_name_that_cannot_be_looked_up(self) -> None:
+        with pytest.raises(OSError, match="cannot be looked up: check the URL"):
+            open_source("http://no-such-host.invalid/m.zt", storage_options={"retries": 0})
+
+    def test_a_server_that_shortens_every_range(self, web: WebServer, source: Source) -> None:
+        web.behaviour.headers = {"Content-Range": f"bytes 500-549/{len(DATA)}"}
+        with pytest.raises(OSError, match=r"got 500\.\.550; .*download the file"):
+            source.read(500, 100)
 
     def test_occasional_failures_are_retried(self, web: WebServer) -> None:
         web.behaviour.failing, web.behaviour.latency = 0.2, 0.02

@@ -111,15 +111,17 @@ def test_the_same_format_again_gives_equal_bytes(model: Path, tmp_path: Path) ->
     assert (tmp_path / "again.zt").read_bytes() == model.read_bytes()
 
 
-@pytest.mark.parametrize("compression", ["zstd", "zstd-seekable", None])
-@pytest.mark.parametrize("again", ["zstd", "zstd-seekable", None])
+# No version has both "zstd" and "zstd-seekable".
+@pytest.mark.parametrize(
+    ("compression", "again"),
+    [pair for one in ("zstd", "zstd-seekable") for pair in ((one, one), (one, None), (None, one))]
+    + [(None, None)],
+)
 def test_compression(
     compression: str | None, again: str | None, model: Path, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first.zt", tmp_path / "second.zt"
     version = "1.0" if "zstd" in (compression, again) else "2"
-    if "zstd-seekable" in (compression, again) and version == "1.0":
-        pytest.skip("no version has both")
     convert(model, first, encoding={"*": {"compression": compression}}, version=version)
     convert(first, second, encoding={"*": {"compression": again}}, version=version)
     assert {t.parts["data"].encoding for t in read_index(second).tensors.values()} <= {again, None}
@@ -243,7 +245,7 @@ def test_a_conversion_reports_its_changes(model: Path, tmp_path: Path) -> None:
     done = convert(model, tmp_path / "same.zt")
     assert (done.recasts, done.exact, done.tensors) == ((), True, 4)
     assert done.nbytes == (tmp_path / "same.zt").stat().st_size
-    assert done.source_nbytes == sum(tensor.nbytes for tensor in read_index(model).values())
+    assert done.source_nbytes == model.stat().st_size
     done = convert(model, tmp_path / "wide.zt", tensors="big", encoding={"*": {"dtype": "f32"}})
     assert done.exact
     assert repr(done).endswith("  1 bfloat16 tensor written as float32 (exact), 2.0 x larger")
@@ -317,8 +319,6 @@ class TestNewNames:
 
     def test_quantised_weights_and_their_scales(self, tmp_path: Path) -> None:
         path = GOLDEN / "hf-quantized" / "awq_gemm_group32"
-        if not path.exists():
-            pytest.skip(f"no quantised model at {path}")
         index = read_index(path)
         name = next(name for name, tensor in index.items() if tensor.stored is not None)
         convert(path, tmp_path / "new.zt", names={name: f"new.{name}"}, **WHOLE)

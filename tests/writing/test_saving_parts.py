@@ -60,7 +60,6 @@ def test_golden_files_open_as_parts_are_saved_whole(
     assert set(after.tensors) == set(index.tensors)
 
 
-@pytest.mark.skipif(not PARTS, reason="no golden files")
 def test_golden_files_with_parts_exist() -> None:
     layouts = {tensor.layout for path in PARTS for tensor in _quietly(path).tensors.values()}
     assert layouts >= {"sparse_csr", "sparse_coo", "quantized", "structural"}

@@ -13,7 +13,7 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import golden_files
+from tests.conftest import GOLDEN
 from tests.formats.random_files import FILES
 from tests.writing.attributes import MOVED
 from tests.writing.saved import NO_SCALARS, OPTIONS
@@ -139,11 +139,11 @@ def test_random_files(engine: str, data: st.DataObject) -> None:
         check(source / next(iter(files)), engine, Path(folder))
 
 
-GOLDEN = [
+SOURCES = [
     path
     for engine in FILES
     for folder in ("", "ckpt/", "odd/")
-    for path in golden_files(f"{engine}/{folder}*")
+    for path in sorted(GOLDEN.glob(f"{engine}/{folder}*"))
     if path.is_file() and not path.name.startswith("bin_")
     if path.suffix not in {".json", ".npz", ".txt", ".md", ".shard"}
     or path.name.endswith(".metadata.json")
@@ -151,7 +151,7 @@ GOLDEN = [
 
 
 @pytest.mark.usefixtures("in_this_thread")
-@pytest.mark.parametrize("path", GOLDEN or golden_files("absent"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_golden_files(path: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)

@@ -169,7 +169,8 @@ def test_progress(model: Path) -> None:
 def test_golden_files_are_intact(path: Path) -> None:
     report = verify(path)
     # Of a digest by an algorithm that its version does not know, the value is made up.
-    assert report.ok or "digest_unknown" in os.fspath(path), report
+    is_empty = report.status == "empty" and not report.tensors
+    assert report.ok or is_empty or "digest_unknown" in os.fspath(path), report
 
 
 @pytest.mark.parametrize("path", golden_files("*/bad/*", with_suffix=".txt"))

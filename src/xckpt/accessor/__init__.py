@@ -18,7 +18,6 @@ import xckpt
 from xckpt import formats
 from xckpt.accessor.forwarding import Forwarded
 from xckpt.identity import base_id_text, stable_id
-from xckpt.interrupts import uninterrupted
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -353,7 +352,8 @@ class CheckpointAccessor(Generic[Obj]):
             One row for each tensor of the base model that the adapter changes, by its name there:
             ``kind`` (``lora``, ``dora``, ``bias``; ``saved`` for a whole tensor; ``unsupported``),
             ``rank``, ``alpha``, ``scale`` (the factor of ``B @ A``), ``shape``, and ``note``: why
-            there is no scale. Empty if the file has no adapters.
+            there is no scale, or the name of an unsupported method, such as LoHa, and what to do.
+            Empty if the file has no adapters.
 
         Raises
         ------
@@ -915,9 +915,8 @@ class CheckpointAccessor(Generic[Obj]):
         >>> explorer.selected
         'lm_head.weight'
         """
-        with uninterrupted():  # ipywidgets and what they need
-            from xckpt.accessor.exploring import explore
-            from xckpt.datasets.tensors import OpenTensors
+        from xckpt.accessor.exploring import explore
+        from xckpt.datasets.tensors import OpenTensors
 
         if not self._has_summary:
             raise ValueError(_not_ours(self._given))
@@ -1160,7 +1159,12 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.formatting import counted
         from xckpt.index import paused_collector
-        from xckpt.notebook.summary import new_summary, shared_notes, unread_errors
+        from xckpt.notebook.summary import (
+            file_notes,
+            new_summary,
+            shared_notes,
+            unread_errors,
+        )
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings = self._known_findings()
@@ -1176,12 +1180,18 @@ class CheckpointAccessor(Generic[Obj]):
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),
                 attrs=self._obj.attrs,
-                errors=unread_errors(tensors.rows),
+                errors=unread_errors(tensors.unreadable(), tensors.source),
                 findings=findings,
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,
                 obj=self._called,
-                notes=[*shared_notes(tensors.shared), *notes],
+                notes=[
+                    *file_notes(
+                        self._encoding.get("warnings", ()), self._encoding.get("facts", ())
+                    ),
+                    *shared_notes(tensors.shared),
+                    *notes,
+                ],
             )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:

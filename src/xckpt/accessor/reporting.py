@@ -58,6 +58,7 @@ _WORDS = {
     "only_a": "only in {a}",
     "only_b": "only in {b}",
     "shape": "of another shape",
+    "unreadable": "unreadable",
 }
 
 

@@ -20,7 +20,7 @@ from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
 from xckpt.arrays.scaled import quantized_array
 from xckpt.arrays.sparse_blocks import SPARSE_ARRAYS
-from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError, FormatError, locating
 from xckpt.index import StoredList
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyArray", "LazyList", "ReadOptions", "lazy_arrays", "read_later"]
 
-# The dtype of variables whose element type is unknown; their values cannot be read.
-_UNKNOWN = np.dtype("V1")
+# The dtype of variables whose element type is unknown; their values cannot be read. xarray and
+# numpy keep variables of this type in all computations, which then raise the error of the file.
+_UNKNOWN = np.dtype(np.float32)
 # Bytes that are decoded at most, while opening, to find the size of a part that states none.
 _COUNTED_NBYTES = 256 << 20
 
@@ -63,9 +64,9 @@ def _arrays(
     tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions
 ) -> dict[str | None, LazyArray]:
     if tensor.problem is not None:
-        dtype = np.dtype(np.float32) if tensor.dtype in BLOCK_TYPES else _UNKNOWN
-        dtype = decoded_dtype(tensor.dtype) if tensor.dtype in ELEMENT_TYPES else dtype
-        problem = tensor.problem
+        dtype, problem = _UNKNOWN, tensor.problem
+        if tensor.dtype in ELEMENT_TYPES:
+            dtype = (decoded_dtype if options.decode else stored_dtype)(tensor.dtype)
         return {None: UnreadableArray(tensor.name, sources[None], tensor.shape, dtype, problem)}
     readers = part_readers(tensor, sources, verify=options.verify)
     if tensor.layout == "dense":

@@ -215,8 +215,14 @@ class UnreadableArray(LazyArray):
 
     def select(self, key: tuple[AxisKey, ...]) -> Any:
         """Return a selection; see `LazyArray.select`."""
+        raise self.error()
+
+    def error(self) -> CheckpointError:
+        """Return the error that names this tensor, also if several have one problem."""
         # A copy: one error object raised in several threads would mix their tracebacks.
-        raise copy(self.problem)
+        error = copy(self.problem)
+        error.tensor = self.name
+        return error
 
 
 class SlicedArray(LazyArray):

@@ -18,10 +18,17 @@ from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import convert, info, manifest, steps, verify
 from xckpt.cli.values import compare, report, spectrum, stats
-from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError, shown
+from xckpt.errors import (
+    CheckpointWarning,
+    FormatError,
+    IntegrityError,
+    PayloadMissingError,
+    UnreadableWarning,
+    shown,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["commands", "main"]
 
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _warnings_as_lines():
+        with _warnings_as_lines() as lost:
             status: int = commands.main(argv, "xckpt", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
@@ -101,6 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         complain("out of memory")
         return FAILED
+    return max(status, _report_lost(lost))
+
+
+def _report_lost(lines: Iterable[str]) -> int:
+    """Print the causes of unreadable tensors, at the end, where they are seen; return a status."""
+    status = 0
+    for line in lines:
+        complain(line)
+        status = DAMAGED
     return status
 
 
@@ -149,17 +165,24 @@ def _flushed(status: int | None, /, **_: Any) -> int:
 
 
 @contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    """Print warnings for users as single lines, without a position in a source file."""
+def _warnings_as_lines() -> Iterator[dict[str, None]]:
+    """Print warnings for users as single lines, without a position in a source file.
+
+    Yields the lines of warnings of unreadable tensors instead, which several steps of a command
+    may repeat.
+    """
+    lost: dict[str, None] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
         show = warnings.showwarning
 
         def print_line(message: Any, category: type[Warning], *more: Any, **others: Any) -> None:
-            if issubclass(category, CheckpointWarning | FutureWarning):
+            if issubclass(category, UnreadableWarning):
+                lost.update(dict.fromkeys(str(message).split("\n")))
+            elif issubclass(category, CheckpointWarning | FutureWarning):
                 complain(f"warning: {message}")
             else:
                 show(message, category, *more, **others)
 
         warnings.showwarning = print_line
-        yield
+        yield lost

@@ -94,12 +94,18 @@ class FileInput:
         """Globs of names; None for all tensors."""
         return list(self.tensors) or None
 
-    def index(self, file: str) -> Index:
+    def index(self, file: str, *, silent: bool = False) -> Index:
         """Return the index of a file with the selected tensors."""
         from xckpt.labels.filters import select, suggest_filters
         from xckpt.opening import open_index
 
-        source, index = open_index(file, self.engine, storage_options=self.storage_options)
+        source, index = open_index(
+            file,
+            self.engine,
+            storage_options=self.storage_options,
+            silent=silent,
+            missing="ignore",
+        )
         source.close()
         if not self.tensors:
             return index
@@ -110,11 +116,11 @@ class FileInput:
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
         return replace(index, tensors=selected)
 
-    def dataset(self, file: str) -> xr.Dataset:
-        """Open the selected tensors of a file."""
+    def dataset(self, file: str, index: Index | None = None) -> xr.Dataset:
+        """Open the selected tensors of a file; its warnings are not repeated if it has an index."""
         import xarray as xr
 
-        index = self.index(file)
+        index = self.index(file) if index is None else index
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # `index` has shown them
             return xr.open_dataset(
@@ -211,6 +217,7 @@ class Column(NamedTuple):
 def complain(message: str) -> None:
     """Print a message to standard error, with unprintable characters escaped."""
     message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
+    message = message.replace("skip_unreadable=True", "--skip-unreadable")
     message = _STEPS_IN_PYTHON.sub(r"'xckpt steps \1'", message)
     click.echo(f"xckpt: {printable(message)}", err=True)
 
@@ -312,7 +319,8 @@ def print_findings(findings: pd.DataFrame) -> None:
     for tensor, rule, _, severity, explanation in findings.itertuples(index=False):
         kind = click.style(severity, COLOURS[severity], bold=True)
         name = shown(shortened(tensor, _WIDEST_CELL))
-        text = shortened(printable(f"tensor {name}: {explanation}"), 2 * _WIDEST_CELL)
+        text = f"tensor {name}: {explanation}" if tensor else explanation
+        text = shortened(printable(text), 2 * _WIDEST_CELL)
         print_text(f"  {kind}: {text} [{rule}]")
 
 

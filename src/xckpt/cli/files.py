@@ -85,6 +85,7 @@ def info(
             "attrs": index.attrs,
             "footprint": footprint_of(index_rows(index), structure_of(index), config).document(),
             "warnings": list(index.warnings),
+            "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {
                 name: {"size": shard.size, "digest": shard.digest}
                 for name, shard in index.shards.items()
@@ -241,6 +242,11 @@ class _WritableFormat(click.Choice[str]):
     metavar="FILE",
     help="JSON file that maps old names to new ones, as written by xckpt compare --write-names.",
 )
+@click.option(
+    "--skip-unreadable",
+    is_flag=True,
+    help="Leave out tensors that cannot be read or stored in the new format.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
 @reading_options
 @json_option
@@ -255,6 +261,7 @@ def convert(
     texts: tuple[str, ...],
     max_shard_size: str | None,
     names: str | None,
+    skip_unreadable: bool,
     overwrite: bool,
     as_json: bool,
     **requests: str | None,
@@ -270,7 +277,7 @@ def convert(
 
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     options = _format_options(pairs(texts) | shards, new, to)
-    index = reading.index(file)
+    index = reading.index(file, silent=True)  # `write` warns
     encoding = _encoding(requests, encodings)
     new_names = None if names is None else read_names(names)
     with usage_errors(output=new):
@@ -283,6 +290,7 @@ def convert(
             names=new_names,
             encoding=encoding,
             cast=cast,
+            skip_unreadable=skip_unreadable,
             overwrite=overwrite,
             storage_options=reading.storage_options,
             progress=is_terminal(),

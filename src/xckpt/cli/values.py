@@ -57,12 +57,14 @@ _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
 _WORDY = ("status", "outcome", "cause", "explanation", "other_names")
 _MOST_ROWS = 20
-_STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
+_STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red"}
+_STATUS |= dict.fromkeys(("shape", "unreadable"), "bold red")
 _WORDS = {
     "changed": "changed",
     "only_a": "only in A",
     "only_b": "only in B",
     "shape": "of another shape",
+    "unreadable": "unreadable",
 }
 
 _limit_option = click.option(
@@ -152,14 +154,14 @@ def stats(
         "quantiles": quantiles or QUANTILES,
     }
     if only_findings:
-        result, findings_frame = examine(reading.dataset(file), ignore=ignore, **options)
+        result, findings_frame = examine(reading.dataset(file, index), ignore=ignore, **options)
         if keys:
             document = {"source": index.source, "format": index.format}
             groups = grouped_table(findings_frame, keys, sort, ascending=ascending).head(limit)
             print_groups(groups, list(groups), document if as_json else None)
             return int(calls_for_action(findings_frame))
     else:
-        result = compute(reading.dataset(file), **options)
+        result = compute(reading.dataset(file, index), **options)
         if keys:
             document = {"source": index.source, "format": index.format}
             groups = grouped_table(result, keys, sort, ascending=ascending).head(limit)
@@ -287,7 +289,7 @@ def spectrum(
     chosen = _chosen(columns, OF_MATRICES, None if is_shown else sort)
     index = reading.index(file)
     result = compute(
-        reading.dataset(file),
+        reading.dataset(file, index),
         reading.patterns,
         minus=None if minus is None else reading.dataset(minus),
         statistics=chosen,
@@ -567,8 +569,8 @@ def _print_explanations(frame: pd.DataFrame, show: _TableOptions) -> None:
         cells = [(pattern.text, f"{pattern.count:,}", pattern.dtype) for pattern in patterns]
         print_table([Column("explained"), Column("tensors", right=True), Column("cause")], cells)
     counts = Counter(frame["outcome"][~is_represented])
-    facts = [f"{counts[kind]:,} {kind}" for kind in ("changed", "unmatched", "explained")
-             if counts[kind]]  # fmt: skip
+    kinds = ("unreadable", "changed", "unmatched", "explained")
+    facts = [f"{counts[kind]:,} {kind}" for kind in kinds if counts[kind]]
     complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
 
 

@@ -6,11 +6,7 @@ tensors in parallel, in the order of either (`arrangements`), `measures` and `ce
 differences, `explaining` finds causes.
 """
 
-from xckpt.interrupts import uninterrupted
-
-# Importing numba takes long, and an interrupt in the middle would break later imports.
-with uninterrupted():
-    from xckpt.comparison.comparing import compare
-    from xckpt.comparison.measures import MEASURES
+from xckpt.comparison.comparing import compare
+from xckpt.comparison.measures import MEASURES
 
 __all__ = ["MEASURES", "compare"]

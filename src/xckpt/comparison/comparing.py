@@ -35,7 +35,15 @@ from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
 from xckpt.progress import Progress
-from xckpt.scan.entries import Described, contents_of_all, deferred, entries_of, laid, laid_out
+from xckpt.scan.entries import (
+    Described,
+    all_entries,
+    contents_of_all,
+    deferred,
+    laid,
+    laid_out,
+    warn_of_unreadable,
+)
 from xckpt.scan.scanning import gather
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics import OF_CODES
@@ -132,9 +140,9 @@ def compare(
         lays the result out with one row for each tensor, most changed first.
 
         ==================  ====================================================================
-        ``status``          0 same, 1 changed, 2 only_a, 3 only_b, 4 shape (the shapes differ);
-                            a table has the words. Tensors are the same if all elements are
-                            equal; their types may differ.
+        ``status``          0 same, 1 changed, 2 only_a, 3 only_b, 4 shape (the shapes differ),
+                            5 unreadable (in `a` or `b`); a table has the words. Tensors are the
+                            same if all elements are equal; their types may differ.
         ``count``           number of elements
         ``equal_fraction``  fraction of the elements that are equal: the same number (-0.0 equals
                             0.0), or both NaN
@@ -175,12 +183,13 @@ def compare(
         ====================  ==================================================================
         ``outcome``           ``explained``: one tensor follows from the other by admitted
                               causes, verified on every element; ``changed``: it differs;
-                              ``unmatched``: only one side has it
+                              ``unmatched``: only one side has it; ``unreadable``: one side
+                              cannot be read
         ``cause``             one of ``equal, renamed, transposed, rope_permuted, fused, split,
                               padded, merged, rounded, quantised, offset, scaled``, which explain
                               (the last two where the architecture is known for it), ``misplaced,
                               rows_permuted, cut, pruned, low_rank, changed``, which do not, and
-                              ``only_a, only_b``; or several joined by ``+``
+                              ``only_a, only_b, unreadable``; or several joined by ``+``
         ``explanation``       a sentence with numbers
         ``verified``          whether the tensor is explained
         ``offset, scale``     the number that was added, and the factor
@@ -199,11 +208,15 @@ def compare(
         combined with `dim` or ``compute=False``.
     TypeError
         If an argument has another type.
+    UnsupportedError
+        If `adapter` is of another method than LoRA or DoRA, such as LoHa; the message names it.
 
     Warns
     -----
     CheckpointWarning
         If no tensor of `a` has the name of one of `b`.
+    UnreadableWarning
+        If tensors cannot be read, because a shard is missing or a file is damaged.
 
     Notes
     -----
@@ -235,7 +248,10 @@ def compare(
         raise ValueError(f"{keyword} needs whole tensors at once: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
-        sides = entries_of(ours), entries_of(theirs)
+        sides = all_entries(ours), all_entries(theirs)
+    warn_of_unreadable(ours, sides[0])
+    if theirs.source != ours.source or not ours.source:
+        warn_of_unreadable(theirs, sides[1])
     if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
         both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
         names = dict(zip(*both, strict=False))

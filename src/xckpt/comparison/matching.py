@@ -87,7 +87,8 @@ def _rows_of(
         counterpart = theirs.get(partner.name) if partner else None
         if counterpart is None:
             return Match(reader.name, reader)
-        is_pair = reader.array.shape == counterpart.array.shape
+        is_readable = reader.problem is None and counterpart.problem is None
+        is_pair = is_readable and reader.array.shape == counterpart.array.shape
         pair = pair_of(reader, counterpart, reader.name) if is_pair else None
         return Match(reader.name, reader, counterpart, partner, pair)
 
@@ -106,7 +107,12 @@ def _rows_of(
             encoding = {"tensor": name}
             variables.append(Described(variable_name, (), (), (reader,), encoding))
             rows.append([Match(name, theirs=reader)])
-    return variables, rows
+    shown_rows = [
+        (variable, matches)
+        for variable, matches in zip(variables, rows, strict=True)
+        if not all(match.is_beyond for match in matches)
+    ]
+    return [variable for variable, _ in shown_rows], [matches for _, matches in shown_rows]
 
 
 # --- by names and content ------------------------------------------------------------------------
@@ -129,7 +135,7 @@ def _partners(
             del free_a[name], free_b[name_of_b]
 
     # Read only tensors whose number of elements occurs on both sides.
-    sides = [list(side.values()) for side in (free_a, free_b)]
+    sides = [[r for r in side.values() if r.problem is None] for side in (free_a, free_b)]
     sizes = set.intersection(*({reader.size for reader in side} for side in sides))
     readers = {id(reader): reader for side in sides for reader in side if reader.size in sizes}
     sketches = sketched(readers, progress)
@@ -148,8 +154,10 @@ def _partners(
             take(name, name_of_b, rule)
     for name, name_of_b, rule in match_names(free_a, free_b):
         # Reject a pair of a joined tensor and one of its parts.
-        small, large = sorted((ours[name].size, theirs[name_of_b].size))
-        if rule == "prefix" or large < 2 * small or small == large:
+        both = ours[name], theirs[name_of_b]
+        small, large = sorted([reader.size for reader in both])
+        is_unknown = any(reader.problem is not None for reader in both)
+        if rule == "prefix" or large < 2 * small or small == large or is_unknown:
             take(name, name_of_b, rule)
     # Constants and copies, whose values alone are ambiguous.
     for a, b in _in_order(unmatched(), Rules(_renamed(pairs)), frozenset(free_b)):

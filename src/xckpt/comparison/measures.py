@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats
-from xckpt.elements import ALL_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named
 from xckpt.scan.trees import LEAF, MergeTree, runs
@@ -148,7 +148,7 @@ class Comparison(Accumulator):
 
     def _compare(self, a: Array, b: Array) -> Array:
         """Compare whole leaves; return the sums of each leaf."""
-        if not all(ALL_TYPES[name].fits_float64 for name in self.kinds):
+        if not all(ELEMENT_TYPES[name].fits_float64 for name in self.kinds):
             has_complex = "complex128" in self.kinds
             compare = self._compare_complex if has_complex else self._compare_integers
             leaves = [slice(start, start + LEAF) for start in range(0, len(a), LEAF)]

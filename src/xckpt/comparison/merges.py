@@ -15,7 +15,6 @@ well: two more steps of the result.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,13 @@ from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapters import factors_of, find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import locating, some, warn
-from xckpt.opening.configs import read_config
+from xckpt.errors import UnsupportedError, locating, some, warn
+from xckpt.opening.configs import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
 from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ class Merges:
             else:
                 tasks.append(_Merge(number, update, *readers, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
-        with ThreadPoolExecutor(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
+        with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
                 explanations[task.number] = explanation
                 bar.advance(task.ours.nbytes + task.theirs.nbytes)
@@ -98,11 +98,17 @@ def open_merges(
     adapter: Describable, names: Collection[str], storage_options: dict[str, Any] | None
 ) -> Merges:
     """Open an adapter; warn of changes of tensors that the base model lacks."""
-    [tensors] = contents_of_all([adapter], storage_options)
+    [tensors] = contents_of_all([adapter_in(adapter, storage_options)], storage_options)
     config = read_config(tensors.source, tensors.attrs, "adapter_config", storage_options)
     adapters = find_adapters(tensors, config)
     if not adapters:
-        raise ValueError(f"{tensors.source or 'the object'} has no factors of an adapter")
+        raise ValueError(
+            f"{tensors.source or 'the object'} has no tensors of an adapter; pass the folder or "
+            "file with the factors"
+        )
+    if all(adapter.kind == "unsupported" for adapter in adapters):
+        notes = dict.fromkeys(adapter.note for adapter in adapters)
+        raise UnsupportedError("; ".join(notes), path=tensors.source or None)
     matches, missing = match_bases(adapters, names)
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")

@@ -17,7 +17,7 @@ from xckpt.arrays.dense import DenseArray, stored_bytes
 from xckpt.arrays.lazy import dense_values
 from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view
-from xckpt.errors import locating
+from xckpt.errors import is_damage, locating
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.kinds import kind_named, require_numbers
 from xckpt.scan.readers import DECODING, ArrayReader, ChunkedTensor, Reader, SparseReader
@@ -27,6 +27,7 @@ from xckpt.storage.local import is_mapped
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xckpt.errors import CheckpointError
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
@@ -474,11 +475,27 @@ class Match(NamedTuple):
     @property
     def status(self) -> str:
         """The status if it is clear without reading, one of `STATUSES`; else empty."""
+        if self.problem is not None:
+            return "unreadable"
         if self.theirs is None:
             return "" if self.ours is None else "only_a"
         if self.ours is None:
             return "only_b"
         return "shape" if self.pair is None else ""
+
+    @property
+    def problem(self) -> CheckpointError | None:
+        """The error of the tensor that cannot be read, the one in `a` first."""
+        readers = (reader for reader in (self.ours, self.theirs) if reader is not None)
+        return next((reader.problem for reader in readers if reader.problem is not None), None)
+
+    @property
+    def is_beyond(self) -> bool:
+        """True if nothing is known of a chosen tensor, because its type is unsupported."""
+        problems = [side.problem for side in (self.ours, self.theirs) if side is not None]
+        return bool(problems) and not any(
+            problem is None or is_damage(problem) for problem in problems
+        )
 
     @property
     def is_chosen(self) -> bool:
@@ -487,9 +504,10 @@ class Match(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements in `a`, or in `b` if only `b` has the tensor."""
-        reader = self.theirs if self.ours is None else self.ours
-        return 0 if reader is None else reader.size
+        """Number of elements in `a`, or in `b` if only `b` has the tensor or can be read."""
+        sides = [reader for reader in (self.ours, self.theirs) if reader is not None]
+        readable = [reader for reader in sides if reader.problem is None]
+        return next((reader.size for reader in [*readable, *sides]), 0)
 
     @property
     def both(self) -> tuple[Reader, Reader] | None:
@@ -500,6 +518,6 @@ class Match(NamedTuple):
     @property
     def shapes(self) -> str:
         """The shapes of both tensors if they differ; else empty."""
-        if self.ours is None or self.theirs is None or self.pair is not None:
+        if self.status != "shape" or self.ours is None or self.theirs is None:
             return ""
         return f"{self.ours.array.shape} and {self.theirs.array.shape}"

@@ -31,6 +31,12 @@ import dask.array as da
 import numpy as np
 
 from xckpt.arrays.keys import target_nbytes
+from xckpt.datasets.adapter_methods import (
+    FLAT_PREFIX,
+    method_of_config,
+    method_of_name,
+    problem_of_options,
+)
 from xckpt.datasets.mappings import as_dataset
 from xckpt.errors import shown, some, warn
 from xckpt.quantization.config import is_match
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from xckpt.datasets.adapter_methods import Method
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.typing import Array
 
@@ -56,12 +63,6 @@ _ENDINGS = {
     ".weight.lora_a": "A", ".weight.lora_b": "B",
     ".lora_a": "A.T", ".lora_b": "B.T", ".m": "magnitude", ".alpha": "alpha",
 }  # fmt: skip
-# Methods whose update is another function of their tensors.
-_UNSUPPORTED_ENDINGS = (
-    ".lora_mid.weight", ".lora_E", ".hada_w1_a", ".hada_w2_a", ".lokr_w1", ".lokr_w2",
-    ".lokr_w1_a", ".lokr_w2_a", ".diff", ".diff_b", ".oft_blocks", ".boft_R", ".lora_l",
-)  # fmt: skip
-_UNSUPPORTED_OPTIONS = ("use_qalora", "use_bdlora", "target_parameters", "layer_replication")
 # The name of an adapter stands between the factor and its ending.
 _ADAPTER_NAME = re.compile(
     r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[^.]+"
@@ -69,7 +70,6 @@ _ADAPTER_NAME = re.compile(
 _PREFIXES = ("base_model.model.", "base_model.")
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
-_FLAT_PREFIX = re.compile(r"lora_(unet|te[0-9]*|transformer|prior_unet|prior_te)_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +132,18 @@ class _AdaptedModule:
     """The tensors of an adapter for one module, by purpose."""
 
     tensors: dict[str, str] = field(default_factory=dict)
-    is_unsupported: bool = False
+    method: Method | None = None  # if it is unsupported
 
 
 def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> list[Adapter]:
     """Return the adapters among the tensors of a file, in the order of their first tensors."""
     shapes = {row.name: row.shape for row in tensors.rows}
-    modules, remaining_names = _modules_of(shapes)
-    if not any(_factor_names(module) for module in modules.values()):
-        return []
+    stated = method_of_config(config)
+    modules, remaining_names = _modules_of(shapes, stated)
+    if not any(module.method or _factor_names(module) for module in modules.values()):
+        if stated is None:
+            return []
+        return [Adapter(_base_of(n), "unsupported", {}, (), note=stated.note) for n in shapes]
     scales = _Scales(tensors, config)
     adapters = [_adapter(name, module, shapes, scales) for name, module in modules.items()]
     bases = {adapter.base for adapter in adapters}
@@ -160,18 +163,24 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
     return adapters
 
 
-def _modules_of(names: Collection[str]) -> tuple[dict[str, _AdaptedModule], list[str]]:
+def _modules_of(
+    names: Collection[str], stated: Method | None
+) -> tuple[dict[str, _AdaptedModule], list[str]]:
     """Return the modules with tensors of adapters, and the names of all other tensors."""
     modules: dict[str, _AdaptedModule] = {}
     remaining_names = []
+    methods = [pair[1] for name in names if (pair := method_of_name(name, {}))]
+    if stated is not None:
+        methods.append(stated)
+    prefixes = {method.prefix: method for method in methods if method.prefix}
     for name in names:
         plain = _ADAPTER_NAME.sub(r".\1", name) if len(name) <= _LONGEST_NAME else name
-        unsupported = next((end for end in _UNSUPPORTED_ENDINGS if plain.endswith(end)), None)
         ending = next((ending for ending in _ENDINGS if plain.endswith(ending)), None)
+        unsupported = method_of_name(plain, prefixes) if methods else None
         if unsupported is not None:
-            modules.setdefault(
-                plain.removesuffix(unsupported), _AdaptedModule()
-            ).is_unsupported = True
+            stem, method = unsupported
+            if _base_module(stem):  # not a tensor that all modules share
+                modules.setdefault(stem, _AdaptedModule()).method = method
         elif ending is None:
             remaining_names.append(name)
         else:
@@ -182,9 +191,13 @@ def _modules_of(names: Collection[str]) -> tuple[dict[str, _AdaptedModule], list
                 both = some([module.tensors[purpose], name], "tensors")
                 raise ValueError(f"the file has several adapters of one module: {both}")
             module.tensors[purpose] = name
+    unsupported_stems = {stem for stem, module in modules.items() if module.method}
+    remaining_names = [
+        name for name in remaining_names if name.rpartition(".")[0] not in unsupported_stems
+    ]
     # Names such as "alpha" belong to an adapter only if the module has factors.
     for stem, module in list(modules.items()):
-        if not module.is_unsupported and module.tensors.keys() <= {"alpha", "magnitude"}:
+        if not module.method and module.tensors.keys() <= {"alpha", "magnitude"}:
             remaining_names += modules.pop(stem).tensors.values()
     return modules, remaining_names
 
@@ -202,7 +215,9 @@ def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
 def _base_of(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+    for wrapper in (".base_layer.", ".modules_to_save.", ".token_adapter."):
+        name = name.replace(wrapper, ".")
+    return name
 
 
 def _base_module(name: str) -> str:
@@ -214,19 +229,18 @@ def _adapter(
 ) -> Adapter:
     """Return the adapter of a module."""
     base = base_module = _base_module(name)
-    if not base.endswith(".weight") and not _FLAT_PREFIX.match(base):
+    if not base.endswith(".weight") and not FLAT_PREFIX.match(base):
         base = f"{base}.weight"
     names = _factor_names(module)
 
     def unsupported(reason: str) -> Adapter:
         return Adapter(base, "unsupported", dict(module.tensors), (), note=reason)
 
-    if module.is_unsupported:
-        return unsupported("it is not LoRA or DoRA")
+    problem = scales.problem_of(module)
+    if problem:
+        return unsupported(problem)
     if names is None:
         return unsupported("one of its factors is missing")
-    if scales.problem:
-        return unsupported(scales.problem)
     form, *(a, b) = names
     first, second = shapes[a], shapes[b]
     if form == "mlx":
@@ -274,9 +288,19 @@ class _Scales:
             metadata = None
         self.metadata = metadata if isinstance(metadata, dict) else {}
         options = config or {}
-        used = [name for name in _UNSUPPORTED_OPTIONS if options.get(name)]
-        self.problem = f"the option {used[0]} is unsupported" if used else ""
+        self.stated = method_of_config(config)
+        self.problem = problem_of_options(options)
+        self.is_dora = options.get("use_dora") is True
         self.is_transposed = options.get("fan_in_fan_out") is True
+
+    def problem_of(self, module: _AdaptedModule) -> str:
+        """Return why the adapter of a module is unsupported; empty if it is supported."""
+        method = module.method or self.stated
+        if method is not None:
+            return method.note
+        if self.is_dora and _factor_names(module) and "magnitude" not in module.tensors:
+            return "the config states DoRA, but its magnitude is missing"
+        return self.problem
 
     def find(
         self, name: str, module: _AdaptedModule, rank: int
@@ -355,8 +379,8 @@ def match_bases(
     for adapter in adapters:
         base = adapter.base
         candidates = [base] if base in base_names else by_end.get(base, [])
-        if not candidates and _FLAT_PREFIX.match(base):
-            candidates = by_flat.get(_FLAT_PREFIX.sub("", base, count=1), [])
+        if not candidates and FLAT_PREFIX.match(base):
+            candidates = by_flat.get(FLAT_PREFIX.sub("", base, count=1), [])
         if not candidates:
             candidates = next(([end] for end in _ends(base) if end in base_names), [])
         if len(candidates) == 1 and candidates[0] not in matches:

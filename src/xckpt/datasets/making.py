@@ -417,6 +417,8 @@ def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -
         "source": source,
     }
     readable = tensor.problem is None
+    if not readable:
+        encoding["problem"] = tensor.problem
     part = tensor.parts.get(role or "data") if tensor.layout == "dense" or role else None
     if part is not None and readable:
         encoding |= _part_encoding(part)
@@ -473,6 +475,10 @@ def finish_dataset(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         "namespace": next_namespace(),
         "file_nbytes": own_nbytes + shards_nbytes,
     }
+    if index.warnings:
+        ds.encoding["warnings"] = index.warnings
+    if index.facts:
+        ds.encoding["facts"] = index.facts
     if index.arrangement.order:
         ds.encoding["ordered"] = True
     if index.attr_types:

@@ -56,6 +56,9 @@ class OpenOptions:
         truncates the file while they are in use, the operating system ends this process
         (``SIGBUS``), even the kernel of a notebook; without maps, reading raises an exception. Use
         it only for files that are not written to.
+    missing : {"warn", "raise"}, default "warn"
+        What to do if tensors cannot be read, because a shard is missing or a file is damaged: warn
+        once, and raise the error when one of them is computed, or raise it on opening.
     structure : mapping of str to mapping, optional
         Corrections of what tensors are: a glob of tensor names to fields of
         `xckpt.structure.TensorInfo`, such as ``{"*.window": {"role": "constant"}}``; fields are
@@ -75,11 +78,14 @@ class OpenOptions:
     sparse: bool = False
     verify: bool | None = None
     mmap: bool = False
+    missing: Literal["warn", "raise"] = "warn"
     structure: Mapping[str, Mapping[str, str]] | None = None
     storage_options: dict[str, Any] | None = None
     format_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.missing not in {"warn", "raise"}:
+            raise ValueError(f"missing={self.missing!r}: expected 'warn' or 'raise'")
         if isinstance(self.tensors, Iterator):  # several readers apply the filter
             object.__setattr__(self, "tensors", tuple(self.tensors))
 

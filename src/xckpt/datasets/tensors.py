@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from xckpt.datasets.stack_records import (
     unstacked_variables,
 )
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import warn
+from xckpt.errors import causes_of, warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.lazy import LazyArray
     from xckpt.datasets.options import OpenOptions
+    from xckpt.errors import Cause
     from xckpt.index import Index
     from xckpt.storage import Source
 
@@ -150,7 +152,8 @@ class OpenTensors:
     @property
     def source(self) -> str:
         """Name of the file, empty if it is unknown."""
-        return str(self._root.encoding.get("source", ""))
+        source = self._root.encoding.get("source", "")
+        return source if isinstance(source, str) else str(source)
 
     @property
     def attrs(self) -> Mapping[Any, Any]:
@@ -242,6 +245,14 @@ class OpenTensors:
             for dims, shape in self._listing.shapes.items()
             for dim, size in zip(dims, shape, strict=True)
         }
+
+    def unreadable(self) -> list[Cause]:
+        """Return why variables cannot be read, and which."""
+        variables = self._flat.variables.items()
+        problems = [
+            (str(n), v.encoding["problem"]) for n, v in variables if "problem" in v.encoding
+        ]
+        return causes_of(problems)
 
     @property
     def stacks(self) -> list[StackedNames]:
@@ -420,6 +431,8 @@ class FileTensors(OpenTensors):
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
         self._opened = source, index, options
+        # The file of a path is not left open after the call; a later read opens it again.
+        weakref.finalize(self, source.close)
         has_coords = index.arrangement.coords
         self._listed = {
             listed.name: listed

@@ -21,13 +21,13 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError, shown, warn
-from xckpt.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from importlib.metadata import EntryPoint
 
+    from xckpt.formats.foreign import Foreign
     from xckpt.formats.plan import Draft, Plan, WantedTensor
     from xckpt.index import Index
 
@@ -41,10 +41,12 @@ __all__ = [
     "advise",
     "detect",
     "folder_marks",
+    "foreign_folder",
     "get",
     "loaded",
     "names",
     "recognized",
+    "states_its_files",
     "suffixes",
     "writable",
 ]
@@ -59,12 +61,12 @@ _REGISTRY = {
     "Gptrs": (".bin", ".ten", ".gptrs"),
     "Keras": (".keras", ".weights.h5", ".weights.json", ".h5", ".hdf5"),
     "Mlcp": (".checkpoint", ".metadata.json"),
-    "Npz": (".npz", ".npy"),
+    "Npz": (".npz", ".npy", ".eqx"),
     "Onnx": (".onnx",),
     "Orbax": (".ocdbt", "/checkpoint"),
     "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),
     "Safetensors": (".safetensors",),
-    "Torch": (".pt", ".pth", ".ckpt", ".bin"),
+    "Torch": (".pt", ".pth", ".ckpt", ".bin", ".pth.tar"),
     "ZTensor": (".zt",),
 }
 _CLASSES = {title.lower(): title for title in _REGISTRY}
@@ -93,6 +95,9 @@ class Readable(Protocol):
     def sibling(self, name: str) -> Readable:
         """Open a file in the same folder, or raise `FileNotFoundError`."""
 
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders next to the file; none if they cannot be listed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Can:
@@ -105,6 +110,8 @@ class Can:
     types : tuple of str
         Element types, best first; all of `Format.types` by default. `Format.plan` may refuse a
         type for certain options. A format without types is read-only.
+    scalar_types : tuple of str
+        Element types of tensors without axes; all of `types` by default.
     layouts : tuple of str
         Layouts of tensors; see `xckpt.index.Tensor`.
     compressions : tuple of str
@@ -125,6 +132,7 @@ class Can:
     """
 
     types: tuple[str, ...] = ()
+    scalar_types: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("dense",)
     compressions: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
@@ -133,6 +141,10 @@ class Can:
     file_attrs: tuple[str, ...] | re.Pattern[str] | None = ()
     stated_attrs: tuple[str, ...] = ()
     arrangement: bool = False
+
+    def types_for(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the element types of tensors of a shape."""
+        return self.types if shape else self.scalar_types or self.types
 
 
 class Format:
@@ -157,6 +169,8 @@ class Format:
         Suffixes that other programs use too; they do not identify a remote file.
     folder_marks : tuple of str
         Names of files that mark a folder as a checkpoint; `read_folder` gets the file of that name.
+    states_its_files : bool
+        Whether a file of several states so (`Index.files`), whatever numbers its name has.
     types : mapping of object to str
         Element types: from the spelling in a file to a key of `xckpt.elements.ELEMENT_TYPES`.
     spellings : mapping of str to object
@@ -171,6 +185,7 @@ class Format:
     suffixes: ClassVar[tuple[str, ...]] = ()
     shared_suffixes: ClassVar[tuple[str, ...]] = ()
     folder_marks: ClassVar[tuple[str, ...]] = ()
+    states_its_files: ClassVar[bool] = False
     types: ClassVar[Mapping[Any, str]] = {}
     spellings: ClassVar[Mapping[str, Any]] = {}
     can: ClassVar[Can] = Can()
@@ -290,14 +305,15 @@ class Format:
         for tensor in draft.tensors.values():
             if tensor.layout not in self.can.layouts:
                 rule, reason = "Layout", f"{tensor.layout} tensors"
-            elif tensor.layout == "dense" and tensor.dtype not in self.can.types:
+            elif tensor.layout == "dense" and tensor.dtype not in self.can.types_for(tensor.shape):
                 rule, reason = "DType", f"{tensor.dtype} elements"
             elif tensor.layout == "dense" and tensor.order not in self.can.orders:
                 rule, reason = "Order", f"tensors in {tensor.order} order"
             else:
                 continue
             reason += f" cannot be stored in format {self.name!r}"
-            hint = f"Convert it to a dense tensor of {', '.join(self.can.types)}, or leave it out"
+            types = ", ".join(self.can.types_for(tensor.shape))
+            hint = f"Convert it to a dense tensor of {types}, or leave it out"
             raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
     def append(self, source: Readable, draft: Draft, *args: Any, **options: Any) -> Plan:
@@ -403,17 +419,22 @@ def suffixes(name: str) -> tuple[str, ...]:
 def get(name: str) -> Format:
     """Return a format by its name."""
     _require_known(name)
-    with uninterrupted():
-        if name in _CLASSES:
-            module = import_module(f"{__name__}.{name}")
-            format: Format = getattr(module, _CLASSES[name])()
-            return format
-        return _load(_plugins()[name])
+    if name in _CLASSES:
+        module = import_module(f"{__name__}.{name}")
+        format: Format = getattr(module, _CLASSES[name])()
+        return format
+    return _load(_plugins()[name])
 
 
 def folder_marks() -> tuple[str, ...]:
     """Return the names of files that mark a folder as a checkpoint."""
     return tuple([mark for format in loaded() for mark in format.folder_marks])
+
+
+def states_its_files(file_name: str) -> bool:
+    """Return whether a file, by its suffix, states the other files of its checkpoint."""
+    lower = file_name.lower()
+    return any(get(name).states_its_files for name in names() if lower.endswith(suffixes(name)))
 
 
 def writable(name: str) -> Format:
@@ -501,14 +522,10 @@ def detect(source: Readable) -> Format:
     if format is not None:
         return format
     head = _head(source)
-    foreign = _foreign(head, source.size)
-    reason = f"the file begins {head[:16]!r}" if foreign is None else f"it is {foreign[0]}"
-    raise FormatError(
-        f"not a checkpoint of a known format; {reason}",
-        path=source.name,
-        offset=0,
-        hint=f"Known formats: {', '.join(names())}" if foreign is None else foreign[1],
-    )
+    kind, advice = _foreign(head, source) or (None, f"Known formats: {', '.join(names())}")
+    reason = f"the file begins {head[:16]!r}" if kind is None else f"it is {kind}"
+    reason = f"not a checkpoint of a known format; {reason}"
+    raise FormatError(reason, path=source.name, offset=0, hint=advice)
 
 
 def advise(error: FormatError, format: str, source: Readable) -> None:
@@ -520,15 +537,30 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
     if actual is not None:
         error.hint = f"It is a {actual.name} file: open it with engine={actual.name!r}"
         return
-    foreign = _foreign(head, source.size)
+    foreign = _foreign(head, source)
     if foreign is not None:
-        error.reason, error.hint = f"it is {foreign[0]}", foreign[1]
+        error.reason = error.reason if foreign.kind is None else f"it is {foreign.kind}"
+        error.hint = foreign.advice
 
 
 def is_foreign(source: Readable) -> bool:
     """Return whether a file is of a known type that is not a checkpoint."""
-    foreign = _foreign(_head(source), source.size)
-    return foreign is not None and recognized(source) is None
+    return _foreign(_head(source), source) is not None and recognized(source) is None
+
+
+def foreign_folder(
+    path: str, files: Collection[str], folders: Collection[str] = ()
+) -> Foreign | None:
+    """Return the type of a folder that is not a checkpoint, by the names in it, and advice."""
+    from xckpt.formats import foreign
+
+    return foreign.describe_folder(path, files, folders)
+
+
+def _foreign(head: bytes, source: Readable) -> Foreign | None:
+    from xckpt.formats import foreign  # only for errors
+
+    return foreign.describe(head, source)
 
 
 def _head(source: Readable) -> bytes:
@@ -541,63 +573,3 @@ def _head(source: Readable) -> bytes:
         if nbytes > len(head):
             head = bytes(source.read(0, nbytes))
     return head
-
-
-# --- files that are not checkpoints --------------------------------------------------------------
-
-_UNZIP = "Decompress it first"
-_OLD_GGML = "Convert it with convert_llama_ggml_to_gguf.py of llama.cpp"
-_PICKLE = (
-    "xckpt never executes pickles, and reads only those of torch.save: load it where it was "
-    "written, and save its arrays with numpy.savez"
-)
-
-# First bytes of a file, its type, and advice.
-_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
-    (
-        b"version https://git-lfs.github.com/spec/",
-        "a Git LFS pointer instead of the file itself",
-        "Run `git lfs pull` in its repository",
-    ),
-    (b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
-    (b"fmgg", "a GGMF file, older than GGUF", _OLD_GGML),
-    (b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
-    (
-        b"\x89HDF\r\n\x1a\n",
-        "an HDF5 file of netCDF 4",
-        "Open it with engine='h5netcdf'",
-    ),
-    (b"CDF\x01", "a netCDF 3 file", "Open it with engine='scipy'"),
-    (b"CDF\x02", "a netCDF 3 file", "Open it with engine='scipy'"),
-    (b"\x1f\x8b", "compressed by gzip", _UNZIP),
-    (b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
-    (b"BZh", "compressed by bzip2", _UNZIP),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNZIP),
-    (b"PK\x03\x04", "a zip archive without arrays of NumPy or PyTorch", "Extract it first"),
-    (
-        tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5)),
-        "a Python pickle, and not a PyTorch checkpoint",
-        _PICKLE,
-    ),
-)
-
-
-def _foreign(head: bytes, size: int) -> tuple[str, str] | None:
-    """Return the type of a file that is not a checkpoint, and advice; None if it is unknown."""
-    for first_bytes, kind, advice in _SIGNATURES:
-        if head.startswith(first_bytes):
-            return kind, advice
-    if size == 0:
-        return "empty", "Writing or copying it may have failed"
-    if head[257:262] == b"ustar":
-        return "a tar archive", "Extract it first"
-    if head[4:8] == b"ORTM":
-        return "a model of onnxruntime (.ort)", "Open the ONNX model that it was made from"
-    text = head.lstrip().lower()
-    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "a web page, such as an error message or a login form", "Download the file again"
-    if text.startswith(b"{") and b'"weight_map"' in text:
-        return "an index of shards", "Give it a name that ends with .index.json"
-    if text.startswith((b"{", b"[")):
-        return "JSON without tensors", "It may be the configuration next to a checkpoint"
-    return None

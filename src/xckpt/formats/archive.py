@@ -101,17 +101,13 @@ def first_name(head: bytes) -> str:
 class Archive:
     """A reader of an archive."""
 
-    def __init__(self, source: Readable, only: str | None = None) -> None:
-        # With the name `only`, the whole file is treated as the single member of an archive.
-        self._source, self._only = source, only
+    def __init__(self, source: Readable) -> None:
+        self._source = source
         self._end = 0  # of the members visited so far
         #: Members in the order of the directory.
         self.members: list[Member] = []
         #: Offset of the directory.
-        self.start = source.size
-        if only is not None:
-            self.members.append(Member(only, STORED, 0, source.size, source.size, 0))
-            return
+        self.start = 0
         count, nbytes, self.start = _read_end(source)
         if self.start + nbytes > source.size or count * _CENTRAL.size > nbytes:
             reason = f"the directory has {count} entries in {nbytes} bytes, beyond the file's end"
@@ -130,7 +126,7 @@ class Archive:
         """Yield the members and the offsets of their contents; raise an error if any overlap."""
         cursor, spans = kit.Cursor(self._source), []
         for member in self.members:
-            at = 0 if self._only is not None else _content_offset(cursor, member, self.start)
+            at = _content_offset(cursor, member, self.start)
             spans.append((member.at, at + member.stored_nbytes, member.name))
             self._end = max(self._end, at + member.stored_nbytes)
             yield member, at
@@ -162,25 +158,53 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     while at >= 0 and at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
-        reason, hint = "the end record of the archive is missing", kit.TRUNCATED
-        raise FormatError(reason, offset=source.size, rule="EndRecord", hint=hint)
+        raise _without_end(tail, origin)
     _, disk, first, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     if disk or first not in {0, _FULL_16}:
         reason = "the archive is split into several files"
         raise FormatError(reason, offset=origin + at, rule="EndRecord")
-    locator = origin + at - _LOCATOR_64.size
-    if locator < 0 or (count != _FULL_16 and _FULL_32 not in {nbytes, start}):
-        return count, nbytes, start
-    magic, _, at, _ = _LOCATOR_64.unpack(source.read(locator, _LOCATOR_64.size))
-    if magic != b"PK\6\7":
-        return count, nbytes, start
-    if at + _END_64.size > locator:
-        reason = f"the zip64 end record at byte {at} is not before its locator"
-        raise FormatError(reason, offset=locator, rule="EndRecord")
-    magic, *_, count, nbytes, start = _END_64.unpack(source.read(at, _END_64.size))
-    if magic != b"PK\6\6":
-        raise FormatError(f"the zip64 end begins {magic!r}", offset=at, rule="EndRecord")
+    end = origin + at
+    locator = end - _LOCATOR_64.size
+    if locator >= 0 and (count == _FULL_16 or _FULL_32 in {nbytes, start}):
+        magic, _, at, _ = _LOCATOR_64.unpack(source.read(locator, _LOCATOR_64.size))
+        if magic == b"PK\6\7":
+            if at + _END_64.size > locator:
+                reason = f"the zip64 end record at byte {at} is not before its locator"
+                raise FormatError(reason, offset=locator, rule="EndRecord")
+            magic, *_, count, nbytes, start = _END_64.unpack(source.read(at, _END_64.size))
+            if magic != b"PK\6\6":
+                reason = f"the zip64 end begins {magic!r}"
+                raise FormatError(reason, offset=at, rule="EndRecord")
+    _check_start(source, nbytes, start, end)
     return count, nbytes, start
+
+
+def _check_start(source: Readable, nbytes: int, start: int, end: int) -> None:
+    """Raise `FormatError` if other bytes precede the archive, such as another archive."""
+    # Offsets in an archive count from its own first byte, so that those of the last of several
+    # archives would lead into the first one.
+    record = end - _LOCATOR_64.size - _END_64.size  # which some writers add without need
+    if record >= 0 and bytes(source.read(record, 4)) == b"PK\6\6":
+        end = record
+    more = end - nbytes - start
+    if more > 0 and (not nbytes or bytes(source.read(end - nbytes, 4)) == b"PK\1\2"):
+        raise kit.joined_files(more)
+
+
+def _without_end(tail: bytes, origin: int) -> FormatError:
+    """Return the error for an archive that does not end with its end record."""
+    size = origin + len(tail)
+    at = tail.rfind(b"PK\5\6", 0, max(0, len(tail) - _END.size + 4))
+    if at >= 0:
+        *_, nbytes, start, comment = _END.unpack_from(tail, at)
+        end = origin + at + _END.size + comment
+        # The end record of an archive within a member has other offsets.
+        if start + nbytes == origin + at and end < size:
+            reason = f"{size - end} bytes follow the archive, which ends at byte {end}"
+            hint = f"Its members may be intact: cut the file to {end} bytes to read them"
+            return FormatError(reason, offset=end, rule="EndRecord", hint=hint)
+    reason = "the end record of the archive is missing"
+    return FormatError(reason, offset=size, rule="EndRecord", hint=kit.TRUNCATED)
 
 
 def _read_entry(cursor: kit.Cursor) -> Member:

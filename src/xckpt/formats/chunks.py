@@ -75,11 +75,14 @@ def _overlap(first: tuple[Shape, Shape], second: tuple[Shape, Shape]) -> bool:
 def joined(name: str, shape: Shape, chunks: Mapping[Shape, Tensor]) -> Tensor:
     """Join dense chunks, by the positions of their first elements, into a chunked tensor."""
     first = next(iter(chunks.values()))
+    problem = next((chunk.problem for chunk in chunks.values() if chunk.problem is not None), None)
+    if problem is not None:
+        return Tensor(name, first.dtype, shape, {}, problem=problem)
     if any(
         chunk.dtype != first.dtype or chunk.parts.keys() != {"data"} for chunk in chunks.values()
     ):
-        problem = UnsupportedError("its chunks are not all dense with one type", rule="Chunks")
-        return Tensor(name, first.dtype, shape, {}, problem=problem)
+        mixed = UnsupportedError("its chunks are not all dense with one type", rule="Chunks")
+        return Tensor(name, first.dtype, shape, {}, problem=mixed)
     parts: dict[str, Any] = {}
     for number, (origin, chunk) in enumerate(chunks.items()):
         part = chunk.parts["data"]

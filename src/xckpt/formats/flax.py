@@ -347,8 +347,14 @@ def _joined(name: str, fields: Mapping[tuple[str, ...], Any]) -> Tensor:
     """Return the tensor of a map of pieces, by the paths in it."""
     extents, pieces = _numbered(fields, "shape"), _numbered(fields, "chunks")
     shape = tuple([_extent(_VALUE, extent) for extent in extents])
+    for piece in pieces:
+        if type(piece) is Tensor and isinstance(piece.problem, UnsupportedError):
+            problem = UnsupportedError(
+                piece.problem.reason, tensor=name, offset=piece.problem.offset, rule="Type"
+            )
+            return Tensor(name, piece.dtype, shape, {}, problem=problem)
     if not pieces or any(type(piece) is not Tensor or piece.problem for piece in pieces):
-        raise FormatError("a chunk must be an array of a known element type", rule="Chunks")
+        raise FormatError("a chunk must be an array without errors", rule="Chunks")
     dtype, count = pieces[0].dtype, sum([piece.size for piece in pieces])
     if {(piece.layout, piece.ndim, piece.dtype) for piece in pieces} != {("dense", 1, dtype)}:
         raise FormatError("chunks must have one axis and the same element type", rule="Chunks")

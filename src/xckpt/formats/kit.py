@@ -38,6 +38,7 @@ _SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
 _SHORT_JUMP = 1 << 14
 
 TRUNCATED = "The file may be truncated"
+CUT = f"{TRUNCATED}: copy or download it again"
 
 
 class Cursor:
@@ -186,6 +187,10 @@ class Memory:
     def sibling(self, name: str) -> Readable:
         """Raise `FileNotFoundError`: decoded bytes refer to no other files."""
         raise FileNotFoundError(name)
+
+    def folders(self) -> tuple[str, ...]:
+        """Return no folders."""
+        return ()
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -442,6 +447,34 @@ def read_each(
     return values
 
 
+def cut_error(size: int, end: int, offset: int, rule: str = "Truncated") -> FormatError:
+    """Return the error of data at `offset` that end after the file, which has `size` bytes.
+
+    `end` is where all data should end, so that the error has one text for all tensors.
+    """
+    reason = f"the file ends at byte {size}, but its data end at byte {end}"
+    return FormatError(reason, offset=min(offset, size), rule=rule, hint=CUT)
+
+
+def with_cut_data(
+    tensors: Mapping[str, Tensor], size: int, rule: str = "Truncated"
+) -> dict[str, Tensor]:
+    """Return tensors with a problem where the data end after the file, which has `size` bytes."""
+    ends = {
+        name: part.offset + part.nbytes
+        for name, tensor in tensors.items()
+        for part in tensor.parts.values()
+        if part.nbytes and tensor.problem is None
+    }
+    end = max(ends.values(), default=0)
+    marked = dict(tensors)
+    for name in [name for name in ends if ends[name] > size] if end > size else ():
+        tensor = tensors[name]
+        problem = cut_error(size, end, tensor.parts["data"].offset, rule)
+        marked[name] = replace(tensor, problem=problem.located(tensor=name))
+    return marked
+
+
 @contextmanager
 def locating(
     *, path: str | None = None, offset: int | None = None, tensor: str | None = None
@@ -492,6 +525,13 @@ def missing_file(
     """Return the error for a file of the folder that `source` refers to."""
     reason = f"the file {shown(name)} is missing"
     return MissingShardError(reason, path=source.name, rule=rule, hint=hint)
+
+
+def joined_files(offset: int, hint: str | None = None) -> FormatError:
+    """Return the error for a file that has another file behind its own contents."""
+    reason = f"another file begins at byte {offset}: several files were joined into one"
+    hint = hint or f"Cut the file at byte {offset}, and open the pieces"
+    return FormatError(reason, offset=offset, rule="Joined", hint=hint)
 
 
 def index_of(

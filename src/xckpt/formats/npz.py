@@ -1,7 +1,7 @@
-r"""NumPy files: a zip archive of arrays (``.npz``) or one array (``.npy``), versions 1.0 to 3.0.
+r"""NumPy files: archives of arrays (``.npz``), and arrays one after another (``.npy``, ``.eqx``).
 
-`numpy.savez` and `numpy.save` write them. An array is a header followed by its elements; integers
-are little-endian::
+`numpy.savez`, `numpy.save` and Equinox write them. An array is a header followed by its elements;
+integers are little-endian::
 
     "\x93NUMPY"  major u8, minor u8     1.0, 2.0 or 3.0
     length u16, in 2.0 and 3.0 u32      length of the text, at most 65536
@@ -12,21 +12,28 @@ The text is a Python literal with exactly three keys; xckpt parses it without ev
 
     {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
 
-``descr`` is a byte order (``<``, ``>``, ``|``), a kind, and a size in bytes. Arrays of other types
-are listed, but cannot be read: text, dates, records, and objects, which would be pickles.
+``descr`` is a byte order (``<``, ``>``, ``|``), a kind, and a size in bytes. ``<V2`` is bfloat16 of
+ml_dtypes: for types of its own, numpy writes ``|V2``. Arrays of other types are listed, but cannot
+be read: text, dates, records, and objects, which would be pickles.
 
 Each member of an archive is such an array, stored or deflated. Its name is a key and ``.npy``; if
 members ``x`` and ``x.npy`` both exist, they keep their names. Members that are not arrays are left
 out; members that are encrypted or have another compression are listed, but cannot be read. The
 directory has the CRC-32 of a header with its elements, from which xckpt computes the CRC-32 of the
-elements. The array of an ``.npy`` file has the name ``arr_0``.
+elements.
 
-xckpt writes version 1.0. Elements begin at multiples of 64 bytes. The header of a deflated array is
-a separate deflate block. The comment of a member has the names of axes of its array. Coordinates
-and attributes are a JSON object of texts in the extra data of the archive, which numpy ignores.
+Arrays without an archive have the names ``arr_0``, ``arr_1``, ... by position. Equinox writes the
+leaves of a tree in this way (``.eqx``), and programs often write a line of JSON before them. An
+array that is cut short, or that has objects, is the last one in the list.
 
-Specification: numpy/lib/_format_impl.py and _npyio_impl.py of github.com/numpy/numpy, 2.3; see
-`xckpt.formats.archive` for archives.
+xckpt writes version 1.0. Elements in archives begin at multiples of 64 bytes. The header of a
+deflated array is a separate deflate block. The comment of a member has the names of axes of its
+array. Coordinates and attributes are a JSON object of texts in the extra data of the archive, which
+numpy ignores.
+
+Specification: numpy/lib/_format_impl.py and _npyio_impl.py of github.com/numpy/numpy, 2.3;
+equinox/_serialisation.py of github.com/patrick-kidger/equinox, 0.13; see `xckpt.formats.archive`
+for archives.
 """
 
 from __future__ import annotations
@@ -35,27 +42,40 @@ import ast
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from xckpt.elements import NUMPY_CODES, nbytes_of
-from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.elements import NUMPY_CODES
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
-from xckpt.formats.plan import LOST_DIMS, Draft, Plan, PlannedPart, WantedTensor
-from xckpt.index import Index, Part, Tensor
+from xckpt.formats.plan import (
+    LOST_DIMS,
+    Draft,
+    LiteralBytes,
+    Plan,
+    PlannedPart,
+    WantedTensor,
+)
+from xckpt.index import Index, Part, Tensor, is_json
 
 _MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16
+# Arrays one after another: the suffixes, the limit of the text before them, and how it begins.
+_STREAMS, _LONGEST_LINE, _JSON = (_SUFFIX, ".eqx"), 1 << 16, (b"{", b"[", b'"')
 _LENGTHS = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _KEYS = ["descr", "fortran_order", "shape"]
+# A type by its byte order, kind and size, and of dates the unit.
+_DESCR = re.compile(r"[<>|=]?([a-zA-Z])([0-9]{1,9})(?:\[[^\]]*\])?")
 _HEAD = "the header of an array"
+_LOST_NAMES = "names, which become positions"
 # Literals without calls. Python 2 wrote integers with an L. The possessive quantifier prevents
 # exponential backtracking over the ways to split digits.
 _LITERAL = re.compile(r"(?:[\s{}()\[\],:]|True|False|\d++L?|'[^'\\\n]*'|\"[^\"\\\n]*\")*")
 
 
 class Npz(Format):
-    """NumPy archives of arrays (``.npz``) and single arrays (``.npy``)."""
+    """NumPy archives of arrays (``.npz``), and arrays one after another (``.npy``, ``.eqx``)."""
 
     name = "npz"
     description = "NumPy files"
@@ -69,45 +89,41 @@ class Npz(Format):
     )
 
     def can_in(self, path: str) -> Can:
-        """Return the capabilities of a file; an ``.npy`` file has no room for attributes."""
-        is_single = path.lower().endswith(_SUFFIX)
-        return replace(self.can, file_attrs=(), arrangement=False) if is_single else self.can
+        """Return the capabilities of a file; only an archive has room for attributes."""
+        is_stream = path.lower().endswith(_STREAMS)
+        return replace(self.can, file_attrs=(), arrangement=False) if is_stream else self.can
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Return whether a file is an array, or an archive whose first member is an array."""
-        if not head.startswith(b"PK\3\4"):
-            # The other two are archives without members: empty, or with attributes only.
-            return head.startswith((_MAGIC, b"PK\5\6", b"PK\6\x08"))
-        return archive.first_name(head).endswith(_SUFFIX) or _MAGIC in head
+        if head.startswith(b"PK\3\4"):
+            return archive.first_name(head).endswith(_SUFFIX) or _MAGIC in head
+        if head.startswith(_JSON):
+            is_named = name.partition("?")[0].lower().endswith(_STREAMS[1:])
+            return is_named or b"\n" + _MAGIC in head
+        # The other two are archives without members: empty, or with attributes only.
+        return head.startswith((_MAGIC, b"PK\5\6", b"PK\6\x08"))
 
     def read(self, source: Readable) -> Index:
         """Read the headers of all arrays."""
-        start = bytes(source.read(0, min(8, source.size)))
-        is_single, notes = start.startswith(_MAGIC), kit.Notes()
-        members = archive.Archive(source, "arr_0.npy" if is_single else None)
+        start, notes = bytes(source.read(0, min(8, source.size))), kit.Notes()
+        if start.startswith((_MAGIC, *_JSON)):
+            attrs, at = _preface(source)
+            tensors, version = _stream(kit.Cursor(source, at), notes)
+            return kit.index_of(self.name, source, tensors, attrs, notes=notes, version=version)
+        members = archive.Archive(source)
         tensors, attrs = _arrays(members, notes), kit.json_object(members.extra_data())
         if not all(type(text) is str for text in attrs.values()):
             attrs = {}  # another program wrote this extra data
         if notes.warnings() and not tensors:
             raise FormatError("no member of the archive is an array", rule="Members", offset=0)
-        version = ".".join(map(str, start[6:])) if is_single else ""
-        index = kit.index_of(self.name, source, tensors, attrs, notes=notes, version=version)
-        return kit.with_arrangement(index)
+        return kit.with_arrangement(kit.index_of(self.name, source, tensors, attrs, notes=notes))
 
     def plan(self, draft: Draft) -> Plan:
-        """Plan an archive, or the file of one array if the path ends in ``.npy``."""
+        """Plan an archive, or arrays one after another if the path ends in ``.npy`` or ``.eqx``."""
         self.check(draft)
+        if draft.path.lower().endswith(_STREAMS):
+            return self._stream(draft)
         tensors, members = draft.tensors.values(), []
-        if draft.path.lower().endswith(_SUFFIX):
-            if len(tensors) != 1:
-                reason = f"{len(tensors)} tensors, but an .npy file has one array: write .npz"
-                raise UnsupportedError(reason, rule="Count")
-            [tensor] = tensors
-            head = self._head(tensor)
-            part = tensor.parts["data"]._replace(compression=None, algorithm=None)
-            planned = PlannedPart(tensor.name, "data", part, len(head))
-            losses = {LOST_DIMS: [tensor.name] if any(tensor.dims or ()) else []}
-            return replace(Plan.headed(head, [planned], len(head) + part.nbytes), losses=losses)
         for tensor in tensors:
             name, part, head = tensor.name, tensor.parts["data"], self._head(tensor)
             kit.check_text("the name", name, name)
@@ -118,6 +134,24 @@ class Npz(Format):
         extra = json.dumps(texts, ensure_ascii=False).encode() if texts else b""
         return archive.plan(members, alignment=_ALIGNMENT, extra=extra)
 
+    def _stream(self, draft: Draft) -> Plan:
+        """Plan arrays one after another; an ``.npy`` file has one."""
+        count = len(draft.tensors)
+        if count != 1 and draft.path.lower().endswith(_SUFFIX):
+            reason = f"{count} tensors, but an .npy file has one array: write .npz"
+            raise UnsupportedError(reason, rule="Count")
+        literals, planned, at = [], [], 0
+        for tensor in draft.tensors.values():
+            head, part = self._head(tensor), tensor.parts["data"]
+            part = part._replace(compression=None, algorithm=None)
+            literals.append(LiteralBytes(at, head))
+            planned.append(PlannedPart(tensor.name, "data", part, at + len(head)))
+            at += len(head) + part.nbytes
+        names = [n for i, n in enumerate(draft.tensors) if count > 1 and n != f"arr_{i}"]
+        dims = [tensor.name for tensor in draft.tensors.values() if any(tensor.dims or ())]
+        losses = {_LOST_NAMES: names, LOST_DIMS: dims}
+        return Plan(tuple(literals), tuple(planned), nbytes=at, losses=losses)
+
     def _head(self, tensor: WantedTensor) -> bytes:
         spelled = self.spellings[tensor.dtype]
         descr = ("|" if spelled[1:] == "1" else "<") + spelled
@@ -127,8 +161,18 @@ class Npz(Format):
         return _MAGIC + b"\1\0" + len(text).to_bytes(2, "little") + text
 
 
-def _read_head(content: archive.Content) -> list[Any]:
-    """Read ``descr``, ``fortran_order`` and ``shape``."""
+class _Head(NamedTuple):
+    """The header of an array."""
+
+    descr: Any
+    dtype: str | None  # None if it is unsupported
+    shape: tuple[int, ...]
+    is_fortran: bool
+    nbytes: int | None  # of the elements; None for objects
+
+
+def _read_head(content: archive.Content | kit.Cursor) -> _Head:
+    """Read the header of an array."""
     start = content.take(8, _HEAD)
     version = start[6:]
     if not start.startswith(_MAGIC):
@@ -148,39 +192,135 @@ def _read_head(content: archive.Content) -> list[Any]:
         raise FormatError(f"{_HEAD} does not parse: {shown(str(data))}", rule="Head") from error
     if type(fields) is not dict or sorted(map(str, fields)) != _KEYS:
         raise FormatError(f"{_HEAD} is {shown(text)}", rule="Head")
-    return [fields[key] for key in _KEYS]
-
-
-def _tensor(name: str, head: list[Any], content: Part, notes: kit.Notes) -> Tensor:
-    """Return the tensor of an array with some header and content: its elements as bytes."""
-    descr, is_fortran, shape = head
-    is_plain = type(descr) is str and (descr[:1] in {"<", ">"} or descr[:1] + descr[2:] == "|1")
-    dtype = NUMPY_CODES.get(descr[1:]) if is_plain else None
+    descr, is_fortran, shape = (fields[key] for key in _KEYS)
     sizes = shape if type(shape) is tuple and type(is_fortran) is bool else (None,)
     if [n for n in sizes if type(n) is not int or n < 0] or len(sizes) > kit.MOST_AXES:
-        raise FormatError(f"{_HEAD} is invalid: {shown(repr(head))}", rule="Head")
+        raise FormatError(f"{_HEAD} is invalid: {shown(text)}", rule="Head")
+    is_plain = type(descr) is str and (descr[:1] in {"<", ">"} or descr[:1] + descr[2:] == "|1")
+    dtype = NUMPY_CODES.get(descr[1:]) if is_plain else None
+    dtype = "bfloat16" if descr == "<V2" else dtype
     if kit.is_oversized(sizes, dtype):
         raise FormatError(f"the shape {shown(str(sizes))} is too large", rule="Shape")
-    if dtype is None:
-        reason = f"the element type {shown(str(descr))} is unsupported"
-        reason += ": objects are pickles, which are never loaded" if "O" in str(descr) else ""
+    itemsize = _itemsize(descr)
+    size = None if itemsize is None else prod(sizes) * itemsize
+    return _Head(descr, dtype, sizes, is_fortran, size)
+
+
+def _itemsize(descr: Any) -> int | None:
+    """Return the size of an element in bytes; None if the type does not state it."""
+    if type(descr) is str:
+        match = _DESCR.fullmatch(descr)
+        return int(match[2]) * (4 if match[1] == "U" else 1) if match is not None else None
+    if type(descr) is not list:
+        return None
+    total = 0
+    for field in descr:  # (name, type) or (name, type, shape)
+        if type(field) is not tuple or len(field) not in {2, 3}:
+            return None
+        nbytes, shape = _itemsize(field[1]), field[2] if len(field) == 3 else ()
+        is_shape = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape)
+        if nbytes is None or not is_shape:
+            return None
+        total += nbytes * prod(shape)
+    return total
+
+
+def _tensor(name: str, head: _Head, content: Part) -> Tensor:
+    """Return the tensor of an array whose elements begin some content."""
+    dtype, available = head.dtype, prod(content.shape or ())
+    if dtype is None or head.nbytes is None:
+        reason = f"the element type {shown(str(head.descr))} is unsupported"
+        if "O" in str(head.descr):
+            reason += ": objects are pickles, which are never loaded"
         problem = UnsupportedError(reason, offset=content.offset, rule="Unread")
-        return Tensor(name, str(descr)[:99], shape, {"data": content}, problem=problem)
-    nbytes, available = nbytes_of(dtype, prod(shape)), prod(content.shape or ())
-    if nbytes > available:
-        reason = f"the elements have {nbytes} bytes, but only {available} follow"
-        raise FormatError(reason, rule="Truncated")
-    if nbytes < available:
-        reason = "by the directory, its member has bytes after the array, which are ignored"
-        notes.add(reason, f"tensor {shown(name)}")
+        return Tensor(name, str(head.descr)[:99], head.shape, {"data": content}, problem=problem)
+    if head.nbytes > available:
+        reason = f"the elements have {head.nbytes} bytes, but only {available} follow"
+        cut = FormatError(reason, offset=content.offset, rule="Truncated", hint=kit.CUT)
+        return Tensor(name, dtype, head.shape, {"data": content}, problem=cut.located(tensor=name))
+    if head.nbytes < available:
         content = replace(content, digest=None, within=content)
     if content.encoding is None:
-        content = replace(content, nbytes=nbytes)
+        content = replace(content, nbytes=head.nbytes)
     else:
-        content = replace(content, decoded_nbytes=nbytes)
-    byteorder: Literal["little", "big"] = "big" if descr[0] == ">" else "little"
-    part = replace(content, dtype=dtype, shape=shape, byteorder=byteorder)
-    return Tensor(name, dtype, shape, {"data": part}, order="F" if is_fortran else "C")
+        content = replace(content, decoded_nbytes=head.nbytes)
+    byteorder: Literal["little", "big"] = "big" if head.descr[0] == ">" else "little"
+    part = replace(content, dtype=dtype, shape=head.shape, byteorder=byteorder)
+    return Tensor(name, dtype, head.shape, {"data": part}, order="F" if head.is_fortran else "C")
+
+
+# --- arrays one after another ---------------------------------------------------------------------
+
+
+def _preface(source: Readable) -> tuple[dict[str, Any], int]:
+    """Return the attributes in the JSON before the first array, and the offset of that array."""
+    data = bytes(source.read(0, min(_LONGEST_LINE + len(_MAGIC), source.size)))
+    at = data.find(_MAGIC)
+    if at == 0:
+        return {}, 0
+    if at < 0:
+        reason = f"no array follows in the first {len(data)} bytes"
+        raise FormatError(reason, offset=0, rule="Magic")
+    value: Any = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(data[:at].decode())
+    if value is None or data[at - 1 : at] != b"\n" or not is_json(value):
+        reason = f"the {at} bytes before the first array are not a line of JSON"
+        raise FormatError(reason, offset=0, rule="Json")
+    return (value if type(value) is dict else {"header": value}), at
+
+
+def _stream(cursor: kit.Cursor, notes: kit.Notes) -> tuple[dict[str, Tensor], str]:
+    """Return arrays that follow one another, by name, and the version of the first one."""
+    tensors: dict[str, Tensor] = {}
+    first = cursor.at
+    version = ".".join(map(str, cursor.take(min(8, cursor.left), _HEAD)[6:]))
+    cursor.at = first
+    while cursor.left:
+        name, at = f"arr_{len(tensors)}", cursor.at
+        magic = cursor.take(min(len(_MAGIC), cursor.left), _HEAD)
+        cursor.at = at
+        if not _MAGIC.startswith(magic):
+            reason = f"{cursor.left} bytes from byte {at} on are not an array"
+            if len(tensors) > 1:
+                hint = f"The arrays before are intact: cut the file to {at} bytes to read them"
+                raise FormatError(reason, offset=at, rule="Magic", hint=hint)
+            notes.add(f"{reason}, and are ignored, as by numpy; the array is intact", "arr_0")
+            break
+        tensor = _next_array(cursor, name)
+        if not tensors and not tensor.parts and isinstance(tensor.problem, FormatError):
+            raise tensor.problem  # of the first header
+        tensors[name] = tensor
+    return tensors, version
+
+
+def _next_array(cursor: kit.Cursor, name: str) -> Tensor:
+    """Read an array, which extends to the end of the file if it is cut or has no stated size."""
+    start, dtype = cursor.at, "unknown"
+    shape: tuple[int, ...] = ()
+    try:
+        head = _read_head(cursor)
+        shape, dtype = head.shape, head.dtype or str(head.descr)[:99]
+        nbytes = cursor.left if head.nbytes is None else min(head.nbytes, cursor.left)
+        tensor = _tensor(name, head, Part("uint8", (nbytes,), cursor.at, nbytes))
+    except UnsupportedError as error:
+        problem: CheckpointError = UnsupportedError(error.reason, offset=start, rule="Unread")
+    except FormatError as error:
+        problem = error.located(tensor=name, offset=start)
+    else:
+        cursor.at += nbytes
+        if head.nbytes is None and tensor.problem is not None:
+            tensor.problem.hint = "Arrays after it cannot be found: save it as a number or a text"
+        return tensor
+    nbytes, parts = cursor.left, {}
+    if dtype == "unknown":
+        shape = (nbytes,)
+        parts = {"data": Part("uint8", shape, cursor.at, nbytes)}
+    cursor.at += nbytes
+    return Tensor(name, dtype, shape, parts, problem=problem)
+
+
+# --- archives -------------------------------------------------------------------------------------
 
 
 def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
@@ -193,7 +333,7 @@ def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
         key = member.name.removesuffix(_SUFFIX)
         name = member.name if {key, member.name} & ambiguous else key
         try:
-            tensor = _tensor(name, _read_head(content), content.rest(), notes)
+            tensor = _tensor(name, _read_head(content), content.rest())
         except UnsupportedError as error:
             part = content.rest()
             problem = UnsupportedError(error.reason, offset=part.offset, rule="Unread")
@@ -204,5 +344,8 @@ def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
             if not member.name.endswith("/"):
                 notes.add("not an array, and left out", f"member {shown(member.name)}")
             continue
+        if tensor.problem is None and tensor.parts["data"].within is not None:
+            reason = "by the directory, its member has bytes after the array, which are ignored"
+            notes.add(reason, f"tensor {shown(name)}")
         tensors |= kit.with_dims({name: tensor}, member.comment.decode(errors="replace"))
     return tensors

@@ -16,7 +16,8 @@ second is exclusive::
 ``__metadata__`` is optional, or null, and maps text to text. Other fields of a tensor are ignored.
 Elements are in C order. The size of a tensor in bits must be a multiple of 8. In the order of their
 offsets the tensors tile the data: the first begins at 0, the others begin where the previous one
-ends, and the last ends with the file. A tensor without elements has an empty range.
+ends, and the last ends with the file. A tensor without elements has an empty range. If the file
+ends earlier, the tensors that it has can be read; the reference package refuses such a file.
 
 The header must be JSON by the rules of serde_json: no NaN, no lone surrogates, no numbers beyond
 64-bit floats, at most 127 levels. Duplicate keys are forbidden. The reference package tolerates
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LARGEST_HEADER = 100_000_000
-_RULE = "InvalidHeaderDeserialization"
+_RULE, _INCOMPLETE = "InvalidHeaderDeserialization", "MetadataIncompleteBuffer"
 _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
 _INDEX = ".index.json"
@@ -112,26 +113,11 @@ class Safetensors(Format):
 
     def read(self, source: Readable) -> Index:
         """Read the header; tensors are in the order of their data."""
-        if source.size < 8:
-            reason = f"the file has {source.size} bytes, too few for the length of a header"
-            raise _broken(reason, "HeaderTooSmall", 0)
-        length = int.from_bytes(source.read(0, 8), "little")
-        if length > _LARGEST_HEADER:
-            reason = f"the header has {length} bytes, more than {_LARGEST_HEADER}"
-            raise _broken(reason, "HeaderTooLarge", 0)
-        if length > source.size - 8:
-            reason = f"the header has {length} bytes, but only {source.size - 8} follow"
-            raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
-        header = bytes(source.read(8, length))
-        if not header.startswith(b"{"):
-            raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
-        options: Any = {"rule": _RULE, "offset": 8, "parse_int": kit.integer_64}
-        entries = kit.decode_json(header, "the header", deepest=None, **options)
+        entries, end = _header(source)
         if (attrs := entries.pop("__metadata__", None)) is None:
             attrs = {}
         if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
             raise _broken("'__metadata__' must map text to text")
-        end = 8 + len(header)
         by_name = kit.read_each(entries.items(), partial(_tensor, end))
         ordered = sorted(by_name.values(), key=lambda t: (t.parts["data"].offset, t.nbytes))
         for tensor in ordered:
@@ -140,10 +126,13 @@ class Safetensors(Format):
                 reason = f"data begin at byte {offset}, but the previous tensor ends at byte {end}"
                 raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
             end += tensor.nbytes
-        if end != source.size:
+        if end < source.size:
             reason = f"data end at byte {end}, but the file has {source.size} bytes"
-            raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
+            hint = f"The tensors are intact: cut the file to {end} bytes to read them"
+            raise _broken(reason, _INCOMPLETE, hint=hint)
         tensors = {tensor.name: tensor for tensor in ordered}
+        if end > source.size:  # an interrupted download: the first tensors can be read
+            tensors = kit.with_cut_data(tensors, source.size, _INCOMPLETE)
         tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
         return kit.with_arrangement(Index(self.name, "", tensors, attrs, source.name, source.size))
 
@@ -209,8 +198,27 @@ class Safetensors(Format):
         return Plan.headed(head, place_parts(tensors, ends, len(head)), len(head) + ends[-1])
 
 
-def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:
-    return FormatError(reason, offset=at, rule=rule, hint=kit.TRUNCATED if is_short else None)
+def _header(source: Readable) -> tuple[dict[str, Any], int]:
+    """Return the entries of the header, and the offset of the data after it."""
+    if source.size < 8:
+        reason = f"the file has {source.size} bytes, too few for the length of a header"
+        raise _broken(reason, "HeaderTooSmall", 0)
+    length = int.from_bytes(source.read(0, 8), "little")
+    if length > _LARGEST_HEADER:
+        reason = f"the header has {length} bytes, more than {_LARGEST_HEADER}"
+        raise _broken(reason, "HeaderTooLarge", 0)
+    if length > source.size - 8:
+        reason = f"the header has {length} bytes, but only {source.size - 8} follow"
+        raise _broken(reason, "InvalidHeaderLength", 0, hint=kit.TRUNCATED)
+    header = bytes(source.read(8, length))
+    if not header.startswith(b"{"):
+        raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
+    options: Any = {"rule": _RULE, "offset": 8, "parse_int": kit.integer_64}
+    return kit.decode_json(header, "the header", deepest=None, **options), 8 + length
+
+
+def _broken(reason: str, rule: str = _RULE, at: int = 8, hint: str | None = None) -> FormatError:
+    return FormatError(reason, offset=at, rule=rule, hint=hint)
 
 
 def _tensor(start: int, name: str, entry: Any) -> Tensor:
@@ -253,7 +261,8 @@ def _chunks(tensors: dict[str, Tensor], info: Mapping[str, Any]) -> dict[str, Te
     for name, tensor in tensors.items() if info else ():
         entry = info.get(name)
         origin = entry.get("saved_offsets") if type(entry) is dict else None
-        if type(origin) is not list or len(origin) != tensor.ndim or tensor.problem is not None:
+        is_whole = tensor.parts["data"].shape == tensor.shape  # not of 6-bit elements
+        if type(origin) is not list or len(origin) != tensor.ndim or not is_whole:
             continue
         if all(type(at) is int and 0 <= at <= kit.LARGEST for at in origin):
             parts = {"data": replace(tensor.parts["data"], origin=(*origin,))}
@@ -273,9 +282,11 @@ def _nbytes(tensor: WantedTensor) -> int:
     """Return the size of a tensor in bytes, or raise `UnsupportedError` if it cannot be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
     if tensor.name == "__metadata__":
-        reason, rule = "the name is reserved for attributes: rename it", "Name"
+        reason, rule, hint = "the name is reserved for attributes", "Name", "Rename it"
     elif bits % 8:
         reason, rule = f"{bits} bits of data are not a number of bytes", "MisalignedSlice"
+        hint = f"Write it as float8_e4m3fn: encoding={{{shown(tensor.name)}: "
+        hint += "{'dtype': 'float8_e4m3fn'}}"
     else:
         return bits // 8
-    raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
+    raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)

@@ -6,15 +6,11 @@ it gathers the `evidence` (statistics of all tensors with their roles) and appli
 `equal_tensors` and `code_ranges` have rules that read elements again.
 """
 
-from xckpt.interrupts import uninterrupted
-
-# Importing numba takes long, and an interrupt in the middle would break later imports.
-with uninterrupted():
-    from xckpt.health.evidence import out_of_line
-    from xckpt.health.examining import FindingsAccessor, examine, findings
-    from xckpt.health.overview import RunSummary, run_summary
-    from xckpt.health.rules import RULES
-    from xckpt.health.runs import changes_of
+from xckpt.health.evidence import out_of_line
+from xckpt.health.examining import FindingsAccessor, examine, findings
+from xckpt.health.overview import RunSummary, run_summary
+from xckpt.health.rules import RULES
+from xckpt.health.runs import changes_of
 
 __all__ = [
     "RULES",

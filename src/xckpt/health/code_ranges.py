@@ -9,7 +9,7 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.scaled import QuantizedArray
-from xckpt.elements import ALL_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.health.evidence import CODED, Rule
 from xckpt.progress import Progress
 from xckpt.scan.readers import reader_of
@@ -95,7 +95,7 @@ class _Codes(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for codes in evidence.once(code_ranges):
-            levels = 1 << ALL_TYPES[codes.dtype].bits
+            levels = 1 << ELEMENT_TYPES[codes.dtype].bits
             if codes.elements >= self.elements_of_a_code * levels:
                 for value, sentence in self._violations(codes, levels):
                     yield self.finding(evidence, codes.row, value, sentence)
@@ -114,7 +114,7 @@ class NarrowCodes(_Codes):
 
     def _violations(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
         low, high, dtype = codes.low, codes.high, codes.dtype
-        float_format = ALL_TYPES[dtype].float_format
+        float_format = ELEMENT_TYPES[dtype].float_format
         if float_format is not None:
             largest = max(abs(low), abs(high))
             used = largest / float_format.largest

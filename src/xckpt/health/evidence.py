@@ -44,7 +44,7 @@ _NEIGHBOURS = 2
 
 
 class RuleFinding(NamedTuple):
-    """A rule that holds for a tensor."""
+    """A rule that holds for a tensor, or for the whole checkpoint if the name is empty."""
 
     row: int
     tensor: str

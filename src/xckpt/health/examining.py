@@ -206,7 +206,8 @@ def examine(
         cache=cache,
     )
     with paused_collector():
-        readers = [reader for entry in entries_of(subject) for reader in entry.readers]
+        entries = entries_of(subject, silent=True)  # `stats` has warned
+        readers = [reader for entry in entries for reader in entry.readers]
     run = run_dim(subject.coords)
     evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
     return result, _judge(evidence, ignored)

@@ -17,16 +17,42 @@ from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS
 from xckpt.formatting import binary_size, counted
 from xckpt.health.code_ranges import NarrowCodes, SaturatedCodes
 from xckpt.health.equal_tensors import CopiedLayer, Duplicated, EqualExperts, Tied
-from xckpt.health.evidence import CODED, EVERY, Rule, out_of_line
+from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding, out_of_line
 from xckpt.health.runs import IdenticalStep, StoppedChanging, UnlikeStep
 from xckpt.statistics.channel_sketches import OUTLYING
-from xckpt.structure import Role
+from xckpt.structure import Described, Role, Structure
+from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.health.evidence import Evidence, RuleFinding
+    from xckpt.health.evidence import Evidence
     from xckpt.typing import Array
+
+# --- contents ------------------------------------------------------------------------------------
+
+
+class Empty(Rule):
+    """The checkpoint has no tensors, or weights have no elements."""
+
+    name, severity = "empty", "error"
+
+    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Return the findings, also in tensors that cannot be read."""
+        return self._judge(evidence)
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if evidence.origin is None:
+            tensors = zip(evidence.names, evidence.dtypes, evidence.shapes, strict=True)
+            structure = Structure([Described(*tensor) for tensor in tensors])
+        else:
+            structure = evidence.origin.structure
+        if not structure:
+            yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
+        rows = {name: row for row, name in enumerate(evidence.names)}
+        for name, reason in empty_weights(structure).items():
+            yield RuleFinding(rows.get(name, len(rows)), name, self.name, 0.0, reason)
+
 
 # --- elements ------------------------------------------------------------------------------------
 
@@ -145,7 +171,7 @@ class Exploding(Rule):
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         std, largest, mean = evidence["std"], evidence["absmax"], evidence["mean"]
         ratio = largest / std
-        is_moment = np.array([role is Role.MOMENT for role in evidence.roles])
+        is_moment = np.array([role is Role.MOMENT for role in evidence.roles], bool)
         limit = np.where(is_moment, self.threshold_of_moments, self.threshold)
         tail = np.maximum(np.abs(evidence["q0.001"]), np.abs(evidence["q0.999"]))
         is_tail = ~is_moment & (evidence["count"] >= self.fewest_elements) & (tail > 0)
@@ -650,7 +676,7 @@ class MixedTypes(Rule):
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        *(NaN(), Infinite(), AllZero(), Constant(), Exploding(), LoneElement()),
+        *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), LoneElement()),
         *(NegativeMoment(), SignsLost(), Hole(), EqualRows()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),

@@ -33,6 +33,7 @@ FEW_TENSORS = 12
 # Kinds of differences that always come first, in this order, with their verbs for one tensor and
 # for several. All other kinds are equal tensors, or the causes that explain a difference.
 _EXCEPTIONS = {
+    "unreadable": ("cannot be read", "cannot be read"),
     "shape": ("has another shape in b", "have another shape in b"),
     "only_a": ("is only in a", "are only in a"),
     "only_b": ("is only in b", "are only in b"),

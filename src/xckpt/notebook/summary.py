@@ -12,9 +12,8 @@ from itertools import islice
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from xckpt.errors import shown
+from xckpt.errors import shown, some
 from xckpt.formatting import (
-    UNKNOWN,
     base_name,
     binary_size,
     columns,
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import pandas as pd
+
+    from xckpt.errors import Cause
 
 # Up to this number, tensors are listed one by one: folding would hide names and save nothing.
 _FEW = 12
@@ -234,12 +235,6 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
 
 def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summary:
     """Summarise an `xckpt.Index`; `config` as for `new_summary`."""
-    # Only the reason, since the whole message has the path.
-    problems = [
-        f"{shown(tensor.name)}: {tensor.problem.reason}"
-        for tensor in index.tensors.values()
-        if tensor.problem is not None
-    ]
     summary = new_summary(
         index_rows(index),
         config=config,
@@ -248,9 +243,9 @@ def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summar
         format=index.format,
         version=index.version,
         attrs=index.attrs,
-        errors=_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
+        errors=unread_errors(index.unreadable(), index.source),
         notes=[
-            *_first_of(index.warnings, counted(len(index.warnings), "warning")),
+            *file_notes(index.warnings, index.facts),
             *shared_notes(index.shared),
         ],
         shards=len(index.shards),
@@ -284,10 +279,18 @@ def _first_of(messages: Sequence[str], fact: str) -> list[str]:
     return [f"{fact}{first}: {messages[0]}"] if messages else []
 
 
-def unread_errors(rows: Iterable[Row]) -> list[str]:
-    """Report tensors of unknown type, whose files are missing."""
-    names = [shown(row.name) for row in rows if row.dtype == UNKNOWN]
-    return _first_of(names, f"{counted(len(names), 'tensor')} cannot be read")
+def unread_errors(causes: Iterable[Cause], path: str) -> list[str]:
+    """Report tensors that cannot be read, in a sentence for each cause."""
+    return [
+        f"{counted(len(cause.tensors), 'tensor')} cannot be read: "
+        f"{some(cause.tensors)}: {cause.reason(path, brief=True)}"
+        for cause in causes
+    ]
+
+
+def file_notes(warnings: Sequence[str], facts: Sequence[str]) -> list[str]:
+    """Report the warnings of opening, and facts about the files of the checkpoint."""
+    return [*_first_of(warnings, counted(len(warnings), "warning")), *facts]
 
 
 def shared_notes(shared: Mapping[str, str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 The room decides which files belong to a checkpoint and which format they have; it also opens
 training runs and describes files for zarr. It may import `formats` (the registry), `storage`,
-`datasets` and everything below them. Read `open_index` below first, then `sharding` for checkpoints
-of several files.
+`datasets` and everything below them. Read `open_index` below first, then `files` for the files that
+are one checkpoint, and `merging` for how they become one `Index`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import xckpt.notebook  # noqa: F401  it registers the summary of an Index
@@ -22,33 +24,32 @@ from xckpt.errors import (
     FileChangedError,
     FormatError,
     MissingShardError,
-    locating,
+    UnreadableWarning,
+    unreadable_text,
     warn,
 )
 from xckpt.index import paused_collector
+from xckpt.labels.filters import select
+from xckpt.opening.files import SeveralFilesError, files_of, set_of
 from xckpt.opening.hints import advising
-from xckpt.opening.sharding import (
-    FileList,
-    Opened,
-    SeveralFilesError,
-    list_files,
-    list_set,
-    merge,
-    read_sibling,
-)
+from xckpt.opening.merging import Opened, merge
+from xckpt.opening.reading import open_place, read_file, read_sibling
 from xckpt.quantization import assemble_weights, may_be_quantized
 from xckpt.quantization.config import find_declaration, parse_json
-from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
+from xckpt.storage import Location, Source
 from xckpt.storage.limits import Pool
 from xckpt.storage.source import ShardedSource, sources_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
-    from typing import BinaryIO
+    from typing import BinaryIO, Literal
 
     from xckpt.index import FileSet, Index, Tensor
+    from xckpt.labels import TensorFilter
+    from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
 
+    Missing = Literal["warn", "raise", "ignore"]
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
 __all__ = [
@@ -74,22 +75,22 @@ def open_index(
     mmap: bool = False,
     whole: bool = True,
     silent: bool = False,
+    tensors: TensorFilter | None = None,
+    missing: Missing = "warn",
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`."""
-    with advising(obj):
-        listed = list_files(obj, storage_options, format)
-    if listed is None:
-        with advising(obj):
-            source = open_source(obj, storage_options=storage_options, mmap=mmap)
-        with paused_collector():
-            index = _read(source, format, format_options)
-        if index.files is not None:
-            source, index = _open_set(source, index, index.files, format_options)
-    else:
-        listed, opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
-        with paused_collector():
-            source, index = merge(listed, opened)
+    """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
+
+    `missing` is what to do about tensors among `tensors` that cannot be read: warn or raise, or
+    nothing (``"ignore"``) if the caller reports them.
+    """
+    location = Location.of(obj, storage_options)
+    with advising(location):
+        files = files_of(location, format)
+        opened = open_each(files, format, format_options, mmap=mmap)
+    source, index = _joined(*opened, format_options)
+    if index.shards and source.is_free_to_check:
+        index = _without_missing_shards(source, index)
     if whole and may_be_quantized(index):  # list weights instead of the tensors that store them
         with paused_collector():
             index = _with_weights(source, index)
@@ -100,28 +101,78 @@ def open_index(
         if more > 0:
             text = f"{index.source}: {more} more warnings, listed in read_index(...).warnings"
             warn(text)
+        if missing != "ignore":
+            _report_unreadable(index, tensors, missing)
     return source, index
 
 
+def _joined(
+    files: CheckpointFiles, opened: Sequence[Opened], format_options: Mapping[str, Any]
+) -> tuple[Source, Index]:
+    """Join the open files of a checkpoint; a single one may list others."""
+    file = opened[0]
+    if files.by == "single" and file.index.files is not None:
+        return _open_set(file, file.index.files, format_options)
+    if files.by != "single" or file.label != files.name:
+        with paused_collector():
+            return merge(files, opened)
+    warnings = (*files.warnings, *file.index.warnings)
+    return file.source, replace(file.index, checkpoint=files.described(), warnings=warnings)
+
+
+def _without_missing_shards(source: Source, index: Index) -> Index:
+    """Mark tensors with parts in local files that are missing, or are not the expected ones."""
+    missing: dict[str | None, CheckpointError] = {}
+    for label, file in sources_of(source, index.shards).items():
+        try:
+            _ = file.file  # opens it
+        except FileChangedError:
+            raise
+        except CheckpointError as error:
+            missing[label] = error.with_traceback(None)
+    if not missing:
+        return index
+    tensors = dict(index.tensors)
+    for name, tensor in index.tensors.items():
+        label = next((p.shard for p in tensor.parts.values() if p.shard in missing), None)
+        if label is not None and tensor.problem is None:
+            problem = copy(missing[label]).located(tensor=name)
+            tensors[name] = replace(tensor, problem=problem)
+    return replace(index, tensors=tensors)
+
+
+def _report_unreadable(index: Index, tensors: TensorFilter | None, missing: Missing) -> None:
+    """Warn of tensors that damage or missing files made unreadable, or raise the first error."""
+    causes = index.unreadable()
+    if causes and tensors is not None:
+        causes = index.unreadable(select(index.tensors, tensors))
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage and missing == "raise":
+        first = damage[0]
+        raise copy(first.error).located(path=index.source, tensor=first.tensors[0])
+    if damage:
+        warn(unreadable_text(index.source, damage, len(index.tensors)), UnreadableWarning)
+
+
 def _open_set(
-    source: Source, index: Index, files: FileSet, format_options: Mapping[str, Any]
+    first: Opened, listed: FileSet, format_options: Mapping[str, Any]
 ) -> tuple[Source, Index]:
     """Open the other files of a checkpoint, which its first file lists."""
-    listed = list_set(source, files)
-    label = files.names[files.position]
-    others = listed._replace(files={n: f for n, f in listed.files.items() if n != label})
+    files = set_of(first.source, listed)
+    label = listed.names[listed.position]
+    others = tuple([file for file in files.files if file.path != label])
     try:
-        _, opened = open_each(others, index.format, None, format_options)
-        opened.insert(files.position, Opened(label, source, index))
+        _, opened = open_each(replace(files, files=others), first.index.format, format_options)
+        opened.insert(listed.position, replace(first, label=label))
         with paused_collector():
-            merged, whole = merge(listed, opened)
+            source, index = merge(files, opened)
     except CheckpointError as error:
-        error.hint = f"{f'{error.hint}. ' if error.hint else ''}It is read with {source.name}"
+        error.hint = f"{f'{error.hint}. ' if error.hint else ''}It is read with {first.source.name}"
         raise
-    if files.count not in {None, len(whole.tensors)}:
-        reason = f"{len(whole.tensors)} tensors are in all files, which say {files.count}"
-        raise FormatError(reason, path=source.name, offset=files.offset, rule="Split")
-    return merged, whole
+    if listed.count not in {None, len(index.tensors)}:
+        reason = f"{len(index.tensors)} tensors are in all files, which say {listed.count}"
+        raise FormatError(reason, path=first.source.name, offset=listed.offset, rule="Split")
+    return source, index
 
 
 def _with_weights(source: Source, index: Index) -> Index:
@@ -164,60 +215,51 @@ def _with_weights(source: Source, index: Index) -> Index:
 
 
 def open_each(
-    listed: FileList,
+    files: CheckpointFiles,
     format: str | None,
-    storage_options: dict[str, Any] | None,
     format_options: Mapping[str, Any],
     *,
     mmap: bool = False,
-) -> tuple[FileList, list[Opened]]:
+) -> tuple[CheckpointFiles, list[Opened]]:
     """Open the files of a checkpoint in parallel, and read their indexes."""
+    is_marked = files.by == "mark"
 
-    def opened(file: tuple[str, Any]) -> Opened | CheckpointError:
-        label, obj = file
-        if isinstance(obj, Source):
-            source = obj
-        else:
-            source = open_source(obj, storage_options=storage_options, mmap=mmap)
+    def opened(file: CheckpointFile) -> Opened | CheckpointError:
+        place = files.places[file.path]
+        if file.rank:  # a file or a folder
+            source, index = open_index(place, format, silent=True, whole=False, **format_options)
+            return Opened(file.path, source, index, file.rank)
+        source = open_place(place, mmap=mmap)
         try:
-            index = _read(source, format, format_options, is_marked=listed.is_marked)
+            index = read_file(source, format, format_options, is_marked=is_marked)
         except FileChangedError:
             raise
         except CheckpointError as error:
             return error.with_traceback(None)
-        return Opened(label, source, index)
+        return Opened(file.path, source, index, file.rank)
 
-    existing = [(label, obj) for label, obj in listed.files.items() if obj is not None]
-    if not existing:
-        raise MissingShardError("all of its files are missing", path=listed.name)
-    with paused_collector(), ThreadPoolExecutor(min(len(existing), _CONCURRENCY)) as threads:
-        results = dict(zip(dict(existing), threads.map(opened, existing), strict=True))
-    readable = [result for result in results.values() if isinstance(result, Opened)]
-    problems = {name: e for name, e in results.items() if isinstance(e, CheckpointError)}
+    present = [file for file in files.files if file.path in files.places]
+    if not present:
+        raise MissingShardError("all of its files are missing", path=files.name)
+    with paused_collector():
+        if len(present) == 1:
+            results = [opened(present[0])]
+        else:
+            with ThreadPoolExecutor(min(len(present), _CONCURRENCY)) as threads:
+                results = list(threads.map(opened, present))
+    readable = [result for result in results if isinstance(result, Opened)]
+    problems = {
+        file.path: result
+        for file, result in zip(present, results, strict=True)
+        if isinstance(result, CheckpointError)
+    }
     # Omit damaged files if an index of shards has the names of their tensors.
-    if problems and (listed.weight_map is None or not readable):
+    if problems and (files.weight_map is None or not readable):
         raise next(iter(problems.values()))
     for problem in problems.values():
         problem.hint = problem.hint or "Fetch this file again; the others can be read"
-    return listed._replace(problems=problems), readable
-
-
-def _read(
-    source: Source,
-    format: str | None,
-    format_options: Mapping[str, Any],
-    *,
-    is_marked: bool = False,
-) -> Index:
-    with locating(path=source.name), source.reading_header() as header:
-        reader = formats.detect(header) if format is None else formats.get(format)
-        try:
-            read = reader.read_folder if is_marked else reader.read
-            return read(header, **format_options)
-        except FormatError as error:
-            if format is not None:
-                formats.advise(error, format, header)
-            raise
+    described = [replace(file, problem=problems.get(file.path)) for file in files.files]
+    return replace(files, files=tuple(described)), readable
 
 
 def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None) -> Index:
@@ -254,57 +296,57 @@ def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None)
 
 def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
     """Return the format of a checkpoint, detected from its content."""
-    with advising(obj):
-        listed = list_files(obj, storage_options)
-        if listed is not None:
-            obj = _readable_file(listed)
-            if obj is None:
-                raise MissingShardError("all of its files are missing", path=listed.name)
-        source = obj
-        if not isinstance(obj, Source):
-            source = open_source(obj, storage_options=storage_options)
+    location = Location.of(obj, storage_options)
+    with advising(location):
+        source = _readable_file(files_of(location))
     with source.reading_header() as header:
         return formats.detect(header).name
 
 
-def _readable_file(listed: FileList) -> Any:
-    """Return the first file of a known format, else the first file, or None if all are missing."""
-    existing = [file for file in listed.files.values() if file is not None]
-    first = existing[0] if existing else None
-    if listed.weight_map is None:
+def _readable_file(files: CheckpointFiles) -> Source:
+    """Open the first file of a known format, else the first file."""
+    if not files.places:
+        raise MissingShardError("all of its files are missing", path=files.name)
+    places = list(files.places.values())
+    if files.by == "ranks":
+        return _readable_file(files_of(Location.of(places[0])))
+    first = open_place(places[0])
+    if files.weight_map is None or formats.recognized(first) is not None:
         return first
-    sources = (file for file in existing if isinstance(file, Source))
-    return next((s for s in sources if formats.recognized(s) is not None), first)
+    others = map(open_place, places[1:])
+    return next((file for file in others if formats.recognized(file) is not None), first)
 
 
 def is_format(obj: Any, format: str) -> bool:
     """Return whether an object is a checkpoint of a format; False for anything else."""
-    if hub_url(obj) is not None:
-        try:
-            return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
-        except FormatError:
-            return False
-        except (OSError, ImportError, CheckpointError, ValueError):
-            return True  # so that the user sees the error of opening it, not an error of xarray
-    if is_remote(obj):
-        return _is_called_like(str(obj).partition("?")[0], format)
     try:
-        listed = list_files(obj)
-        if listed is not None:
-            obj = _readable_file(listed)
-        source = obj if isinstance(obj, Source) else open_source(obj)
+        location = Location.of(obj)
+        if location.kind == "hub":
+            return _is_format_on_hub(location, format)
+        if not location.is_local and location.is_named:
+            return _is_called_like(location.file_name, format)
+        source = _readable_file(files_of(location))
         recognized = formats.recognized(source)
     except PermissionError:
         raise
     except SeveralFilesError:
         return True  # so that the user sees the error with the list of files
-    except (OSError, TypeError, ValueError, StopIteration) as error:
+    except (OSError, TypeError, ValueError) as error:
         # The error of opening a missing file suggests a similar name, which xarray does not.
-        return isinstance(error, FileNotFoundError) and _is_called_like(str(obj), format)
+        return type(error) is FileNotFoundError and _is_called_like(str(obj), format)
     if recognized is not None:
         return recognized.name == format
     # The error of opening a damaged file explains the damage, which xarray does not.
     return _is_called_like(source.name, format) and formats.is_foreign(source)
+
+
+def _is_format_on_hub(location: Location, format: str) -> bool:
+    try:
+        return _on_hub.get(location.pinned().text, lambda: format_of(location)) == format
+    except FormatError:
+        return False
+    except (OSError, ImportError, CheckpointError, ValueError):
+        return True  # so that the user sees the error of opening it, not an error of xarray
 
 
 def _is_called_like(path: str, format: str) -> bool:

@@ -15,6 +15,7 @@ import json
 from math import isqrt, log
 from typing import TYPE_CHECKING, Any
 
+from xckpt.addresses import real
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import MissingShardError, shown, warn
@@ -113,7 +114,7 @@ def references(
         try:
             file = files[tensor.parts["data"].shard]
             # The name of a shard next to its file may be unknown until it is opened.
-            url = file.file.name
+            url = real(file.file.name)
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import index as as_integer
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
@@ -16,17 +15,23 @@ from xckpt.datasets.listing import free_name, list_arrays, stacking_key
 from xckpt.datasets.making import finish_dataset, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import mark_run, marks_of
-from xckpt.errors import shown, warn
+from xckpt.errors import CheckpointError, FileChangedError, shown, some, warn
+from xckpt.formatting import base_name
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.corrections import correct
 from xckpt.labels.filters import no_match
 from xckpt.opening import format_of, open_index
-from xckpt.opening.hints import advising, step_paths
-from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
+from xckpt.opening.checkpoint import CheckpointFiles
+from xckpt.opening.files import are_ranks, files_of
+from xckpt.opening.hints import advising
+from xckpt.opening.merging import Opened, labelled_attrs, merge
+from xckpt.opening.names import is_index, is_unfinished, step_in
+from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
-from xckpt.structure.numbering import is_index
+from xckpt.storage import Location
+from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,40 +108,100 @@ def open_steps(
     >>> ds = xckpt.open_steps("run/step-*.zt")
     >>> ds["lm_head"].sel(step=1000)
     """
-    if not dim or "." in dim or is_index(dim):
+    if not dim or "." in dim or is_number(dim):
         raise ValueError(f"dim={dim!r}: the name of a dimension is a text without dots")
     if join not in {"exact", "inner"}:
         raise ValueError(f"join={join!r}: expected 'exact' or 'inner'")
-    paths = step_paths(paths) or paths
-    with advising(paths):
-        listed = list_files(paths, options.get("storage_options")) or list_files([paths])
-    if listed is None or listed.weight_map is not None:
-        raise ValueError(f"{paths} is one checkpoint; give a glob, or a list of several")
-    numbers = _steps(list(listed.files), step)
-    engine = engine or format_of(listed.files[min(listed.files)], options.get("storage_options"))
+    location = Location.of(paths, options.get("storage_options"))
+    with advising(location):
+        run = _run_at(location, step)
+    first = run.steps[min(run.steps)]
+    engine = engine or format_of(first)
     format_options = tuple(formats.get(engine).open_options)
     parsed = OpenOptions.parse(options, engine=engine, own=format_options)
-    pairs = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda pair: pair[0])
-    steps = [number for number, _ in pairs]
+    names = {number: place.text for number, place in run.steps.items()}
 
-    def opened_file(file: tuple[str, Any]) -> Opened:
-        label, obj = file
-        source, index = open_index(
-            obj,
-            engine,
-            storage_options=parsed.storage_options,
-            mmap=parsed.mmap,
-            whole=parsed.decode,
-            **parsed.format_options,
-        )
+    def opened_step(place: Location) -> Opened | Exception:
+        try:
+            source, index = open_index(
+                place,
+                engine,
+                mmap=parsed.mmap,
+                whole=parsed.decode,
+                silent=True,
+                tensors=parsed.tensors,
+                missing=parsed.missing,
+                **parsed.format_options,
+            )
+        except FileChangedError:
+            raise
+        except (OSError, CheckpointError) as error:
+            return error
         if parsed.structure is not None:
             index = correct(index, parsed.structure)
-        return Opened(label, source, index)
+        return Opened(place.text, source, index)
 
-    with ThreadPoolExecutor(min(len(pairs), _CONCURRENCY)) as threads:
-        opened = list(threads.map(opened_file, [file for _, file in pairs]))
+    places = [run.steps[number] for number in sorted(run.steps)]
+    with ThreadPoolExecutor(min(len(places), _CONCURRENCY)) as threads:
+        results = list(threads.map(opened_step, places))
+    opened = [result for result in results if isinstance(result, Opened)]
+    failures = [result for result in results if isinstance(result, Exception)]
+    if failures and (location.kind == "list" or not opened):
+        raise failures[0]
+    _warn(location, opened, failures, run.unfinished)
+    labels = {file.label for file in opened}
+    names = {number: names[number] for number in sorted(names) if names[number] in labels}
+    files = CheckpointFiles(location.pinned().text, (), "list", unfinished=tuple(run.unfinished))
     with paused_collector():
-        return cast("Dataset", _combined(listed, opened, (dim, steps), join, parsed))
+        return cast("Dataset", _combined(files, opened, (dim, names), join, parsed))
+
+
+def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
+    """Return the steps at a location: those in a folder, or each entry of a list or a glob."""
+    listing = location.listing()
+    run = None if listing is None else run_in(listing)
+    if run is not None and run.others:
+        globs = " or ".join([shown(f"{location.text}/{glob}") for glob in run.others])
+        raise ValueError(f"{location.text} has several series of steps; open one: {globs}")
+    if run is not None:
+        places = list(run.steps.values())
+        steps = list(run.steps) if numbers is None else _steps([p.text for p in places], numbers)
+        return Run(dict(zip(steps, places, strict=True)), run.unfinished, [])
+    places = [location]
+    if location.kind == "glob":
+        places = location.expanded()
+    elif location.kind == "list":
+        places = list(location.path)
+    elif listing is not None or is_index(location.file_name):
+        files_of(location)  # its error describes the folder
+        raise ValueError(f"{location.text} is one checkpoint; give a glob, or a list of several")
+    finished = [place for place in places if not is_unfinished(place.file_name)]
+    unfinished = [place.file_name for place in places if place not in finished]
+    if location.kind == "list" or not finished:
+        finished, unfinished = places, []
+    if are_ranks([place.file_name for place in finished]):
+        warn(f"{location.text}: the files look like ranks of one model; xckpt.open opens them so")
+    steps = _steps([place.text for place in finished], numbers)
+    return Run(dict(zip(steps, finished, strict=True)), unfinished, [])
+
+
+def _warn(
+    location: Location,
+    opened: Sequence[Opened],
+    failures: Sequence[Exception],
+    unfinished: Sequence[str],
+) -> None:
+    """Warn about steps that are left out, and pass on the warnings of the others."""
+    warnings: dict[str, list[str]] = defaultdict(list)
+    for file in opened:
+        for text in file.index.warnings:
+            warnings[text].append(base_name(file.label))
+    for text, steps in warnings.items():
+        warn(f"{location.text}: {some(steps, 'steps')}: {text}")
+    if unfinished:
+        warn(f"{location.text}: left out, because their writers did not end: {some(unfinished)}")
+    for failure in failures:
+        warn(f"{location.text}: a step is left out: {failure}")
 
 
 def _steps(paths: list[str], numbers: Sequence[int] | None) -> list[int]:
@@ -163,6 +228,9 @@ def _numbers_in(paths: list[str]) -> list[int]:
             values = [int(parts[column]) for parts in split]
             if len(set(values)) == len(values) > 1:
                 return values
+    worded = [step_in(path) for path in paths]
+    if None not in worded:
+        return [number for number in worded if number is not None]
     # A single file, or names of different structure: use the last number before the suffix.
     names = [re.split(r"[/\\]", path.partition("?")[0])[-1] for path in paths]
     matches = [_LAST_NUMBER.search(_SUFFIXES.sub("", name)) for name in names]
@@ -173,14 +241,15 @@ def _numbers_in(paths: list[str]) -> list[int]:
 
 
 def _combined(
-    listed: FileList,
+    files: CheckpointFiles,
     opened: list[Opened],
-    new: tuple[str, list[int]],
+    new: tuple[str, dict[int, str]],
     join: str,
     options: OpenOptions,
 ) -> xr.Dataset:
-    """Return the Dataset of all steps; `new` is the dimension and the step of each file."""
-    dim, steps = new
+    """Return the Dataset of all steps; `new` is the dimension, and the path of each step."""
+    dim, paths = new
+    steps = list(paths)
     drop = options.dropped
     names = [select(file.index.tensors, options.tensors) for file in opened]
     chosen = [
@@ -203,7 +272,7 @@ def _combined(
         }
         step_index = replace(file.index, tensors=moved, attrs={}, warnings=())
         renamed.append(replace(file, index=step_index))
-    source, index = merge(listed._replace(attrs=attrs.shared), renamed)
+    source, index = merge(replace(files, attrs=attrs.shared), renamed)
     options = replace(options, tensors=None, drop_variables=None)
     if len(steps) > 1:
         file_index = replace(
@@ -213,10 +282,7 @@ def _combined(
     ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
     # The encoding distinguishes steps from layers.
-    paths = [obj if isinstance(obj, str | PathLike) else "" for obj in listed.files.values()]
-    labels = dict(zip(listed.files, map(os.fsdecode, paths), strict=True))
-    files = {step: labels[file.label] for step, file in zip(steps, opened, strict=True)}
-    ds.variables[dim].encoding["steps"] = files
+    ds.variables[dim].encoding["steps"] = paths
     for name, values in attrs.varying.items():
         ds = ds.assign_coords({free_name(name, ds.variables): (dim, values)})
     if attrs.dropped:

@@ -29,6 +29,7 @@ _STATUS_WORDS = {
     "only_a": "only here",
     "only_b": "only in the other",
     "shape": "of another shape",
+    "unreadable": "unreadable",
 }
 
 

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from xckpt.interrupts import uninterrupted
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -39,8 +37,7 @@ _COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "
 def require_matplotlib() -> None:
     """Raise `ImportError` if matplotlib is missing, before a picture is computed."""
     try:
-        with uninterrupted():
-            import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
+        import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'xckpt[plot]'") from error
 

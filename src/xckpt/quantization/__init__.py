@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import shown
 from xckpt.index import Tensor
 from xckpt.quantization.bitsandbytes import match_bitsandbytes
+from xckpt.quantization.comfy import match_comfy
 from xckpt.quantization.compressed_tensors import compressed_problem, match_compressed
 from xckpt.quantization.full_bytes import float8_problem, match_full_bytes
 from xckpt.quantization.gptq import awq_problem, gptq_problem, match_qweight
@@ -44,9 +45,11 @@ _CODE_TYPES = frozenset(
 _COMPANIONS = (
     "_scale", "_scale_inv", "_scale_2", "_scales", ".scale", ".scales", "_zero_point", ".qzeros",
     ".g_idx", "_g_idx", ".absmax", "_shape", ".SCB", ".nested_absmax", "_format",
+    ".scale_weight", ".scale_input", ".comfy_quant",
 )  # fmt: skip
 # Endings of the names of codes, whatever their type.
 _CODES = ("_packed", ".qweight", "_blocks", ".bitmask")
+_SHOWN_NAMES = 3
 # Endings that bitsandbytes adds to the name of the codes, whatever their type.
 _STATES = (".absmax", ".quant_map")
 
@@ -106,7 +109,7 @@ def assemble_weights(
     if problem is not None:
         warnings.append(f"quantised weights stay as stored: {problem}")
         return replace(index, warnings=tuple(warnings))
-    model = Model(index.tensors, declaration, read)
+    model = Model(index.tensors, declaration, read, index.attrs)
     weights, failures = _find_weights(model)
     used = {stored.name for weight in weights.values() for stored, _ in weight.parts.values()}
     for name, error in _orphaned_scales(model, used):
@@ -163,7 +166,8 @@ def _find_weights(model: Model) -> tuple[dict[str, Weight], Failures]:
 
 def _match(model: Model, name: str, codes: Tensor) -> Weight | None:
     """Return the weight whose codes a tensor holds, or None if it holds no codes."""
-    matchers = _MATCHERS[model.method]
+    # A statement about a layer outranks the declaration of the model.
+    matchers = (match_comfy, *_MATCHERS[model.method])
     for matcher in matchers:
         weight = matcher(model, name, codes)
         if weight is not None:
@@ -179,9 +183,12 @@ def _match(model: Model, name: str, codes: Tensor) -> Weight | None:
 
 def _orphaned_scales(model: Model, used: set[str]) -> Iterator[tuple[str, LayoutError]]:
     """Yield tensors of floats that have scales nevertheless."""
+    endings = ("weight_scale", "weight_scale_inv", ".scale_weight")
     for name in model.tensors:
-        if name.endswith(("weight_scale", "weight_scale_inv")) and name not in used:
+        if name.endswith(endings) and name not in used:
             base = name.removesuffix("_inv").removesuffix("_scale")
+            if name.endswith(".scale_weight"):
+                base = f"{name.removesuffix('scale_weight')}weight"
             tensor = model.tensors.get(base)
             if f"{base}_packed" in model.tensors:
                 continue
@@ -193,8 +200,9 @@ def _orphaned_scales(model: Model, used: set[str]) -> Iterator[tuple[str, Layout
 def _explain(failures: Failures) -> Iterator[str]:
     """Yield a warning for each rule that weights break."""
     for weights in failures.values():
-        name, error = weights[0]
+        names = ", ".join(shown(name) for name, _ in weights[:_SHOWN_NAMES])
+        error = weights[0][1]
         if len(weights) == 1:
-            yield f"quantised weight {shown(name)} stays as stored: {error}"
+            yield f"quantised weight {names} stays as stored: {error}"
         else:
-            yield f"{len(weights)} quantised weights stay as stored, such as {shown(name)}: {error}"
+            yield f"{len(weights)} quantised weights stay as stored, such as {names}: {error}"

@@ -200,13 +200,13 @@ def _block_from_grid(shape: Shape, scales: Tensor) -> Shape:
         return (*(1,) * (len(shape) - 1), max(shape[-1], 1))
     if len(grid) == 4 and grid[1] == grid[3] == 1 and len(shape) == 2:  # the axes of blocks, too
         grid = (grid[0], grid[2])
-    if len(grid) == len(shape) >= 2 and grid[:-2] == shape[:-2]:
-        leading = (1,) * (len(shape) - 2)
+    if len(grid) == len(shape) >= 2 and all(grid):
         # Blocks of 128 need not divide a matrix, others do.
-        if grid[-2:] == (ceil_div(shape[-2], 128), ceil_div(shape[-1], 128)):
-            return (*leading, 128, 128)
-        if all(grid[-2:]) and shape[-2] % grid[-2] == shape[-1] % grid[-1] == 0:
-            return (*leading, shape[-2] // grid[-2], shape[-1] // grid[-1])
+        tiles = (ceil_div(shape[-2], 128), ceil_div(shape[-1], 128))
+        if grid == (*shape[:-2], *tiles):
+            return (*(1,) * (len(shape) - 2), 128, 128)
+        if not any(size % count for size, count in zip(shape, grid, strict=True)):
+            return tuple(max(size // count, 1) for size, count in zip(shape, grid, strict=True))
     raise LayoutError(
         "grid",
         f"{short_name(scales.name)} has shape {list(grid)}, which does not divide "

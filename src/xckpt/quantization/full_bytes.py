@@ -26,7 +26,7 @@ from xckpt.quantization.model import (
     short_name,
     view_as,
 )
-from xckpt.quantization.small_floats import small_float_weight
+from xckpt.quantization.small_floats import check_scale_order, small_float_weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
 
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
-_SCALE_TYPES = FLOATS | {"float8_e8m0fnu", "uint8"}
+_EXPONENTS = frozenset({"float8_e8m0fnu", "uint8"})
+_SCALE_TYPES = FLOATS | _EXPONENTS
+# Endings of tensors that change values in ways that only a declaration states.
+_MODIFIERS = (
+    "_offset", "_zero", "_zeros", "_zero_points", "_zp", "_bias", "_biases", "_g_idx", "_scale_2",
+    "_global_scale", "_codebook",
+)  # fmt: skip
+_REMEDY = "put the config that declares the method next to the file, or combine both yourself"
 
 
 def float8_problem(config: Mapping[str, Any]) -> str | None:
@@ -47,41 +54,100 @@ def float8_problem(config: Mapping[str, Any]) -> str | None:
 
 def match_full_bytes(model: Model, name: str, codes: Tensor) -> Weight | None:
     """Match codes of eight bits with scales."""
+    is_int8 = codes.dtype == "int8"
+    if codes.dtype not in _FLOAT8 and not is_int8:
+        return None
+    scale_names = _scale_names(model, name)
+    scale_name = scale_names[0] if scale_names else None
     module = name.removesuffix(".weight")
-    names = [f"{name}_scale_inv", f"{name}_scale"]
-    if module != name:
-        names.append(f"{module}.scale")
-    scale_name = next((scales for scales in names if scales in model.tensors), None)
     is_compressed = model.method == "compressed-tensors"
-    if codes.dtype == "int8" and scale_name == f"{module}.scale":
+    has_exponents = scale_name is not None and model.tensors[scale_name].dtype in _EXPONENTS
+    if is_int8 and has_exponents and scale_name == f"{module}.scale":
         # The experts of DeepSeek-V4 have two floats in a byte.
         return small_float_weight(
             model, name, codes, scales=scale_name, scale_type="float8_e8m0fnu", group=32
         )
-    is_undeclared = model.method is None and scale_name is not None
-    is_int8 = codes.dtype == "int8" and (is_compressed or is_undeclared)
-    if codes.dtype not in _FLOAT8 and not is_int8:
+    if scale_name is None and (is_int8 or model.method is None) and not is_compressed:
         return None
-    if scale_name is None:
-        if model.method is None:
-            return None
-        expected = names[0] if model.method == "fp8" else names[1]
+    scales = require_scales(model, name)
+    if is_int8 and model.method not in {None, "compressed-tensors"}:
+        raise LayoutError("int8", f"{model.method} declares no codes of type int8")
+    if is_compressed:
+        match = partial(full_byte_weight, model, name, codes, scales)
+        return fit_params(model, module, match)
+    if model.method is None:
+        _check_undeclared(model, name, codes, scales)
+    params = Params()
+    if model.method == "mxfp8":
+        params = Params(strategy="group", group=32)
+    elif (block := parse_block(model.config.get("weight_block_size"))) is not None:
+        params = Params(block=block, strategy="block")
+    return full_byte_weight(model, name, codes, scales, params)
+
+
+def _scale_names(model: Model, name: str) -> list[str]:
+    """Return the names of the scales of codes, in the order in which they are tried."""
+    names = [f"{name}_scale_inv", f"{name}_scale"]
+    module = name.removesuffix(".weight")
+    if module != name:
+        names += [f"{module}.scale", f"{module}.scale_weight"]
+    names = [scales for scales in names if scales in model.tensors]
+    if not names and model.tensors[name].dtype == "int8":  # of EETQ and Quanto
+        names = [f"{name}_scales", f"{name.removesuffix('_data')}_scale"]
+        names = [scales for scales in names if scales in model.tensors]
+    return names
+
+
+def _is_of_keras(codes: Tensor) -> bool:
+    """Return whether codes have the name of a variable of Keras, which divides by its scales."""
+    variable = codes.attrs.get("variable")
+    if not isinstance(variable, str):
+        variable = codes.name.rpartition("/")[2].rpartition(".")[2]
+    return variable in {"kernel", "embeddings", "reverse_embeddings"}
+
+
+def require_scales(model: Model, name: str) -> Tensor:
+    """Return the scales of codes; raise if they are missing or have another type."""
+    scale_names = _scale_names(model, name)
+    if not scale_names:
+        expected = f"{name}_scale_inv" if model.method == "fp8" else f"{name}_scale"
         raise LayoutError("no scale", f"{short_name(expected)} is missing")
+    return model.require(scale_names[0], _SCALE_TYPES)
+
+
+def _check_undeclared(model: Model, name: str, codes: Tensor, scales: Tensor) -> None:
+    """Raise unless types and shapes alone determine the values of a weight."""
+    shape, grid = codes.shape, scales.shape
+    names = [*_scale_names(model, name)[1:], *(f"{name}{ending}" for ending in _MODIFIERS)]
+    modifier = next((companion for companion in names if companion in model.tensors), None)
+    if modifier is not None:
+        reason = f"the meaning of {short_name(modifier)} is not declared"
+        raise LayoutError("undeclared companion", f"{reason}; {_REMEDY}")
+    if codes.dtype == "int8":
+        is_grid = len(grid) == len(shape) >= 2 and (scales.size > 1 or shape[:-1] == grid[:-1])
+        is_product = scales.dtype in FLOATS and scales.name in {
+            f"{name}_scale",
+            f"{name}_scale_inv",
+        }
+        is_certain = is_grid and is_product and not _is_of_keras(codes)
+    else:
+        # A vector next to a square matrix fits rows and columns.
+        without_axis = [shape[:axis] + shape[axis + 1 :] for axis in range(len(shape) - 1)]
+        is_certain = scales.size == 1 or grid not in without_axis
+    if not is_certain:
+        reason = f"nothing states how to apply {short_name(scales.name)} of shape {list(grid)}"
+        raise LayoutError("undeclared", f"{reason}; {_REMEDY}")
+    if scales.dtype in _EXPONENTS:
+        check_scale_order(shape, scales, group=32)
+
+
+def full_byte_weight(
+    model: Model, name: str, codes: Tensor, scales: Tensor, params: Params | None = None
+) -> Weight:
+    """Return the weight of codes in full bytes; by default, its blocks follow from shapes."""
+    params = params or Params()
     if not codes.ndim:
         raise LayoutError("shape", f"{short_name(name)} has no axes")
-    scales = model.require(scale_name, _SCALE_TYPES)
-    match = partial(_full_byte_weight, model, name, codes, scales)
-    if is_compressed:
-        return fit_params(model, module, match)
-    if model.method == "mxfp8":
-        return match(Params(strategy="group", group=32))
-    block = parse_block(model.config.get("weight_block_size"))
-    return match(Params(block=block, strategy=None if block is None else "block"))
-
-
-def _full_byte_weight(
-    model: Model, name: str, codes: Tensor, scales: Tensor, params: Params
-) -> Weight:
     is_float = codes.dtype in _FLOAT8
     if params.format not in FULL_BYTES | {None}:
         raise LayoutError("format", f"the format {params.format!r} has no codes in full bytes")
@@ -95,10 +161,14 @@ def _full_byte_weight(
             reason = f"{short_name(scales.name)} has exponents, which only groups of 32 floats have"
             raise LayoutError("type", reason)
         params = replace(params, group=32)
-    block = scale_block(codes.shape, scales, params)
+    grid = scales.shape
+    has_group_axis = len(grid) == codes.ndim + 1 and grid[-1] == 1
+    if has_group_axis and grid[:-2] == codes.shape[:-1]:
+        grid = grid[:-1]
+    block = scale_block(codes.shape, replace(scales, shape=grid), params)
     parts = {
         "data": view_as(codes),
-        "scales": view_as(scales, "float8_e8m0fnu" if has_exponents else None),
+        "scales": view_as(scales, "float8_e8m0fnu" if has_exponents else None, grid),
     }
     zeros = model.find_zeros(f"{name}_zero_point", "int8", symmetric=params.symmetric)
     if zeros is not None:

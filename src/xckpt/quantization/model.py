@@ -28,6 +28,8 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # More than the size of any stored shape, or of any state of bitsandbytes, in bytes.
 _MAX_CONTENT = 4096
 _MAX_AXES = 32
+# Endings of the names of tensors that describe others.
+_DESCRIPTIVE = ("_shape", ".weight_format", ".comfy_quant")
 _MAX_NBYTES = (1 << 63) - 1
 _MAX_GROUP = 1 << 32
 # Time to try alternative parameters for all weights of a model, and for one alternative.
@@ -68,8 +70,10 @@ class Model:
         declaration: Declaration,
         # Returns the contents of several tensors, empty bytes for those that cannot be read.
         read: Callable[[Sequence[Tensor]], Sequence[bytes]],
+        attrs: Mapping[str, Any],  # of the file
     ) -> None:
         self.tensors = tensors
+        self.attrs = attrs
         self.config = declaration.config
         self.method = declaration.method
         self.warnings: list[str] = []
@@ -79,7 +83,8 @@ class Model:
         descriptive = [
             tensor
             for name, tensor in tensors.items()
-            if name.endswith(("_shape", ".weight_format")) or ".quant_state." in name
+            if name.endswith(("_shape", ".weight_format", ".comfy_quant"))
+            or ".quant_state." in name
             if tensor.layout == "dense" and tensor.problem is None
             if 0 < decoded_nbytes(tensor) <= _MAX_CONTENT
         ]
@@ -128,9 +133,7 @@ class Model:
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
-        is_plain = tensor.layout == "dense" and tensor.order == "C" and tensor.problem is None
-        if not is_plain or tensor.parts["data"].byteorder != "little":
-            raise LayoutError("companion", f"{short_name(name)} cannot be read")
+        _check_plain(tensor)
         return tensor
 
     def require(self, name: str, dtypes: AbstractSet[str]) -> Tensor:
@@ -205,10 +208,19 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _check_plain(tensor: Tensor) -> None:
+    """Raise unless the data of a tensor are one range of elements in C order."""
+    is_plain = tensor.layout == "dense" and tensor.order == "C" and tensor.problem is None
+    if not is_plain or tensor.parts["data"].byteorder != "little":
+        reason = f"{short_name(tensor.name)} is not stored as one range in C order"
+        raise LayoutError("companion", reason)
+
+
 def view_as(
     tensor: Tensor, dtype: str | None = None, shape: Shape | None = None
 ) -> tuple[Tensor, Part]:
     """Return a stored tensor and its part, which gets another element type or shape."""
+    _check_plain(tensor)
     part = tensor.parts["data"]
     if (dtype or part.dtype, shape or part.shape) != (part.dtype, part.shape):
         part = replace(part, dtype=dtype or part.dtype, shape=shape or part.shape)

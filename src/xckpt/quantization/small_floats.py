@@ -22,6 +22,7 @@ from xckpt.quantization.model import (
 
 if TYPE_CHECKING:
     from xckpt.index import Tensor
+    from xckpt.quantization.model import Shape
 
 
 def small_float_weight(
@@ -67,6 +68,15 @@ def small_float_weight(
     return Weight(name, shape, quantization, parts)
 
 
+def check_scale_order(shape: Shape, scales: Tensor, *, group: int) -> None:
+    """Raise if undeclared scales may be in rows or in the order of tensor cores."""
+    # That order, which ComfyUI stores, pads scales to tiles of 128 rows and 4 groups.
+    grid = (*shape[:-1], shape[-1] // group)
+    if len(shape) > 1 and scales.shape == grid and not grid[-2] % 128 and not grid[-1] % 4:
+        reason = f"{short_name(scales.name)} may be in rows or in the order of tensor cores"
+        raise LayoutError("scale order", f"{reason}, and no config declares the method")
+
+
 def match_gpt_oss(model: Model, name: str, codes: Tensor) -> Weight | None:
     """Match ``_blocks`` of gpt-oss, which are MXFP4 and stored as the transpose."""
     stem = name.removesuffix("_blocks")
@@ -109,7 +119,11 @@ def match_modelopt(model: Model, name: str, codes: Tensor) -> Weight | None:
         if is_declared:
             raise LayoutError("no scale", f"{short_name(scale_name)} is missing")
         return None
-    if model.tensors[scale_name].dtype == "float8_e4m3fn":
+    scales = model.tensors[scale_name]
+    if scales.dtype == "float8_e4m3fn":
+        if model.method is None:
+            shape = (*codes.shape[:-1], *(size * 2 for size in codes.shape[-1:]))
+            check_scale_order(shape, scales, group=16)
         return small_float_weight(
             model,
             name,

@@ -6,10 +6,6 @@ above: statistics, comparison, health. Read `scanning` first, from `gather` down
 `entries` lists the tensors of an object, and lays out results in the shape of the object.
 """
 
-from xckpt.interrupts import uninterrupted
-
-# Importing numba takes long, and an interrupt in the middle would break later imports.
-with uninterrupted():
-    from xckpt.scan.kinds import require_numbers
+from xckpt.scan.kinds import require_numbers
 
 __all__ = ["require_numbers"]

@@ -12,9 +12,13 @@ import numpy as np
 
 from xckpt.arrays import LazyArray
 from xckpt.arrays.graph import active_client
+from xckpt.errors import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+# Seconds without workers until a warning.
+_PATIENCE = 3
 
 
 def waiting_client() -> Any:
@@ -81,6 +85,8 @@ def results_of(client: Any, futures: list[Any]) -> Iterator[tuple[Any, Any]]:
     from distributed import as_completed
 
     completed: Any = as_completed  # untyped
+    if futures:
+        _report_missing_workers(client)
     remaining = set(futures)
     try:
         for future, result in completed(futures, with_results=True):
@@ -88,6 +94,19 @@ def results_of(client: Any, futures: list[Any]) -> Iterator[tuple[Any, Any]]:
             yield future, result
     finally:
         client.cancel(list(remaining))
+
+
+def _report_missing_workers(client: Any) -> None:
+    """Warn if a cluster has no workers after some seconds."""
+    if client.nthreads():
+        return
+    try:
+        client.wait_for_workers(1, timeout=_PATIENCE)
+    except TimeoutError:
+        warn(
+            "the cluster has no workers, and this call waits for the first one: start workers, for "
+            "example with cluster.scale(4), or close the client to use the threads of this machine"
+        )
 
 
 def placed(tasks: Sequence[tuple[str, int]], threads: Mapping[str, int]) -> list[str | None]:

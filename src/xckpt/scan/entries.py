@@ -22,13 +22,20 @@ from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import remaining_indices, stack_of
 from xckpt.datasets.tensors import FileTensors, OpenTensors
 from xckpt.datasets.variables import LazyVariable
-from xckpt.errors import locating, shown, some, warn
+from xckpt.errors import (
+    UnreadableWarning,
+    causes_of,
+    locating,
+    shown,
+    some,
+    unreadable_text,
+    warn,
+)
 from xckpt.index import Index, paused_collector
-from xckpt.interrupts import uninterrupted
 from xckpt.labels.filters import suggest_names
 from xckpt.registration import register_formatter
 from xckpt.scan.kinds import require_numbers
-from xckpt.scan.readers import ArrayReader, ChunkedTensor, reader_of
+from xckpt.scan.readers import ArrayReader, ChunkedTensor, UnreadableReader, reader_of
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
 from xckpt.structure.numbering import parse_name
@@ -37,6 +44,7 @@ from xckpt.upstream.xarray_trees import assemble_dataset
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+    from xckpt.arrays import LazyArray
     from xckpt.opening import OpenPath
     from xckpt.scan.readers import Reader
     from xckpt.typing import Array, Dataset
@@ -68,6 +76,8 @@ class Described(NamedTuple):
     gone: Array | None = None
     #: Number of filled elements of absent tensors at the other places; None if no tensor is absent.
     absent: Array | None = None
+    #: Whether the values can be read. If not, the readers only have the names and the errors.
+    is_readable: bool = True
 
     @property
     def variable(self) -> xr.Variable:
@@ -81,8 +91,42 @@ def entries_of(
     tensors: OpenTensors,
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
+    *,
+    silent: bool = False,
 ) -> list[Described]:
-    """List the variables of numbers with their tensors; warn about other variables."""
+    """List the variables of numbers with their tensors; warn about other and unreadable ones."""
+    entries = all_entries(tensors, dims, names, silent=silent)
+    if not silent:
+        warn_of_unreadable(tensors, entries)
+    return [entry for entry in entries if entry.is_readable]
+
+
+def warn_of_unreadable(tensors: OpenTensors, entries: Sequence[Described]) -> None:
+    """Warn of tensors that cannot be read: once of damage, and once for each unsupported kind."""
+    lost = [(r.name, r.problem) for e in entries if not e.is_readable for r in e.readers]
+    causes = causes_of([(name, problem) for name, problem in lost if problem is not None])
+    damage = [cause for cause in causes if cause.is_damage]
+    if damage:
+        total = sum([len(entry.readers) or 1 for entry in entries])
+        warn(unreadable_text(tensors.source, damage, total), UnreadableWarning)
+    for cause in causes:
+        if not cause.is_damage:
+            _warn_of_skipped(cause.tensors, cause.error.reason)
+
+
+def _warn_of_skipped(names: Sequence[str], reason: str) -> None:
+    text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
+    warn(text)
+
+
+def all_entries(
+    tensors: OpenTensors,
+    dims: Collection[Hashable] | None = None,
+    names: Collection[Hashable] | None = None,
+    *,
+    silent: bool = False,
+) -> list[Described]:
+    """List the variables of numbers, also those that cannot be read; warn about other variables."""
     # By default, all variables are listed, and all dimensions except stacked ones are reduced.
     chosen = tensors.variable_names if names is None else names
     if dims is not None:
@@ -92,18 +136,20 @@ def entries_of(
     entries = []
     left_out: dict[str, list[str]] = defaultdict(list)
     for name in chosen:
+        lazy = tensors.stored(name)
+        first = lazy.first if isinstance(lazy, StackedArray) else lazy
+        if isinstance(first, UnreadableArray) and isinstance(lazy, UnreadableArray | StackedArray):
+            entries.append(_unreadable(tensors, name, lazy))
+            continue
         try:
-            entry = _entry(tensors, name, dims)
+            entry = _entry(tensors, name, lazy, dims)
             if entry.gone is None or not entry.gone.all():
                 entries.append(entry)
         except TypeError as error:
-            lazy = tensors.stored(name)
-            lazy = lazy.first if isinstance(lazy, StackedArray) else lazy
-            reason = lazy.problem.reason if isinstance(lazy, UnreadableArray) else str(error)
-            left_out[reason].append(str(name))
-    for reason, skipped in left_out.items():
-        text = f"{some(skipped)} {'has' if len(skipped) == 1 else 'have'} no statistics: {reason}"
-        warn(text)
+            left_out[str(error)].append(str(name))
+    if not silent:
+        for reason, skipped in left_out.items():
+            _warn_of_skipped(skipped, reason)
     return entries
 
 
@@ -119,8 +165,27 @@ def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
         raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
 
 
-def _entry(tensors: OpenTensors, name: Hashable, reduced: Collection[Hashable] | None) -> Described:
-    encoding, lazy = tensors.naming(name), tensors.stored(name)
+def _unreadable(
+    tensors: OpenTensors, name: Hashable, lazy: UnreadableArray | StackedArray
+) -> Described:
+    """Return the entry of a variable that cannot be read."""
+    encoding = tensors.naming(name)
+    if not isinstance(lazy, StackedArray):
+        reader = UnreadableReader(lazy)
+        return Described(name, (), (), (reader,), encoding, tensors, is_readable=False)
+    members: Any = lazy.members
+    readers = tuple([UnreadableReader(member) for member in members])
+    dims = tensors.variables[name].dims[: len(lazy.grid)]
+    return Described(name, dims, lazy.grid, readers, encoding, tensors, is_readable=False)
+
+
+def _entry(
+    tensors: OpenTensors,
+    name: Hashable,
+    lazy: LazyArray | None,
+    reduced: Collection[Hashable] | None,
+) -> Described:
+    encoding = tensors.naming(name)
     readers: tuple[Reader, ...]
     if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
         readers = (reader_of(lazy, _flat_name(name, encoding)),)
@@ -255,11 +320,11 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensor
             "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
             f"DataTree, got {type(obj).__name__}"
         )
-    with uninterrupted():
-        from xckpt.opening import open_index
+    from xckpt.opening import open_index
 
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
-    source, index = open_index(path, format, storage_options=storage_options)
+    # `entries_of` warns of tensors that cannot be read.
+    source, index = open_index(path, format, storage_options=storage_options, missing="ignore")
     register_formatter()  # a result may have very many variables
     with paused_collector():
         return FileTensors(source, index, OpenOptions(storage_options=storage_options))

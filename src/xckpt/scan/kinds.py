@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.elements import ALL_TYPES, ElementType, code_values, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, ElementType, code_values, stored_dtype
 
 if TYPE_CHECKING:
     from xckpt.typing import Array
@@ -21,7 +21,7 @@ _FLOAT32_CODE_BITS, _FLOAT64_CODE_BITS = 16, 19
 class Kind:
     """An element type as statistics count it: by codes, which are the leading bits of elements."""
 
-    #: A key of `xckpt.elements.ALL_TYPES`.
+    #: A key of `xckpt.elements.ELEMENT_TYPES`.
     name: str
     #: Bits of an element. In memory, the remaining bits of its byte have no meaning.
     bits: int
@@ -36,7 +36,7 @@ class Kind:
     @property
     def element(self) -> ElementType:
         """The row of the table of element types."""
-        return ALL_TYPES[self.name]
+        return ELEMENT_TYPES[self.name]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -144,7 +144,7 @@ def magnitudes(values: Array) -> Array:
 @cache
 def kind_named(name: str) -> Kind:
     """Return the kind of a type; raise KeyError unless arrays of real numbers can have it."""
-    element = ALL_TYPES[name]
+    element = ELEMENT_TYPES[name]
     if element.kind == "complex" or element.carrier is not None:
         raise KeyError(name)
     if element.bits <= 16:

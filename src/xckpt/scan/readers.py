@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, flat_blocks
+from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray, UnreadableArray, flat_blocks
 from xckpt.arrays.sparse import SparseArray
 from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.index import Part
-from xckpt.scan.kinds import magnitudes, require_numbers
+from xckpt.scan.kinds import kind_named, magnitudes, require_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +68,8 @@ class Reader:
     is_turned = False
     #: Whether `rows` gives stored values only.
     sparse = False
+    #: The error of reading it, for a tensor that cannot be read.
+    problem: CheckpointError | None = None
     #: Axes of its rows and columns; None for the axis that is stored slowest and all others.
     channels: Channels | None = None
     #: File and offset, to read in this order.
@@ -202,6 +204,14 @@ class SparseReader(Reader):
             values: Array = magnitudes(block.values) if self.complex else block.values
             yield position, values, block.stop - block.start - alive
             position += len(values)
+
+
+class UnreadableReader(Reader):
+    """A tensor that cannot be read, in the place of its reader."""
+
+    def __init__(self, lazy: UnreadableArray) -> None:
+        super().__init__(lazy, kind_named("float32"))
+        self.name, self.problem = lazy.name, lazy.error()
 
 
 class ChunkedTensor(Reader):

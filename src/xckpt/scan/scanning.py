@@ -8,8 +8,8 @@ again.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from xckpt.scan.statistics_cache import key_of, open_records
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -220,23 +221,20 @@ def _run_on_threads(
         with one_at_a_time if len(task) > _MANY else nullcontext():
             return scan_cuts(task, operation, stop)
 
-    threads = cpu_count()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="xckpt-stats")
-    try:
+    count = cpu_count()
+    with Threads(count, "xckpt-stats") as threads, ExitStack() as stack:
         # Stop reading ahead before the threads, so that none waits for a cancelled read.
-        with reading_ahead(ranges_of(chain.from_iterable(tasks))):
-            remaining = iter(tasks)
-            # Few more tasks than threads, because finished results wait in memory.
-            running = {pool.submit(work, task): task for task in islice(remaining, 2 * threads)}
-            while running:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    deliver(running.pop(future), future.result())
-                for task in islice(remaining, len(done)):
-                    running[pool.submit(work, task)] = task
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
+        stack.callback(stop.set)
+        stack.enter_context(reading_ahead(ranges_of(chain.from_iterable(tasks))))
+        remaining = iter(tasks)
+        # Few more tasks than threads, because finished results wait in memory.
+        running = {threads.submit(work, task): task for task in islice(remaining, 2 * count)}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                deliver(running.pop(future), future.result())
+            for task in islice(remaining, len(done)):
+                running[threads.submit(work, task)] = task
 
 
 # --- a cluster -----------------------------------------------------------------------------------

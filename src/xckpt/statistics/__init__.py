@@ -5,26 +5,22 @@ it turns an object into a Dataset of statistics. A pass makes a sketch of each t
 of bit patterns (`counts`) and moments (`moments`), from which `describe` computes the statistics.
 """
 
-from xckpt.interrupts import uninterrupted
-
-# Importing numba takes long, and an interrupt in the middle would break later imports.
-with uninterrupted():
-    from xckpt.statistics.clipping import OF_CODES
-    from xckpt.statistics.computing import QUANTILES, known_stats, stats
-    from xckpt.statistics.definitions import statistic_names
-    from xckpt.statistics.histograms import histogram
-    from xckpt.statistics.singular import STATISTICS as OF_MATRICES
-    from xckpt.statistics.spectra import spectrum
-    from xckpt.statistics.tables import (
-        EXPLANATION_COLUMNS,
-        STATUSES,
-        channel_values,
-        matched_names,
-        table,
-        tensor_names,
-        tensor_rows,
-    )
-    from xckpt.statistics.views import ResultView, comparison_lines, represented
+from xckpt.statistics.clipping import OF_CODES
+from xckpt.statistics.computing import QUANTILES, known_stats, stats
+from xckpt.statistics.definitions import statistic_names
+from xckpt.statistics.histograms import histogram
+from xckpt.statistics.singular import STATISTICS as OF_MATRICES
+from xckpt.statistics.spectra import spectrum
+from xckpt.statistics.tables import (
+    EXPLANATION_COLUMNS,
+    STATUSES,
+    channel_values,
+    matched_names,
+    table,
+    tensor_names,
+    tensor_rows,
+)
+from xckpt.statistics.views import ResultView, comparison_lines, represented
 
 __all__ = [
     "EXPLANATION_COLUMNS",

@@ -15,7 +15,7 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray, flat_blocks
 from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
-from xckpt.elements import ALL_TYPES, BLOCK_TYPES, code_values
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, code_values
 from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
@@ -119,7 +119,7 @@ def _coded(reader: Reader) -> _Coded | None:
             (stored.shape[0], place.stop - place.start),
             lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
         )
-        bits = ALL_TYPES[place.dtype].bits
+        bits = ELEMENT_TYPES[place.dtype].bits
         values = code_values(place.dtype)[: 1 << bits] - place.zero
         return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
     kind = reader.kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -38,6 +38,7 @@ from xckpt.statistics.singular import (
 )
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -170,7 +171,12 @@ def spectrum(
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
     objects = [obj] if minus is None else [obj, minus]
     contents, *subtracted = contents_of_all(objects, storage_options)
-    names_of_matrices = [name for name, v in contents.variables.items() if _has_matrices(v)]
+    names_of_matrices = [
+        name
+        for name, v in contents.variables.items()
+        # The shape of a tensor in a missing file is unknown.
+        if _has_matrices(v) or ("problem" in v.encoding and not v.dims)
+    ]
     entries = entries_of(contents, names=names_of_matrices)
     matrices = _select_matrices(entries, tensors, subtracted[0] if subtracted else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
@@ -375,6 +381,12 @@ def _decompose(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
         return _describe(matrix, values, noise.floor())
 
 
+def _decompose_alone(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
+    """Decompose a matrix on one thread of BLAS, as small matrices are without a cluster."""
+    with blas_threads(1):
+        return _decompose(matrix, is_quick=is_quick)
+
+
 def _describe(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed:
     floor = 0.0 if noise is None else noise
     described = describe_values(values, matrix.shape, matrix.epsilon, floor)
@@ -412,20 +424,22 @@ def _decompose_all(
                 bar.advance(matrix.nbytes)
 
             find = partial(_decompose, is_quick=is_quick)
-            local_matrices = send_out(missing, find, deliver, lambda matrix: matrix.array)
+            on_worker = partial(_decompose_alone, is_quick=is_quick)
+            local_matrices = send_out(missing, on_worker, deliver, lambda matrix: matrix.array)
             large = [matrix for matrix in local_matrices if min(matrix.shape) >= _SMALL_SIDE]
             small = [matrix for matrix in local_matrices if min(matrix.shape) < _SMALL_SIDE]
             with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
                 for matrix in large:
                     deliver(matrix, find(matrix))
-            threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
-            try:
-                with reading_ahead(_ranges(small)), blas_threads(1):
-                    futures = {threads.submit(find, matrix): matrix for matrix in small}
-                    for future in as_completed(futures):
-                        deliver(futures[future], future.result())
-            finally:
-                threads.shutdown(cancel_futures=True)
+            # Stop reading ahead before the threads, so that none waits for a cancelled read.
+            with (
+                Threads(cpu_count(), "xckpt-spectrum") as threads,
+                reading_ahead(_ranges(small)),
+                blas_threads(1),
+            ):
+                futures = {threads.submit(find, matrix): matrix for matrix in small}
+                for future in as_completed(futures):
+                    deliver(futures[future], future.result())
     return results
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
 #: Statuses of a pair of tensors; the statistic ``status`` is the position in this tuple.
-STATUSES = ("same", "changed", "only_a", "only_b", "shape")
+STATUSES = ("same", "changed", "only_a", "only_b", "shape", "unreadable")
 #: Columns of an explained comparison, and the columns among them that hold text.
 EXPLANATION_COLUMNS = (
     *("cause", "outcome", "explanation", "verified", "offset", "scale", "rank", "heads"),
@@ -30,7 +30,7 @@ EXPLANATION_COLUMNS = (
 EXPLANATION_TEXTS = frozenset({"cause", "outcome", "explanation", "other_names"})
 
 # Statuses by the size of the change, largest last.
-_SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
+_SEVERITY = ("same", "changed", "only_b", "only_a", "shape", "unreadable")
 # Statuses of tensors that are on both sides.
 _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
 # Attributes of a comparison that become columns of a table, with the values for missing ones.

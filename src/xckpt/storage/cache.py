@@ -273,6 +273,10 @@ class HeaderSource(Source):
         """Open another file next to this one, to read its header; see `Source.sibling`."""
         return HeaderSource(self.source.sibling(name))
 
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders next to this file; see `Source.folders`."""
+        return self.source.folders()
+
     def close(self) -> None:
         """Close the file; see `Source.close`."""
         self.source.close()

@@ -18,6 +18,10 @@ content; blocks; and, if the header has a flag for it, 4 bytes of a checksum::
                   rest its size; of type 1 (one byte, repeated) that byte alone is stored
     skippable     50 2A 4D 18 to 5F 2A 4D 18, size u32, so many bytes
 
+``varint4`` (or another size of elements) is a sequence of numbers of protobuf: seven bits per byte,
+the lowest first, at most ten bytes, and a set high bit in all bytes but the last. An element has
+the lowest bits of its number.
+
 ``zstd-seekable`` is described in `xckpt.storage.seekable`.
 """
 
@@ -298,6 +302,66 @@ class FilteredDecoder(StreamDecoder):
         return cls.decompress(stored, stop if total is None else total)[start:stop]
 
 
+class VarintDecoder(StreamDecoder):
+    """Decoder for numbers of protobuf, which become little-endian elements."""
+
+    width: ClassVar[int]  # bytes of an element
+    _STORED_NBYTES, _LONGEST = 1 << 20, 10
+
+    def _begin(self, stored: Stored, *, is_whole: bool) -> None:
+        del is_whole
+        views = [stored] if isinstance(stored, memoryview | bytes) else stored
+        self._blocks = (
+            np.frombuffer(view, np.uint8)[start : start + self._STORED_NBYTES]
+            for view in views
+            for start in range(0, len(view), self._STORED_NBYTES)
+        )
+        self._begun = np.empty(0, np.uint8)  # the beginning of a number
+        self._decoded = np.empty(0, np.uint8)
+
+    def _fill(self, memory: NDArray[np.uint8]) -> int:
+        done = 0
+        while done < len(memory):
+            if not len(self._decoded) and not self._decode_block():
+                break
+            count = min(len(memory) - done, len(self._decoded))
+            memory[done : done + count] = self._decoded[:count]
+            self._decoded = self._decoded[count:]
+            done += count
+        return done
+
+    def _decode_block(self) -> bool:
+        """Decode the next block; return False at the end of the stream."""
+        for block in self._blocks:
+            data = np.concatenate([self._begun, block])
+            stops = np.flatnonzero(data < 0x80) + 1
+            end = int(stops[-1]) if len(stops) else 0
+            lengths = np.diff(stops, prepend=0)
+            self._begun = data[end:]
+            if max(lengths.max(initial=0), len(self._begun)) > self._LONGEST:
+                raise malformed(f"a number has more than {self._LONGEST} bytes")
+            if not len(stops):
+                continue
+            starts, values = stops - lengths, np.zeros(len(stops), np.uint64)
+            for place in range(int(lengths.max())):
+                longer = lengths > place
+                bits = data[starts[longer] + place].astype(np.uint64) & np.uint64(0x7F)
+                values[longer] |= bits << np.uint64(7 * place)
+            elements = values.astype(f"<u{self.width}")
+            self._decoded = elements.view(np.uint8)
+            return True
+        return False
+
+    def _expect_end(self) -> None:
+        if len(self._decoded) or len(self._begun) or self._decode_block():
+            raise malformed(f"the numbers do not end after {self._nbytes} bytes of elements")
+
+
+def _varint(width: int) -> type[VarintDecoder]:
+    options = {"name": f"varint{width}", "width": width, "densest": (width, 0)}
+    return type("VarintDecoder", (VarintDecoder,), options)
+
+
 def _without_fletcher32(data: bytes) -> bytes:
     """Verify and remove the checksum after the data: sums of words of 16 bits, modulo 65535."""
     if len(data) < 4:
@@ -375,6 +439,7 @@ STREAMS: dict[str | None, type[StreamDecoder]] = {
     "deflate": DeflateDecoder,
     "zstd": ZstdDecoder,
     "gzip": _filtered("gzip"),
+    **{f"varint{width}": _varint(width) for width in (1, 2, 4, 8)},
     **{
         decoder.name: decoder
         for check in ((), ("fletcher32",))

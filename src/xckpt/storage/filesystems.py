@@ -11,6 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from xckpt.addresses import hidden, hiding, real
 from xckpt.errors import CheckpointError, shown
 from xckpt.storage import remote
 from xckpt.storage.remote import (
@@ -49,11 +50,11 @@ class FsspecSource(RemoteSource):
     __slots__ = ()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.name = url
+        self.name = hiding(url)
         self.storage_options, self.limits = split_options(storage_options)
         self._first = b""
         self._file_system()  # an unknown protocol or a missing package is not a failed request
-        self.size, self.identity = retried(url, self._state, self.limits)
+        self.size, self.identity = retried(self.name, self._state, self.limits)
         if self.identity == (self.size,) and not url.startswith(_COPYING):
             self._remember_beginning()
         self._last_check().time = time.monotonic()
@@ -102,7 +103,8 @@ class FsspecSource(RemoteSource):
         fs.invalidate_cache(path)
         size, identity = self._state()
         is_known = not is_of_one_opening(self.identity)  # by more than its size and beginning
-        if size != self.size or (is_known and identity != self.identity):
+        # Where no version was known, one that appears is of another file or server.
+        if size != self.size or identity != (self.identity if is_known else (self.size,)):
             raise changed(self.name, "its size, time or ETag is another")
         if is_known:
             self._last_check().time = time.monotonic()
@@ -136,7 +138,7 @@ class FsspecSource(RemoteSource):
         return bool(protocols & _IN_THIS_PROCESS)
 
     def _file_system(self) -> tuple[Any, str]:
-        return _of_fsspec(self.name, self.storage_options)
+        return _of_fsspec(self.url, self.storage_options)
 
 
 def file_system(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str]:
@@ -144,8 +146,8 @@ def file_system(url: str, storage_options: Mapping[str, Any] | None) -> tuple[An
     if store_kind(url) is not None:
         from xckpt.storage.objects import Bucket
 
-        return Bucket(url, storage_options), url.partition("://")[2]
-    return _of_fsspec(url, split_options(storage_options)[0])
+        return Bucket(url, storage_options), real(url).partition("://")[2]
+    return _of_fsspec(real(url), split_options(storage_options)[0])
 
 
 def _of_fsspec(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -155,9 +157,9 @@ def _of_fsspec(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         fs, path = url_to_fs(url, **options)
     except ImportError as error:
-        raise ImportError(f"cannot open {url}: {error}") from error
+        raise ImportError(hidden(f"cannot open {url}: {error}")) from error
     except ValueError as error:
-        raise ValueError(f"cannot open {url}: {error}") from error
+        raise ValueError(hidden(f"cannot open {url}: {error}")) from error
     return fs, path
 
 
@@ -170,7 +172,8 @@ def as_os_error(error: Exception, url: str, task: str = "request") -> Exception:
         is_transient = is_timeout or isinstance(error, ConnectionError)
         if not (is_transient or error.errno in _TRANSIENT_NUMBERS):
             return error
-    text = f"the {task} failed: {shown(str(error)) if str(error) else type(error).__name__}"
+    reason = shown(hidden(str(error))) if str(error) else type(error).__name__
+    text = f"the {task} failed: {reason}"
     if isinstance(error, ValueError | LookupError) and not isinstance(error, OSError):
         return OSError(errno.EINVAL, text, url)
     if type(error).__module__ == "builtins" and not isinstance(error, OSError):

@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from xckpt.errors import shown
 from xckpt.storage.cache import reading_header
 from xckpt.storage.limits import Pool
-from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Address, ObjectSource
+from xckpt.storage.objects import REDIRECTS, SAFE_SCHEMES, Destination, ObjectSource
 from xckpt.storage.remote import changed
 from xckpt.storage.requests import (
     OWN_OPTIONS,
@@ -42,7 +42,6 @@ from xckpt.storage.stores import address_of, flattened, lacking, open_store, wit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from xckpt.storage.requests import Limits
     from xckpt.storage.source import Source
@@ -119,21 +118,16 @@ def pinned(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     return _Hub(url, storage_options).resolved(HubPath.parse(url)).url
 
 
-def list_hub_folder(
+def entries_in(
     url: str, storage_options: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, Path | Source]] | None:
-    """Return the URL of a folder, or repository, and its files by name; None for a file."""
+) -> tuple[str, dict[str, bool]] | None:
+    """Return the URL of a folder, and whether each of its entries is a file; None for a file."""
     hub = _Hub(url, storage_options)
     place = hub.resolved(HubPath.parse(url))
     name = place.path.rpartition("/")[2]
     if place.path and hub.entries(place.parent).get(name, ()) is not None:
         return None  # a file, or nothing
-    files: dict[str, Path | Source] = {
-        name: HubSource(f"{place.url}/{name}", storage_options)
-        for name, entry in hub.entries(place).items()
-        if entry is not None
-    }
-    return place.url, files
+    return place.url, {name: entry is not None for name, entry in hub.entries(place).items()}
 
 
 def glob_hub(pattern: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -281,12 +275,12 @@ class _Hub:
         limits = self._limits
         if source is None:  # the interface, which answers quickly
             limits = limits._replace(timeout=min(limits.timeout, _MOST_SECONDS))
-        for _ in range(_MOST_REDIRECTS):
+        for hop in range(_MOST_REDIRECTS):
             request = partial(self._request, place, method, url, most, limits)
             request = partial(called_within, limits.timeout, request)
             answer = retried(self._url, request, limits)
             if source is not None:
-                source.compare(answer.headers)
+                source.compare(answer.headers, (method, hop))
             if answer.status not in REDIRECTS or "Location" not in answer.headers:
                 return answer
             url = self._joined(url, answer.headers["Location"])
@@ -418,6 +412,8 @@ def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
     return size, digest
 
 
+# Names of the headers with versions, by file and step of a request.
+_versions: Pool[frozenset[str]] = Pool(limit=4096)
 # Files in git itself by URL.
 _small: Pool[bytes | None] = Pool(limit=32 << 20, measure=lambda body: len(body or b""))
 
@@ -449,14 +445,21 @@ class HubSource(ObjectSource):
         folder = HubPath.parse(self.name).parent.url
         return HubSource("/".join([folder, *components(name)]), options)
 
-    def compare(self, headers: Mapping[str, str]) -> None:
-        """Compare the version in an answer of the Hub with the one in its listing."""
+    def compare(self, headers: Mapping[str, str], step: tuple[str, int]) -> None:
+        """Compare the version in an answer of the Hub with the one in its listing.
+
+        An answer to the same step of a request must not lack what an earlier one had.
+        """
         identity: Any = self.identity
         expected = {
             "X-Repo-Commit": HubPath.parse(self.name).revision,
             "X-Linked-Size": str(self.size),
             "X-Linked-ETag": identity[1][1],
         }
+        names = {name for name in expected if name in headers}
+        earlier = _versions.get((self.name, identity, step), lambda: frozenset(names))
+        for name in sorted(earlier - names):
+            raise changed(self.name, f"its {name} was {shown(expected[name])} and is missing now")
         for name, before in expected.items():
             now = headers.get(name, before).removeprefix("W/").strip('"')
             # Files in git itself have digests of two kinds, which cannot be compared.
@@ -491,7 +494,7 @@ class HubSource(ObjectSource):
     def _hub(self) -> _Hub:
         return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})
 
-    def _locate(self) -> Address:
+    def _locate(self) -> Destination:
         """Request the address of the file's data from the Hub."""
         hub, place = self._hub(), HubPath.parse(self.name)
         answer = hub.answer(place, "HEAD", hub.address(place), 0, self)
@@ -500,4 +503,4 @@ class HubSource(ObjectSource):
         is_elsewhere = answer.status in REDIRECTS
         if not is_elsewhere:
             options["headers"] = hub.headers()
-        return Address(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)
+        return Destination(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)

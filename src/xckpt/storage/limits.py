@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
@@ -166,6 +166,8 @@ class Locks:
 
 
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
+#: Advice for a process that cannot open another file.
+MORE_FILES = "close files that are not needed, or raise the limit of the process with `ulimit -n`"
 
 # Pools that hold open files.
 _pools_of_files: WeakSet[Pool[Any]] = WeakSet()
@@ -189,7 +191,19 @@ def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> in
         if error.errno not in _TOO_MANY:
             raise
     close_idle_files()
-    return os.open(path, flags, mode)
+    with _advising():
+        return os.open(path, flags, mode)
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    """Add advice to errors about too many open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _TOO_MANY:
+            raise
+        raise OSError(error.errno, f"{error.strerror}; {MORE_FILES}", error.filename) from error
 
 
 def close_idle_files() -> None:
@@ -257,7 +271,8 @@ class Pool(Generic[T]):
                 raise
         self.clear()
         close_idle_files()
-        return opener()
+        with _advising():
+            return opener()
 
     def clear(self) -> None:
         """Drop all resources."""

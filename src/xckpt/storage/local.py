@@ -243,6 +243,12 @@ class LocalSource(Source):
         path = Path(self.name).parent.joinpath(*components(name))
         return LocalSource(str(path), mmap=self.mmap)
 
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders next to this file; see `Source.folders`."""
+        return tuple(
+            sorted([path.name for path in Path(self.name).parent.iterdir() if path.is_dir()])
+        )
+
     def leads_out_of(self, other: Source) -> bool:
         """Return whether links lead out of a folder; see `Source.leads_out_of`."""
         folder = Path(other.name).parent.resolve()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,16 +19,19 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
+from xckpt.addresses import Address, hiding, real
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, shown
+from xckpt.interrupts import deliver, is_pending
 from xckpt.storage.cache import FIRST_NBYTES
-from xckpt.storage.limits import Locks, Pool
-from xckpt.storage.remote import RemoteSource, changed, identified, unsupported
+from xckpt.storage.limits import MORE_FILES, Locks, Pool
+from xckpt.storage.remote import RemoteSource, changed, identified, is_of_one_opening, unsupported
 from xckpt.storage.requests import (
     TransientError,
     called_within,
     retried,
     run_urgently,
     split_options,
+    submit,
 )
 from xckpt.storage.stores import (
     address_of,
@@ -43,7 +47,7 @@ from xckpt.storage.stores import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from ssl import SSLContext
 
 T = TypeVar("T")
@@ -62,15 +66,28 @@ _RESERVED = "%/:=&?~#+!$,;'@()*[]"
 # Size of the parts of an upload; S3 allows 10,000 parts.
 _PART_NBYTES = 8 << 20
 _MOST_PARTS = 9_000
+# Pause between looks for an interrupt during an upload.
+_POLL_SECONDS = 0.05
 
 _NO_CREDENTIALS = (
     "no credentials were found in storage_options, the environment or profiles, and this machine "
     "has none; for public data, pass storage_options={'anon': True}"
 )
+_NO_BUCKET = "there is no such bucket; check its name, the account, and the endpoint"
 _NOT_TRUSTED = (
     "the certificate of the server is not trusted; pass a file with trusted certificates as "
     "storage_options={'verify': 'ca.pem'}"
 )
+
+
+_NO_NAME = (
+    "the name of the server cannot be looked up: check the URL, the endpoint in storage_options, "
+    "and the network"
+)
+_COPY = "if the server always answers so, download the file and open the copy"
+
+
+_MISSING_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
 
 
 class _ElsewhereError(OSError):
@@ -89,6 +106,7 @@ class _Meaning(NamedTuple):
 _MEANINGS = (
     _Meaning(r"169\.254\.16[79]\.", "refused", _NO_CREDENTIALS),
     _Meaning(r"<Region>|redirect without LOCATION", "elsewhere", "the bucket is in another region"),
+    _Meaning(_MISSING_BUCKET.pattern, "missing", _NO_BUCKET),
     _Meaning(r"status code: (?:404|410)", "missing"),
     _Meaning(r"status code: (?:401|403)", "refused"),
     _Meaning(r"status code: 412", "changed", "its ETag is another"),
@@ -100,12 +118,13 @@ _MEANINGS = (
     _Meaning(r"Range request not", "unsupported", "ignores ranges and sends the whole file"),
     _Meaning(r"(?i)Content.Range", "unsupported", "does not state which bytes it sends"),
     _Meaning(r"Content-Length Header", "unsupported", "does not state how many bytes it sends"),
-    _Meaning(r"Requested (\S+), got (\S+)", "final", "asked for bytes %s, got %s"),
+    _Meaning(r"Requested (\S+), got (\S+)", "final", f"asked for bytes %s, got %s; {_COPY}"),
     _Meaning(r"following redirect", "final", "redirects go round in circles"),
     _Meaning(r"builder error|RelativeUrl", "final", "the URL is not valid"),
     _Meaning(r"TimedOut|kind: Timeout", "timeout", "no answer, or no end of it, in time"),
     _Meaning(r"InvalidCertificate", "final", _NOT_TRUSTED),
-    _Meaning(r"dns error", "transient", "the name of the server cannot be looked up"),
+    _Meaning(r"Too many open files", "final", f"{os.strerror(errno.EMFILE)}; {MORE_FILES}"),
+    _Meaning(r"dns error", "transient", _NO_NAME),
     _Meaning(r'message: "([^"]+)"', "transient", "cannot connect: %s"),
     _Meaning(r"kind: (?:Connect|Request)", "transient", "the connection failed"),
     _Meaning(r"kind: Interrupted", "transient", "the connection broke off"),
@@ -121,7 +140,8 @@ def failure(error: Exception, name: str) -> Exception:
     # The body of an answer follows the status, and is up to the server.
     match = re.search(r"status code: \d+", text)
     is_region = "<Region>" in text and match is not None and match[0][-3:] in {"301", "400"}
-    text = text if match is None or is_region else text[: match.end()]
+    is_bucket = match is not None and match[0][-3:] == "404" and _MISSING_BUCKET.search(text)
+    text = text if match is None or is_region or is_bucket else text[: match.end()]
     for pattern, kind, reason in _MEANINGS:
         details = re.search(pattern, text)
         if details is not None:
@@ -135,7 +155,7 @@ def failure(error: Exception, name: str) -> Exception:
 def _made(kind: str, reason: str, name: str) -> Exception:
     match kind:
         case "missing":
-            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            return FileNotFoundError(errno.ENOENT, reason or os.strerror(errno.ENOENT), name)
         case "refused":
             return PermissionError(errno.EACCES, reason or os.strerror(errno.EACCES), name)
         case "changed":
@@ -158,7 +178,7 @@ def library(url: str) -> Any:
     return obstore
 
 
-class Address(NamedTuple):
+class Destination(NamedTuple):
     """The store and the path to which requests for a file go."""
 
     store: Any
@@ -167,7 +187,7 @@ class Address(NamedTuple):
 
 
 # Addresses by URL and options.
-_addresses: Pool[Address] = Pool(limit=4096)
+_addresses: Pool[Destination] = Pool(limit=4096)
 _locating = Locks(64)
 
 
@@ -177,18 +197,18 @@ class ObjectSource(RemoteSource):
     __slots__ = ()
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self.name = url
+        self.name = hiding(url)
         self.storage_options, self.limits = split_options(
             flattened(storage_options), allow_top_level=True
         )
         self._first = b""
         if url.endswith("/") and store_kind(url) != "http":
-            raise _folder(url)
+            raise _folder(self.name)
         try:
-            run_urgently(url, partial(retried, url, self._look, self.limits))
+            run_urgently(self.name, partial(retried, self.name, self._look, self.limits))
         except FileNotFoundError:
             if store_kind(url) != "http" and _is_folder(url, storage_options):
-                raise _folder(url) from None
+                raise _folder(self.name) from None
             raise
         if self.identity == (self.size,):
             self._remember_beginning()
@@ -239,7 +259,9 @@ class ObjectSource(RemoteSource):
                     continue
                 if problem is error:
                     raise
-                raise problem from (None if address and address.is_redirect else error)
+                # The text of the error has the address of the request.
+                is_secret = isinstance(self.name, Address) or (address and address.is_redirect)
+                raise problem from (None if is_secret else error)
         raise AssertionError
 
     def _compare(self, name: str, result: Any) -> None:
@@ -248,27 +270,31 @@ class ObjectSource(RemoteSource):
         if result.meta["size"] != self.size:
             raise changed(name, f"it had {self.size} bytes and has {result.meta['size']} now")
         identity: Any = self.identity
-        before, now = dict(identity[1:]), _version(result.meta)
+        before = dict(identity[1:])
+        now = dict(identified(name, self.size, _version(result.meta))[1][1:])
         for key in ("ETag", "Last-Modified"):
-            old, new = before.get(key), now[key]
-            if old is not None and new is not None:
-                # A proxy may turn a strong ETag into a weak one.
-                if old.removeprefix("W/") != new.removeprefix("W/"):
-                    raise changed(name, f"its {key} was {shown(old)} and is {shown(new)}")
+            old, new = before.get(key), now.get(key)
+            # A proxy may turn a strong ETag into a weak one.
+            is_same = (old or "").removeprefix("W/") == (new or "").removeprefix("W/")
+            if not is_same and (old is not None or is_of_one_opening(identity)):
+                texts = ["missing" if text is None else shown(text) for text in (old, new)]
+                after = "is missing now" if new is None else f"is {texts[1]}"
+                raise changed(name, f"its {key} was {texts[0]} and {after}")
+            if old is not None:
                 return  # servers behind one address agree on ETags more often than on times
 
-    def _address(self) -> Address:
+    def _address(self) -> Destination:
         key = self._address_key()
         with _locating.of(key):  # several threads send one request
             return _addresses.get(key, self._locate)
 
     def _address_key(self) -> tuple[Any, ...]:
-        return self.name, options_key(self.storage_options), self.limits
+        return self.url, options_key(self.storage_options), self.limits
 
-    def _locate(self) -> Address:
+    def _locate(self) -> Destination:
         """Follow redirects to the final address; the user's headers go to the first server only."""
-        url, options, limits = self.name, self.storage_options, self.limits
-        address = Address(*open_store(url, options, limits))
+        url, options, limits = self.url, self.storage_options, self.limits
+        address = Destination(*open_store(url, options, limits))
         if store_kind(url) != "http" or "store" in options:
             return address
         headers, url = headers_of(url, options), address_of(url, options)
@@ -283,9 +309,9 @@ class ObjectSource(RemoteSource):
         options = without_secrets(options)
         if _origin(end) == _origin(url):
             options["headers"] = headers
-        return Address(*open_store(end, options, limits), is_redirect=True)
+        return Destination(*open_store(end, options, limits), is_redirect=True)
 
-    def _is_elsewhere(self, address: Address | None, problem: Exception, text: str) -> bool:
+    def _is_elsewhere(self, address: Destination | None, problem: Exception, text: str) -> bool:
         """Return whether the next request goes to another address."""
         is_refused = isinstance(problem, PermissionError | FileNotFoundError)
         if address and address.is_redirect and is_refused:
@@ -356,8 +382,8 @@ def _end_of_redirects(
         url = address_of(urljoin(url, following))
         if (urlsplit(start).scheme, urlsplit(url).scheme) not in SAFE_SCHEMES:
             reason = "the server redirects to an address that is not safe"
-            raise OSError(errno.EINVAL, reason, start)
-    raise OSError(errno.EINVAL, "redirects go round in circles", start)
+            raise OSError(errno.EINVAL, reason, hiding(start))
+    raise OSError(errno.EINVAL, "redirects go round in circles", hiding(start))
 
 
 def _origin(url: str) -> tuple[str, str]:
@@ -393,8 +419,8 @@ class Bucket:
             hint = "Save it to a local file, and upload that"
             raise UnsupportedError("cannot write to a web server", path=url, hint=hint)
         options, limits = split_options(flattened(storage_options), allow_top_level=True)
-        self._url = url
-        self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
+        self._url = hiding(url)
+        self._store = self._run(open_store, real(url), options, limits, retries=limits.retries)[0]
 
     def exists(self, path: str) -> bool:
         """Return whether an object exists."""
@@ -406,8 +432,15 @@ class Bucket:
 
     def put_file(self, local: str, path: str) -> None:
         """Upload a file as an object, which appears when it is complete."""
-        nbytes = max(_PART_NBYTES, Path(local).stat().st_size // _MOST_PARTS)
-        self._call("put", _key(path), Path(local), chunk_size=nbytes)
+        upload = _Upload(library(self._url), self._store, _key(path), Path(local))
+        with self._translating():
+            future = submit(self._url, upload, is_urgent=True)
+            while not future.done():
+                with suppress(TimeoutError):
+                    future.result(_POLL_SECONDS)
+                if is_pending() and upload.stop():
+                    deliver()
+            future.result()
 
     def cp_file(self, path: str, new: str) -> None:
         """Copy an object."""
@@ -421,6 +454,15 @@ class Bucket:
         """Return whether objects have names below a path."""
         listed = self._call("list_with_delimiter", _key(path))
         return bool(listed["objects"] or listed["common_prefixes"])
+
+    def ls(self, path: str, *, detail: bool) -> list[dict[str, str]]:
+        """Return the name and the type of the objects and folders in a folder."""
+        del detail
+        bucket = path.partition("/")[0]
+        listed = self._call("list_with_delimiter", _key(path) or None)
+        files = [{"name": f"{bucket}/{m['path']}", "type": "file"} for m in listed["objects"]]
+        folders = [f"{bucket}/{prefix}" for prefix in listed["common_prefixes"]]
+        return [*files, *({"name": name, "type": "directory"} for name in folders)]
 
     def glob(self, pattern: str) -> list[str]:
         """Return the paths of the objects that match."""
@@ -439,13 +481,49 @@ class Bucket:
         return self._run(getattr(library(self._url), name), self._store, *arguments, **options)
 
     def _run(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        try:
+        with self._translating():
             return run_urgently(self._url, partial(call, *arguments, **options))
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             problem = failure(error, self._url)
             if isinstance(problem, TransientError):
                 problem = OSError(errno.EIO, str(problem), self._url)
+            if isinstance(self._url, Address):  # which the text of the error has
+                raise problem from None
             raise problem from error
+
+
+class _Upload:
+    """The upload of a file as an object, which can be stopped until its last request begins."""
+
+    def __init__(self, obstore: Any, store: Any, key: str, local: Path) -> None:
+        self._obstore, self._store, self._key, self._local = obstore, store, key, local
+        self._lock = threading.Lock()
+        self._is_stopped = self._is_final = False
+
+    def __call__(self) -> None:
+        nbytes = max(_PART_NBYTES, self._local.stat().st_size // _MOST_PARTS)
+        writer = self._obstore.open_writer(self._store, self._key, buffer_size=nbytes)
+        with self._local.open("rb") as file:
+            while piece := file.read(nbytes):
+                if self._is_stopped:
+                    return
+                writer.write(piece)
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._is_final = True
+        writer.close()
+
+    def stop(self) -> bool:
+        """Stop before the last request; return False if it has begun."""
+        with self._lock:
+            self._is_stopped = not self._is_final
+        return self._is_stopped
 
 
 def _key(path: str) -> str:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from xckpt.addresses import hiding, real
 from xckpt.errors import FileChangedError, UnsupportedError, warn
 from xckpt.storage import prefetch
 from xckpt.storage.cache import FIRST_NBYTES, reading_header
@@ -61,6 +62,11 @@ class RemoteSource(Source):
     storage_options: dict[str, Any]  # part of the pickle
     limits: Limits
     _first: memoryview | bytes  # the beginning of the file, until its header is read
+
+    @property
+    def url(self) -> str:
+        """The URL for requests, with its secrets."""
+        return real(self.name)
 
     @property
     def is_far(self) -> bool:
@@ -149,7 +155,7 @@ class RemoteSource(Source):
     def sibling(self, name: str) -> Source:
         """Open another file next to this one; see `Source.sibling`."""
         options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
-        return type(self)(sibling_url(self.name, components(name)), options)  # type: ignore[call-arg]
+        return type(self)(hiding(sibling_url(self.url, components(name))), options)  # type: ignore[call-arg]
 
     def _last_check(self) -> SimpleNamespace:
         never = partial(SimpleNamespace, time=float("-inf"))

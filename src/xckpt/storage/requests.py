@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from xckpt.errors import UnsupportedError, warn
+from xckpt.threads import complete
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -171,17 +172,8 @@ class _Threads:
             # The future is never marked as running, so that it can be cancelled at any time.
             with suppress(InvalidStateError):
                 if not future.cancelled():
-                    _complete(future, call)
+                    complete(future, call)
             del future, call  # this frame must not keep the bytes alive
-
-
-def _complete(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 _threads = _Threads()
@@ -217,7 +209,7 @@ def called_within(seconds: float, call: Callable[[], T]) -> T:
     """Call a function on a thread; raise `TransientError`, and abandon it, if it takes longer."""
     future: Future[T] = Future()
 
-    threading.Thread(target=_complete, args=(future, call), name="xckpt-call", daemon=True).start()
+    threading.Thread(target=complete, args=(future, call), name="xckpt-call", daemon=True).start()
     try:
         return future.result(seconds)
     except TimeoutError:

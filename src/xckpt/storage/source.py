@@ -71,7 +71,9 @@ class Source(ABC):
     #: Whether the file is on a disk that `expect` can prepare.
     is_near = False
 
-    name: str  # absolute path or URL, for messages and for ``encoding["source"]``
+    # Absolute path or URL, for messages and for ``encoding["source"]``; an `Address` if the URL has
+    # secrets.
+    name: str
     size: int  # in bytes, when it was opened
     identity: Hashable  # of this version of the file: size, time, inode, or ETag
 
@@ -154,6 +156,10 @@ class Source(ABC):
     @abstractmethod
     def sibling(self, name: str) -> Source:
         """Open another file by its path relative to the folder of this one."""
+
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders next to this file; none if they cannot be listed."""
+        return ()
 
     def leads_out_of(self, other: Source) -> bool:
         """Whether this file is, through links, outside of the folder of another one."""

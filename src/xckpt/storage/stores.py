@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
+from xckpt.addresses import hiding
 from xckpt.errors import UnsupportedError
 from xckpt.storage.limits import Pool
 from xckpt.storage.requests import Limits
@@ -325,7 +326,7 @@ def _profile(name: str | None) -> Any:
 
 def lacking(url: str, error: ImportError) -> ImportError:
     """Return the error for a missing package, which names the extra to install."""
-    text = f"cannot open {url}: {error}. Install it with: pip install 'xckpt[remote]'"
+    text = f"cannot open {hiding(url)}: {error}. Install it with: pip install 'xckpt[remote]'"
     return ImportError(text)
 
 

@@ -8,7 +8,9 @@ import tempfile
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from xckpt.addresses import hiding
 from xckpt.errors import UnsupportedError
+from xckpt.interrupts import forget, uninterrupted
 from xckpt.storage.filesystems import as_os_error, file_system
 from xckpt.storage.partial import Place
 from xckpt.storage.requests import TransientError
@@ -34,6 +36,7 @@ class UploadSink(Sink):
         if url.startswith("hf://"):
             hint = "Save it to a local file, and run `hf upload organisation/model FILE`"
             raise UnsupportedError("cannot write to the Hub", path=url, hint=hint)
+        url = hiding(url)
         self._filesystem, self._remote = file_system(url, storage_options)
         self._options = storage_options
         self._alias: str | None = None
@@ -70,8 +73,10 @@ class UploadSink(Sink):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Do nothing: remote file systems have no locks."""
-        yield
+        """Let an interrupt stop the uploads, or come too late; remote files have no locks."""
+        with uninterrupted():
+            yield
+            forget(f"{self.name} is complete: Ctrl-C came too late")
 
     def is_taken(self) -> bool:
         """Return whether the file exists; see `Sink.is_taken`."""

@@ -144,8 +144,6 @@ def stored_contents(
         for stored in replacements(tensor, readers):
             yield from stored_contents(*stored, verify=verify)
         return
-    if tensor.problem is not None:
-        raise tensor.problem.located(tensor=tensor.name)
     is_bool = ELEMENT_TYPES[tensor.dtype].decoded == "bool" if tensor.layout == "dense" else False
     decode = is_bool or tensor.layout not in {"dense", "chunked", "structural"}
     sources: dict[str | None, Any] = {None: next(iter(readers.values())).source}

@@ -107,8 +107,6 @@ def stored_payload(
     tensor: Tensor, readers: Mapping[str, PartReader], values: Callable[[], Any] | None = None
 ) -> Payload:
     """Return a tensor of a file, to be written with its stored bytes."""
-    if tensor.problem is not None:
-        raise tensor.problem.located(tensor=tensor.name)
     layout: Layout = tensor.layout
     data: dict[str, Any] = {}
     parts: dict[str, WantedPart] = {}

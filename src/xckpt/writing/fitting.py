@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from copy import copy
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
@@ -18,7 +19,15 @@ from typing import TYPE_CHECKING, Any, get_args
 from xckpt.arrays.dense import OnePartArray
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
-from xckpt.errors import CheckpointError, UnsupportedError, shown, some, warn
+from xckpt.errors import (
+    CheckpointError,
+    UnsupportedError,
+    causes_of,
+    shown,
+    some,
+    unreadable_lines,
+    warn,
+)
 from xckpt.formats.plan import Draft, WantedPart
 from xckpt.index import Arrangement, is_json
 from xckpt.writing.casting import Cast, holds
@@ -27,6 +36,7 @@ from xckpt.writing.data import ArrayData, Gathered, Payload
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from xckpt.errors import Cause
     from xckpt.formats import Can, Format
 
 __all__ = [
@@ -56,6 +66,8 @@ class Changes:
         self._names: dict[str, dict[str, None]] = defaultdict(dict)
         #: Number of tensors by their old and new element types.
         self.recast: Counter[tuple[str, str]] = Counter()
+        #: Errors of tensors that cannot be read, by name.
+        self.lost: dict[str, CheckpointError] = {}
 
     def add(self, change: str, name: str) -> None:
         """Add a name to a kind of change."""
@@ -134,15 +146,47 @@ def _parse_request(glob: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- fitting to a format -------------------------------------------------------------------------
 
+_SKIP = "Pass skip_unreadable=True to write the others"
+_SKIP_ONE = "Pass skip_unreadable=True to leave it out"
+
+
+def _unreadable_error(causes: Sequence[Cause], total: int, path: str) -> CheckpointError:
+    """Return the error of writing a checkpoint from which tensors cannot be read."""
+    error, names = causes[0]
+    if len(causes) == len(names) == 1:
+        hint = f"{error.hint}. {_SKIP_ONE}" if error.hint else _SKIP_ONE
+        error = copy(error).located(path=path or None, tensor=names[0])
+        error.hint = hint
+        return error
+    head, *lines = unreadable_lines(path, causes, total)
+    reason = f"{head}: {'; '.join(lines)}" if lines else head
+    return type(error)(reason, path=path or None, hint=_SKIP)
+
 
 class Fitting:
     """Converts tensors to forms that a format supports, and collects the changes."""
 
-    def __init__(self, writer: Format, requests: Requests, cast: Cast) -> None:
+    def __init__(
+        self, writer: Format, requests: Requests, cast: Cast, *, skip_unreadable: bool = False
+    ) -> None:
         if cast not in get_args(Cast):
             raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
         self.writer, self.requests, self.cast = writer, requests, cast
+        self.skip_unreadable = skip_unreadable
         self.changes = Changes()
+
+    def require_readable(self, count: int, path: str) -> None:
+        """Raise if tensors cannot be read, unless they are to be left out.
+
+        `count` is the number of the others, and `path` the file or object for messages. A file
+        without any tensor is never written instead.
+        """
+        causes = causes_of(self.changes.lost.items())
+        if causes and not (self.skip_unreadable and count):
+            raise _unreadable_error(causes, count + len(self.changes.lost), path)
+        for cause in causes:
+            for name in cause.tensors:
+                self.changes.add(f"left out, unreadable ({cause.reason(path, brief=True)})", name)
 
     def draft(self, gathered: Gathered, path: str) -> tuple[Draft, dict[str, Payload]]:
         """Return the draft of a new file, and its tensors with their data."""
@@ -157,11 +201,10 @@ class Fitting:
                 self.changes.add(_SHARED, payload.name)
             elif place is not None:
                 places.add(place)
-            for shaped in self._in_layout(payload, request, names):
+            for shaped, stored in self._stored_forms(payload, request, names):
                 name = shaped.name
                 if name in fitted:
                     raise ValueError(f"two tensors are called {shown(name)}")
-                stored = self._encoded(shaped, request)
                 if stored.dtype != shaped.dtype:
                     self.changes.recast[shaped.dtype, stored.dtype] += 1
                 attrs, unsupported = _split_attrs(stored.attrs, can.tensor_attrs)
@@ -180,6 +223,20 @@ class Fitting:
         arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
         draft = Draft(fitted, file_attrs, path, arrangement, extra_attrs, gathered.attr_types)
         return draft, fitted
+
+    def _stored_forms(
+        self, payload: Payload, request: Mapping[str, Any], names: set[str]
+    ) -> list[tuple[Payload, Payload]]:
+        """Return a tensor, or its parts, before and after encoding; empty if it is left out."""
+        try:
+            shaped = list(self._in_layout(payload, request, names))
+            return [(tensor, self._encoded(tensor, request)) for tensor in shaped]
+        except UnsupportedError as error:
+            if not self.skip_unreadable:
+                error.hint = f"{f'{error.hint}. ' if error.hint else ''}{_SKIP_ONE}"
+                raise
+            self.changes.add(f"left out ({error.reason})", payload.name)
+            return []
 
     def _with_requests(
         self, payloads: Iterable[Payload]
@@ -253,7 +310,7 @@ class Fitting:
         if role is not None:
             part = parts[role]
             dtype = request.get("dtype", part.dtype)
-            dtype = choose_type(dtype, can.types, self.cast, tensor=name)
+            dtype = choose_type(dtype, can.types_for(part.shape), self.cast, tensor=name)
             if dtype != part.dtype:
                 parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
         elif "dtype" in request:

@@ -192,13 +192,20 @@ def unmodified_array(variable: xr.Variable) -> LazyArray | None:
 def _iter_tensors(
     variables: Mapping[str, xr.Variable], changes: Changes, *, same_format: bool
 ) -> Iterator[Unchanged | Computed]:
-    """Yield the tensors of all variables; variables for all parts of a tensor are joined."""
+    """Yield the tensors of all variables; variables for all parts of a tensor are joined.
+
+    `changes.lost` gets the errors of tensors that cannot be read.
+    """
     joined = _join_parts(variables)
     tensor_of = {part: tensor for tensor, parts in joined.items() for part in parts.values()}
     for name, variable in variables.items():
         tensor_name = tensor_of.get(name)
         if tensor_name is None:
-            yield _tensor(name, variable, changes, same_format=same_format)
+            lazy = unmodified_array(variable)
+            if isinstance(lazy, UnreadableArray):
+                changes.lost[name] = lazy.error().located(path=lazy.source.name)
+            else:
+                yield _tensor(name, variable, changes, same_format=same_format)
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
             arrays: dict[str, Any] = {
@@ -239,10 +246,8 @@ def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str
 def _tensor(
     name: str, variable: xr.Variable, changes: Changes, *, same_format: bool
 ) -> Unchanged | Computed:
-    """Return the tensor of a variable; raise if its values cannot be read or written."""
+    """Return the tensor of a variable; raise if its values cannot be written."""
     lazy: Any = unmodified_array(variable)
-    if isinstance(lazy, UnreadableArray):
-        raise lazy.problem.located(path=lazy.source.name, tensor=name)
     attrs, path = variable.attrs, variable.encoding.get("path")
     dims = _dims(name, variable, same_format=same_format)
     origin = None if lazy is None else lazy.origin

@@ -32,10 +32,18 @@ import xarray as xr
 from xckpt.arrays.parts import part_readers
 from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import FormatError, locating, shown
+from xckpt.errors import (
+    FormatError,
+    UnreadableWarning,
+    causes_of,
+    locating,
+    shown,
+    unreadable_text,
+    warn,
+)
 from xckpt.formatting import counted
 from xckpt.index import Index, paused_collector
-from xckpt.labels.filters import select_or_raise
+from xckpt.labels.filters import select, select_or_raise
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage import new_file, open_source
@@ -52,6 +60,7 @@ from xckpt.writing.fitting import Changes
 from xckpt.writing.gathering import listed
 
 if TYPE_CHECKING:
+    from xckpt.errors import CheckpointError
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
@@ -302,10 +311,15 @@ def manifest(
         models of several tensors per weight (``qweight``, ``scales``) have digests of these
         tensors. ``manifest.to_json()`` is the output of ``xckpt manifest``.
 
+    Warns
+    -----
+    UnreadableWarning
+        If tensors cannot be read; the manifest lacks them.
+
     Raises
     ------
     CheckpointError
-        If a tensor cannot be read.
+        If a digest in the file is wrong, or the file changes meanwhile.
     OSError
         If the file cannot be read.
     ValueError
@@ -325,24 +339,43 @@ def manifest(
             raise TypeError(
                 "engine and storage_options apply to a path or URL, not to an open object"
             )
-        payloads = {payload.name: payload for payload in listed(obj, Changes())[0]}
+        changes = Changes()
+        tensors_of_obj = listed(obj, changes)[0]
+        payloads = {tensor.name: tensor for tensor in tensors_of_obj}
+        lost = select(changes.lost, tensors)
+        _warn_of_unreadable(
+            str(obj.encoding.get("source", "")),
+            {name: changes.lost[name] for name in lost},
+            len(payloads),
+        )
         selected = [payloads[name] for name in select_or_raise(payloads, tensors)]
         return _hashed(list(chain.from_iterable(map(contents_of, selected))), progress)
     path: Any = obj
     if isinstance(obj, Index):
         path, engine = obj.source, engine or obj.format
-    source, index = open_index(path, engine, storage_options=storage_options, whole=False)
+    source, index = open_index(
+        path, engine, storage_options=storage_options, whole=False, missing="ignore"
+    )
     with closing(source), locating(path=source.name):
         sources = sources_of(source, index.shards)
         names = select_or_raise(index.tensors, tensors)
+        selected_tensors = [index.tensors[name] for name in names]
+        problems = {t.name: t.problem for t in selected_tensors if t.problem is not None}
+        _warn_of_unreadable(index.source, problems, len(names) - len(problems))
         with paused_collector():
-            tensors_there = (index.tensors[name] for name in names)
             contents = [
                 content
-                for tensor in tensors_there
+                for tensor in selected_tensors
+                if tensor.problem is None
                 for content in stored_contents(tensor, part_readers(tensor, sources))
             ]
         return _hashed(contents, progress)
+
+
+def _warn_of_unreadable(path: str, problems: Mapping[str, CheckpointError], count: int) -> None:
+    """Warn of tensors that a manifest lacks, besides the `count` others."""
+    if causes := causes_of(problems.items()):
+        warn(unreadable_text(path, causes, count + len(problems)), UnreadableWarning)
 
 
 def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest:

@@ -149,8 +149,7 @@ def _plain_dataset(
     variables: dict[bool, dict[str, xr.Variable]] = {False: {}, True: {}}  # by "is a coordinate"
     for name, variable in ds.variables.items():
         lazy = unmodified_array(variable)
-        # Reading a value of an unreadable array raises, and its type may be unknown to numpy. If
-        # one member of a stack is unreadable, all are.
+        # If one member of a stack is unreadable, all are.
         first = lazy.first if isinstance(lazy, StackedArray) else lazy
         if isinstance(first, UnreadableArray):
             changes.add("variables were left out, as they cannot be read", str(name))

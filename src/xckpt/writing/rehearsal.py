@@ -161,6 +161,10 @@ class _PlannedFile:
             raise FileNotFoundError(name)
         return self._files[name]
 
+    def folders(self) -> tuple[str, ...]:
+        """Return no folders."""
+        return ()
+
 
 def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _PlannedFile]:
     """Return the planned files by name; the main file has the name ""."""

@@ -31,7 +31,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
 from xckpt.labels.renaming import new_names
 from xckpt.opening import open_index
-from xckpt.opening.sharding import INDEX_SUFFIX
+from xckpt.opening.names import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
@@ -64,7 +64,7 @@ __all__ = ["Conversion", "Recast", "append", "convert", "save", "writer_of"]
 # Options that all formats have.
 _OPTIONS = (
     *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "names", "verify", "source_engine"),
+    *("tensors", "names", "verify", "source_engine", "skip_unreadable"),
 )
 
 
@@ -75,6 +75,7 @@ def save(
     *,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
+    skip_unreadable: bool = False,
     compute: bool = True,
     overwrite: bool = False,
     progress: ProgressOption = None,
@@ -104,6 +105,9 @@ def save(
     cast : {"exact", "allow", "never"}
         Permitted changes of element type: lossless ones (``"exact"``), or also ones that lose
         precision (``"allow"``). With ``"never"`` an unsupported type or layout is an error.
+    skip_unreadable : bool, default False
+        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
+        that the format cannot store; a warning lists them. Otherwise they are an error.
     compute : bool, default True
         False returns a `dask.delayed.Delayed` that writes when it is computed.
     overwrite : bool, default False
@@ -128,6 +132,8 @@ def save(
         If another process changed a source file, including one that this save replaces.
     UnsupportedError
         If the format cannot represent part of the data, or a conversion would lose information.
+    CheckpointError
+        If tensors cannot be read.
     OSError
         If the file cannot be written.
 
@@ -142,9 +148,14 @@ def save(
     >>> xckpt.save(ds[["lm_head.weight"]].astype("float16"), "half.safetensors")
     """
     obj = as_dataset(obj)
-    fitting = Fitting(writer_of(path, engine, format_options), Requests(encoding), cast)
+    fitting = Fitting(
+        writer_of(path, engine, format_options),
+        Requests(encoding),
+        cast,
+        skip_unreadable=skip_unreadable,
+    )
     format = fitting.writer.name
-    gathered = gather(obj, fitting.changes, format)
+    gathered = _gather_readable(obj, fitting, format)
     job = _write_job(
         gathered,
         fitting,
@@ -159,6 +170,13 @@ def save(
     job.target.check()  # raise errors of the target now, not when the result is computed
     delayed: Delayed = job.delayed()
     return delayed
+
+
+def _gather_readable(obj: Any, fitting: Fitting, format: str | None = None) -> Gathered:
+    """Return the contents of an object; see `Fitting.require_readable`."""
+    gathered = gather(obj, fitting.changes, format)
+    fitting.require_readable(len(gathered.payloads), str(obj.encoding.get("source", "")))
+    return gathered
 
 
 def _opened_as(obj: Any, format: str) -> Index | None:
@@ -185,6 +203,7 @@ def convert(
     names: Renaming | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
+    skip_unreadable: bool = False,
     overwrite: bool = False,
     progress: ProgressOption = None,
     verify: bool | None = None,
@@ -218,6 +237,9 @@ def convert(
         Storage options by glob of tensor names, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
+    skip_unreadable : bool, default False
+        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
+        that the format cannot store; a warning lists them. Otherwise they are an error.
     overwrite : bool, default False
         Replace an existing file.
     progress : bool or callable, optional
@@ -244,6 +266,8 @@ def convert(
         If another process changed the old file during the conversion.
     IntegrityError
         If values do not match their digest in the old file.
+    CheckpointError
+        If tensors cannot be read.
     UnsupportedError
         If the new format cannot represent part of the data, or a conversion would lose
         information.
@@ -262,14 +286,24 @@ def convert(
     --------
     >>> done = xckpt.convert("model.bpk", "model.zt")
     """
-    fitting = Fitting(writer_of(dst, engine, format_options), Requests(encoding), cast)
+    fitting = Fitting(
+        writer_of(dst, engine, format_options),
+        Requests(encoding),
+        cast,
+        skip_unreadable=skip_unreadable,
+    )
     target = _target(dst, overwrite=overwrite, storage_options=storage_options)
-    source, index = open_index(src, source_engine, storage_options=storage_options)
+    source, index = open_index(
+        src, source_engine, storage_options=storage_options, missing="ignore"
+    )
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
             renamed = new_names(index.tensors, names)
             selected = _select_tensors(index, tensors, renamed)
+            fitting.changes.lost = {t.name: t.problem for t in selected if t.problem is not None}
+            selected = [tensor for tensor in selected if tensor.problem is None]
+            fitting.require_readable(len(selected), source.name)
             payloads = [
                 stored_payload(
                     tensor,
@@ -298,7 +332,8 @@ def convert(
         Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
         for types, count in fitting.changes.recast.items()
     )
-    source_nbytes = sum([tensor.nbytes for tensor in selected])
+    # The sizes of whole files compare; a selection has no size in the old file.
+    source_nbytes = index.nbytes if len(selected) == len(index.tensors) else None
     count = len(job.tensors)
     return Conversion(job.target.path, fitting.writer.name, count, nbytes, source_nbytes, recasts)
 
@@ -340,6 +375,7 @@ def append(
     replace: bool = False,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
+    skip_unreadable: bool = False,
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Unpack[FormatOptions],
@@ -365,6 +401,9 @@ def append(
         Storage options of the added tensors, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
         Permitted changes of element type, as for `xckpt.save`.
+    skip_unreadable : bool, default False
+        Leave out tensors that cannot be read, because a shard is missing or a file is damaged, or
+        that the format cannot store; a warning lists them. Otherwise they are an error.
     progress : bool or callable, optional
         Progress bar or callback, as for `xckpt.save`; includes the bytes of the old file.
     storage_options : dict, optional
@@ -407,12 +446,12 @@ def append(
     source, index = open_index(path, storage_options=storage_options, whole=False)
     try:
         writer = writer_of(path, index.format, format_options)
-        fitting = Fitting(writer, Requests(encoding), cast)
+        fitting = Fitting(writer, Requests(encoding), cast, skip_unreadable=skip_unreadable)
         if isinstance(source, ShardedSource):
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
         job = _write_job(
-            gather(obj, fitting.changes),
+            _gather_readable(obj, fitting),
             fitting,
             _target(path, overwrite=True, storage_options=storage_options),
             format_options,
@@ -636,8 +675,9 @@ class Conversion:
         Number of tensors.
     nbytes : int
         Size of the new file, or of all new files, in bytes.
-    source_nbytes : int
-        Stored size of the tensors in the old file, in bytes.
+    source_nbytes : int or None
+        Size of the old file, or of all old files, in bytes; None if only some of their tensors were
+        written.
     recasts : tuple of Recast
         Changes of element types.
 
@@ -652,7 +692,7 @@ class Conversion:
     format: str
     tensors: int
     nbytes: int
-    source_nbytes: int
+    source_nbytes: int | None
     recasts: tuple[Recast, ...]
 
     @property
@@ -661,6 +701,8 @@ class Conversion:
         return all(recast.exact for recast in self.recasts)
 
     def __repr__(self) -> str:
-        size = f"{binary_size(self.nbytes)}, was {binary_size(self.source_nbytes)}"
+        size = binary_size(self.nbytes)
+        if self.source_nbytes is not None:
+            size += f", was {binary_size(self.source_nbytes)}"
         head = f"{self.path}: {self.format}, {counted(self.tensors, 'tensor')}, {size}"
         return "\n".join([head, *(f"  {recast}" for recast in self.recasts)])

@@ -21,27 +21,34 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import (
     CheckpointError,
     CheckpointWarning,
+    FileChangedError,
     FormatError,
     MissingShardError,
     UnsupportedError,
+    causes_of,
     locating,
     shown,
+    some,
 )
 from xckpt.formatting import counted
 from xckpt.labels.filters import select_or_raise
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
+from xckpt.structure import structure_of
+from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 from xckpt.writing.contents import digest, side_by_side, stored_contents
 from xckpt.writing.manifests import Manifest, differences
+from xckpt.writing.manifests import manifest as make_manifest
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from pandas import DataFrame
 
-    from xckpt.index import Tensor
+    from xckpt.errors import Cause
+    from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
@@ -52,6 +59,8 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
+# Rule of findings about missing contents.
+_EMPTY = "Empty"
 # Number of files that are checked for changes at the same time.
 _CONCURRENCY = 16
 # Size of the blocks in which parts are decoded to be checked.
@@ -66,10 +75,11 @@ class Finding(NamedTuple):
     Parameters
     ----------
     severity : {"error", "warning"}
-        ``"error"`` for damage; ``"warning"`` for an irregularity that the specification tolerates,
-        or for an unsupported feature.
+        ``"error"`` for damage and missing contents; ``"warning"`` for an irregularity that the
+        specification tolerates, or for an unsupported feature.
     tensor : str or None
-        Name of the tensor; None for a fault of the whole file.
+        Name of the tensor; None for a fault of the whole file, or of several tensors, which the
+        message lists.
     rule : str or None
         Name of the broken rule in the specification or its reference reader.
     offset : int or None
@@ -133,21 +143,23 @@ class Report:
         return all(finding.severity != "error" for finding in self.findings)
 
     @property
-    def status(self) -> Literal["ok", "unchecked", "damaged"]:
+    def status(self) -> Literal["ok", "unchecked", "empty", "damaged"]:
         """Status of the checkpoint.
 
-        ``"damaged"`` if there are errors, ``"unchecked"`` if there are none but contents without a
-        digest, and ``"ok"`` if all contents match digests.
+        ``"damaged"`` if there are errors, ``"empty"`` if the only errors are missing contents: no
+        tensors, or weights without elements; ``"unchecked"`` if there are none but contents without
+        a digest, and ``"ok"`` if all contents match digests.
         """
         if not self.ok:
-            return "damaged"
+            errors = [finding for finding in self.findings if finding.severity == "error"]
+            return "empty" if all(error.rule == _EMPTY for error in errors) else "damaged"
         return "unchecked" if self.unchecked else "ok"
 
     @property
     def sentence(self) -> str:
         """The status as a sentence."""
         if self.status != "unchecked":
-            return "ok" if self.status == "ok" else "DAMAGED"
+            return "ok" if self.status == "ok" else self.status.upper()
         contents = "contents"
         if self.unchecked < self.tensors:
             contents = f"the contents of {self.unchecked:,} of {self.tensors:,} tensors"
@@ -218,10 +230,13 @@ def verify(
     Returns
     -------
     Report
-        ``report.status``, ``report.ok``, and ``report.findings`` with one entry per fault.
+        ``report.status``, ``report.ok``, and ``report.findings`` with one entry per fault, also if
+        several tensors have it.
 
     Raises
     ------
+    FileChangedError
+        If another process changes or replaces the file meanwhile, which is no damage.
     OSError
         If the file cannot be read at all.
     ValueError
@@ -239,11 +254,20 @@ def verify(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
             source, index = open_index(path, engine, storage_options=storage_options, whole=False)
+    except FileChangedError:
+        raise
     except CheckpointError as error:
         message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
-    findings = [Finding("warning", None, None, None, text) for text in index.warnings]
+    findings = [
+        Finding("warning", None, None, None, text) for text in (*index.warnings, *index.facts)
+    ]
+    for name in () if index.checkpoint is None else index.checkpoint.incomplete:
+        reason = "a download into the file did not end: its contents may have holes"
+        findings.append(Finding("error", None, None, None, reason, name))
+    findings += _copies(source, index, storage_options)
+    errors: list[tuple[str, CheckpointError]] = []
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
@@ -262,10 +286,13 @@ def verify(
             with side_by_side(
                 check, checked_tensors, ahead, lambda tensor: tensor.nbytes
             ) as results:
-                for result in results:
-                    findings += [] if result.finding is None else [result.finding]
+                for tensor, result in zip(checked_tensors, results, strict=True):
+                    if result.error is not None:
+                        errors.append((tensor.name, result.error))
                     digests += result.digests
                     unchecked += not result.is_covered
+            findings += map(_finding_of, causes_of(errors))
+            findings += _findings_of_emptiness(index, checked_tensors)
             findings += [] if compared is None else compared.findings()
             # Checking a file may take a request.
             with ThreadPoolExecutor(_CONCURRENCY) as threads:
@@ -275,10 +302,37 @@ def verify(
     return Report(source.name, index.format, index.version, *counts)
 
 
+def _copies(
+    source: Source, index: Index, storage_options: dict[str, Any] | None
+) -> Iterator[Finding]:
+    """Compare tensors that are in several files of the checkpoint."""
+    if index.checkpoint is None or not index.checkpoint.duplicates:
+        return
+    names_by_file: dict[str, set[str]] = defaultdict(set)
+    for name, files in index.checkpoint.duplicates.items():
+        for file in files:
+            names_by_file[file].add(name)
+    for file, names in names_by_file.items():
+        path = source.sibling(file).name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
+            digests = [
+                make_manifest(obj, tensors=names.__contains__, storage_options=storage_options)
+                for obj in (index, path)
+            ]
+        for name in sorted(names):
+            is_equal = digests[0][name] == digests[1][name]
+            verb = "equals" if is_equal else "differs from"
+            text = f"its copy in {shown(file)}, which does not count, {verb} it"
+            yield Finding("warning", name, "DuplicateTensor", None, text, path)
+
+
 def _change(file: Source) -> Finding | None:
-    """Return a finding if a file changed after it was opened."""
+    """Return a finding if a file cannot be opened again; raise if it changed meanwhile."""
     try:
         file.check()
+    except FileChangedError:
+        raise
     except MissingShardError:  # its tensors have findings
         return None
     except CheckpointError as error:
@@ -292,10 +346,40 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
     return Finding(severity, name, error.rule, error.offset, error.reason, error.path)
 
 
+def _finding_of(cause: Cause) -> Finding:
+    """Return one finding for all tensors that have the same fault."""
+    finding = _finding(cause.error, cause.tensors[0])
+    message = (
+        finding.message if cause.error.hint is None else f"{finding.message}. {cause.error.hint}"
+    )
+    if len(cause.tensors) > 1:
+        count = counted(len(cause.tensors), "tensor")
+        message = f"{count} ({some(cause.tensors)}): {message}"
+        finding = finding._replace(tensor=None, offset=None)
+    return finding._replace(message=message)
+
+
+def _findings_of_emptiness(index: Index, tensors: Sequence[Tensor]) -> Iterator[Finding]:
+    """Yield a finding if a checkpoint has no tensors, and one for weights without elements."""
+    if not index.tensors:
+        yield Finding("error", None, _EMPTY, None, NO_TENSORS)
+    checked_names = {tensor.name for tensor in tensors}
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, reason in empty_weights(structure_of(index)).items():
+        if name in checked_names:
+            by_reason[reason].append(name)
+    for reason, names in by_reason.items():
+        if len(names) == 1:
+            yield Finding("error", names[0], _EMPTY, None, reason)
+        else:
+            text = f"{counted(len(names), 'tensor')} ({some(names)}): {reason}"
+            yield Finding("error", None, _EMPTY, None, text)
+
+
 class _Checked(NamedTuple):
     """Result for a tensor: its fault, the number of compared digests, and whether they cover it."""
 
-    finding: Finding | None
+    error: CheckpointError | None
     digests: int
     is_covered: bool
 
@@ -386,10 +470,9 @@ def _check(
 ) -> _Checked:
     """Check a tensor, and count the digests that were compared."""
     if tensor.problem is not None:
-        finding = _finding(tensor.problem, tensor.name)
         if compared is not None:
-            compared.failed[tensor.name] = finding
-        return _Checked(finding, 0, is_covered=False)
+            compared.failed[tensor.name] = _finding(tensor.problem, tensor.name)
+        return _Checked(tensor.problem, 0, is_covered=False)
     digests, is_covered = 0, True
     try:
         with locating(tensor=tensor.name):
@@ -412,11 +495,12 @@ def _check(
                 advance = progress.advance if is_hashed else lambda _: None
                 compared.take(contents, advance, stop)
             digests += len(contents)
+    except FileChangedError:
+        raise
     except CheckpointError as error:
-        finding = _finding(error, tensor.name)
         if compared is not None:
-            compared.failed[tensor.name] = finding
-        return _Checked(finding, digests, is_covered=False)
+            compared.failed[tensor.name] = _finding(error, tensor.name)
+        return _Checked(error.with_traceback(None), digests, is_covered=False)
     return _Checked(None, digests, is_covered=is_covered or compared is not None)
 
 

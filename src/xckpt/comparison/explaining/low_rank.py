@@ -7,7 +7,6 @@ span over all elements.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from xckpt.errors import locating
 from xckpt.scan.cluster import send_out
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict
 
     bar.expect(sum(update.nbytes for update in updates))
     local_updates = send_out(updates, _low_rank, deliver, lambda update: update.b)
-    with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
+    with Threads(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
         for update, explanation in zip(
             local_updates, threads.map(_low_rank, local_updates), strict=True
         ):

@@ -4,6 +4,7 @@
 `explained`    a chain of admitted causes holds for every element
 `changed`      both sides have the tensor, and no admitted causes relate the two
 `unmatched`    only one side has the tensor
+`unreadable`   the tensor cannot be read on one side
 =============  ===================================================================================
 
 Admitted causes are the changes that a conversion is supposed to make. Other causes only describe a
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.explaining.causes import percent
 from xckpt.comparison.explaining.quantised_causes import Quantised
-from xckpt.errors import shown, some
+from xckpt.errors import CheckpointError, shown, some
 from xckpt.formatting import counted
 from xckpt.statistics.tables import EXPLANATION_COLUMNS, EXPLANATION_TEXTS
 from xckpt.statistics.views import cause_text
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from xckpt.comparison.pairs import Match
     from xckpt.scan.readers import Reader
 
-Outcome = Literal["explained", "changed", "unmatched"]
+Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 
 #: Causes that explain a tensor. Offsets and scales are admitted only for architectures that are
 #: known to apply them.
@@ -53,7 +54,7 @@ _ONE_SIDE = frozenset({"only_a", "only_b"})
 CAUSES = (
     *("renamed", "misplaced", "fused", "split", "transposed", "rope_permuted", "rows_permuted"),
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "merged", "quantised"),
-    *("rounded", "equal", "changed", "only_a", "only_b"),
+    *("rounded", "equal", "changed", "only_a", "only_b", "unreadable"),
 )
 _ALWAYS = frozenset(EXPLANATION_COLUMNS[:4])
 # Causes that keep every number.
@@ -106,6 +107,8 @@ class Explanation:
         causes = set(self.causes)
         if causes & _ONE_SIDE:
             return "unmatched"
+        if "unreadable" in causes:
+            return "unreadable"
         admitted = ADMITTED | (_ADMITTED_IF_KNOWN if self.is_known else frozenset())
         return "explained" if self.holds and causes <= admitted else "changed"
 
@@ -230,6 +233,12 @@ def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
     return Explanation(("changed",), text, holds=False)
 
 
+def unreadable(problem: CheckpointError) -> Explanation:
+    """Describe a tensor that cannot be read on one side."""
+    text = f"it cannot be read: {CheckpointError(problem.reason, rule=problem.rule)}"
+    return Explanation(("unreadable",), text, holds=False)
+
+
 def unlike(link: Link, steps: Sequence[Step] = ()) -> str:
     """Describe the relation that holds for most elements of a changed tensor, if any."""
     if link.likely is None:
@@ -257,26 +266,34 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
     partners = {name for _, explanation in ours["changed"] for name in explanation.other_names}
     changed += [shown(name) for name, _ in theirs["changed"] if name not in partners]
     missing, added = ([name for name, _ in side["unmatched"]] for side in sides)
+    unread = [name for side in sides for name, _ in side["unreadable"]]
     explained = [explanation for _, explanation in ours["explained"]]
     total = counted(sum(map(len, ours.values())), "tensor")
-    if not explained and not changed and len(added) == sum(map(len, theirs.values())):
-        total_of_b = counted(len(added), "tensor")
-        if not missing or not added:
-            return f"a and b share nothing: a has {total}, b {total_of_b}"
-        counts = f"{total} of a and the {total_of_b} of b"
-        return f"a and b share nothing: no name and no numbers of the {counts}"
+    is_alone = not (unread or explained or changed)
+    if is_alone and len(added) == sum(map(len, theirs.values())):
+        return _nothing_shared(total, missing, added)
     facts = []
     if changed:
         verb = "differs" if len(changed) == 1 else "differ"
         facts.append(f"{len(changed):,} of {total} {verb}: {_listed(changed)}")
+    if unread:
+        facts.append(f"{len(unread):,} cannot be read: {quoted(unread)}")
     if missing:
         of_total = "" if changed else f" of {total}"
         facts.append(f"{len(missing):,}{of_total} {_be(missing)} only in a: {quoted(missing)}")
     if added:
         facts.append(f"{len(added):,} {_be(added)} only in b: {quoted(added)}")
     if explained:
-        facts.append(_summary(explained, is_all=not changed and not missing))
+        facts.append(_summary(explained, is_all=len(explained) == sum(map(len, ours.values()))))
     return "; ".join(facts)
+
+
+def _nothing_shared(total: str, missing: Sequence[str], added: Sequence[str]) -> str:
+    total_of_b = counted(len(added), "tensor")
+    if not missing or not added:
+        return f"a and b share nothing: a has {total}, b {total_of_b}"
+    counts = f"{total} of a and the {total_of_b} of b"
+    return f"a and b share nothing: no name and no numbers of the {counts}"
 
 
 def _be(items: Sequence[object]) -> str:

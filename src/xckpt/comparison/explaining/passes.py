@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from xckpt.comparison.explaining.describing import described, misplaced, tied
 from xckpt.comparison.explaining.joining import joined
-from xckpt.comparison.explaining.outcome import Explanation, related
+from xckpt.comparison.explaining.outcome import Explanation, related, unreadable
 from xckpt.comparison.explaining.renaming import expected, renamed
 from xckpt.comparison.explaining.search import ALIKE, arrangements
 from xckpt.comparison.explaining.verification import Link, Side, examine
@@ -64,6 +64,12 @@ def equal(work: Work) -> Explanations:
     }
 
 
+def unread(work: Work) -> Explanations:
+    """Explain tensors that cannot be read on one side by the error of their file."""
+    problems = [(n, case.match.problem) for n, case in enumerate(work.cases)]
+    return {n: unreadable(problem) for n, problem in problems if problem is not None}
+
+
 def in_place(work: Work) -> Explanations:
     """Explain tensors whose elements keep their positions: rounded, quantised, with an offset."""
     for n in work.open:
@@ -101,6 +107,7 @@ def moved(work: Work) -> Explanations:
 
 #: All passes, in order.
 PASSES: tuple[Callable[[Work], Explanations], ...] = (
+    unread,
     # tensors that have a partner by name
     equal,
     in_place,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.scanning import gather
 from xckpt.scan.trees import LEAF
 from xckpt.storage.limits import cpu_count
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,7 +223,7 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
 
     With `certain`, verify only relations that hold for the whole sample.
     """
-    with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads:
+    with Threads(cpu_count(), "xckpt-explain") as threads:
         list(threads.map(_suggest, links) if len(links) > 1 else map(_suggest, links))
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
     pairs: list[Any] = [link.pair for link in tested]

@@ -23,8 +23,9 @@ Offsets count from D. The versions of burn write different dialects, and no fiel
     0.21          every tensor's start           {"Bool": "Native" | ...}  param, level
     after 0.22-pre.2                                                       tensor, block
 
-The size of the file identifies 0.19: only if the data begin right after the metadata do they end
-with the file.
+A start that is not a multiple of 256 identifies 0.19. If all are, as for a single tensor, the end
+of the file does, where the last tensor ends. If other bytes follow it, only padding other than zero
+identifies 0.19; a file that may be of both kinds is refused.
 
 Names are in the order of their UTF-8 bytes, data in any order. The format has no digests. Burn's
 reader, but not its writer, has limits (100 MiB of metadata, 100,000 tensors, 10 GiB for a tensor);
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 _MAGIC = b"NRUB"
 _HEADER = binary.Struct("<4sHI")
 _ALIGNMENT = 256
+_MOST_COMPARED = 1 << 16
 _NEWEST = 1
 _DIALECTS = ("0.20", "0.21", "0.22")
 
@@ -127,7 +129,7 @@ class Burnpack(Format):
             listed = cbor.mapping("tensors", root.get("tensors"))
             entries = kit.read_each(listed.items(), _descriptor)
             if layout is None:
-                layout = _layout(entries, end, source.size)
+                layout = _layout(entries, end, source)
             start = end if layout == "legacy" else kit.aligned(end, _ALIGNMENT)
             _check_ranges(entries, start, end, source.size)
             tensors = kit.read_each(entries.items(), partial(_tensor, start))
@@ -139,6 +141,8 @@ class Burnpack(Format):
             for key, value in attrs.items():
                 if type(value) is not str:
                     raise cbor.mistyped(f"metadata {key!r}", value, "text")
+            if layout is None:  # another fault of the file is more certain
+                raise _undecided(entries, end, source.size)
         dialect = str(version) if layout == "aligned" else f"{version}-legacy"
         warnings = () if version else ("version 0, which no burn has written, is read as 1",)
         name, size = source.name, source.size
@@ -301,15 +305,35 @@ def _descriptor(_name: str, entry: Any) -> _Descriptor:
     return _Descriptor(start, end, fields)
 
 
-def _layout(entries: Mapping[str, _Descriptor], end: int, size: int) -> str:
-    """Return the layout of a file: only burn 0.19 wrote no padding."""
-    if end % _ALIGNMENT == 0:
-        return "aligned"
+def _layout(entries: Mapping[str, _Descriptor], end: int, source: Readable) -> str | None:
+    """Return the layout of a file, None if it may be either: only burn 0.19 wrote no padding."""
+    start, size = kit.aligned(end, _ALIGNMENT), source.size
     ranges = sorted([(entry.start, entry.end) for entry in entries.values()])
     last = ranges[-1][1] if ranges else 0
     ends = [0, *(stop for _, stop in ranges)]
-    contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
-    return "legacy" if end + last == size and contiguous else "aligned"
+    is_contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
+    if start == end or not is_contiguous:
+        return "aligned"
+    if any(begin % _ALIGNMENT for begin, _ in ranges) or end + last == size:
+        return "legacy"
+    if not last or start + last >= size:  # the aligned data end with the file, or are truncated
+        return "aligned"
+    if any(source.read(end, start - end)):
+        return "legacy"
+    nbytes = start + last - end
+    if nbytes <= _MOST_COMPARED and not any(source.read(end, nbytes)):
+        return "aligned"  # both would be zeros
+    return None
+
+
+def _undecided(entries: Mapping[str, _Descriptor], end: int, size: int) -> FormatError:
+    """Return the error for a file that may be of either layout, with different values."""
+    start, last = kit.aligned(end, _ALIGNMENT), max([entry.end for entry in entries.values()])
+    reason = f"the data begin at byte {end}, if burn 0.19 wrote the file, or at byte {start}; the "
+    reason += f"size cannot tell, because at least {size - start - last} other bytes follow them"
+    hint = f"Cut the file to {end + last} or {start + last} bytes, or pass layout='legacy' or "
+    hint += "layout='aligned'"
+    return FormatError(reason, offset=end, rule="Layout", hint=hint)
 
 
 def _check_ranges(

@@ -71,7 +71,8 @@ _ALIGNED = "general.alignment"
 # The attribute of a tensor with the name of another tensor: a factor that is not applied yet.
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
-_SPLIT_NAME = re.compile(r"(?s)(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MERGE = "the parts of a model with `llama-gguf-split --merge FIRST_PART MODEL`"
+_SPLIT_NAME = re.compile(r"(?is)(.*)-(\d{5})(-of-(\d{5})\.gguf)")
 _KEY = re.compile(r"[a-z0-9_.-]{1,65535}")
 
 _TYPES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
@@ -83,6 +84,7 @@ _BLOCKS |= {29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41:
 _BLOCK_CODES = {name: code for code, name in _BLOCKS.items()}
 _REMOVED = {4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8"}
 _REMOVED |= {36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+_FIRST_REPACKED = 31  # from here on, they rearranged another type for one processor
 
 
 class Gguf(Format):
@@ -91,8 +93,14 @@ class Gguf(Format):
     name = "gguf"
     description = "GGUF files"
     types = _TYPES
+    states_its_files = True
     can = Can(
-        layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY, stated_attrs=_SPLIT
+        # gguf-py divides the last axis of BF16, and fails for the whole file without an axis.
+        scalar_types=tuple([dtype for dtype in _TYPES.values() if dtype != "bfloat16"]),
+        layouts=("dense", "blocks"),
+        tensor_attrs=(_SCALE,),
+        file_attrs=_KEY,
+        stated_attrs=_SPLIT,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
@@ -370,6 +378,7 @@ class _HeadReader:
             scale = f"{name.removesuffix('.weight')}.scale"
             if tensor.dtype == "nvfp4" and scale in tensors:
                 tensors[name] = replace(tensor, attrs={_SCALE: scale})
+        tensors = kit.with_cut_data(tensors, self.size)
         self._check_places(infos, tensors, start, alignment)
         return tensors
 
@@ -427,15 +436,9 @@ class _HeadReader:
                 reason = f"the storage of {dtype} blocks in a big-endian file is undefined"
                 fields["problem"] = UnsupportedError(reason, rule="Endian", **location)
         elif kind not in _TYPES:
-            removed = "was removed from GGUF" if kind in _REMOVED else "is unknown"
-            reason = f"the element type {kind} {removed}, so the size of its elements is unknown"
-            fields["problem"] = UnsupportedError(reason, rule="Type", **location)
+            fields["problem"] = _unknown_type(kind).located(**location)
             return Tensor(name, dtype, shape, {}, **fields)
         nbytes, place = nbytes_of(element, prod(stored)), start + offset
-        if nbytes and place + nbytes > self.size:
-            reason = f"the data end at byte {place + nbytes}, but the file has {self.size} bytes"
-            hint = kit.TRUNCATED
-            fields["problem"] = FormatError(reason, rule="Truncated", hint=hint, **location)
         # The offset of an empty tensor has no meaning, and may be anything.
         place = place if nbytes else min(place, self.size)
         part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
@@ -444,7 +447,7 @@ class _HeadReader:
     def _check_places(
         self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
     ) -> None:
-        """Warn about offsets that ggml refuses, and about a truncated file."""
+        """Warn about offsets that ggml refuses, and about bytes after the last tensor."""
         overlapping: set[str] = set()
         ranges = [
             (part.offset, part.offset + part.nbytes, tensor.name)
@@ -471,9 +474,33 @@ class _HeadReader:
             end = info.offset + tensor.nbytes
             expected = kit.aligned(end, alignment) if tensor.problem is None else None
         expected = max((end for _, end, _ in ranges), default=0)
-        if expected and all(end > self.size for _, end, _ in ranges):
-            reason = f"the file has {self.size} bytes and no data; {expected} bytes are expected"
-            self.notes.add(reason, f"byte {start}")
+        end = start + kit.aligned(expected - start, alignment)
+        if expected and end < self.size and not any(t.problem for t in tensors.values()):
+            for at in dict.fromkeys((expected, end)):
+                self.cursor.at = at
+                if self.cursor.take(min(4, self.cursor.left), "trailing bytes") == _MAGIC:
+                    raise kit.joined_files(at, f"Cut the file at byte {at}, and join {_MERGE}")
+            reason = f"{self.size - end} bytes follow the last tensor, and are ignored; "
+            self.notes.add(reason + "the tensors are intact", f"byte {end}")
+
+
+def _unknown_type(kind: int) -> UnsupportedError:
+    """Return the problem of a tensor whose element type ggml removed, or never had."""
+    name = _REMOVED.get(kind)
+    if name is None:
+        reason = f"the element type {kind} is unknown, so the size of its elements is unknown"
+        hint = "A newer or another version of llama.cpp may have written it: convert it to a known"
+        hint += " type with llama-quantize of that version"
+        return UnsupportedError(reason, rule="Type", hint=hint)
+    reason = f"the element type {kind}, {name.upper()}, was removed from GGUF"
+    hint = "Quantise the original model again"
+    if kind >= _FIRST_REPACKED:
+        hint += (
+            f" to {name[:-4].upper()}, which llama.cpp now rearranges itself when it loads a model"
+        )
+    else:
+        hint += ", for example to Q4_K_M"
+    return UnsupportedError(reason, rule="Type", hint=hint)
 
 
 def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileSet | None:
@@ -487,14 +514,16 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
     name = kit.file_name(path)
     match = _SPLIT_NAME.fullmatch(name)
     if match is None:
-        reader.notes.add(
-            f"file {number + 1} of {count}, by its metadata, is read alone", shown(name)
-        )
+        ending = f"-{number + 1:05}-of-{count:05}.gguf"
+        reason = f"file {number + 1} of {count}, by its metadata, is read alone: to open all, "
+        reason += f"rename it so that it ends with {shown(ending)} and begins as the others do, or "
+        reader.notes.add(f"{reason}join {_MERGE}", shown(name))
         return None
-    stem, named_number, named_count = match[1], int(match[2]), int(match[3])
+    stem, named_number, rest, named_count = match[1], int(match[2]), match[3], int(match[4])
     if (number + 1, count) != (named_number, named_count):
         reason = f"the file is {number + 1} of {count}, but its name is {named_number} of "
         reason += f"{named_count}"
-        hint = "It may have been renamed"
+        hint = f"It may have been renamed: it should end with '-{number + 1:05}-of-{count:05}.gguf'"
         raise FormatError(reason, offset=reader.split_at, rule="Split", hint=hint)
-    return FileSet(tuple(kit.shard_names(stem, count, ".gguf")), number, reader.split_at, total)
+    names = tuple([f"{stem}-{other + 1:05}{rest}" for other in range(count)])
+    return FileSet(names, number, reader.split_at, total)

@@ -45,6 +45,7 @@ from typing import Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable
+from xckpt.formats.foreign import is_versioned_message
 from xckpt.formats.onnx.tensors import TYPES, ProtoReader
 from xckpt.formats.onnx.users import KEPT, Node, Users, axes_by, elements_by
 from xckpt.formats.onnx.wire import BYTES, VARINT, signed
@@ -68,7 +69,7 @@ class Onnx(Format):
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Return whether a model begins; there is no magic, so the suffix lowers the demand."""
-        if head[4:8] == b"ORTM" or len(head) < 2:
+        if head[4:8] == b"ORTM" or len(head) < 2 or is_versioned_message(head):
             return False
         is_model = head[0] == 8 and 0 < head[1] <= 20 and head[2:3] and head[2] in _SEEN_FIRST
         is_named = name.partition("?")[0].lower().endswith(".onnx")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from array import array
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
@@ -48,10 +50,31 @@ TYPES = {
 }
 _UNREAD = {0: "UNDEFINED", 8: "STRING", 27: "FLOAT6E2M3", 28: "FLOAT6E3M2"}
 
-# Bytes of varints that are decoded when the file is opened, of one tensor and of all.
-_MOST_INLINE, _MOST_INLINE_TOTAL = 1 << 16, 1 << 21
+# Bytes of varints that are decoded when the file is opened, of one tensor and of all. Beyond that,
+# packed ones are decoded on demand; numbers in several places are decoded up to a limit.
+_MOST_INLINE, _MOST_INLINE_TOTAL, _MOST_SCATTERED = 1 << 16, 1 << 21, 1 << 25
 _LONGEST_PATH = 64  # a tree splits longer names itself, up to a depth
+_LONGEST_VARINT = 10
+# Wire types of single numbers; others are unknown fields.
+_WIRES = {_FLOATS: FIXED_32, _DOUBLES: FIXED_64}
+_WIRES |= dict.fromkeys((_INT32S, _INT64S, _UINT64S), VARINT)
+_SIZES = {VARINT: 0, FIXED_64: 8, FIXED_32: 4}
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _DIGITS = re.compile(r"[0-9]{1,19}")
+
+
+class _Packed(NamedTuple):
+    """The range of packed numbers or of bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class _Singles(NamedTuple):
+    """Consecutive numbers with a tag each: values of varints, or offsets of numbers of `size`."""
+
+    size: int  # 0 for varints
+    values: array[int]
 
 
 @dataclass(slots=True)
@@ -65,22 +88,22 @@ class _Proto:
     is_segment: bool = False
     is_external: bool = False
     doc: str = ""
-    # By field, the offsets and sizes of packed numbers or bytes; single numbers have a size of 0.
-    data: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    # By field, the offsets and sizes of packed numbers or bytes; between them, single numbers.
+    data: dict[int, list[_Packed | _Singles]] = field(default_factory=dict)
     external: dict[str, str] = field(default_factory=dict)
 
 
 class ProtoReader(Wire):
     """A reader of the tensors of a model."""
 
-    __slots__ = ("_inline", "_siblings", "notes", "shards")
+    __slots__ = ("_inline", "_scattered", "_siblings", "notes", "shards")
 
     def __init__(self, source: Readable) -> None:
         super().__init__(source)
         self.notes = kit.Notes()
         self.shards: dict[str, Shard] = {}
         self._siblings: dict[str, CheckpointError | None] = {}
-        self._inline = _MOST_INLINE_TOTAL
+        self._inline, self._scattered = _MOST_INLINE_TOTAL, _MOST_SCATTERED
 
     def dense(self, nbytes: int, path: tuple[str, ...], name: str | None) -> Tensor:
         """Read a tensor; its name is `name` or its own after `path`, or the path if it is empty."""
@@ -109,15 +132,18 @@ class ProtoReader(Wire):
                     proto.is_external = value == 1
         return proto
 
-    def _place(self, places: list[tuple[int, int]], number: int, wire: int, value: int) -> None:
-        """Add the place of data; the place of a single varint is its value, with a size of 0."""
+    def _place(self, places: list[_Packed | _Singles], number: int, wire: int, value: int) -> None:
+        """Add the place of data."""
         if wire == BYTES:
             if number == _RAW:
                 places.clear()  # the last of several counts
-            places.append((self.at, value))
-        elif number not in {6, _RAW}:
-            size = {VARINT: 0, FIXED_64: 8, FIXED_32: 4}[wire]
-            places.append((value, size))
+            places.append(_Packed(self.at, value))
+        elif wire == _WIRES.get(number):
+            size, last = _SIZES[wire], places[-1] if places else None
+            if not isinstance(last, _Singles) or last.size != size:
+                last = _Singles(size, array("Q"))
+                places.append(last)
+            last.values.append(value)
 
     def _extents(self, proto: _Proto, wire: int, value: int) -> None:
         if wire == VARINT:
@@ -159,7 +185,7 @@ class ProtoReader(Wire):
                 reason = f"data_type {proto.type_id}"
             raise UnsupportedError(f"{reason} cannot be read", rule="DataType")
         needed = nbytes_of(dtype, prod(shape))
-        fields = [number for number, places in proto.data.items() if any(_sizes(places))]
+        fields = [number for number, places in proto.data.items() if any(map(_nbytes, places))]
         if proto.is_external:
             if fields:
                 raise FormatError("data inside and outside of the file", rule="Data")
@@ -172,39 +198,60 @@ class ProtoReader(Wire):
             if needed:
                 raise FormatError(f"no data, but the shape has {needed} bytes", rule="DataLength")
             return Part(dtype, shape, proto.offset, 0)
-        [number], places = fields, proto.data[fields[0]]
-        if number in {_RAW, _FLOATS, _DOUBLES} and len(places) == 1:
-            [(offset, nbytes)] = places
-            inline = None
-        else:
-            offset, inline = proto.offset, self._decoded(number, places, dtype)
-            nbytes = len(inline)
-        if nbytes != needed:
-            reason = f"{nbytes} bytes of data, but {dtype} {list(shape)} has {needed}"
-            raise FormatError(reason, offset=offset, rule="DataLength")
-        return Part(dtype, shape, offset, nbytes, inline=inline)
+        [number] = fields
+        places = [place for place in proto.data[number] if _nbytes(place)]
+        part = self._inside(number, places, Part(dtype, shape, proto.offset, needed))
+        if part.encoding is None and part.nbytes != needed:
+            reason = f"{part.nbytes} bytes of data, but {dtype} {list(shape)} has {needed}"
+            raise FormatError(reason, offset=part.offset, rule="DataLength")
+        return part
 
-    def _decoded(self, number: int, places: list[tuple[int, int]], dtype: str) -> bytes:
+    def _inside(self, number: int, places: list[_Packed | _Singles], part: Part) -> Part:
+        """Return a part with the data of a field; `part` begins with the tensor."""
+        first = places[0]
+        if len(places) == 1 and isinstance(first, _Packed):
+            if number in {_RAW, _FLOATS, _DOUBLES}:
+                return replace(part, offset=first.offset, nbytes=first.nbytes)
+            if first.nbytes > min(_MOST_INLINE, self._inline):
+                return _encoded(first, part)
+            self._inline -= first.nbytes
+        else:
+            stored = sum(map(_nbytes, places))
+            if stored > self._scattered:
+                reason = f"{stored} bytes of data are in many places, and too many to decode"
+                hint = "Save the model again with onnx, which writes each tensor in one place"
+                raise UnsupportedError(reason, rule="Inline", hint=hint)
+            self._scattered -= stored
+        inline = self._decoded(number, places, part.dtype)
+        return replace(part, nbytes=len(inline), inline=inline)
+
+    def _decoded(self, number: int, places: list[_Packed | _Singles], dtype: str) -> bytes:
         """Return numbers of a field as the bytes of elements."""
-        stored = sum([max(1, size) for size in _sizes(places)])
-        self._inline -= stored
-        if stored > _MOST_INLINE or self._inline < 0:
-            reason = f"{stored} bytes of data are not in raw_data, and too many to decode"
-            hint = "Save the model again with onnx, with raw data"
-            raise UnsupportedError(reason, rule="Inline", hint=hint)
-        if number in {_FLOATS, _DOUBLES}:
-            return b"".join([self._bytes(offset, size) for offset, size in places])
-        width = max(1, nbytes_of(dtype, 1))
-        mask = (1 << 8 * width) - 1
-        values: list[int] = []
-        for offset, size in places:
-            if not size:
-                values.append(offset)
-                continue
-            self.at = offset
-            with self.inside(size, "packed numbers"):
-                values += self._varints(size)
-        return b"".join([(value & mask).to_bytes(width, "little") for value in values])
+        data = bytearray()
+        for place in places:
+            if number in {_FLOATS, _DOUBLES}:
+                self._add_fixed(data, place)
+            else:
+                self._add_varints(data, place, _width(dtype))
+        return bytes(data)
+
+    def _add_fixed(self, data: bytearray, place: _Packed | _Singles) -> None:
+        if isinstance(place, _Packed):
+            data += self._bytes(*place)
+            return
+        for offset in place.values:
+            data += self._bytes(offset, place.size)
+
+    def _add_varints(self, data: bytearray, place: _Packed | _Singles, width: int) -> None:
+        element, mask = Struct("<" + _CODES[width]), (1 << 8 * width) - 1
+        if isinstance(place, _Singles):
+            for value in place.values:
+                data += element.pack(value & mask)
+            return
+        self.at = place.offset
+        with self.inside(place.nbytes, "packed numbers"):
+            for value in self._varints(place.nbytes):
+                data += element.pack(value & mask)
 
     def _bytes(self, offset: int, nbytes: int) -> bytes:
         self.at = offset
@@ -232,8 +279,8 @@ class ProtoReader(Wire):
             reason = f"{length} bytes of external data, but {dtype} {list(shape)} has {needed}"
             raise FormatError(reason, rule="ExternalData")
         if offset + needed > size:
-            reason = f"{needed} bytes from byte {offset} of {shown(location)}, which has {size}"
-            raise FormatError(reason, rule="ExternalData", hint=kit.TRUNCATED)
+            reason = f"the file {shown(location)} ends at byte {size}, before the end of its data"
+            raise FormatError(reason, rule="ExternalData", hint=kit.CUT)
         if "length" not in entries and offset + needed < size:
             reason = "external data without a length end before the end of their file"
             self.notes.add(reason, shown(proto.name))
@@ -249,7 +296,9 @@ class ProtoReader(Wire):
         except CheckpointError as error:
             return error.with_traceback(None)
         except OSError as error:
-            reason = f"the file {shown(location)} with its data cannot be read: {error.strerror}"
+            reason = f"the file {shown(location)} with its data is missing"
+            if not isinstance(error, FileNotFoundError):
+                reason = f"the file {shown(location)} with its data: {error.strerror}"
             return MissingShardError(reason, hint="Put it next to the model")
         self.shards[location] = Shard(size, None, (location,), is_confined=True)
         return None
@@ -317,9 +366,33 @@ class ProtoReader(Wire):
         return Part("int64", (ndim, len(rows)), part.offset, len(inline), inline=inline)
 
 
-def _sizes(places: list[tuple[int, int]]) -> list[int]:
-    """Return the sizes of values; a single number counts as one byte."""
-    return [size or 1 for _, size in places]
+def _nbytes(place: _Packed | _Singles) -> int:
+    """Return the size of data in bytes; a single number counts as one byte or its size."""
+    if isinstance(place, _Packed):
+        return place.nbytes
+    return len(place.values) * max(1, place.size)
+
+
+def _encoded(numbers: _Packed, part: Part) -> Part:
+    """Return a part whose elements are packed numbers that are decoded on demand."""
+    width = _width(part.dtype)
+    count = part.nbytes // width
+    if not numbers.nbytes // _LONGEST_VARINT <= count <= numbers.nbytes:
+        reason = f"{numbers.nbytes} bytes of numbers, but {part.dtype} {list(part.shape or ())}"
+        reason += f" has {count} of them"
+        raise FormatError(reason, offset=numbers.offset, rule="DataLength")
+    return replace(
+        part,
+        offset=numbers.offset,
+        nbytes=numbers.nbytes,
+        encoding=f"varint{width}",
+        decoded_nbytes=part.nbytes,
+    )
+
+
+def _width(dtype: str) -> int:
+    """Return the bytes of an element, or of the elements that share one."""
+    return max(1, nbytes_of(dtype, 1))
 
 
 def _shape(dims: list[int], dtype: str) -> tuple[int, ...]:

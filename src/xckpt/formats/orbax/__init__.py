@@ -8,10 +8,15 @@ The files of a checkpoint::
     _strings.json, _sharding        JSON: texts by name; how devices have shared arrays
     array_metadatas/process_0       JSON: kinds of random keys
     checkpoint                      msgpack of old versions: the tree, with values or placeholders
-    _CHECKPOINT_METADATA            JSON: the items in folders below, metrics, times
+    _CHECKPOINT_METADATA            JSON: marks a step, whose items are folders below; times,
+                                    metrics, and since 0.10 the items
+    ITEM/checkpoint/.zarray         an item that is one array
+    ITEM/jax_random_key/...         an item that is a random key, also np_random_key
 
-The name of an array joins the keys of its path with ``.``, so that paths are in `Tensor.path`. The
-class names in these files are texts; nothing is imported or executed.
+The name of an array joins the keys of its path with ``.``, so that paths are in `Tensor.path`. In a
+step with several items with arrays, the first key is the item. Up to 0.5.15, values that were saved
+with ``aggregate=True`` are in ``checkpoint``, and ``_METADATA`` marks them with
+``skip_deserialize``. The class names in these files are texts; nothing is imported or executed.
 
 Specification: checkpoint/orbax/checkpoint of github.com/google/orbax, 0.12.
 """
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from copy import copy
 from dataclasses import replace
 from errno import ENAMETOOLONG
 from typing import TYPE_CHECKING, Any
@@ -31,6 +37,7 @@ from xckpt.errors import (
     MissingShardError,
     UnsupportedError,
     shown,
+    some,
 )
 from xckpt.formats import Format, Readable, kit
 from xckpt.formats.orbax import ocdbt, zarr
@@ -44,9 +51,13 @@ if TYPE_CHECKING:
 _MANIFEST, _TREE, _OLD_TREE = "manifest.ocdbt", "_METADATA", "checkpoint"
 _STEP = "_CHECKPOINT_METADATA"
 _DOCUMENTS = {name.encode() for name in zarr.DOCUMENTS}
-_LARGEST_JSON, _MOST_FILES = 256 << 20, 100_000
+_LARGEST_JSON, _MOST_FILES, _MOST_ITEMS = 256 << 20, 100_000, 1000
 _EMPTY = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 _PLACEHOLDER = "PLACEHOLDER://"
+# The folders of an item that may have its arrays, and the files that mark one of them.
+_ITEM_FOLDERS = ("", "jax_random_key/", "np_random_key/")
+_ONLY_ARRAY = "checkpoint"
+_ITEM_MARKS = (_MANIFEST, _TREE, *[f"{_ONLY_ARRAY}/{name}" for name in zarr.DOCUMENTS])
 _STATED = ("metrics", "custom_metadata", "init_timestamp_nsecs", "commit_timestamp_nsecs")
 
 Path = tuple[str, ...]
@@ -64,9 +75,10 @@ class Orbax(Format):
         """Return whether a file is a manifest of OCDBT, or one that marks a checkpoint."""
         if head.startswith((ocdbt.MAGIC, b'{"tree_metadata"', b'{"item_handlers"')):
             return True
-        return (
-            kit.file_name(name) == _OLD_TREE and head[:1] in _MAPS and _PLACEHOLDER.encode() in head
-        )
+        file_name = kit.file_name(name)
+        if file_name == _OLD_TREE:
+            return head[:1] in _MAPS and _PLACEHOLDER.encode() in head
+        return file_name == _STEP and head.startswith(b"{")
 
     def read(self, source: Readable) -> Index:
         """Read the tree and the documents of arrays, in the order of the tree."""
@@ -78,6 +90,33 @@ class Orbax(Format):
             reason = f"the file begins {head[:8]!r}, and marks no checkpoint of Orbax"
             raise FormatError(reason, offset=0, rule="Magic")
         return _Folder(source, "").read(self.name, head)
+
+
+def _joined(
+    format: str, source: Readable, indexes: Mapping[str, Index], attrs: Mapping[str, Any]
+) -> Index:
+    """Return several items as one checkpoint, with the name of the item before all names."""
+    tensors: dict[str, Tensor] = {}
+    shards: dict[str, Shard] = {}
+    merged, warnings = dict(attrs), []
+    for item, index in indexes.items():
+        is_array = index.tensors.keys() in ({_ONLY_ARRAY}, {"tensor"})
+        for tensor in index.tensors.values():
+            path = () if is_array else tensor.path or (tensor.name,)
+            name = ".".join((item, *path))
+            if name in tensors:
+                reason = f"two items have the name {shown(name)}"
+                raise FormatError(reason, offset=0, tensor=name, rule="DuplicateName")
+            problem = tensor.problem
+            if problem is not None:
+                problem = copy(problem)
+                problem.tensor = name
+            tensors[name] = replace(tensor, name=name, path=(item, *path), problem=problem)
+        merged |= {f"{item}.{key}": value for key, value in index.attrs.items()}
+        warnings += [f"{item}: {text}" for text in index.warnings]
+        shards |= index.shards
+    size = source.size + sum(shard.size for shard in shards.values())
+    return Index(format, "", tensors, merged, source.name, size, shards, tuple(warnings))
 
 
 _MAPS = {bytes([code]) for code in (*range(0x80, 0x90), 0xDE, 0xDF)}
@@ -92,25 +131,42 @@ class _Folder:
         self._notes = kit.Notes()
 
     def step(self, format: str) -> Index:
-        """Read the only item of a step."""
+        """Read the items of a step that have arrays."""
         fields = _json_object(self._source, _STEP)
         handlers = fields.get("item_handlers")
-        names = [*handlers] if type(handlers) is dict else []
-        items = [name for name in names if self._item(name) is not None]
-        if len(items) != 1:
-            listed = ", ".join(map(shown, items or names)) or "no items"
-            reason = f"the checkpoint has {listed}; open the folder of one item"
-            raise FormatError(reason, offset=0, rule="Items")
-        item, mark = items[0], self._item(items[0])
-        folder = _Folder(self._source, f"{item}/")
-        head = bytes(mark.read(0, min(64, mark.size))) if mark is not None else b""
-        index = folder.read(format, head, mark)
+        if type(handlers) is dict and handlers:
+            names = [*handlers]
+        else:  # before 0.10; not all folders can be listed
+            names = [*self._source.folders()] or ["default"]
+        if len(names) > _MOST_ITEMS:
+            reason = f"the checkpoint has {len(names)} items, more than {_MOST_ITEMS}"
+            raise UnsupportedError(reason, offset=0, rule="Items")
+        marks = {name: mark for name in names if (mark := self._item(name)) is not None}
+        if not marks:
+            listed = some(names, "items") if names else "no items"
+            reason = f"the checkpoint has {listed}, and none of them has arrays"
+            hint = "If it has others, open the folder of one of them"
+            raise FormatError(reason, offset=0, rule="Items", hint=hint)
+        indexes = {
+            name: _Folder(self._source, prefix).read(
+                format, bytes(mark.read(0, min(64, mark.size))), mark
+            )
+            for name, (prefix, mark) in marks.items()
+        }
         attrs = {key: fields[key] for key in _STATED if fields.get(key) and is_json(fields[key])}
-        return replace(index, attrs={**attrs, **index.attrs})
+        if len(indexes) == 1:
+            [index] = indexes.values()
+            return replace(index, attrs={**attrs, **index.attrs})
+        return _joined(format, self._source, indexes, attrs)
 
-    def _item(self, name: str) -> Readable | None:
-        files = (self._optional(f"{name}/{mark}") for mark in (_MANIFEST, _TREE))
-        return next((file for file in files if file is not None), None)
+    def _item(self, name: str) -> tuple[str, Readable] | None:
+        """Return the folder of an item's arrays, and the file that marks it; None without any."""
+        for folder in _ITEM_FOLDERS:
+            for mark in _ITEM_MARKS:
+                file = self._optional(f"{name}/{folder}{mark}")
+                if file is not None:
+                    return f"{name}/{folder}", file
+        return None
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -159,6 +215,8 @@ class _Folder:
         database = ocdbt.read(manifest, self._prefix, self._open) if manifest is not None else None
         metadata = self._metadata(source if b'"tree_metadata"' in head else None)
         paths, attrs, raw = self._tree(metadata, source, head)
+        if kit.file_name(source.name) in zarr.DOCUMENTS:
+            paths = {_ONLY_ARRAY: ()}
         values = self._folders(paths) if database is None else database
         is_complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
         store = zarr.Store(values, self._open, is_complete=is_complete)
@@ -191,6 +249,7 @@ class _Folder:
         attrs: dict[str, Any] = {"custom_metadata": custom} if custom and is_json(custom) else {}
         texts = self._json("_strings.json")
         paths: dict[str, Path] = {}
+        elsewhere: dict[str, Path] = {}
         for entry in metadata["tree_metadata"].values():
             keys = entry.get("key_metadata") if type(entry) is dict else None
             value = entry.get("value_metadata") if type(entry) is dict else None
@@ -201,11 +260,38 @@ class _Folder:
             if kind == "string":
                 if type(texts.get(name)) is str:
                     attrs[name] = texts[name]
-            elif str(kind) not in _EMPTY and not value.get("skip_deserialize"):
-                if name in paths:
+            elif str(kind) not in _EMPTY:
+                places = elsewhere if value.get("skip_deserialize") else paths
+                if name in places:
                     self._notes.add("two paths have this name, and one array", shown(name))
-                paths.setdefault(name, path)
-        return paths, attrs, {}
+                places.setdefault(name, path)
+        return paths, *self._aggregated(elsewhere, attrs)
+
+    def _aggregated(
+        self, paths: Mapping[str, Path], attrs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return attributes and tensors with the values that are in the msgpack file."""
+        if not paths:
+            return attrs, {}
+        _, values, stored = self._old_tree(None)
+        tensors: dict[str, Tensor] = {}
+        for name, path in paths.items():
+            if name in stored:
+                tensors[name] = stored[name]
+            elif name in values:
+                attrs[name] = values[name]
+            else:
+                reason = f"its value is not in the file {shown(self._prefix + _OLD_TREE)}"
+                problem = MissingShardError(
+                    reason,
+                    path=self._source.name,
+                    offset=0,
+                    tensor=name,
+                    rule="Missing",
+                    hint="Copy the whole folder",
+                )
+                tensors[name] = Tensor(name, "unknown", (), {}, problem=problem, path=path)
+        return attrs, tensors
 
     def _old_tree(
         self, source: Readable | None

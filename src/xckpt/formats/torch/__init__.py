@@ -16,7 +16,7 @@ Specification: none; the modules name the source files of PyTorch that define th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.torch import containers, deepspeed, distributed
@@ -24,7 +24,7 @@ from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.tensors import Tensors
 
 if TYPE_CHECKING:
-    from xckpt.index import Index
+    from xckpt.index import Index, Tensor
 
 _OLDEST = {"storages", "tensors", "pickle", "sys_info"}  # members of the tar archives of 0.1
 # Names, or folders, of the first member of an archive, below the root folder.
@@ -43,8 +43,10 @@ class Torch(Format):
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Return whether a file is an archive of PyTorch, a chain of pickles, or metadata."""
         if head.startswith(b"PK\3\4"):
-            root, _, name = archive.first_name(head).partition("/")
-            return bool(root) and (name in _FIRST or name.startswith(_FOLDERS))
+            root, _, member = archive.first_name(head).partition("/")
+            is_archive = bool(root) and (member in _FIRST or member.startswith(_FOLDERS))
+            # The files of ranks have an archive for each item, one behind the other.
+            return is_archive and not kit.file_name(name).lower().endswith(distributed.SUFFIX)
         if head[257:262] == b"ustar":
             return head[:100].rstrip(b"\0").decode("latin-1").rstrip("/") in _OLDEST
         if head.startswith(containers.PREVIEW) or containers.is_legacy(head):
@@ -71,12 +73,17 @@ class Torch(Format):
         if distributed.is_metadata(bytes(source.read(0, min(512, source.size)))):
             return distributed.read(self.name, source, notes)
         content = containers.read(source, notes)
-        tensors = Tensors(content.place, notes, content.byteorder, content.base)
-        size, base = content.nbytes, content.base
-        objects = ObjectWalk(tensors, size, notes, base, all_tensors=all_tensors)
-        objects.walk(content.value)
-        named, attrs, version = objects.tensors, objects.attrs, content.version
-        return kit.index_of(self.name, source, named, attrs, notes=notes, version=version)
+        tensors: dict[str, Tensor] = {}
+        attrs: dict[str, Any] = {}
+        for part, path in ((content, ()), (content.constants, ("constants",))):
+            if part is not None and not (path and part.value == ()):
+                maker = Tensors(part.place, notes, part.byteorder, part.base)
+                objects = ObjectWalk(maker, part.nbytes, notes, part.base, all_tensors=all_tensors)
+                objects.walk(part.value, path)
+                tensors |= objects.tensors
+                attrs |= objects.attrs
+        version = content.version
+        return kit.index_of(self.name, source, tensors, attrs, notes=notes, version=version)
 
     def read_folder(self, source: Readable, *, all_tensors: bool = False) -> Index:
         """Read the folder of a training run; options as for `read`."""

@@ -3,7 +3,8 @@
 A zip archive (torch 1.6 and newer) has one folder, of any name, with ``data.pkl``, the storages as
 ``data/<key>``, ``version`` (decimal, 3) and ``byteorder`` (``little`` or ``big``, absent before
 2.1). Members are stored, and aligned by padding in their local headers. A checksum of 0 stands for
-none. Other members are ignored: code of TorchScript, other pickles.
+none. A program of TorchScript has constants in ``constants.pkl`` and ``constants/<key>``: a tuple,
+with all weights if the program is frozen. Other members are ignored: code, other pickles.
 
 Before 1.6 a file has five consecutive pickles and then the storages::
 
@@ -69,6 +70,7 @@ class FileContents(NamedTuple):
     nbytes: int  # of the pickle
     base: int  # offset of the pickle
     byteorder: str = "little"
+    constants: FileContents | None = None  # of a program of TorchScript
 
 
 def read(source: Readable, notes: kit.Notes) -> FileContents:
@@ -93,15 +95,8 @@ def read(source: Readable, notes: kit.Notes) -> FileContents:
 def read_zip(source: Readable, notes: kit.Notes) -> FileContents:
     """Read an archive."""
     members = {member.name: (member, at) for member, at in archive.Archive(source).places()}
-    root = next(iter(members), "").partition("/")[0]
-    if f"{root}/data.pkl" not in members:
-        for name, reason in _OTHERS.items():
-            if f"{root}/{name}" in members:
-                raise UnsupportedError(reason, offset=0, rule="Pickle")
-        raise FormatError(f"the folder {shown(root)} has no data.pkl", offset=0, rule="Pickle")
+    root = _root_of(members)
     cursor = kit.Cursor(source)
-    pickle, base = members[f"{root}/data.pkl"]
-    value = _read_pickle(archive.Content(cursor, pickle, base), pickle, notes)
 
     def word(name: str) -> str:
         """Read a short text, "" if the member is missing."""
@@ -122,8 +117,28 @@ def read_zip(source: Readable, notes: kit.Notes) -> FileContents:
         raise FormatError(f"version is {shown(version)}", offset=0, rule="Version")
     if not version or int(version) not in _VERSIONS:
         notes.add(f"torch reads versions 1 to 10, not {version or 'none'}", "version")
-    place = partial(_member, members, root)
-    return FileContents(version, value, place, pickle.nbytes, base, byteorder)
+
+    def contents(folder: str) -> FileContents:
+        """Read a pickle, whose storages are in the folder of its name."""
+        pickle, base = members[f"{folder}.pkl"]
+        value = _read_pickle(archive.Content(cursor, pickle, base), pickle, notes)
+        place = partial(_member, members, folder)
+        return FileContents(version, value, place, pickle.nbytes, base, byteorder)
+
+    has_constants = f"{root}/constants.pkl" in members
+    constants = contents(f"{root}/constants") if has_constants else None
+    return contents(f"{root}/data")._replace(constants=constants)
+
+
+def _root_of(members: Mapping[str, Any]) -> str:
+    """Return the folder of an archive; raise an error unless it has the pickle of a checkpoint."""
+    root = next(iter(members), "").partition("/")[0]
+    if f"{root}/data.pkl" in members:
+        return root
+    for name, reason in _OTHERS.items():
+        if f"{root}/{name}" in members:
+            raise UnsupportedError(reason, offset=0, rule="Pickle")
+    raise FormatError(f"the folder {shown(root)} has no data.pkl", offset=0, rule="Pickle")
 
 
 def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
@@ -133,7 +148,8 @@ def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.No
     if member.nbytes > most:
         reason = f"the pickle has {member.nbytes} bytes, more than {most}"
         raise UnsupportedError(reason, offset=content.at, rule="Pickle")
-    data = content.whole("data.pkl")
+    label = kit.file_name(member.name)
+    data = content.whole(label)
     machine = Machine(data, base=content.at)
     try:
         value = machine.run()
@@ -142,16 +158,16 @@ def _read_pickle(content: archive.Content, member: archive.Member, notes: kit.No
             error.offset = content.at
         raise
     if machine.at < len(data):
-        notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", "data.pkl")
+        notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", label)
     return value
 
 
-def _member(members: Mapping[str, Any], root: str, key: str) -> Region:
+def _member(members: Mapping[str, Any], folder: str, key: str) -> Region:
     """Return the position of the storage with a key."""
-    entry = members.get(f"{root}/data/{key}")
+    entry = members.get(f"{folder}/{key}")
     if entry is None:
-        reason = f"the archive has no member {shown(f'{root}/data/{key}')}"
-        raise FormatError(reason, rule="Storage")
+        reason = f"the archive has no member {shown(f'{folder}/{key}')}"
+        return Region(0, 0, 0, problem=FormatError(reason, offset=0, rule="Storage", hint=kit.CUT))
     member, at = entry
     nbytes, stored = member.nbytes, member.stored_nbytes
     try:
@@ -201,7 +217,8 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
         storage = storage_of(record)
         if storage is not None:
             kinds.setdefault(storage.key, storage)
-    regions = _storages(source, machines.at, [str(key) for key in keys], kinds)
+    regions, end = _storages(source, machines.at, [str(key) for key in keys], kinds)
+    _check_end(source, end, notes)
 
     def place(key: str) -> Region:
         if key not in regions:
@@ -211,23 +228,40 @@ def _read_legacy(source: Readable, notes: kit.Notes) -> FileContents:
     return FileContents(str(version), value, place, nbytes, base)
 
 
+def _check_end(source: Readable, end: int, notes: kit.Notes) -> None:
+    """Raise `FormatError` if another checkpoint follows the last storage; note other bytes."""
+    if end < source.size:
+        following = bytes(source.read(end, min(64, source.size - end)))
+        if is_legacy(following) or following.startswith(b"PK\3\4"):
+            raise kit.joined_files(end)
+        reason = f"{source.size - end} bytes follow the last storage, and are ignored; "
+        notes.add(reason + "the tensors are intact", f"byte {end}")
+
+
 def _storages(
     source: Readable, at: int, keys: list[str], kinds: Mapping[str, Storage]
-) -> dict[str, Region]:
+) -> tuple[dict[str, Region], int]:
+    """Return the storages by key, with a problem if they are cut off the file, and their end."""
     cursor, regions = kit.Cursor(source, at), {}
+    sizes = [s.numel * itemsize_of(s.dtype) for s in map(kinds.get, keys) if s and s.dtype]
+    end = at + sum(sizes) + len(sizes) * _COUNT.size
     for position, key in enumerate(keys):
         kind, at = kinds.get(key), cursor.at
         if kind is None or kind.dtype is None:
             reason = f"the storage {shown(key)} has an unknown type, and thus an unknown size"
             raise UnsupportedError(reason, offset=at, rule="Storage")
-        count = cursor.number(_COUNT, "the size of a storage")
+        is_cut = cursor.left < _COUNT.size
+        count = kind.numel if is_cut else cursor.number(_COUNT, "the size of a storage")
         if key in regions or count != kind.numel:
             reason = f"storage {position} has {count} elements, not {kind.numel}"
             raise FormatError(reason, offset=at, rule="Storage")
         nbytes = count * itemsize_of(kind.dtype)
-        regions[key] = Region(cursor.at, nbytes, nbytes)
-        cursor.skip(nbytes, f"storage {position}")
-    return regions
+        problem = None
+        if is_cut or nbytes > cursor.left:
+            problem = kit.cut_error(source.size, end, cursor.at)
+        regions[key] = Region(cursor.at, nbytes, nbytes, problem=problem)
+        cursor.skip(nbytes if problem is None else cursor.left, f"storage {position}")
+    return regions, cursor.at
 
 
 class _Chain:

@@ -17,6 +17,7 @@ github.com/pytorch/pytorch, 2.15.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     _Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 METADATA = ".metadata"
+SUFFIX = ".distcp"  # of the files of items
 _MODULE = "torch.distributed.checkpoint"
 _LARGEST_METADATA = 256 << 20
 # Smaller items are read at once; of larger ones, only a little at both ends.
@@ -84,6 +86,10 @@ class _Window:
     def sibling(self, name: str) -> Readable:
         """Raise `FileNotFoundError`: items refer to no other files."""
         raise FileNotFoundError(name)
+
+    def folders(self) -> tuple[str, ...]:
+        """Return no folders."""
+        return ()
 
 
 def read(format: str, source: Readable, notes: kit.Notes) -> Index:
@@ -231,7 +237,7 @@ class _MetadataReader:
             return
         try:
             objects = self._objects(name, item)
-        except (MissingShardError, UnsupportedError) as error:
+        except (FormatError, MissingShardError, UnsupportedError) as error:
             reason = f"a value that is not a tensor is left out: {error.reason}"
             self._notes.add(reason, shown(name))
             return
@@ -265,7 +271,8 @@ class _MetadataReader:
                 in_elements(dtype, origin): self._chunk(name, origin, in_elements(dtype, extents))
                 for origin, extents in places
             }
-        except (MissingShardError, UnsupportedError) as problem:
+        except CheckpointError as problem:  # of a missing, truncated or unsupported file
+            problem = copy(problem).with_traceback(None)
             return Tensor(name, element_named(dtype), size, {}, problem=problem)
         # A tensor in one piece can be of any layout.
         if len(blocks) == 1:

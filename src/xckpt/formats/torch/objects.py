@@ -4,7 +4,8 @@ The name of a tensor is the path to it, joined by dots, without the levels ``_pa
 ``_buffers`` and ``_modules`` of modules: these are the names of a ``state_dict``. By default,
 tensors outside of it (buffers that are not persistent, plain attributes of a module) are short
 texts among the attributes. So are objects of unknown classes; the tensors in their state are
-listed.
+listed. Modules of TorchScript have all values in one mapping; the flags that PyTorch adds to each
+of them are left out.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ _MAPPINGS = {"collections.OrderedDict", "collections.defaultdict", "collections.
 _MAPPINGS |= {"builtins.dict"}
 _SEQUENCES = {"collections.deque", "builtins.list", "builtins.tuple"}
 _SEQUENCES |= {"builtins.set", "builtins.frozenset"}
+# Functions of TorchScript that return their first argument, a list or a mapping.
+_TYPED = {f"torch.jit._pickle.build_{kind}list" for kind in ("int", "bool", "double", "tensor")}
+_TYPED |= {"torch.jit._pickle.restore_type_tag"}
+_SCRIPTED = "__torch__"  # the root of the modules of TorchScript's classes
 _SIZED = {list, tuple, Pairs, PickledSet}
 _WITH_STATE = {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
 _SUBCLASS = "torch._utils._rebuild_wrapper_subclass"
@@ -174,11 +179,11 @@ class ObjectWalk:
         if tensor is not None:
             self._add(tensor)
             return ((key, inner) for key, inner in _attached(call) if not is_plain(inner))
-        inside = wrapped(call)
+        name, args = name_of(call), call.args
+        inside = args[0] if name in _TYPED and args else wrapped(call)
         if inside is not None:
             # An unknown class around a value, which may have tensors in its state.
             return self._items(path, inside)
-        name, args = name_of(call), call.args
         if name in _MAPPINGS:
             return mapping_of(call)
         if name in _SEQUENCES:
@@ -200,9 +205,11 @@ class ObjectWalk:
         if "_parameters" in module or "_modules" in module:
             return _of_module(module, call.state)
         pairs, values = call.pairs or Pairs(), call.values or ()
-        if next(items_of(call.state), None) is None and not pairs and not values:
+        is_empty = next(items_of(call.state), None) is None and not pairs and not values
+        if is_empty and not _is_scripted(kind):
             self._add_attr(path, spelled(call))
-        inner = chain(items_of(call.state), pairs.items(), enumerate(values))
+        state = _state_of(kind, call.state, is_root=not path)
+        inner = chain(state, pairs.items(), enumerate(values))
         states = call.state if type(call.state) is tuple else (call.state,)
         unnamed = chain(enumerate(args), enumerate(s for s in states if type(s) is not Pairs))
         return chain(inner, (item for item in unnamed if _may_have_tensors(item[1])))
@@ -304,6 +311,20 @@ def _of_module(levels: dict[str, Any], state: Any) -> _Items:
     for key, value in items_of(state):
         if type(key) is str and not key.startswith("_"):
             yield key, _Outside(value)
+
+
+def _is_scripted(kind: Any) -> bool:
+    """Return whether a class is one of TorchScript."""
+    return type(kind) is Global and kind.module.partition(".")[0] == _SCRIPTED
+
+
+def _state_of(kind: Any, state: Any, *, is_root: bool) -> _Items:
+    """Return the items of an object's state; for TorchScript, without the flags of each module."""
+    is_scripted = _is_scripted(kind)
+    for key, value in items_of(state):
+        is_flag = type(key) is str and (key.startswith("_") or (key == "training" and not is_root))
+        if not (is_scripted and is_flag and is_plain(value)):
+            yield key, value
 
 
 def _constant(name: str, args: tuple[Any, ...]) -> Any:

@@ -12,6 +12,7 @@ github.com/pytorch/pytorch, 2.15.
 from __future__ import annotations
 
 import struct
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -292,8 +293,12 @@ class Tensors:
         if storage_nbytes != region.nbytes and region.problem is None:
             if storage_nbytes > region.nbytes:
                 reason = f"its storage should have {storage_nbytes} bytes, but has {region.nbytes}"
-                raise FormatError(reason, offset=region.offset, rule="Storage")
-            self._notes.add("bytes after a storage are ignored", f"storage {shown(storage.key)}")
+                problem = FormatError(reason, offset=region.offset, rule="Storage")
+                region = region._replace(problem=problem)
+            else:
+                self._notes.add(
+                    "bytes after a storage are ignored", f"storage {shown(storage.key)}"
+                )
         dtype = storage.dtype if dtype is None else dtype
         size_of = itemsize if dtype is storage.dtype else itemsize_of(dtype)
         at, nbytes = (offset + storage.first) * size_of, layout.span * size_of
@@ -304,7 +309,10 @@ class Tensors:
         tensor = self._of_view(view, dtype, ordered=ordered)
         if meta is not None:
             tensor = self._with_bits(tensor, meta)
-        return tensor if region.problem is None else replace(tensor, problem=region.problem)
+        if region.problem is None:
+            return tensor
+        # A copy, because several tensors can share the storage, and the error gets their names.
+        return replace(tensor, problem=copy(region.problem))
 
     def laid_out(self, size: Any, stride: Any) -> Layout:
         """Return the layout of sizes and strides, or raise `FormatError`."""

@@ -1,0 +1,191 @@
+"""Methods of adapters, as configs and names of tensors state them.
+
+LoRA and DoRA are supported: their update is ``scale * B @ A``. Every other method is recognised by
+``peft_type`` in ``adapter_config.json``, or by words in the names of tensors that only this method
+writes, so that results can name it.
+
+References: peft 0.21.2, `utils/peft_types.py` and `tuners/*`; lycoris-lora 4.1.3, `modules/*`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FLAT_PREFIX", "Method", "method_of_config", "method_of_name", "problem_of_options"]
+
+#: Beginning of the names of kohya and LyCORIS, which have underscores instead of dots.
+FLAT_PREFIX = re.compile(r"(lora_(unet|te[0-9]*|transformer|prior_unet|prior_te)|lycoris)_")
+
+_MERGE = "merge them into the model first, with the library that wrote them"
+_NO_MERGE = "they cannot be merged into weights"
+_OTHER = "the update is another function than scale * B @ A"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method whose adapters are unsupported."""
+
+    name: str
+    # Words between dots in names of tensors that no model and no other method has.
+    words: tuple[str, ...] = ()
+    # Beginning of all words of the method, once the file or its config states the method.
+    prefix: str = ""
+    update: str = _OTHER
+    remedy: str = _MERGE
+
+    @property
+    def note(self) -> str:
+        """Why its adapters are unsupported, and what to do."""
+        return f"{self.name} adapters are unsupported: {self.update}; {self.remedy}"
+
+
+def _pair(name: str, prefix: str, *ends: str, update: str = _OTHER, remedy: str = _MERGE) -> Method:
+    return Method(name, tuple(f"{prefix}{end}" for end in ends), prefix, update, remedy)
+
+
+def _prompt(name: str) -> Method:
+    update = "trained inputs stand before those of the model"
+    return Method(name, update=update, remedy=_NO_MERGE)
+
+
+_SHARED_FACTORS = "all modules share random factors"
+_ROTATION = "the weight is multiplied by a rotation"
+_VECTOR = "activations are multiplied by a vector"
+_COEFFICIENTS = "the update is a transform of a few coefficients"
+
+#: By `peft_type`. Bone is the earlier name of MiSS.
+_METHODS = {
+    "LOHA": _pair(
+        "LoHa", "hada_", "w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2",
+        update="the update is the elementwise product of two products",
+    ),
+    "LOKR": _pair(
+        "LoKr", "lokr_", "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2",
+        update="the update is a Kronecker product",
+    ),
+    "IA3": _pair("(IA)³", "ia3_", "l", update=_VECTOR),
+    "VERA": _pair("VeRA", "vera_", "lambda_b", "lambda_d", update=_SHARED_FACTORS),
+    "PVERA": _pair("PVeRA", "pvera_", "lambda_b", "lambda_d", update=_SHARED_FACTORS),
+    "ADALORA": Method(
+        "AdaLoRA", ("lora_E",), "lora_", "a vector of singular values stands between the factors"
+    ),
+    "OFT": _pair("OFT", "oft_", "R", "r", "blocks", update=_ROTATION),
+    "BOFT": _pair("BOFT", "boft_", "R", "s", update=_ROTATION),
+    "PSOFT": _pair("PSOFT", "psoft_", "R", update=_ROTATION),
+    "HRA": _pair("HRA", "hra_", "u", update=_ROTATION),
+    "ROAD": _pair("RoAd", "road_", "theta", update=_ROTATION),
+    "FOURIERFT": _pair("FourierFT", "fourierft_", "spectrum", update=_COEFFICIENTS),
+    "WAVEFT": _pair("WaveFT", "waveft_", "spectrum", update=_COEFFICIENTS),
+    "C3A": _pair("C3A", "c3a_", "kernel", update="the update is a circular convolution"),
+    "VBLORA": _pair("VB-LoRA", "vblora_", "logits_A", "logits_B"),
+    "UNILORA": _pair("Uni-LoRA", "unilora_", "theta_d"),
+    "TINYLORA": _pair("TinyLoRA", "tinylora_", "P"),
+    "RANDLORA": _pair("RandLoRA", "randlora_", "lambda", "gamma", update=_SHARED_FACTORS),
+    "FROD": _pair("FRoD", "frod_", "lambda_l", "lambda_s_values"),
+    "MISS": _pair("MiSS", "miss_", "block"),
+    "BONE": _pair("Bone", "bone_", "block"),
+    "LN_TUNING": _pair(
+        "LN tuning", "ln_tuning_", "layers", update="they replace norms"
+    ),
+    "TRAINABLE_TOKENS": _pair(
+        "Trainable-token", "trainable_tokens_", "delta", update="they replace rows of an embedding"
+    ),
+    "SHIRA": _pair("SHiRA", "shira_", "weight", "indices", update="the update is sparse"),
+    "DELORA": _pair("DeLoRA", "delora_", "lambda", "w_norm"),
+    "GRALORA": _pair("GraLoRA", "gralora_", "A", "B", update="blocks have products of their own"),
+    "GLORA": _pair("GLoRA", "glora_", "A", "B", "C", "D", "E"),
+    "HIRA": _pair("HiRA", "hira_", "A", "B", update="the weight is multiplied by a product"),
+    "LILY": _pair("Lily", "lily_", "router", remedy=_NO_MERGE),
+    "POLY": _pair(
+        "Poly", "poly_", "lora_A", "lora_B", "router", update="they route inputs", remedy=_NO_MERGE
+    ),
+    "XLORA": Method("X-LoRA", update="they mix several adapters by input", remedy=_NO_MERGE),
+    "BEFT": _pair("BEFT", "beft_", "bias"),
+    "DEFT": _pair("DEFT", "deft_", "P", "R"),
+    "PEANUT": _pair("PEANuT", "peanut_", "A", "B"),
+    "ADAMSS": _pair("AdaMSS", "adamss_"),
+    "OSF": _pair("OSF", "osf_"),
+    "PROMPT_TUNING": _prompt("Prompt tuning"),
+    "MULTITASK_PROMPT_TUNING": _prompt("Multitask prompt tuning"),
+    "P_TUNING": _prompt("P-tuning"),
+    "PREFIX_TUNING": _prompt("Prefix tuning"),
+    "CPT": _prompt("CPT"),
+    "ADAPTION_PROMPT": _prompt("Adaption prompt"),
+    "CARTRIDGE": _prompt("Cartridge"),
+}  # fmt: skip
+# Variants of LoRA that have no `peft_type`.
+_KASA = Method("KaSA", ("lora_diag",), update="a diagonal stands between the factors")
+_TUCKER = Method("LoRA with Tucker decomposition", ("lora_mid",), update="they have a third factor")
+_BY_WORD = {
+    word: method for method in (*_METHODS.values(), _KASA, _TUCKER) for word in method.words
+}
+# Words of LyCORIS that models have as well.
+_BY_COMMON_WORD = {
+    **dict.fromkeys(("diff", "diff_b"), Method("Full", update="they hold differences of weights")),
+    **dict.fromkeys(("w_norm", "b_norm"), Method("Norm", update="they hold differences of norms")),
+    **dict.fromkeys(("a1", "a2", "b1", "b2", "bm"), _METHODS["GLORA"]),
+    **dict.fromkeys(("lambda_layer", "q_layer", "p_layer"), Method("T-LoRA")),
+    "on_input": _METHODS["IA3"],
+}
+_WORDS = _BY_WORD.keys() | _BY_COMMON_WORD.keys()
+# Initial values of factors that PEFT subtracts from the weights of the base model.
+_SUBTRACTED = {
+    "pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA",
+}  # fmt: skip
+_OPTIONS = (
+    *("use_qalora", "use_bdlora", "target_parameters", "layer_replication"),
+    *("alora_invocation_tokens", "arrow_config"),
+)
+_MOST_WORDS = 4  # from the end of a name
+
+
+def method_of_config(config: Mapping[str, Any] | None) -> Method | None:
+    """Return the unsupported method that a config states; None if it is LoRA or not stated."""
+    stated = (config or {}).get("peft_type")
+    if not isinstance(stated, str) or stated.upper() == "LORA":
+        return None
+    return _METHODS.get(stated.upper()) or Method(shown(stated))
+
+
+def method_of_name(name: str, prefixes: Mapping[str, Method]) -> tuple[str, Method] | None:
+    """Return the module of a tensor and the unsupported method that writes such a name.
+
+    `prefixes` has the methods that the file or its config states, by the prefix of their words.
+    """
+    words = name.rsplit(".", _MOST_WORDS)
+    if not prefixes and _WORDS.isdisjoint(words):
+        return None
+    is_flat = FLAT_PREFIX.match(name) is not None
+    for position, word in enumerate(words):
+        method = _BY_WORD.get(word) or (_BY_COMMON_WORD.get(word) if is_flat else None)
+        if method is None:
+            method = next((m for prefix, m in prefixes.items() if word.startswith(prefix)), None)
+        if method is not None:
+            return ".".join(words[:position]), method
+    return None
+
+
+def problem_of_options(config: Mapping[str, Any]) -> str:
+    """Return why the options of a LoRA config are unsupported; empty if they are supported."""
+    used = next((name for name in _OPTIONS if config.get(name)), None)
+    if used is not None:
+        return f"the option {used} is unsupported; {_MERGE}"
+    if config.get("kasa_config"):
+        return _KASA.note
+    init = config.get("init_lora_weights")
+    name = _SUBTRACTED.get(init.partition("_niter_")[0].lower()) if isinstance(init, str) else None
+    if name is None:
+        return ""
+    return Method(
+        name,
+        update="their initial factors were subtracted from the base model",
+        remedy="merge them into it first, or save them with PEFT's "
+        "path_initial_model_for_weight_conversion",
+    ).note

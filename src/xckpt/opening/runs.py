@@ -1,0 +1,118 @@
+"""The steps of a training run in a folder."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from glob import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from xckpt import formats
+from xckpt.opening.files import has_checkpoint, is_called_like_one
+from xckpt.opening.names import form_of, is_companion, is_unfinished, part_of, rank_of, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.storage import Listing, Location
+
+    # Texts between the numbers in names, and whether they are names of folders.
+    _Form = tuple[tuple[str, ...], bool]
+
+__all__ = ["Run", "run_in"]
+
+# Folders that are listed in parallel.
+_CONCURRENCY = 16
+# Burn writes model-5, optim-5 and scheduler-5 after the fifth epoch.
+_BURN = ("model-", "optim-")
+# sd-scripts of kohya writes x-000002.safetensors, and x.safetensors at the end.
+_KOHYA_DIGITS = 6
+
+
+class Run(NamedTuple):
+    """The checkpoints of a training run."""
+
+    steps: dict[int, Location]
+    unfinished: list[str]  # names of steps whose writer did not end, or has not ended
+    others: list[str]  # globs of other series in the same folder
+
+
+def run_in(listing: Listing) -> Run | None:
+    """Return the steps in a folder; None if fewer than two names are steps."""
+    if any(mark in listing.files for mark in formats.folder_marks()):
+        return None
+    forms: dict[_Form, list[str]] = defaultdict(list)
+    for name in (*listing.files, *listing.folders):
+        is_folder = name in listing.folders
+        is_whole = part_of(name) is None and rank_of(name) is None
+        is_checkpoint = is_folder or (is_called_like_one(name) and not is_companion(name))
+        if is_checkpoint and is_whole and name[0] != "." and not is_unfinished(name):
+            forms[form_of(name), is_folder].append(name)
+    runs = {form: names for form, names in forms.items() if steps_of(names) is not None}
+    runs |= _runs_of_burn(forms) | _runs_of_kohya(forms, listing)
+    if not runs:
+        return None
+    form, names = max(runs.items(), key=lambda run: len(run[1]))
+    finished, steps = _finished(names, listing), _numbers_of(names)
+    if len(finished) < 2:
+        return None
+    unfinished = [name for name in (*listing.files, *listing.folders) if is_unfinished(name)]
+    unfinished += [name for name in names if name not in finished]
+    others = [
+        "*".join(map(escape, other[0]))
+        for other, members in runs.items()
+        if other != form and len(members) > 1 and other[1] == form[1]
+    ]
+    series = ["*".join(map(escape, form[0])), *others] if others else []
+    return Run({steps[name]: place for name, place in finished.items()}, unfinished, series)
+
+
+def _numbers_of(names: list[str]) -> dict[str, int]:
+    numbers = steps_of(names) or [int("".join(filter(str.isdecimal, name))) for name in names]
+    return dict(zip(names, numbers, strict=True))
+
+
+def _runs_of_burn(forms: Mapping[_Form, list[str]]) -> dict[_Form, list[str]]:
+    """Return the models of a run whose optimizers have the same numbers."""
+    models, optimizers = (
+        {form: names for form, names in forms.items() if form[0][0] == first} for first in _BURN
+    )
+    numbers = [sorted(_numbers_of(names).values()) for names in optimizers.values()]
+    return {
+        form: names
+        for form, names in models.items()
+        if len(form[0]) == 2 and sorted(_numbers_of(names).values()) in numbers
+    }
+
+
+def _runs_of_kohya(forms: Mapping[_Form, list[str]], listing: Listing) -> dict[_Form, list[str]]:
+    """Return numbered files of which there is a last one without a number: x-000002, x."""
+    return {
+        form: names
+        for form, names in forms.items()
+        if len(form[0]) == 2
+        and form[0][0].endswith("-")
+        and all(len(name) == len("".join(form[0])) + _KOHYA_DIGITS for name in names)
+        and form[0][0][:-1] + form[0][1] in listing.files
+    }
+
+
+def _finished(names: list[str], listing: Listing) -> dict[str, Location]:
+    """Return files, and folders that have a checkpoint, or one folder with a checkpoint."""
+
+    def place_of(name: str) -> Location | None:
+        if name in listing.files:
+            return listing.files[name]
+        contents = listing.folders[name].listing()
+        if contents is None or has_checkpoint(contents):
+            return None if contents is None else listing.folders[name]
+        inner = [
+            folder
+            for name, folder in contents.folders.items()
+            if not is_companion(name) and (below := folder.listing()) and has_checkpoint(below)
+        ]
+        return inner[0] if len(inner) == 1 else None
+
+    with ThreadPoolExecutor(_CONCURRENCY) as threads:
+        places = list(threads.map(place_of, names))
+        return {n: place for n, place in zip(names, places, strict=True) if place is not None}
