@@ -48,7 +48,11 @@ def exploding(w: Any) -> None:
     w[3, 3] = 1e4
 
 
-PLANTED = [lone_element, signs_lost, hole, exploding]
+def equal_rows(w: Any) -> None:
+    w[:40] = w[0]
+
+
+PLANTED = [equal_rows, lone_element, signs_lost, hole, exploding]
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=[plant.__name__ for plant in PLANTED])
@@ -68,6 +72,16 @@ def test_the_first_and_the_last_layer_are_compared_with_the_others(layer: int) -
     name = f"layers.{layer}.up.weight"
     tensors[name] *= 8
     assert rules(tensors) == {(name, "unlike_layer")}
+
+
+def test_experts_that_are_all_equal_are_one_finding() -> None:
+    tensors = trained()
+    for layer in range(2):
+        for expert in range(4):
+            seed = 100 + 10 * layer + (expert if layer else 0)
+            weight = np.random.default_rng(seed).normal(0, 0.05, (64, 64)).astype("f4")
+            tensors[f"layers.{layer}.experts.{expert}.weight"] = weight
+    assert rules(tensors) == {("layers.0.experts.0.weight", "equal_experts")}
 
 
 def test_a_healthy_model_has_no_findings() -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _COMPARED = ("count", "nan", "inf", "zero", "min", "max", "mean", "l2", "top_row", "top_column")
 # Limits the comparisons of tensors that have the same statistics but are not equal.
 _MOST_ROUNDS = 4
+# Fewest experts that are not equal by chance.
+_FEWEST_EXPERTS = 3
 
 
 class EqualTensors:
@@ -44,6 +46,8 @@ class EqualTensors:
             self.twins = equal_to(evidence, _suspects(evidence, self.tied))
         #: Names of the layers of a tensor and its twin, if all tensors of the layers are equal.
         self.copied_layers = _copied_layers(evidence, self.twins)
+        #: Rows of the experts of a layer, by the row of the first one, if all of them are equal.
+        self.equal_experts = _equal_experts(evidence, self.twins)
 
 
 def _suspects(evidence: Evidence, tied: Collection[int]) -> list[list[int]]:
@@ -106,6 +110,25 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
     return copies
 
 
+def _equal_experts(evidence: Evidence, twins: dict[int, int]) -> dict[int, list[int]]:
+    """Return the rows of the experts of layers whose experts are all equal, by the first row."""
+    groups: dict[Any, list[int]] = {}
+    for row in range(len(evidence.names)) if twins else ():
+        parts = evidence.structure.parse(evidence.plain_name(row))
+        layer = [
+            index
+            for module, index in zip(parts.modules, parts.indices, strict=True)
+            if "expert" not in module
+        ]
+        if len(layer) < len(parts.indices):
+            groups.setdefault((evidence.step_of(row), parts.template, *layer), []).append(row)
+    return {
+        rows[0]: rows
+        for rows in groups.values()
+        if len(rows) >= _FEWEST_EXPERTS and all(twins.get(row) == rows[0] for row in rows[1:])
+    }
+
+
 # --- rules ---------------------------------------------------------------------------------------
 
 
@@ -121,6 +144,19 @@ class Tied(Rule):
             yield self.finding(evidence, row, 2, sentence)
 
 
+class EqualExperts(Rule):
+    """All experts of a layer are equal, so that the choice among them has no effect."""
+
+    name, severity = "equal_experts", "warning"
+    roles = CODED
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if evidence.is_new:  # they may begin as copies of one layer
+            return
+        for first, rows in evidence.once(EqualTensors).equal_experts.items():
+            yield self.finding(evidence, first, len(rows), f"all {len(rows)} experts are equal")
+
+
 class Duplicated(Rule):
     """The elements of a matrix are stored twice."""
 
@@ -130,9 +166,10 @@ class Duplicated(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         equals = evidence.once(EqualTensors)
+        experts = {row for rows in equals.equal_experts.values() for row in rows}
         for row, twin in equals.twins.items():
             nbytes = evidence.readers[row].nbytes
-            is_copy = row in equals.copied_layers
+            is_copy = row in equals.copied_layers or row in experts
             # All layers of a new model may begin with the same numbers.
             siblings = evidence.families[evidence.family_of(row)]
             is_copy |= evidence.is_new and all(

@@ -169,6 +169,17 @@ class Evidence:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
         return self.structure.module_type(self.plain_names[row])
 
+    def equal_rows(self, row: int) -> int:
+        """Return the largest number of equal rows of a matrix, zeros aside; it is read."""
+        values = np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
+        channels = self.structure.channels(self.plain_names[row])
+        axes = (0,) if channels is None else channels.rows
+        matrix = np.moveaxis(values, axes, range(len(axes)))
+        matrix = np.ascontiguousarray(matrix.reshape(int(np.prod(matrix.shape[: len(axes)])), -1))
+        matrix = matrix[matrix.any(axis=1)]
+        counts = np.unique(matrix, axis=0, return_counts=True)[1]
+        return int(counts.max()) if len(counts) else 0
+
     def slot(self, row: int) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
         return self.structure.slot(self.plain_names[row])

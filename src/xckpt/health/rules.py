@@ -16,7 +16,7 @@ import numpy as np
 from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS
 from xckpt.formatting import binary_size, counted
 from xckpt.health.code_ranges import NarrowCodes, SaturatedCodes
-from xckpt.health.equal_tensors import CopiedLayer, Duplicated, Tied
+from xckpt.health.equal_tensors import CopiedLayer, Duplicated, EqualExperts, Tied
 from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding, out_of_line
 from xckpt.health.runs import IdenticalStep, StoppedChanging, UnlikeStep
 from xckpt.statistics.channel_sketches import OUTLYING
@@ -418,6 +418,9 @@ class ZeroCentredNorm(_Norm):
             mean, is_constant = evidence["mean"][row], evidence["std"][row] == 0
             if evidence["std"][row] > self.most_spread * centre:
                 continue
+            family = evidence.families[evidence.family_of(row)]
+            if len(family) > 1 and all(self._is_centred_on_zero(evidence, r) for r in family):
+                continue  # a convention: the last norm of a residual block begins at zero
             if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
                 sentence = f"its weights are centred on {mean:.2g}, {norms}: is 1 missing?"
                 yield self.finding(evidence, row, mean, sentence)
@@ -508,12 +511,24 @@ class UnlikeLayer(Rule):
 class _UnlikeSiblings(Rule):
     """A matrix has a property that none of its siblings has."""
 
+    # Siblings are those of the same kind of module, if a matrix has few of its own.
     roles = frozenset({Role.WEIGHT, Role.AVERAGE})
     fewest_siblings, fewest_elements = 3, 256
 
+    def _groups(self, evidence: Evidence) -> Iterator[list[int]]:
+        alone: dict[Any, list[int]] = {}
+        for siblings in evidence.families.values():
+            if len(siblings) > self.fewest_siblings:
+                yield siblings
+                continue
+            for row in siblings:
+                kind = evidence.module_type(row), len(evidence.shapes[row]), evidence.step_of(row)
+                alone.setdefault(kind, []).append(row)
+        yield from (rows for kind, rows in alone.items() if kind[0] in _WITH_KERNELS)
+
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         count, std = evidence["count"], evidence["std"]
-        for siblings in evidence.families.values():
+        for siblings in self._groups(evidence):
             rows = [
                 row
                 for row in siblings
@@ -539,6 +554,10 @@ class _UnlikeSiblings(Rule):
 
     def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
         raise NotImplementedError
+
+
+# Kinds of modules whose matrices are alike, wherever they are.
+_WITH_KERNELS = frozenset({"linear", "convolution"})
 
 
 class SignsLost(_UnlikeSiblings):
@@ -574,6 +593,34 @@ class Hole(_UnlikeSiblings):
     def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
         zero, count = evidence["zero"][row], evidence["count"][row]
         return zero, f"{zero:,.0f} of its {count:,.0f} elements are exactly 0"
+
+
+class EqualRows(Rule):
+    """Many output channels of a matrix are equal."""
+
+    name, severity = "equal_rows", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    threshold = 8  # rows
+    fewest_elements = 8  # of a row
+    #: Largest matrix that is read to compare its rows.
+    most_elements = 1 << 25
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if not evidence.readers or evidence.is_new:
+            return
+        rows, count = evidence["equal_rows"], evidence["count"]
+        is_long = count / evidence["row_count"] >= self.fewest_elements
+        is_read = is_long & (count <= self.most_elements) & (rows >= self.threshold)
+        for row in np.flatnonzero(is_read).tolist():
+            # Unused tokens of a vocabulary are often equal.
+            if evidence.module_type(row) == "embedding" or evidence.is_tied_head(row):
+                continue
+            number, total = evidence.equal_rows(row), evidence["row_count"][row]
+            if number >= self.threshold:
+                word = evidence.channel_words(row)[0]
+                yield self.finding(
+                    evidence, row, number, f"{number} of {total:,.0f} {word}s are equal"
+                )
 
 
 # --- element types -------------------------------------------------------------------------------
@@ -630,11 +677,11 @@ RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), LoneElement()),
-        *(NegativeMoment(), SignsLost(), Hole()),
+        *(NegativeMoment(), SignsLost(), Hole(), EqualRows()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),
-        *(Tied(), Duplicated(), CopiedLayer()),
+        *(Tied(), Duplicated(), EqualExperts(), CopiedLayer()),
         *(IdenticalStep(), UnlikeStep(), StoppedChanging()),
     )
 }

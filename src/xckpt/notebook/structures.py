@@ -1,4 +1,4 @@
-"""What tensors are in their model, as tables and as text."""
+"""The structure of a model as tables and as text."""
 
 from __future__ import annotations
 

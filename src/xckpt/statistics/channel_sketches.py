@@ -31,7 +31,7 @@ OF_CHANNELS = (
     *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
     *("row_count", "column_count", "empty_rows", "first_empty_row", "first_dead_column"),
-    "next_largest",
+    *("next_largest", "equal_rows"),
 )
 #: Magnitude beyond which elements are outliers, in standard deviations.
 OUTLYING = 20.0
@@ -154,6 +154,8 @@ def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[f
         statistics["empty_rows"] = float(np.count_nonzero(patterns[0] == 0))
         statistics["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
         statistics["dead_block"] = float(max(map(_block, patterns)))
+        if not kind.exact:
+            statistics["equal_rows"] = _most_equal(patterns[0])
         rows, columns = (_magnitudes(side, kind) for side in patterns)
         alive = rows[rows > 0]
         # `numpy.median` would double the duration of this function.
@@ -179,6 +181,13 @@ def _first(mask: Array) -> float:
 def _second(values: Array) -> float:
     """Return the second largest value; 0 for fewer than two."""
     return float(np.partition(values, -2)[-2]) if len(values) > 1 else 0.0
+
+
+def _most_equal(patterns: Array) -> float:
+    """Return the largest number of rows with the same largest element, zero aside."""
+    alive = np.sort(patterns[patterns > 0])
+    starts = np.flatnonzero(np.diff(alive, prepend=0))
+    return float(np.diff(np.append(starts, len(alive))).max()) if len(alive) else 0.0
 
 
 def _sides(sketch: ChannelSketch, reader: Any) -> list[Array]:

@@ -1,4 +1,4 @@
-"""What the tensors of a model are: roles, modules, axes, and the evidence for them.
+"""The structure of a model: roles, modules and axes of its tensors, and the evidence for them.
 
 Formats hand over facts, and this room draws the conclusions, once for all others: `structure_of` an
 Index, or a `Structure` of tensors from elsewhere. The room imports `index` and `errors` only. Read

@@ -1,4 +1,4 @@
-"""Conventions of frameworks: what the name, the element type and the shape of a tensor suggest.
+"""Conventions of frameworks for the names, element types and shapes of tensors.
 
 They decide where a file states nothing itself. `docs/roles.md` shows the table with examples.
 
@@ -270,18 +270,24 @@ _COMPONENTS = frozenset(
 
 def module_type_by_name(name: str, shape: tuple[int, ...]) -> str:
     """Return the type of a module by its path; empty if the path does not tell."""
-    module = _PARAM.sub("", name)
     # The router of a mixture has a row for each expert.
-    is_named = _ROUTER.search(module) is not None and not module.endswith("_proj")
-    if is_named and len(shape) == 2 and 2 <= shape[0] < shape[1]:
+    may_route = len(shape) == 2 and 2 <= shape[0] < shape[1]
+    return _module_type(_NUMBER.sub("0", name), len(shape), may_route=may_route)
+
+
+@lru_cache(_MAX_FORMS)
+def _module_type(name: str, ndim: int, *, may_route: bool) -> str:
+    """Return the type of a module; `name` has 0 for every number."""
+    module = _PARAM.sub("", name)
+    if may_route and _ROUTER.search(module) is not None and not module.endswith("_proj"):
         return "router"
     if _EMBEDDING.search(name):
         return "embedding"
-    if len(shape) < 2 or module == name:
+    if ndim < 2 or module == name:
         return ""
-    if len(shape) in {4, 5} or (len(shape) == 3 and _CONVOLUTION.search(name)):
+    if ndim in {4, 5} or (ndim == 3 and _CONVOLUTION.search(name)):
         return "convolution"
-    return "linear" if len(shape) == 2 else ""
+    return "linear" if ndim == 2 else ""
 
 
 def slot_by_name(name: str) -> str:

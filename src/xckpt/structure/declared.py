@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Conclusion(NamedTuple):
-    """What follows from the facts about a tensor."""
+    """Conclusions from the facts about a tensor."""
 
     #: None if the facts leave it open.
     role: Role | None = None
@@ -105,7 +105,7 @@ def facts_of(tensor: Tensor) -> Mapping[str, Any] | None:
 
 # --- operators of a graph ------------------------------------------------------------------------
 
-# What each input of an operator is; the last letter counts for all further inputs in `_REPEATED`.
+# The inputs of each operator; the last letter counts for all further inputs in `_REPEATED`.
 #   w weight   b bias   m running statistic   c codes   s scale or zero point of codes
 #   k constant of the graph   e operand of arithmetic   g table to gather from   - anything else
 _INPUTS = {
@@ -190,16 +190,16 @@ _INTEGER = re.compile(r"u?int[0-9]+|bool|string")
 def _from_uses(
     uses: tuple[Use, ...], dtype: str, shape: tuple[int, ...], *, is_constant: bool
 ) -> Conclusion:
-    letters = [(_letter(operator, position), operator, position, others) for
-               operator, position, others in uses]  # fmt: skip
-    letter, operator, position, others = min(letters, key=lambda use: _RANK.index(use[0]))
+    letters = [(_letter(operator, position), operator, position, producers) for
+               operator, position, producers in uses]  # fmt: skip
+    letter, operator, position, producers = min(letters, key=lambda use: _RANK.index(use[0]))
     reason = f"{operator}[{position}]"
     module_type = next((kind for kind in map(_module_type, uses) if kind), "")
     size = _size(shape)
     is_integer = _INTEGER.fullmatch(dtype) is not None
     role = _ROLES.get(letter)
     if letter == "e":
-        role = _operand_role(operator, others, size, is_constant=is_constant or is_integer)
+        role = _operand_role(operator, producers, size, is_constant=is_constant or is_integer)
     elif letter == "t":
         role = Role.CONSTANT if is_integer or size <= 1 else None
     elif letter == "g":
@@ -229,24 +229,24 @@ def _letter(operator: str, position: int) -> str:
 
 
 def _module_type(use: Use) -> str:
-    operator, position, others = use
+    operator, position, producers = use
     letter = _letter(operator, position)
     if letter == "e" and operator == "Add":
-        operator = next(filter(PRODUCTS.fullmatch, others), "")
+        operator = next(filter(PRODUCTS.fullmatch, producers), "")
     elif letter not in {"w", "b", "c", "m", "g"}:
         return ""
     return next((kind for word, kind in _MODULES if word in operator), "")
 
 
 def _operand_role(
-    operator: str, others: tuple[str, ...], size: int, *, is_constant: bool
+    operator: str, producers: tuple[str, ...], size: int, *, is_constant: bool
 ) -> Role | None:
     """Return the role of an operand of arithmetic."""
-    if operator == "Mul" and not _QUANTISERS.isdisjoint(others):
+    if operator == "Mul" and not _QUANTISERS.isdisjoint(producers):
         return Role.SCALE  # of an activation times that of the weight
-    if operator == "Add" and any(map(PRODUCTS.fullmatch, others)):
+    if operator == "Add" and any(map(PRODUCTS.fullmatch, producers)):
         return Role.WEIGHT
-    if is_constant or size <= 1 or (operator in {"Sub", "Div"} and "" in others):
+    if is_constant or size <= 1 or (operator in {"Sub", "Div"} and "" in producers):
         return Role.CONSTANT
     return Role.WEIGHT if operator in {"Add", "Mul"} else None
 

@@ -1,4 +1,4 @@
-"""What a tensor is in its model: its role, its module, its axes, and the evidence for them."""
+"""The role, module and axes of a tensor in its model, and the evidence for them."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Evidence(NamedTuple):
     #: Field that the reason is about.
     field: str
     value: str
-    #: What is stated, or what the name or the shape looks like.
+    #: The fact that is stated, or the convention of the name or the shape.
     reason: str
     #: False if a stronger source decided otherwise.
     decided: bool = True
 
 
 class TensorInfo(NamedTuple):
-    """What a tensor is in its model.
+    """The place and purpose of a tensor in its model.
 
     Parameters
     ----------

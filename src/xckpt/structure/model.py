@@ -1,4 +1,4 @@
-"""`Structure`: what each tensor of a model is, from all sources, strongest first.
+"""`Structure`: the tensors of a model, described from all sources, strongest first.
 
 1. The file states facts about the tensor: operators, classes of layers (`declared`).
 2. The file states facts about the model: its config, the lists of an optimizer.
@@ -38,7 +38,7 @@ _OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
 
 class Structure(Mapping[str, TensorInfo]):
-    """What each tensor of a model is: a mapping of names to `TensorInfo`.
+    """The tensors of a model: a mapping of names to `TensorInfo`.
 
     Roles, repeated modules and scales are worked out for all tensors together, when they are first
     asked for.
@@ -68,7 +68,7 @@ class Structure(Mapping[str, TensorInfo]):
 
     @cached_property
     def _conclusions(self) -> dict[str, Conclusion]:
-        """What follows from the facts of the file, for tensors that it states facts about."""
+        """Conclusions from the facts of the file, for tensors that it states facts about."""
         stated = {
             name: (tensor.declared, tensor.dtype, tensor.shape)
             for name, tensor in self._tensors.items()
@@ -206,12 +206,12 @@ class Structure(Mapping[str, TensorInfo]):
 
     @cached_property
     def _repeated(self) -> RepeatedModules:
-        own = (
+        forms = (
             (form.template, form.kind[0], form.indices)
             for form in self.forms
             if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
         )
-        return RepeatedModules(own)
+        return RepeatedModules(forms)
 
     def parse(self, name: str) -> ParsedName:
         """Take a name apart, with indices of repeated modules only."""

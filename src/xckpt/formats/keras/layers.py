@@ -24,6 +24,7 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "batch_normalization": (*_SCALES, "moving_mean", "moving_variance"),
     "layer_normalization": _SCALES,
     "group_normalization": _SCALES,
+    "normalization": ("mean", "variance", "count"),
     "rms_normalization": ("scale",),
     "p_re_lu": ("alpha",),
     "attention": ("scale",),
@@ -64,6 +65,8 @@ _NUMBER = re.compile(r"_[0-9]+$")
 _WORD, _CAMEL = re.compile(r"(.)([A-Z][a-z]+)"), re.compile(r"([a-z])([A-Z])")
 # Fewest variables of a dense layer whose inputs are scaled to float8.
 _FLOAT8_VARIABLES = 7
+# Most variables of a dense layer with codes of 8 bits.
+_INT8_VARIABLES = 3
 
 
 # Variables of quantised layers by mode, in the order of the file; `bias` is optional, and so are
@@ -126,6 +129,7 @@ class Layers:
             layer = self._layers.get(str(name), _Layer(kind))
             # Layers inside a layer have a path, but no configuration.
             layer = layer._replace(kind=kind) if f"{kind} kernel" in _AXES else layer
+            layer = _with_mode(layer, siblings)
             variable = _variable(layer, last, siblings)
             name = name if type(name) is str else None
         elif ":" in last or {"model_weights", "optimizer_weights"} & {*group[:1]}:
@@ -166,6 +170,16 @@ def _layer(class_name: str, config: Mapping[str, Any]) -> _Layer:
     if kind == "einsum_dense":
         has_bias = config.get("bias_axes") is not None
     return _Layer(kind, mode, has_bias if type(has_bias) is bool else None)
+
+
+def _with_mode(layer: _Layer, siblings: Mapping[str, Tensor]) -> _Layer:
+    """Return a layer with the mode of quantisation that its variables show, if none is stated."""
+    first = siblings.get("0")
+    is_dense = _ROLES.get(layer.kind) == _WEIGHTS and first is not None
+    if layer.mode or not is_dense or first is None or "float" in first.dtype:
+        return layer
+    # Codes of 8 bits have a bias and scales next to them, packed ones also zero points and indices.
+    return layer._replace(mode="int4" if len(siblings) > _INT8_VARIABLES else "int8")
 
 
 def _described(tensor: Tensor, layer: _Layer, name: str | None, variable: str | None) -> Tensor:
