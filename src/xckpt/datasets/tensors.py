@@ -411,7 +411,9 @@ class OpenTensors:
             nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
         listing.members[row.name] = members
         for member in members.numbers:
-            if member not in listing.homes and member not in self._flat.variables:
+            # A single step of a run has the name of its variable.
+            is_other = member != row.name and member in self._flat.variables
+            if member not in listing.homes and not is_other:
                 listing.homes[member] = row.name
                 yield Row(member, row.dtype, shape, nbytes, row.storage, row.declared)
 

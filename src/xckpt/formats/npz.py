@@ -288,7 +288,7 @@ def _stream(cursor: kit.Cursor, notes: kit.Notes) -> tuple[dict[str, Tensor], st
             notes.add(f"{reason}, and are ignored, as by numpy; the array is intact", "arr_0")
             break
         tensor = _next_array(cursor, name)
-        if not tensors and not tensor.parts and isinstance(tensor.problem, FormatError):
+        if not tensors and tensor.dtype == "unknown" and isinstance(tensor.problem, FormatError):
             raise tensor.problem  # of the first header
         tensors[name] = tensor
     return tensors, version
