@@ -175,9 +175,11 @@ class TestScans:
         opened(web)  # the header is cached, so that later requests are for data
         web.behaviour.replaced_after = len(web.requests) + 5
         web.behaviour.latency = 0.01  # not everything has come
-        with dask.config.set({"xckpt.read-ahead": 2 * REQUEST}):
-            with pytest.raises(FileChangedError, match=web.url):
-                scan(f"{web.url}/m.zt", tmp_path)
+        with (
+            dask.config.set({"xckpt.read-ahead": 2 * REQUEST}),
+            pytest.raises(FileChangedError, match=web.url),
+        ):
+            scan(f"{web.url}/m.zt", tmp_path)
 
     def test_bytes_that_never_come(self, web: WebServer) -> None:
         options = {"xckpt": {"timeout": 0.5}}
