@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.errors import CheckpointError
-    from xckpt.storage import Location, Source
 
 __all__ = ["CheckpointFile", "CheckpointFiles"]
 
@@ -91,8 +90,9 @@ class CheckpointFiles:
     warnings: tuple[str, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     weight_map: Mapping[str, str] | None = field(default=None, repr=False)
-    places: Mapping[str, Location | Source] = field(default_factory=dict, repr=False, compare=False)
-    unlisted: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+    # A `Location` or `Source` each; the Index, which has a description, knows neither.
+    places: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    unlisted: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def facts(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.index import FileSet
-    from xckpt.storage import Listing
+    from xckpt.storage import FolderListing
 
     Place = Location | Source
 
@@ -240,7 +240,7 @@ def _sibling(source: Source, name: str) -> Source | None:
 # --- folders --------------------------------------------------------------------------------------
 
 
-class _Group(NamedTuple):
+class _FileGroup(NamedTuple):
     """Files, or folders of ranks, that are one checkpoint by their names."""
 
     by: Literal["single", "numbers", "ranks"]
@@ -256,7 +256,7 @@ class _Group(NamedTuple):
         return f"{part.stem}*{name[name.lower().index('-of-') :]}"
 
 
-def _files_in_folder(listing: Listing, format: str | None = None) -> CheckpointFiles:
+def _files_in_folder(listing: FolderListing, format: str | None = None) -> CheckpointFiles:
     """Return the files of the checkpoint in a folder; `format` may choose among several."""
     snapshot = _snapshot_of_cache(listing)
     if snapshot is not None:
@@ -265,10 +265,10 @@ def _files_in_folder(listing: Listing, format: str | None = None) -> CheckpointF
         place = listing.files.get(mark)
         if place is not None and (_is_certain(mark) or _is_recognized(place)):
             return listed_as("mark", listing.name, {place.text: place})
-    return _Folder(listing, format).choose()
+    return _FolderChoice(listing, format).choose()
 
 
-def has_checkpoint(listing: Listing) -> bool:
+def has_checkpoint(listing: FolderListing) -> bool:
     """Return whether a folder has files with names of checkpoints, whatever their contents."""
     marks = formats.folder_marks()
     return any(name in marks or is_called_like_one(name) for name in listing.files) or (
@@ -311,10 +311,10 @@ def _is_recognized(place: Location) -> bool:
         return formats.recognized(header) is not None
 
 
-class _Folder:
+class _FolderChoice:
     """The files in a folder, sorted by what their names state."""
 
-    def __init__(self, listing: Listing, format: str | None) -> None:
+    def __init__(self, listing: FolderListing, format: str | None) -> None:
         self.listing, self.format = listing, format
         names = sorted(listing.files, key=natural_key)
         self.unfinished = [name for name in (*names, *listing.folders) if is_unfinished(name)]
@@ -427,10 +427,10 @@ class _Folder:
                 f"{shown(name)} is opened, as in transformers, and not the files of "
                 f"{shown(index)}, which vLLM loads; to open those, open the index"
             )
-            return self._files_of(_Group("single", [name]))
+            return self._files_of(_FileGroup("single", [name]))
         return files
 
-    def _group(self, checkpoints: list[str]) -> _Group | None:
+    def _group(self, checkpoints: list[str]) -> _FileGroup | None:
         """Return the files that are the checkpoint; None without any, or if several may be."""
         groups = _groups_of(checkpoints)
         if self.format is not None:
@@ -443,13 +443,13 @@ class _Folder:
         if not groups:
             folders = sorted(self.listing.folders, key=natural_key)
             ranks = [name for name in folders if rank_of(name) is not None]
-            return _Group("ranks", ranks) if are_ranks(ranks) else None
+            return _FileGroup("ranks", ranks) if are_ranks(ranks) else None
         return groups[0] if len(groups) == 1 else None
 
-    def _files_of(self, group: _Group) -> CheckpointFiles:
+    def _files_of(self, group: _FileGroup) -> CheckpointFiles:
         missing = _missing_parts(group.names) if group.by == "numbers" else []
         if missing and formats.states_its_files(group.names[0]):
-            group, missing = _Group("single", group.names[:1]), []
+            group, missing = _FileGroup("single", group.names[:1]), []
         if missing:
             part = part_of(group.names[0])
             numbers = [str(p.number) for name in missing if (p := part_of(name)) is not None]
@@ -505,7 +505,7 @@ class _Folder:
                 return name
         return None
 
-    def _newest(self) -> Listing | None:
+    def _newest(self) -> FolderListing | None:
         """Return the folder of the newest step of a run; None without one."""
         folder = self.listing.folders.get(self._latest() or "")
         newest = None if folder is None else folder.listing()
@@ -513,7 +513,7 @@ class _Folder:
 
     def _foreign(self) -> FormatError | None:
         """Return the error of a folder of another kind, or of the only folder in it."""
-        inner: Listing | None = None
+        inner: FolderListing | None = None
         if not self.names and len(self.listing.folders) == 1:
             with suppress(OSError):
                 inner = next(iter(self.listing.folders.values())).listing()
@@ -555,26 +555,26 @@ def _names_of(files: CheckpointFiles) -> Iterator[str]:
         yield file.path.rstrip("/").rpartition("/")[2]
 
 
-def _groups_of(names: Sequence[str]) -> list[_Group]:
+def _groups_of(names: Sequence[str]) -> list[_FileGroup]:
     """Group the files that are one checkpoint by their names."""
-    groups: dict[tuple[Any, ...], _Group] = {}
+    groups: dict[tuple[Any, ...], _FileGroup] = {}
     for name in names:
         part, rank = part_of(name), rank_of(name)
         if is_chunked(name):
-            group = groups.setdefault(("chunks",), _Group("single", []))
+            group = groups.setdefault(("chunks",), _FileGroup("single", []))
         elif part is not None:
-            group = groups.setdefault(("part", *part.family), _Group("numbers", []))
+            group = groups.setdefault(("part", *part.family), _FileGroup("numbers", []))
         elif rank is not None:
-            group = groups.setdefault(("rank", *rank.family), _Group("ranks", []))
+            group = groups.setdefault(("rank", *rank.family), _FileGroup("ranks", []))
         else:
-            group = groups.setdefault(("file", name), _Group("single", []))
+            group = groups.setdefault(("file", name), _FileGroup("single", []))
         group.names.append(name)
-    whole: list[_Group] = []
+    whole: list[_FileGroup] = []
     for group in groups.values():
         if group.by != "ranks" or are_ranks(group.names):
             whole.append(group)
         else:
-            whole += [_Group("single", [name]) for name in group.names]
+            whole += [_FileGroup("single", [name]) for name in group.names]
     return whole
 
 
@@ -584,7 +584,7 @@ def is_called_like_one(name: str) -> bool:
     return is_index(lower) or any(lower.endswith(formats.suffixes(f)) for f in formats.names())
 
 
-def _snapshot_of_cache(listing: Listing) -> Listing | None:
+def _snapshot_of_cache(listing: FolderListing) -> FolderListing | None:
     """Return the snapshot in a folder of the Hub's cache; None for other folders."""
     path = Path(listing.name)
     if path.name == "snapshots" and _CACHED_REPOSITORY.fullmatch(path.parent.name):

@@ -40,7 +40,7 @@ def merge(files: CheckpointFiles, opened: Sequence[Opened]) -> tuple[Source, Ind
     sources: dict[str, Source] = {}
     shards: dict[str, Shard] = {}
     arrangement = Arrangement()
-    merged = _Merged(files)
+    merged = _MergedTensors(files)
     for file in opened:
         arrangement = arrangement.grown(file.index.arrangement, ())
         sources[file.label] = file.source
@@ -71,7 +71,7 @@ def merge(files: CheckpointFiles, opened: Sequence[Opened]) -> tuple[Source, Ind
     return ShardedSource(files.name, sources), replace(index, checkpoint=checkpoint)
 
 
-class _Merged:
+class _MergedTensors:
     """The tensors of several files, and how the index of shards disagrees with them."""
 
     def __init__(self, files: CheckpointFiles) -> None:

@@ -14,7 +14,7 @@ from xckpt.opening.names import form_of, is_companion, is_unfinished, part_of, r
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.storage import Listing, Location
+    from xckpt.storage import FolderListing, Location
 
     # Texts between the numbers in names, and whether they are names of folders.
     _Form = tuple[tuple[str, ...], bool]
@@ -37,7 +37,7 @@ class Run(NamedTuple):
     others: list[str]  # globs of other series in the same folder
 
 
-def run_in(listing: Listing) -> Run | None:
+def run_in(listing: FolderListing) -> Run | None:
     """Return the steps in a folder; None if fewer than two names are steps."""
     if any(mark in listing.files for mark in formats.folder_marks()):
         return None
@@ -85,7 +85,9 @@ def _runs_of_burn(forms: Mapping[_Form, list[str]]) -> dict[_Form, list[str]]:
     }
 
 
-def _runs_of_kohya(forms: Mapping[_Form, list[str]], listing: Listing) -> dict[_Form, list[str]]:
+def _runs_of_kohya(
+    forms: Mapping[_Form, list[str]], listing: FolderListing
+) -> dict[_Form, list[str]]:
     """Return numbered files of which there is a last one without a number: x-000002, x."""
     return {
         form: names
@@ -97,7 +99,7 @@ def _runs_of_kohya(forms: Mapping[_Form, list[str]], listing: Listing) -> dict[_
     }
 
 
-def _finished(names: list[str], listing: Listing) -> dict[str, Location]:
+def _finished(names: list[str], listing: FolderListing) -> dict[str, Location]:
     """Return files, and folders that have a checkpoint, or one folder with a checkpoint."""
 
     def place_of(name: str) -> Location | None:

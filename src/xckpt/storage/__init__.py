@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xckpt.storage.local import is_mapped, local_path
-from xckpt.storage.location import Listing, Location, hub_url, is_remote
+from xckpt.storage.location import FolderListing, Location, hub_url, is_remote
 from xckpt.storage.prefetch import reading_ahead
 from xckpt.storage.source import Source
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from xckpt.storage.sink import Sink
 
 __all__ = [
-    "Listing",
+    "FolderListing",
     "Location",
     "Source",
     "hub_url",

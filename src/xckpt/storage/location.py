@@ -44,7 +44,7 @@ _HUB_PAGE = re.compile(
 _GLOB_MARKS = re.compile(r"[*?\[]")
 
 
-class Listing(NamedTuple):
+class FolderListing(NamedTuple):
     """The contents of a folder."""
 
     name: str  # absolute path or URL; on the Hub with its commit
@@ -190,7 +190,7 @@ class Location:
             raise FileNotFoundError(f"no file matches {self.text}")
         return [Location.of(path, self.options) for path in sorted(paths, key=natural_key)]
 
-    def listing(self) -> Listing | None:
+    def listing(self) -> FolderListing | None:
         """List the files and folders in a folder; None for a file, and on web servers."""
         if self.kind == "folder":
             return _listing_of_path(self.path)
@@ -205,7 +205,7 @@ class Location:
         if entries is None:
             return None
         url, are_files = entries
-        listing = Listing(hiding(url), {}, {}, [])
+        listing = FolderListing(hiding(url), {}, {}, [])
         for name, is_file in are_files.items():
             path = _inside(url, name)
             inner = replace(self, text=hiding(path), path=path)
@@ -213,8 +213,8 @@ class Location:
         return listing
 
 
-def _listing_of_path(folder: str) -> Listing:
-    listing = Listing(folder, {}, {}, [])
+def _listing_of_path(folder: str) -> FolderListing:
+    listing = FolderListing(folder, {}, {}, [])
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():  # noqa: PTH112
             listing.folders[entry.name] = Location("folder", entry.path, entry.path)
@@ -234,7 +234,7 @@ def _with_literal_folders(pattern: str) -> str:
     return os.path.join(escape(head), tail)  # noqa: PTH118
 
 
-class _Link(NamedTuple):
+class _ChainLink(NamedTuple):
     """The link of a chained URL that has a path, with the links around it."""
 
     before: str
@@ -243,7 +243,7 @@ class _Link(NamedTuple):
     options: dict[str, Any]
 
 
-def _link(url: str, options: Mapping[str, Any] | None) -> _Link:
+def _link(url: str, options: Mapping[str, Any] | None) -> _ChainLink:
     links = url.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
     link_options = dict(options or {})
@@ -253,7 +253,9 @@ def _link(url: str, options: Mapping[str, Any] | None) -> _Link:
         link_options = {**link_options, **link_options.pop(protocol, {})}
         link_options = {k: v for k, v in link_options.items() if k not in links[:at]}
     before = "".join(f"{link}::" for link in links[:at])
-    return _Link(before, links[at], "".join(f"::{link}" for link in links[at + 1 :]), link_options)
+    return _ChainLink(
+        before, links[at], "".join(f"::{link}" for link in links[at + 1 :]), link_options
+    )
 
 
 def _expand_url(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
