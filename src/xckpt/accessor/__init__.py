@@ -1113,7 +1113,7 @@ class CheckpointAccessor(Generic[Obj]):
             return str(self._encoding["source"])
         variables = (v for node in self._nodes() for v in node.variables.values())
         sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
-        first, *others = [base_name(source) for source in sources if source] or ["in memory"]
+        first, *others = [base_name(source) for source in sources if source] or [""]
         return f"{first} and {counted(len(others), 'other')}" if others else first
 
     def _nodes(self) -> Iterator[Any]:

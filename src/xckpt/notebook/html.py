@@ -25,6 +25,7 @@ from xckpt.formatting import (
 )
 from xckpt.notebook.text import (
     BREAK,
+    IN_MEMORY,
     WIDEST_KIND,
     count_text,
     format_text,
@@ -80,7 +81,7 @@ def colors_of(kinds: Iterable[str]) -> dict[str, str]:
 def render(summary: Summary, calls: Sequence[str] = ()) -> str:
     """Return a summary as HTML; `calls` are suggestions for the last line."""
     colors = colors_of(total.kind for total in summary.dtypes)
-    label = f"Checkpoint {summary.title}: {counted(summary.count, 'tensor')}"
+    label = f"Checkpoint {summary.title or IN_MEMORY}: {counted(summary.count, 'tensor')}"
     storage = [
         (word(total.kind), f"{binary_size(total.nbytes)}, {counted(total.count, 'tensor')}")
         for total in summary.storage
@@ -159,7 +160,7 @@ def _header(summary: Summary) -> str:
         binary_size(summary.nbytes),
     ]
     facts = [
-        f'<b style="font-size:14px">{_text(summary.title)}</b>' if summary.title else "",
+        f'<b style="font-size:14px">{_text(summary.title or IN_MEMORY)}</b>',
         _muted(_text(format_text(summary))),
         _muted(counted(summary.shards, "shard")) if summary.shards else "",
         *["<b>{}</b> {}".format(*figure.split(" ", 1)) for figure in figures],

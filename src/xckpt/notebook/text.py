@@ -35,6 +35,8 @@ _DOT = " · "
 _MOST_ROWS = 12
 _MOST_NOTES = 5
 _MOST_LINES = 3  # of a sentence
+#: Title of a summary of tensors that are in no file.
+IN_MEMORY = "in memory"
 _NARROWEST_NAME = 30
 _ALIGNMENT, _ALIGNMENT_OF_GROUPS = "<<<<>>", "<>>>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
@@ -97,16 +99,16 @@ def _header(summary: Summary) -> str:
         "lazy" if summary.format else "",
     ]
     facts = [fact for fact in facts if fact]
-    before = "<Checkpoint "
+    before, title = "<Checkpoint ", summary.title or IN_MEMORY
     width = line_width()
     omissible = [fact for fact in (shards, "lazy") if fact]  # to make room for the title
     while True:
         after = ">" + _GAP + _DOT.join(facts)
         room = width - len(before) - columns(after)
-        if not omissible or room >= min(columns(summary.title), _NARROWEST_NAME):
+        if not omissible or room >= min(columns(title), _NARROWEST_NAME):
             break
         facts.remove(omissible.pop())
-    return shortened((before + shortened(summary.title, room)).rstrip() + after, width)
+    return shortened((before + shortened(title, room)).rstrip() + after, width)
 
 
 def _listed(
