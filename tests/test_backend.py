@@ -182,7 +182,7 @@ def test_without_an_engine(path: Path, tmp_path: Path) -> None:
     assert_values(xr.open_dataset(str(bare)))
     assert_values(xr.open_dataset(io.BytesIO(path.read_bytes())))
     unknown = tmp_path / "other.zt"
-    unknown.write_bytes(b"something else, but long enough to be looked at")
+    unknown.write_bytes(b"\1\2something else, but long enough to be looked at\xff")
     with pytest.raises(ValueError, match="did not find a match"):
         xr.open_dataset(unknown)
 
@@ -267,7 +267,7 @@ def test_unreadable_files_raise_errors(path: Path, tmp_path: Path) -> None:
         opening(io.StringIO("text"))
     with pytest.raises(TypeError):
         opening(3)
-    with pytest.raises(xckpt.FormatError, match=r"ztensor|zTensor"):
+    with pytest.raises(xckpt.FormatError, match="GIF image"):
         opening(b"GIF89a" + bytes(100))
     if os.geteuid():
         path.chmod(0)
@@ -500,8 +500,8 @@ def test_the_accessor_summarises(sample: Path) -> None:
 def test_accessor_on_other_datasets() -> None:
     ds = xr.Dataset({"a": 1})
     assert ds.ckpt.format is None
-    assert "not opened from a checkpoint" in repr(ds.ckpt)
-    assert "DataTree" in repr(xr.DataTree(ds).ckpt)
+    assert repr(ds.ckpt).startswith("<Checkpoint in memory>  1 tensor")
+    assert "1 tensor" in repr(xr.DataTree(ds).ckpt)
 
 
 def test_the_accessor_needs_no_import_of_xckpt(path: Path) -> None:
