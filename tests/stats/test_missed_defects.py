@@ -134,3 +134,15 @@ def test_a_norm_that_was_never_trained_is_one_fact() -> None:
     tensors["layers.3.norm.weight"][:] = 1
     tensors["layers.3.norm.bias"][:] = 0
     assert rules(tensors) == {("layers.3.norm.weight", "constant")}
+
+
+def test_a_few_weights_without_elements_beside_many_matrices_are_a_design() -> None:
+    tensors = trained()
+    tensors["gate.mul.weight"] = np.zeros(0, "f4")
+    assert rules(tensors) == set()
+
+
+def test_weights_without_elements_whose_siblings_are_matrices_are_a_fault() -> None:
+    tensors = trained()
+    tensors["layers.3.up.weight"] = np.zeros(0, "f4")
+    assert rules(tensors) == {("layers.3.up.weight", "empty")}

@@ -54,7 +54,12 @@ def empty_weights(structure: Structure) -> dict[str, str]:
     roles = structure.roles
     leaves = Counter(_leaf(name) for name, shape in shapes.items() if prod(shape))
     reasons = {}
+    # Some modules have weights without elements by design, beside many matrices that have them.
+    siblings = {structure.siblings_key(name).template for name in shapes.keys() - empty.keys()}
+    matrices = sum([prod(shape) > 0 and len(shape) > 1 for shape in shapes.values()])
     for name, shape in empty.items():
+        if len(empty) < matrices and structure.siblings_key(name).template not in siblings:
+            continue
         leaf = _leaf(name)
         is_expected = leaves[leaf] or (leaf in _MATRICES and leaf != name) or not leaves
         if roles.get(name) in PARAMETERS and is_expected:
