@@ -49,7 +49,7 @@ LIMITS = {
     " formats.torch.tensors._MOST_INLINE",
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.seekable._LARGEST_FRAME",
-    "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",
+    "`*.index.json`": "opening.reading._LARGEST_INDEX opening.reading._LARGEST_CONFIG",
     "characters of a pattern": "quantization.config._MAX_PATTERN quantization.model._MAX_GROUP",
     "the Hub's interface": "storage.hub._LARGEST_ANSWER storage.hub._MOST_PAGES"
     " storage.hub._MOST_FILES",

@@ -134,7 +134,8 @@ def _without_missing_shards(source: Source, index: Index) -> Index:
         return index
     tensors = dict(index.tensors)
     for name, tensor in index.tensors.items():
-        label = next((p.shard for p in tensor.parts.values() if p.shard in missing), None)
+        parts = [part for part in tensor.parts.values() if part.nbytes]
+        label = next((part.shard for part in parts if part.shard in missing), None)
         if label is not None and tensor.problem is None:
             problem = copy(missing[label]).located(tensor=name)
             tensors[name] = replace(tensor, problem=problem)

@@ -44,8 +44,8 @@ def empty_weights(structure: Structure) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        Weights without elements, if others of the same name have elements, or none has any. A list
-        without elements, such as the ids of removed rows, is not a fault.
+        Weights without elements, if others of the same name have elements, or the name is one of
+        matrices. A list without elements, such as the ids of removed rows, is not a fault.
     """
     shapes = {name: structure.described(name).shape for name in structure}
     empty = {name: shape for name, shape in shapes.items() if not prod(shape)}
@@ -61,7 +61,7 @@ def empty_weights(structure: Structure) -> dict[str, str]:
         if len(empty) < matrices and structure.siblings_key(name).template not in siblings:
             continue
         leaf = _leaf(name)
-        is_expected = leaves[leaf] or (leaf in _MATRICES and leaf != name) or not leaves
+        is_expected = leaves[leaf] or (leaf in _MATRICES and leaf != name)
         if roles.get(name) in PARAMETERS and is_expected:
             reasons[name] = _UNGATHERED if shape == (0,) else _NO_EXTENT
     return reasons
