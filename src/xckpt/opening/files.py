@@ -13,6 +13,7 @@ import re
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice, product
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -214,7 +215,8 @@ def indexed(source: Source) -> CheckpointFiles:
         name = next(name for name, place in places.items() if place == source)
         reason = f"{shown(name)}, one of its files, is the index of shards itself"
         raise FormatError(reason, path=source.name, rule="ShardIndex")
-    absent = [name for name in _missing_parts(names) if name not in places]
+    # Each may take a request.
+    absent = [name for name in _missing_parts(names) if name not in places][:_MOST_PARTS]
     if source.is_free_to_check:  # see `sources_of`
         source.check()
     return replace(
@@ -249,11 +251,13 @@ class _FileGroup(NamedTuple):
     @property
     def glob(self) -> str:
         """A glob of the names, or the only name."""
-        part = part_of(self.names[0])
-        if len(self.names) == 1 or part is None:
-            return self.names[0] if len(self.names) == 1 else "*".join(form_of(self.names[0]))
         name = self.names[0]
-        return f"{part.stem}*{name[name.lower().index('-of-') :]}"
+        if len(self.names) == 1:
+            return name
+        if part_of(name) is None:
+            return "*".join(form_of(name))
+        end = name.lower().index("-of-")
+        return f"{name[:end].rstrip('0123456789')}*{name[end:]}"
 
 
 def _files_in_folder(listing: FolderListing, format: str | None = None) -> CheckpointFiles:
@@ -284,19 +288,19 @@ def are_ranks(names: Sequence[str]) -> bool:
     matches = [rank for rank in ranks if rank is not None]
     if len({rank.family for rank in matches}) > 1:
         return False
-    numbers = [tuple(map(int, re.findall("[0-9]+", rank.rank))) for rank in matches]
+    numbers = {tuple(map(int, re.findall("[0-9]+", rank.rank))) for rank in matches}
     if len({len(number) for number in numbers}) > 1:
         return False
-    grid = list(product(*[range(max(column) + 1) for column in zip(*numbers, strict=True)]))
-    if len(grid) > 4 * len(numbers):
+    sizes = [max(column) + 1 for column in zip(*numbers, strict=True)]
+    if prod(sizes) > 4 * len(numbers):  # such as the ranks 8, 16 and 32 of adapters
         return False
-    absent = [number for number in grid if number not in numbers]
+    absent = [number for number in product(*map(range, sizes)) if number not in numbers]
     if not absent:
         return True
     is_certain = "consolidated" in matches[0].family or _CERTAIN_RANK.match(matches[0].rank)
     if is_certain:
         ranks_text = ", ".join(["_".join(map(str, number)) for number in absent[:5]])
-        reason = f"of {len(grid)} ranks these are missing: {ranks_text}"
+        reason = f"of {prod(sizes)} ranks these are missing: {ranks_text}"
         raise MissingShardError(reason, hint="Or open a list of some files")
     return False
 
@@ -320,9 +324,8 @@ class _FolderChoice:
         self.unfinished = [name for name in (*names, *listing.folders) if is_unfinished(name)]
         if not is_remote(listing.name):
             self.unfinished += unfinished_in(Path(listing.name))
-        self.names = [n for n in names if not n.startswith(".") and n not in self.unfinished]
+        self.names = [n for n in names if not n.startswith(".") and not is_unfinished(n)]
         self.indexes = [name for name in self.names if is_index(name)]
-        self.notes: list[str] = []
         self.warnings: list[str] = []
 
     def choose(self) -> CheckpointFiles:
@@ -363,7 +366,6 @@ class _FolderChoice:
             competing=competing,
             unfinished=tuple(self.unfinished),
             warnings=(*files.warnings, *self.warnings),
-            notes=(*files.notes, *self.notes),
             attrs={**files.attrs, **config},
         )
 

@@ -165,7 +165,7 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
         raise ValueError(f"{location.text} has several series of steps; open one: {globs}")
     if run is not None:
         places = list(run.steps.values())
-        steps = list(run.steps) if numbers is None else _steps([p.text for p in places], numbers)
+        steps = _steps([place.text for place in places], numbers or list(run.steps))
         return Run(dict(zip(steps, places, strict=True)), run.unfinished, [])
     places = [location]
     if location.kind == "glob":
