@@ -189,8 +189,7 @@ def _size_notes(index: Index) -> list[str]:
         return []
     nbytes = sum([tensor.nbytes for tensor in tensors])
     # Some writers count tied tensors once.
-    unshared = nbytes - sum([index.tensors[name].nbytes for name in index.shared])
-    if stated in {nbytes, unshared}:
+    if stated == nbytes or stated == nbytes - sum([index[name].nbytes for name in index.shared]):
         return []
     return [f"the index states {stated:,} bytes as total_size, but its tensors have {nbytes:,}"]
 
