@@ -32,10 +32,10 @@ def test_each_part(kind: str, ending: str, number: int, tmp_path: Path) -> None:
     at = len(data) - 100
     path = tmp_path / f"model.{kind}{ending}"
     path.write_bytes((data[:at], data[at:])[number])
-    if kind == "gguf" and not number:
+    if kind != "pt" and not number:
         with pytest.warns(xckpt.CheckpointWarning, match=f"one part of 'model.{kind}'"):
             ds = xckpt.open(path)
-        assert ds["v"].values[63] == 63
+        assert kind != "gguf" or ds["v"].values[63] == 63
         with pytest.raises(xckpt.FormatError) as caught:
             ds["w"].values  # noqa: B018
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
@@ -64,18 +63,16 @@ def read_file(
                 formats.advise(error, format, header)
             error.hint = error.hint if part is None else part.advice
             raise
-    return index if part is None else _of_part(index, part)
+    if part is not None:
+        _advise_to_join(index, part)
+    return index
 
 
-def _of_part(index: Index, part: Foreign) -> Index:
-    """Return the index of a part of a file that was cut, with the remedy for what it lacks."""
-    problems = [t.problem for t in index.tensors.values() if isinstance(t.problem, FormatError)]
-    if not problems:  # the name means something else
-        return index
-    for problem in problems:
-        problem.hint = part.advice
-    text = f"it is {part.kind}, and lacks the data of {len(problems)} tensors. {part.advice}"
-    return replace(index, warnings=(*index.warnings, text))
+def _advise_to_join(index: Index, part: Foreign) -> None:
+    """State the remedy for the tensors that a part of a cut file lacks."""
+    for tensor in index.tensors.values():
+        if isinstance(tensor.problem, FormatError):
+            tensor.problem.hint = f"It is {part.kind}. {part.advice}"
 
 
 def names_in(place: Place) -> set[str]:
