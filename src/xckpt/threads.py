@@ -39,8 +39,14 @@ class Threads(Executor):
             thread = threading.Thread(
                 target=_work, args=(self._calls,), name=f"{self._name}-thread", daemon=True
             )
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more threads
+                if not self._threads:
+                    raise
+                self._count = len(self._threads)
+            else:
+                self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002
