@@ -24,11 +24,12 @@ def test_statistics_use_the_threads_they_get(
 ) -> None:
     paths = [tmp_path / "a.npz", tmp_path / "b.npz"]  # statistics of one file are cached
     for path in paths:
-        np.savez(path, **{f"w{number}": np.full(9000, number, "f4") for number in range(50)})
+        np.savez(path, *(np.full(9000, number, "f4") for number in range(50)))
     monkeypatch.setattr(scanning, "_TASK_NBYTES", 40000)
     monkeypatch.setattr(scanning, "cpu_count", lambda: 8)
     expected = xckpt.open(paths[0]).ckpt.stats()
-    start, started = threading.Thread.start, []
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
 
     def limited(thread: threading.Thread) -> None:
         if thread.name == "xckpt-stats-thread":
