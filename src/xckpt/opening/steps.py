@@ -148,10 +148,16 @@ def open_steps(
     failures = [result for result in results if isinstance(result, Exception)]
     if failures and (location.kind == "list" or not opened):
         raise failures[0]
-    _warn(location, opened, failures, run.unfinished)
+    _warn(location, opened, failures, run)
     labels = {file.label for file in opened}
     names = {number: names[number] for number in sorted(names) if names[number] in labels}
-    files = CheckpointFiles(location.pinned().text, (), "list", unfinished=tuple(run.unfinished))
+    files = CheckpointFiles(
+        location.pinned().text,
+        (),
+        "list",
+        competing=tuple(run.aside),
+        unfinished=tuple(run.unfinished),
+    )
     with paused_collector():
         return cast("Dataset", _combined(files, opened, (dim, names), join, parsed))
 
@@ -166,7 +172,7 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     if run is not None:
         places = list(run.steps.values())
         steps = _steps([place.text for place in places], numbers or list(run.steps))
-        return Run(dict(zip(steps, places, strict=True)), run.unfinished, [])
+        return run._replace(steps=dict(zip(steps, places, strict=True)))
     places = [location]
     if location.kind == "glob":
         places = location.expanded()
@@ -182,14 +188,14 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     if are_ranks([place.file_name for place in finished]):
         warn(f"{location.text}: the files look like ranks of one model; xckpt.open opens them so")
     steps = _steps([place.text for place in finished], numbers)
-    return Run(dict(zip(steps, finished, strict=True)), unfinished, [])
+    return Run(dict(zip(steps, finished, strict=True)), unfinished, [], [])
 
 
 def _warn(
     location: Location,
     opened: Sequence[Opened],
     failures: Sequence[Exception],
-    unfinished: Sequence[str],
+    run: Run,
 ) -> None:
     """Warn about steps that are left out, and pass on the warnings of the others."""
     warnings: dict[str, list[str]] = defaultdict(list)
@@ -198,8 +204,15 @@ def _warn(
             warnings[text].append(base_name(file.label))
     for text, steps in warnings.items():
         warn(f"{location.text}: {some(steps, 'steps')}: {text}")
-    if unfinished:
-        warn(f"{location.text}: left out, because their writers did not end: {some(unfinished)}")
+    if run.unfinished:
+        text = some(run.unfinished)
+        warn(f"{location.text}: left out, because their writers did not end: {text}")
+    # Such as a second save of a step, or the last one without a number.
+    first = base_name(next(iter(run.steps.values())).text)
+    stem = re.split("[0-9]", first)[0].rstrip("-_.=")
+    similar = [name for name in run.aside if stem and name.startswith(stem)]
+    if similar:
+        warn(f"{location.text}: left out, because their names have no step: {some(similar)}")
     for failure in failures:
         warn(f"{location.text}: a step is left out: {failure}")
 
@@ -323,6 +336,11 @@ def _common(
         more = len(reasons) - _MOST_NAMES
         text = f"steps have different tensors: {first_reasons}"
         text += f"; {more} more" if more > 0 else ""
+        if problems.keys() >= first.keys():
+            raise ValueError(
+                f"{text}. They have no tensor in common: parts of one model open as one with "
+                "xckpt.open and a list or a glob"
+            )
         if join == "exact":
             raise ValueError(f"{text}. join='inner' leaves them out")
         warn(f"{text}: left out")
