@@ -28,7 +28,7 @@ from xckpt.datasets.stack_records import (
     stack_of,
     unstacked_variables,
 )
-from xckpt.datasets.tensors import Flat, Obj, flatten, rebuild
+from xckpt.datasets.tensors import Flat, Obj, OpenTensors, flatten, rebuild
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
@@ -147,6 +147,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
 
 
 def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> list[Stack]:
+    structure = OpenTensors(obj).structure
     kinds, others = {}, []
     for name, variable in flat.variables.items():
         if isinstance(name, str) and stack_of(variable) is None:
@@ -179,6 +180,7 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
 
     return find_stacks(
         kinds,
+        structure,
         only,
         paths=paths,
         reserved=reserved,
