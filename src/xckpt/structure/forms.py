@@ -54,10 +54,10 @@ def forms_of_groups(names: Sequence[str], groups: Mapping[Any, list[int]]) -> li
     for (_, kind), places in groups.items():
         cuts, spelled = _cut(names[places[0]])
         # Separate words whose digits are not indices, such as `w1` and `w2`.
-        groups: dict[Hashable, list[int]] = defaultdict(list)
+        subgroups: dict[Hashable, list[int]] = defaultdict(list)
         for place in places if spelled else ():
-            groups[tuple([names[place][cut] for cut in spelled])].append(place)
-        for group in groups.values() or [places]:
+            subgroups[tuple([names[place][cut] for cut in spelled])].append(place)
+        for group in subgroups.values() or [places]:
             template = parse_name(names[group[0]]).template
             form = forms.get((template, kind))
             if form is None:
