@@ -248,6 +248,10 @@ class Structure(Mapping[str, TensorInfo]):
             return ParsedName((name,), (), ())
         return self._repeated.restrict(parse_name(name, None, path))
 
+    def kept(self, template: Template) -> tuple[bool, ...]:
+        """Return whether each number in a template is the index of a repeated module."""
+        return self._repeated.kept(template)
+
     def numbered(
         self, only: Collection[str] | None = None
     ) -> Iterator[tuple[Template, list[tuple[tuple[str, ...], str]]]]:
