@@ -358,5 +358,5 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
-    mark_run(ds.variables.values(), marks, dim)
+    mark_run(ds, marks, dim)
     return ds.rename(plain)
