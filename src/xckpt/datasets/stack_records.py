@@ -325,9 +325,9 @@ def _checked_indices(
     """Return the remaining indices along a stacked dimension, from its coordinate."""
     coord = indexes.get(dim)
     record = stack_of(variable)
-    if record is not None and dim == record.run and dim not in variable.dims:
-        if coord is None or coord.dtype.kind not in "iu":
-            return (0,)  # selected with drop=True, or between two steps
+    is_one_step = record is not None and dim == record.run and dim not in variable.dims
+    if is_one_step and (coord is None or coord.dtype.kind not in "iu"):
+        return (0,)  # selected with drop=True, or between two steps
     if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
         raise ValueError(
             f"{shown(name)} was stacked along {dim!r}, but has no coordinate {dim!r} to identify "

@@ -22,7 +22,13 @@ from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts
 from xckpt.structure.forms import Form, forms_of_groups, grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
 from xckpt.structure.modules import RepeatedModules
-from xckpt.structure.numbering import ParsedName, numbered_modules, parse_name, split_leaf
+from xckpt.structure.numbering import (
+    ParsedName,
+    drop_indices,
+    numbered_modules,
+    parse_name,
+    split_leaf,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -309,6 +315,10 @@ class Structure(Mapping[str, TensorInfo]):
                 layers[name] = layer, path
                 paths.setdefault(layer, set()).add(path)
         return {n: layer if len(paths[layer]) == 1 else path for n, (layer, path) in layers.items()}
+
+    def bare_module(self, name: str) -> str:
+        """Return the path of the module of a tensor without the indices of repeated modules."""
+        return split_leaf(drop_indices(self.siblings_key(name).template))[0]
 
     def layer(self, name: str) -> str:
         """Return the path of the outermost repeated module of a tensor, or its layer; or ``""``."""
