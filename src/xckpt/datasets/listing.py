@@ -11,6 +11,7 @@ from xckpt.labels import AxisNamer, select
 from xckpt.labels.filters import suggest_filters
 from xckpt.labels.grids import Stack, find_stacks
 from xckpt.storage.source import sources_of
+from xckpt.structure import structure_of
 from xckpt.structure.numbering import modules_by_frequency, split_words
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def _stacks(
         reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
         return find_stacks(
             kinds,
+            structure_of(index),
             only,
             paths=paths,
             reserved=reserved,

@@ -31,6 +31,7 @@ from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
+from xckpt.structure import structure_of
 from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from xckpt.datasets.listing import Listing
     from xckpt.index import Tensor
+    from xckpt.structure import Structure
     from xckpt.typing import Dataset
 
 __all__ = ["open_steps"]
@@ -291,7 +293,8 @@ def _combined(
         file_index = replace(
             opened[0].index, tensors={n: t for n, t in chosen[0].items() if n in common}
         )
-        options = _stacking(options, dim, list_arrays(opened[0].source, file_index, options))
+        listing = list_arrays(opened[0].source, file_index, options)
+        options = _stacking(options, dim, listing, structure_of(opened[0].index))
     ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
     # The encoding distinguishes steps from layers.
@@ -347,10 +350,12 @@ def _common(
     return first.keys() - problems.keys()
 
 
-def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
+def _stacking(
+    options: OpenOptions, dim: str, listing: Listing, structure: Structure
+) -> OpenOptions:
     """Return options for tensors in modules of steps, from the `listing` of a single file."""
-    modules = [options.stack] if isinstance(options.stack, str) else options.stack or ()
-    stack: Any = True if modules is True else [dim, *modules]
+    modules: Any = [options.stack] if isinstance(options.stack, str) else options.stack or ()
+    stack = [dim, *(structure.repeated_modules if modules is True else modules)]
     variables = [array.name for array in listing.arrays]
     tensors = [array.tensor.name for array in listing.arrays]
     dims: dict[str, Sequence[str | None]] = {}
@@ -371,5 +376,5 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
-    mark_run(ds.variables.values(), marks, dim)
+    mark_run(ds, marks, dim)
     return ds.rename(plain)

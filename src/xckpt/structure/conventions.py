@@ -203,7 +203,7 @@ def roles_beside_codes(
     modules = set()
     for name, scales in codes.items():
         changed[scales] = Role.SCALE
-        if roles[name] in {Role.WEIGHT, Role.CONSTANT}:
+        if roles[name] in {Role.WEIGHT, Role.CONSTANT, Role.COUNTER}:
             changed[name] = Role.CODES
         if changed.get(name, roles[name]) is Role.CODES:
             modules.add(split_leaf(name)[0])

@@ -210,6 +210,8 @@ def _from_uses(
         role = Role.CONSTANT if role is None and is_integer else role
     elif letter in {"w", "b"} and is_integer:
         role = Role.CODES if letter == "b" else None
+    elif letter == "c" and not (is_integer or dtype.startswith(("float4", "float6", "float8"))):
+        role = Role.WEIGHT  # its values are decoded
     if role in {Role.CONSTANT, Role.SCALE, None}:
         module_type = ""
     param = {"b": "bias", "w": "weight", "c": "weight", "g": "weight"}.get(letter, "")

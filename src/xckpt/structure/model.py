@@ -15,19 +15,28 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from xckpt.index import paused_collector
 from xckpt.structure import conventions
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
 from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
-from xckpt.structure.forms import Form, forms_of, masked
+from xckpt.structure.forms import Form, forms_of_groups, grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
 from xckpt.structure.modules import RepeatedModules
-from xckpt.structure.numbering import ParsedName, parse_name, split_leaf
+from xckpt.structure.numbering import (
+    ParsedName,
+    drop_indices,
+    numbered_modules,
+    parse_name,
+    split_leaf,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from xckpt.index import Index
     from xckpt.tensor_rows import Row
+
+    Template = tuple[str | None, ...]
 
 _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
 _OPEN = Conclusion()
@@ -86,11 +95,19 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def _named_roles(self) -> dict[str, Role]:
         """Role of each tensor by its own name."""
-        forms = masked(list(self._tensors))
+        roles = [Role.WEIGHT] * len(self._tensors)
+        for key, places in self._groups.items():
+            role = conventions.role_by_name(*key)
+            for place in places if role is not Role.WEIGHT else ():
+                roles[place] = role
+        return dict(zip(self._tensors, roles, strict=True))
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str, tuple[int, ...]], list[int]]:
+        """Positions of tensors by masked name, type and shape: 100,000 tensors have few groups."""
         tensors = self._tensors.values()
-        keys = [(form, t.dtype, t.shape) for form, t in zip(forms, tensors, strict=True)]
-        roles = {key: conventions.role_by_name(*key) for key in set(keys)}
-        return dict(zip(self._tensors, map(roles.__getitem__, keys), strict=True))
+        shapes = [tensor.shape for tensor in tensors]
+        return grouped(masked(list(self._tensors)), [tensor.dtype for tensor in tensors], shapes)
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Role], dict[str, str]]:
@@ -200,9 +217,19 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def forms(self) -> list[Form]:
         """Tensors of one shape and role whose names differ only in numbers."""
-        roles = self.roles
-        kinds = ((len(t.shape), roles[name].value) for name, t in self._tensors.items())
-        return forms_of(list(self._tensors), kinds)
+        names = list(self._tensors)
+        roles = list(self.roles.values())
+        groups: dict[Any, list[int]] = {}
+        for (mask, _, shape), places in self._groups.items():
+            of_role: dict[Role, list[int]] = {roles[places[0]]: places}
+            if self.special_roles:
+                of_role = {}
+                for place in places:
+                    of_role.setdefault(roles[place], []).append(place)
+            for role, members in of_role.items():
+                key = mask, (len(shape), role.value)
+                groups[key] = groups[key] + members if key in groups else members
+        return forms_of_groups(names, groups)
 
     @cached_property
     def _repeated(self) -> RepeatedModules:
@@ -213,11 +240,59 @@ class Structure(Mapping[str, TensorInfo]):
         )
         return RepeatedModules(forms)
 
-    def parse(self, name: str) -> ParsedName:
-        """Take a name apart, with indices of repeated modules only."""
+    def parse(
+        self, name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
+    ) -> ParsedName:
+        """Take a name apart, with indices of repeated modules only.
+
+        `only` has the numbered modules that a user names instead, repeated or not; `path` the words
+        of the name if dots do not separate them.
+        """
+        if only is not None:
+            return parse_name(name, only, path)
         if self.roles.get(name) in OF_TRAINING:
             return ParsedName((name,), (), ())
-        return self._repeated.restrict(parse_name(name))
+        return self._repeated.restrict(parse_name(name, None, path))
+
+    def kept(self, template: Template) -> tuple[bool, ...]:
+        """Return whether each number in a template is the index of a repeated module."""
+        return self._repeated.kept(template)
+
+    def numbered(
+        self, only: Collection[str] | None = None
+    ) -> Iterator[tuple[Template, list[tuple[tuple[str, ...], str]]]]:
+        """Yield tensors in repeated modules by template, each with its indices.
+
+        `only` has the numbered modules that a user names instead, repeated or not.
+        """
+        names = list(self._tensors)
+        groups: dict[Template, list[tuple[tuple[str, ...], str]]] = {}
+        for name in names if only is not None else ():
+            parsed = parse_name(name, only)
+            groups.setdefault(parsed.template, []).append((parsed.indices, name))
+        yield from groups.items()
+        for form in self.forms if only is None else ():
+            kept = self._repeated.kept(form.template) if form.columns else ()
+            if not any(kept) or Role(form.kind[1]) in OF_TRAINING:
+                continue
+            members = [names[place] for place in form.places]
+            if all(kept):
+                yield (
+                    form.template,
+                    list(zip(zip(*form.columns, strict=True), members, strict=True)),
+                )
+                continue
+            groups = {}
+            for name in members:
+                parsed = self.parse(name)
+                groups.setdefault(parsed.template, []).append((parsed.indices, name))
+            yield from groups.items()
+
+    @property
+    def repeated_modules(self) -> list[str]:
+        """Names of the repeated modules, such as ``layers``."""
+        modules = [numbered_modules(template) for template, _ in self.numbered()]
+        return list(dict.fromkeys([module for names in modules for module in names]))
 
     def siblings_key(self, name: str) -> ParsedName:
         """Take a name apart for comparison with its siblings, which differ in indices only.
@@ -240,6 +315,10 @@ class Structure(Mapping[str, TensorInfo]):
                 layers[name] = layer, path
                 paths.setdefault(layer, set()).add(path)
         return {n: layer if len(paths[layer]) == 1 else path for n, (layer, path) in layers.items()}
+
+    def bare_module(self, name: str) -> str:
+        """Return the path of the module of a tensor without the indices of repeated modules."""
+        return split_leaf(drop_indices(self.siblings_key(name).template))[0]
 
     def layer(self, name: str) -> str:
         """Return the path of the outermost repeated module of a tensor, or its layer; or ``""``."""
@@ -367,6 +446,11 @@ def structure_of(index: Index) -> Structure:
 
 def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
-    return Structure(
-        [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors]
-    )
+    # A loop over up to 100,000 tensors, most of which are dense and have no facts.
+    dtypes = [t.dtype if t.layout == "dense" else t.scheme or t.dtype for t in tensors]
+    facts = [facts_of(t) if t.attrs or t.declared or t.dims else None for t in tensors]
+    shapes = [t.shape for t in tensors]
+    with paused_collector():
+        return Structure(
+            map(Described._make, zip(index.tensors, dtypes, shapes, facts, strict=True))
+        )

@@ -43,12 +43,7 @@ class RepeatedModules:
         """Turn all numbers in a name into text that are not indices of repeated modules."""
         if not parsed.indices:
             return parsed
-        kept = self._kept.get(parsed.template)
-        if kept is None:
-            template = parsed.template
-            positions = [place for place, piece in enumerate(template) if piece is None]
-            kept = tuple([self._keeps(template, position) for position in positions])
-            self._kept[template] = kept
+        kept = self.kept(parsed.template)
         if all(kept):
             return parsed
         pieces, remaining = [], iter(zip(parsed.indices, kept, strict=True))
@@ -61,6 +56,15 @@ class RepeatedModules:
             tuple([parsed.modules[number] for number in chosen]),
             tuple([parsed.indices[number] for number in chosen]),
         )
+
+    def kept(self, template: Template) -> tuple[bool, ...]:
+        """Return whether each number in a template is the index of a repeated module."""
+        kept = self._kept.get(template)
+        if kept is None:
+            positions = [place for place, piece in enumerate(template) if piece is None]
+            kept = tuple([self._keeps(template, position) for position in positions])
+            self._kept[template] = kept
+        return kept
 
     def _keeps(self, template: Template, position: int) -> bool:
         if not any(piece for piece in template[position + 1 :] if piece):
