@@ -52,7 +52,11 @@ def equal_rows(w: Any) -> None:
     w[:40] = w[0]
 
 
-PLANTED = [equal_rows, lone_element, signs_lost, hole, exploding]
+def rank_one(w: Any) -> None:
+    w[:] = 0.05 * np.outer(w[:, 3], w[5]) / w[:, 3].std() / w[5].std()
+
+
+PLANTED = [equal_rows, rank_one, lone_element, signs_lost, hole, exploding]
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=[plant.__name__ for plant in PLANTED])
@@ -82,6 +86,45 @@ def test_experts_that_are_all_equal_are_one_finding() -> None:
             weight = np.random.default_rng(seed).normal(0, 0.05, (64, 64)).astype("f4")
             tensors[f"layers.{layer}.experts.{expert}.weight"] = weight
     assert rules(tensors) == {("layers.0.experts.0.weight", "equal_experts")}
+
+
+def test_a_matrix_of_rank_one_is_named_in_half_precision() -> None:
+    tensors = trained()
+    rank_one(tensors["layers.3.up.weight"])
+    half = {name: values.astype("f2") for name, values in tensors.items()}
+    assert rules(half) == {("layers.3.up.weight", "rank_one")}
+
+
+def test_a_factor_of_a_low_rank_has_no_rank_of_its_own() -> None:
+    tensors = trained()
+    for layer in range(6):
+        tensors[f"layers.{layer}.up.lora_A.weight"] = tensors[f"layers.{layer}.up.weight"][:1]
+        tensors[f"layers.{layer}.up.lora_B.weight"] = tensors[f"layers.{layer}.up.weight"][:, :1]
+    assert rules(tensors) == set()
+
+
+def test_channels_of_outliers_of_like_tensors_are_one_finding() -> None:
+    tensors = trained()
+    for layer in range(6):
+        tensors[f"layers.{layer}.up.weight"][3] *= np.where(np.arange(64) % 9 == 0, 40 + layer, 1)
+    frame = xckpt.findings(tensors, progress=False)
+    (sentence,) = frame["explanation"]
+    assert sentence.startswith("1 column of 64 has elements beyond 20 standard deviations")
+    assert "; 5 more like it, such as layers." in sentence
+
+
+def test_a_depthwise_kernel_has_no_input_channel_of_outliers() -> None:
+    tensors = trained()
+    kernel = np.random.default_rng(0).normal(0, 0.01, (96, 1, 5, 5)).astype("f4")
+    kernel[::7, 0, 2, 2] = 1
+    tensors["conv.weight"] = kernel
+    assert rules(tensors) == set()
+
+
+def test_settings_beside_the_weights_are_not_examined() -> None:
+    tensors = {f"model.{name}": values for name, values in trained().items()}
+    tensors["config.scale"] = np.full((89, 4), 1.73, "f4")
+    assert rules(tensors) == set()
 
 
 def test_a_healthy_model_has_no_findings() -> None:

@@ -44,7 +44,7 @@ def test_each_rule_has_a_finding() -> None:
     dead[[3, 50]] = 0
     rows = findings_of(
         zeros=np.zeros((4, 4), np.float16),
-        ones=np.ones(7),
+        ones=np.ones((7, 2)),
         exploding=exploding,
         dead=dead,
         broken=broken,

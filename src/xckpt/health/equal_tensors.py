@@ -10,6 +10,7 @@ from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.formatting import binary_size
 from xckpt.health.evidence import CODED, EVERY, Rule
+from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -136,7 +137,7 @@ class Tied(Rule):
     """Two tensors share the same bytes of the file."""
 
     name, severity = "tied", "info"
-    roles = EVERY
+    roles = EVERY - {Role.CONSTANT, Role.COUNTER, Role.STEP}
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row, owner in evidence.once(EqualTensors).tied.items():
@@ -190,7 +191,10 @@ class CopiedLayer(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         equals = evidence.once(EqualTensors)
-        for row, (copy, layer) in equals.copied_layers.items():
-            name = evidence.names[equals.twins[row]]
+        copies: dict[tuple[str, str], list[int]] = {}
+        for row, names in equals.copied_layers.items():
+            copies.setdefault(names, []).append(row)
+        for (copy, layer), rows in copies.items():
+            name = evidence.names[equals.twins[rows[0]]]
             sentence = f"it is equal to {name}: all of {copy} is a copy of {layer}"
-            yield self.finding(evidence, row, 1, sentence)
+            yield self.finding(evidence, rows[0], len(rows), sentence)

@@ -61,6 +61,10 @@ class Rule(ABC):
     severity: ClassVar[str]
     #: Tensors of other roles are skipped.
     roles: ClassVar[frozenset[Role]] = WEIGHTS
+    #: Whether one finding stands for all tensors of a kind that the rule holds for.
+    is_of_kind: ClassVar[bool] = False
+    #: Rules that state the same fact: if one of them holds for a tensor, this one is left out.
+    implied_by: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
@@ -97,6 +101,8 @@ class Evidence:
     #: Types of the tensors of the checkpoint, for their roles in groups.
     origin: DescribedTensors | None = None
     _computed: dict[Any, Any] = field(default_factory=dict)
+    #: Largest relative difference of numbers that were rounded to 8 bits of fraction.
+    rounding: ClassVar[float] = 0.01
 
     @classmethod
     def of(cls, result: xr.Dataset, run: str | None = None, **options: Any) -> Self:
@@ -169,9 +175,23 @@ class Evidence:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
         return self.structure.module_type(self.plain_names[row])
 
+    def is_bias(self, row: int) -> bool:
+        """Return whether a tensor is a bias; those of attention may have two axes."""
+        return self.structure.param(self.plain_names[row]) == "bias"
+
+    def kind_of(self, row: int) -> tuple[Any, ...]:
+        """Return the key that all tensors of a kind share: role, kind of module, type and axes."""
+        axes = len([size for size in self.shapes[row] if size > 1])
+        role, kind = self.roles[row], self.module_type(row)
+        return self.step_of(row), role, kind, self.dtypes[row], axes
+
+    def values(self, row: int) -> Array:
+        """Return all elements of a tensor; it is read."""
+        return np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
+
     def equal_rows(self, row: int) -> int:
         """Return the largest number of equal rows of a matrix, zeros aside; it is read."""
-        values = np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
+        values = self.values(row)
         channels = self.structure.channels(self.plain_names[row])
         axes = (0,) if channels is None else channels.rows
         matrix = np.moveaxis(values, axes, range(len(axes)))
@@ -179,6 +199,13 @@ class Evidence:
         matrix = matrix[matrix.any(axis=1)]
         counts = np.unique(matrix, axis=0, return_counts=True)[1]
         return int(counts.max()) if len(counts) else 0
+
+    def is_rank_one(self, row: int) -> bool:
+        """Return whether a matrix is the product of a column and a row, rounded; it is read."""
+        matrix = self.values(row).reshape([n for n in self.shapes[row] if n > 1]).astype(np.float64)
+        top, left = np.unravel_index(np.argmax(np.abs(matrix)), matrix.shape)
+        product = np.outer(matrix[:, left], matrix[top] / matrix[top, left])
+        return bool(np.linalg.norm(matrix - product) <= self.rounding * np.linalg.norm(matrix))
 
     def slot(self, row: int) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""

@@ -83,10 +83,7 @@ class Infinite(_NotFinite):
     roles = EVERY - {Role.CONSTANT}
 
 
-# Vectors of zeros or ones in a new model, and matrices of zeros.
-_INITIAL = re.compile(
-    r"(^|_)(weight|bias|gamma|beta|scale|shift|mean|var|norm|ln|g|b|D|tokens?)$|(^|_)running_"
-)
+# Matrices of zeros in a new model.
 _INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
 
 
@@ -132,9 +129,9 @@ class _OneValue(Rule):
         if evidence.is_new or evidence.roles[row] in self.only_if_unlike_siblings:
             return True
         name, value = evidence.plain_names[row], evidence["min"][row]
-        is_matrix = value == 0 and _INITIAL_MATRIX.search(name) is not None
-        is_vector = value in {0, 1} and evidence.is_vector(row)
-        return is_matrix or (is_vector and bool(_INITIAL.search(name.rpartition(".")[2])))
+        # A vector that is the same in most layers, or has no sibling, may be so by design.
+        is_vector = evidence.is_vector(row) or evidence.is_bias(row)
+        return is_vector or (value == 0 and bool(_INITIAL_MATRIX.search(name)))
 
 
 class AllZero(_OneValue):
@@ -151,6 +148,7 @@ class Constant(_OneValue):
     """All elements are the same number other than zero."""
 
     name, severity = "constant", "info"
+    is_of_kind = True
     roles = CODED | {Role.STATISTIC, Role.SCALE}
 
     def _is_reported(self, value: float) -> bool:
@@ -229,6 +227,7 @@ class Subnormal(Rule):
     """Many elements are too small for all digits of their type."""
 
     name, severity = "subnormal", "warning"
+    is_of_kind = True
     threshold = 0.1  # share of the elements
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
@@ -333,6 +332,7 @@ class OutlierChannels(Rule):
     """A few channels have elements far beyond all others."""
 
     name, severity = "outlier_channels", "info"
+    is_of_kind, implied_by = True, frozenset({"exploding", "lone_element"})
     threshold = OUTLYING  # standard deviations
     few = 0.01  # share of the channels
 
@@ -346,8 +346,10 @@ class OutlierChannels(Rule):
                 for outliers, side, word in zip(
                     (rows, columns), ("row", "column"), words, strict=True
                 )
-                if outliers[row] > 0
+                if outliers[row] > 0 and evidence[f"{side}_count"][row] > 1
             ]
+            if not sides:
+                continue
             if words[0] == "row":  # features of language models are columns
                 sides.reverse()
             number, total, side, word = min(sides, key=lambda entry: entry[0])
@@ -430,6 +432,7 @@ class NegativeNorm(_Norm):
     """A gain of a norm is negative where others are around 1."""
 
     name, severity = "negative_norm", "info"
+    is_of_kind = True
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         low, mean = evidence["min"], evidence["mean"]
@@ -623,6 +626,34 @@ class EqualRows(Rule):
                 )
 
 
+class RankOne(Rule):
+    """A matrix is the product of one column and one row, so that all of its outputs are alike."""
+
+    name, severity = "rank_one", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    implied_by = frozenset({"all_zero", "constant", "equal_rows", "nan", "inf"})
+    fewest_channels = 8
+    #: Largest matrix that is read to find its rank.
+    most_elements = 1 << 25
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if not evidence.readers or evidence.is_new:
+            return
+        length, count = evidence["l2"], evidence["count"]
+        alive = [
+            evidence[f"{side}_count"] - evidence[dead]
+            for side, dead in (("row", "dead_rows"), ("column", "dead_columns"))
+        ]
+        may_be = np.abs(evidence["product_l2"] / length - 1) < evidence.rounding
+        may_be &= (np.minimum(*alive) >= self.fewest_channels) & (count <= self.most_elements)
+        for row in np.flatnonzero(may_be).tolist():
+            is_matrix = len([size for size in evidence.shapes[row] if size > 1]) == 2
+            if is_matrix and evidence.is_rank_one(row):
+                words = evidence.channel_words(row)
+                sentence = f"its rank is 1: every {words[0]} is a multiple of the same one"
+                yield self.finding(evidence, row, 1, sentence)
+
+
 # --- element types -------------------------------------------------------------------------------
 
 
@@ -630,6 +661,7 @@ class WideType(Rule):
     """Every element fits into a type of half the size."""
 
     name, severity = "wide_type", "info"
+    is_of_kind = True
     fewest_elements = 64
     #: The smaller type that elements may fit.
     smaller = MappingProxyType({"float32": "bfloat16", "float64": "float32"})
@@ -677,7 +709,7 @@ RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), LoneElement()),
-        *(NegativeMoment(), SignsLost(), Hole(), EqualRows()),
+        *(NegativeMoment(), SignsLost(), Hole(), EqualRows(), RankOne()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),

@@ -31,7 +31,7 @@ OF_CHANNELS = (
     *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
     *("row_count", "column_count", "empty_rows", "first_empty_row", "first_dead_column"),
-    *("next_largest", "equal_rows"),
+    *("next_largest", "equal_rows", "product_l2"),
 )
 #: Magnitude beyond which elements are outliers, in standard deviations.
 OUTLYING = 20.0
@@ -165,6 +165,10 @@ def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[f
         statistics["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
         statistics["first_empty_row"] = _first(patterns[0] == 0)
         statistics["first_dead_column"] = _first(patterns[1] == 0)
+        if len(alive) and len(columns):
+            # A matrix of rank 1 is the product of these two vectors.
+            squares = float(np.dot(rows, rows)) * float(np.dot(columns, columns))
+            statistics["product_l2"] = float(np.sqrt(squares) / rows.max())
         if kind.is_float and std > 0:
             statistics["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
             statistics["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))

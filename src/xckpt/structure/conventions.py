@@ -13,8 +13,8 @@ role            names and types
 ``scale``       scales, zero points, shapes and group indices of codes
 ``statistic``   ``running_mean``, ``moving_variance``, ``batch_stats/.../var``
 ``counter``     ``num_batches_tracked`` and other scalars that count
-``constant``    masks, positions, frequencies, fixed transforms; booleans, and integers that are
-                not codes
+``constant``    masks, positions, frequencies, fixed transforms, settings below ``config``;
+                booleans, and integers that are not codes
 ``codes``       integers and small floats with scales next to them, or with names of weights
 ``weight``      everything else
 ==============  ==================================================================================
@@ -60,6 +60,8 @@ _AVERAGES = _words(
     r"""ema | ema_(model|params|state_dict|weights) | (model|params|state_dict|weights)_ema
     | shadow_params | averaged?_(model|params)"""
 )
+# Settings that a program saves beside the weights, which may be tensors.
+_SETTINGS = _words(r"config | cfg | k?w?args | hparams | hyper_?parameters | settings")
 _BURN = _words(r"momentum | lr_decay | square_avg | centered | __rank")
 
 # Tensors of an optimizer: words anywhere in a name, and parts after a colon.
@@ -124,6 +126,8 @@ def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
     is_scalar = axes == 0
     if part and (role := _role_of_part(part)) is not None:
         return role
+    if len(words) > 1 and _SETTINGS.fullmatch(words[0]):
+        return Role.CONSTANT
     if any(map(_TRAINING.fullmatch, front)):
         return Role.STATE
     is_numbered = len(words) > 1 and words[0] == "0" and _BURN.fullmatch(words[1]) is not None

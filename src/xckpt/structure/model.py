@@ -282,6 +282,11 @@ class Structure(Mapping[str, TensorInfo]):
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
+    def param(self, name: str) -> str:
+        """Return the name of a tensor in its module, as PyTorch calls it if the file states it."""
+        conclusion = self._conclusions.get(name, _OPEN)
+        return conclusion.param or split_leaf(name)[2]
+
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
         node = (self._tensors[name].declared or {}).get("node", "")
@@ -315,7 +320,7 @@ class Structure(Mapping[str, TensorInfo]):
         role = self.roles[name]
         conclusion = self._conclusions.get(name, _OPEN)
         parsed = self.parse(name)
-        module, _, leaf = split_leaf(name)
+        module = split_leaf(name)[0]
         indices = [
             (_SINGULAR.get(module, module.removesuffix("s")), int(index))
             for module, index in zip(parsed.modules, parsed.indices, strict=True)
@@ -326,7 +331,7 @@ class Structure(Mapping[str, TensorInfo]):
             module=self._layers.get(name, module),
             module_type=self.module_type(name),
             slot=self.slot(name),
-            param=conclusion.param or leaf,
+            param=self.param(name),
             axes=tensor.axes,
             indices=tuple(indices),
             owner=self._owners.get(name),
