@@ -121,6 +121,100 @@ def test_a_depthwise_kernel_has_no_input_channel_of_outliers() -> None:
     assert rules(tensors) == set()
 
 
+def repeated(w: Any) -> None:
+    w[32:] = w[:32]
+
+
+def test_a_half_that_repeats_the_other_half_is_named() -> None:
+    tensors = trained()
+    repeated(tensors["layers.3.up.weight"])
+    frame = xckpt.findings(tensors, progress=False)
+    assert list(frame["rule"]) == ["equal_rows"]
+    assert frame["explanation"][0] == "32 of 64 rows are equal to another one"
+
+
+def test_tokens_that_are_equal_are_told_without_a_warning() -> None:
+    tensors = trained()
+    tensors["embed.weight"][20:60] = tensors["embed.weight"][20]
+    frame = xckpt.findings(tensors, progress=False)
+    assert list(frame["rule"]) == ["equal_tokens"]
+    assert list(frame["severity"]) == ["info"]
+
+
+@pytest.mark.parametrize("name", ["running_var", "moving_variance"])
+def test_a_negative_variance_is_an_error(name: str) -> None:
+    tensors = trained()
+    tensors["bn.running_mean"] = np.linspace(-1, 1, 64, dtype="f4")
+    assert rules(tensors) == set()
+    tensors[f"bn.{name}"] = np.linspace(-0.1, 1, 64, dtype="f4")
+    assert rules(tensors) == {(f"bn.{name}", "negative_variance")}
+
+
+def quantised(layers: int = 5) -> Tensors:
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {"norm.weight": rng.normal(1, 0.05, 64).astype("f4")}
+    for layer in range(layers):
+        base = f"layers.{layer}.up"
+        tensors[f"{base}.qweight"] = rng.integers(-127, 127, (64, 64), np.int8)
+        tensors[f"{base}.scales"] = rng.uniform(0.01, 0.02, (64, 1)).astype("f4")
+        tensors[f"{base}.zeros"] = np.zeros((64, 1), "f4")
+    return tensors
+
+
+@pytest.mark.parametrize(("factor", "words"), [(0, "all of its elements are 0"), (-1, "positive")])
+def test_a_scale_that_is_zero_or_negative_is_named(factor: float, words: str) -> None:
+    tensors = quantised()
+    assert rules(tensors) == set()
+    tensors["layers.2.up.scales"] *= factor
+    frame = xckpt.findings(tensors, progress=False)
+    assert list(zip(frame["tensor"], frame["rule"], strict=True)) == [
+        ("layers.2.up.scales", "odd_scale")
+    ]
+    assert words in frame["explanation"][0]
+
+
+def test_a_recurrent_layer_is_compared_with_the_others() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"lstm.{kind}_l{layer}": rng.normal(0, 0.05, shape).astype("f4")
+        for layer in range(3)
+        for kind, shape in (("weight_ih", (256, 64)), ("weight_hh", (256, 64)), ("bias_ih", 256))
+    }
+    assert rules(tensors) == set()
+    tensors["lstm.weight_hh_l1"] *= 40
+    assert rules(tensors) == {("lstm.weight_hh_l1", "unlike_layer")}
+
+
+def test_parameters_of_one_number_do_not_make_a_model_new() -> None:
+    tensors = {name: values for name, values in trained().items() if "norm" not in name}
+    tensors["temperature_bias"] = np.ones(1, "f4")
+    tensors["head.bias"] = np.linspace(-1, 1, 64, dtype="f4")
+    signs_lost(tensors["layers.3.up.weight"])
+    assert rules(tensors) == {("layers.3.up.weight", "signs_lost")}
+
+
+def test_matrices_that_are_all_zero_are_asked_about() -> None:
+    tensors = trained()
+    for layer in range(6):
+        tensors[f"layers.{layer}.up.lora_A.weight"] = tensors[f"layers.{layer}.up.weight"][:8]
+        tensors[f"layers.{layer}.up.lora_B.weight"] = np.zeros((64, 8), "f4")
+    assert rules(tensors) == {("layers.0.up.lora_B.weight", "untrained")}
+
+
+def test_a_checkpoint_of_zeros_is_no_new_model() -> None:
+    tensors = {name: np.zeros_like(values) for name, values in trained().items()}
+    assert "all_zero" in {rule for _, rule in rules(tensors)}
+
+
+def test_rows_of_negative_infinity_mask() -> None:
+    tensors = trained()
+    tensors["spatial.weight"] = np.random.default_rng(0).normal(0, 1, (13, 16)).astype("f4")
+    tensors["spatial.weight"][1] = -np.inf
+    assert rules(tensors) == set()
+    tensors["spatial.weight"][4, 4] = -np.inf
+    assert rules(tensors) == {("spatial.weight", "inf")}
+
+
 def test_settings_beside_the_weights_are_not_examined() -> None:
     tensors = {f"model.{name}": values for name, values in trained().items()}
     tensors["config.scale"] = np.full((89, 4), 1.73, "f4")

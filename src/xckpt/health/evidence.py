@@ -37,8 +37,6 @@ EVERY = frozenset(Role) - {Role.STATE}
 
 # Share of the vectors of a new model that are constant; of a trained model, hardly any is.
 _CONSTANT_WHEN_NEW, _FEWEST_VECTORS = 0.4, 4
-# Endings of the names of biases.
-_BIASES = (".bias", "_bias", "/bias")
 # Number of neighbours on each side that a layer is compared with.
 _NEIGHBOURS = 2
 
@@ -101,6 +99,8 @@ class Evidence:
     #: Types of the tensors of the checkpoint, for their roles in groups.
     origin: DescribedTensors | None = None
     _computed: dict[Any, Any] = field(default_factory=dict)
+    #: Elements of the largest tensor that a rule reads as a whole.
+    most_elements: ClassVar[int] = 1 << 25
     #: Largest relative difference of numbers that were rounded to 8 bits of fraction.
     rounding: ClassVar[float] = 0.01
 
@@ -175,9 +175,22 @@ class Evidence:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
         return self.structure.module_type(self.plain_names[row])
 
+    def is_setting(self, row: int) -> bool:
+        """Return whether a tensor is an argument of an operator, such as a number to fill with."""
+        return self.structure.is_setting(self.plain_names[row])
+
+    def has_masked_rows(self, row: int) -> bool:
+        """Return whether all infinities of a table are rows of negative ones; it is read."""
+        if not self.readers or self.is_vector(row) or self["count"][row] > self.most_elements:
+            return False
+        values = self.values(row)
+        is_infinite = np.isinf(values)
+        is_masked = np.isneginf(values).all(axis=tuple(range(1, values.ndim)))
+        return bool(is_infinite[~is_masked].sum() == 0 < is_masked.sum() < len(values))
+
     def is_bias(self, row: int) -> bool:
         """Return whether a tensor is a bias; those of attention may have two axes."""
-        return self.structure.param(self.plain_names[row]) == "bias"
+        return self.structure.is_bias(self.plain_names[row])
 
     def kind_of(self, row: int) -> tuple[Any, ...]:
         """Return the key that all tensors of a kind share: role, kind of module, type and axes."""
@@ -189,8 +202,8 @@ class Evidence:
         """Return all elements of a tensor; it is read."""
         return np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
 
-    def equal_rows(self, row: int) -> int:
-        """Return the largest number of equal rows of a matrix, zeros aside; it is read."""
+    def equal_rows(self, row: int) -> tuple[int, int]:
+        """Return how many rows are equal to one, and to any earlier one, zeros aside; it is read."""
         values = self.values(row)
         channels = self.structure.channels(self.plain_names[row])
         axes = (0,) if channels is None else channels.rows
@@ -198,7 +211,7 @@ class Evidence:
         matrix = np.ascontiguousarray(matrix.reshape(int(np.prod(matrix.shape[: len(axes)])), -1))
         matrix = matrix[matrix.any(axis=1)]
         counts = np.unique(matrix, axis=0, return_counts=True)[1]
-        return int(counts.max()) if len(counts) else 0
+        return int(counts.max(initial=0)), len(matrix) - len(counts)
 
     def is_rank_one(self, row: int) -> bool:
         """Return whether a matrix is the product of a column and a row, rounded; it is read."""
@@ -245,15 +258,27 @@ class Evidence:
         """Whether the model seems to be initialised, but not trained."""
         # Then most gains of norms are constant, or most biases in a model without norms, or many
         # vectors of any kind.
-        names = enumerate(self.plain_names)
-        rows = self.norms or [row for row, name in names if name.endswith(_BIASES)]
+        if not self.has_values:
+            return False
+        rows = self.norms or [row for row in self.parameters if self.is_bias(row)]
+        rows = [row for row in rows if self["count"][row] > 1] or rows
         is_constant = self["min"][rows] == self["max"][rows]
-        if len(rows) and np.median(is_constant):
+        if len(rows) and np.mean(is_constant) > 1 / 2:
             return True
         vectors = [row for row in self.parameters if self.is_vector(row) and self["count"][row] > 1]
         are_constant = self["min"][vectors] == self["max"][vectors]
         is_enough = len(vectors) >= _FEWEST_VECTORS
         return is_enough and bool(np.mean(are_constant) > _CONSTANT_WHEN_NEW)
+
+    @cached_property
+    def has_values(self) -> bool:
+        """Whether any matrix, or any vector of a checkpoint without matrices, is not constant."""
+        rows = [row for row in self.parameters if not self.is_vector(row)] or self.parameters
+        return bool((self["min"][rows] != self["max"][rows]).any())
+
+    def is_zero(self, row: int) -> bool:
+        """Return whether all elements are zero."""
+        return bool(self["min"][row] == self["max"][row] == 0)
 
     def is_vector(self, row: int) -> bool:
         """Return whether a tensor has at most one axis that is longer than 1."""

@@ -94,8 +94,8 @@ _FIXED = _words(
     | w0j\w* | wigner\w* | clebsch\w*) | _?w0j_\w+"""
 )
 _FIXED_MODULE = _words(
-    r"""(\w*_)?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)? | mel_?scale
-    | mfcc)(_conv\w*)?"""
+    r"""([\w-]*[_-])?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)?
+    | mel_?scale | mfcc)([_-](conv | real | imag)[\w-]*)?"""
 )
 _SCALE = _words(
     r"""(weight|input|output|act(ivation)?|prob_output|[qkv])_(global_)?scales?(_inv|_0)?
@@ -262,6 +262,10 @@ _ATTENTION = _words(
     | output_dense | query_key_value | w[qkvo] | w_qkv | self_?att\w*"""
 )
 _PARAM = re.compile(r"[./](weight|kernel)$")
+_RECURRENT = re.compile(r"(^|[./])weight_(ih|hh|hr)(_l0(_reverse)?)?$")
+_BIAS = _words(r"(\w+_)?bias(_(ih|hh)(_l0(_reverse)?)?)? | beta")
+_VARIANCE = _words(r"(\w+_)?(var|variance)")
+_ZERO_POINT = _words(r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm")
 _CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
 _COMPONENTS = frozenset(
     {
@@ -287,11 +291,28 @@ def _module_type(name: str, ndim: int, *, may_route: bool) -> str:
         return "router"
     if _EMBEDDING.search(name):
         return "embedding"
+    if ndim == 2 and _RECURRENT.search(name):
+        return "recurrent"
     if ndim < 2 or module == name:
         return ""
     if ndim in {4, 5} or (ndim == 3 and _CONVOLUTION.search(name)):
         return "convolution"
     return "linear" if ndim == 2 else ""
+
+
+def names_bias(param: str) -> bool:
+    """Return whether the name of a tensor in its module is that of a bias."""
+    return _BIAS.fullmatch(_NUMBER.sub("0", param)) is not None
+
+
+def names_variance(param: str) -> bool:
+    """Return whether the name of a statistic in its module is that of a variance."""
+    return _VARIANCE.fullmatch(param.removesuffix(":0")) is not None
+
+
+def names_zero_point(param: str) -> bool:
+    """Return whether the name of a tensor beside codes is that of zero points or positions."""
+    return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
 def slot_by_name(name: str) -> str:

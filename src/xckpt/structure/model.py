@@ -33,6 +33,7 @@ _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", 
 _OPEN = Conclusion()
 # Facts from which roles follow.
 _ABOUT_ROLES = frozenset({"uses", "class", "attribute"})
+_OF_NO_GRAPH = OF_TRAINING | {Role.AVERAGE, Role.STATISTIC}
 # Modules that transforms with fixed kernels are made of.
 _OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
@@ -170,6 +171,10 @@ class Structure(Mapping[str, TensorInfo]):
         """Return the role that facts decide; None leaves it to names."""
         if conclusion.role is Role.WEIGHT and name in self._fixed:
             return Role.CONSTANT
+        # No graph has the state of an optimizer, whatever its tensors are called.
+        if conclusion.role is None and self._named_roles[name] in _OF_NO_GRAPH:
+            uses = (self._tensors[name].declared or {}).get("uses")
+            return Role.WEIGHT if uses else None
         return conclusion.role
 
     @property
@@ -292,6 +297,25 @@ class Structure(Mapping[str, TensorInfo]):
         node = (self._tensors[name].declared or {}).get("node", "")
         by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
         return self._user(name, "slot") or by_name
+
+    def is_bias(self, name: str) -> bool:
+        """Return whether a tensor is the bias of its module."""
+        return conventions.names_bias(self.param(name))
+
+    def is_variance(self, name: str) -> bool:
+        """Return whether a tensor is a running variance."""
+        is_statistic = self.roles[name] is Role.STATISTIC
+        return is_statistic and conventions.names_variance(self.param(name))
+
+    def is_factor(self, name: str) -> bool:
+        """Return whether codes are multiplied by a tensor, which is no zero point."""
+        is_float = self._tensors[name].dtype.startswith(("float", "bfloat"))
+        is_scale = self.roles[name] is Role.SCALE and is_float
+        return is_scale and not conventions.names_zero_point(split_leaf(name)[2])
+
+    def is_setting(self, name: str) -> bool:
+        """Return whether the file states that a tensor is an argument of an operator."""
+        return self._conclusions.get(name, _OPEN).role is Role.CONSTANT
 
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
