@@ -221,6 +221,42 @@ def test_settings_beside_the_weights_are_not_examined() -> None:
     assert rules(tensors) == set()
 
 
+def mixture(experts: int = 6) -> Tensors:
+    tensors = trained(4)
+    rng = np.random.default_rng(7)
+    for layer in range(4):
+        for expert in range(experts):
+            weight = rng.normal(0, 0.05, (64, 32)).astype("f4")
+            tensors[f"layers.{layer}.experts.{expert}.weight"] = weight
+    return tensors
+
+
+def test_an_expert_is_compared_with_the_others_of_its_layer() -> None:
+    tensors = mixture()
+    assert rules(tensors) == set()
+    tensors["layers.2.experts.1.weight"] *= 10
+    assert rules(tensors) == {("layers.2.experts.1.weight", "unlike_layer")}
+
+
+@pytest.mark.parametrize("width", [32, 4096])
+def test_experts_of_a_stack_that_are_all_equal_are_named(width: int) -> None:
+    tensors = trained()
+    rng = np.random.default_rng(7)
+    tensors["layers.0.experts.up_proj"] = rng.normal(0, 0.05, (6, 48, width)).astype("f4")
+    assert rules(tensors) == set()
+    tensors["layers.0.experts.up_proj"][:] = tensors["layers.0.experts.up_proj"][:1]
+    assert rules(tensors) == {("layers.0.experts.up_proj", "equal_experts")}
+
+
+def test_a_parameter_that_takes_no_steps_is_told() -> None:
+    tensors = {f"model.{name}": values for name, values in trained().items()}
+    for number in range(6):
+        steps = 3 if number == 4 else 250
+        tensors[f"optimizer.state.{number}.step"] = np.float32(steps)
+    frame = xckpt.findings(tensors, progress=False)
+    assert list(frame["explanation"]) == ["it is 3, and that of 5 siblings 250"]
+
+
 def test_a_healthy_model_has_no_findings() -> None:
     assert rules(trained()) == set()
 
@@ -273,9 +309,10 @@ def test_a_norm_that_was_never_trained_is_one_fact() -> None:
     assert rules(tensors) == {("layers.3.norm.weight", "constant")}
 
 
-def test_a_few_weights_without_elements_beside_many_matrices_are_a_design() -> None:
+def test_a_module_that_gets_its_weights_from_another_one_has_none() -> None:
     tensors = trained()
     tensors["gate.mul.weight"] = np.zeros(0, "f4")
+    tensors["gate.mul.output_mask"] = np.ones(4, "f4")
     assert rules(tensors) == set()
 
 

@@ -113,19 +113,9 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
 
 def _equal_experts(evidence: Evidence, twins: dict[int, int]) -> dict[int, list[int]]:
     """Return the rows of the experts of layers whose experts are all equal, by the first row."""
-    groups: dict[Any, list[int]] = {}
-    for row in range(len(evidence.names)) if twins else ():
-        parts = evidence.structure.parse(evidence.plain_name(row))
-        layer = [
-            index
-            for module, index in zip(parts.modules, parts.indices, strict=True)
-            if "expert" not in module
-        ]
-        if len(layer) < len(parts.indices):
-            groups.setdefault((evidence.step_of(row), parts.template, *layer), []).append(row)
     return {
         rows[0]: rows
-        for rows in groups.values()
+        for rows in (evidence.experts() if twins else ())
         if len(rows) >= _FEWEST_EXPERTS and all(twins.get(row) == rows[0] for row in rows[1:])
     }
 
@@ -150,10 +140,15 @@ class EqualExperts(Rule):
 
     name, severity = "equal_experts", "warning"
     roles = CODED
+    is_of_kind = True
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         if evidence.is_new:  # they may begin as copies of one layer
             return
+        for row in np.flatnonzero(evidence["repeated_rows"] > 0).tolist():
+            if evidence.is_stack_of_experts(row) and evidence.has_equal_experts(row):
+                number = evidence.shapes[row][0]
+                yield self.finding(evidence, row, number, f"all {number} experts are equal")
         for first, rows in evidence.once(EqualTensors).equal_experts.items():
             yield self.finding(evidence, first, len(rows), f"all {len(rows)} experts are equal")
 

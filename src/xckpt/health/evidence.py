@@ -14,6 +14,7 @@ import numpy as np
 
 from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
+from xckpt.structure.conventions import names_experts
 from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Evidence:
 
     def has_masked_rows(self, row: int) -> bool:
         """Return whether all infinities of a table are rows of negative ones; it is read."""
-        if not self.readers or self.is_vector(row) or self["count"][row] > self.most_elements:
+        if not self.readers or self.is_vector(row) or not self.is_readable(row):
             return False
         values = self.values(row)
         is_infinite = np.isinf(values)
@@ -212,6 +213,19 @@ class Evidence:
         matrix = matrix[matrix.any(axis=1)]
         counts = np.unique(matrix, axis=0, return_counts=True)[1]
         return int(counts.max(initial=0)), len(matrix) - len(counts)
+
+    def has_equal_experts(self, row: int) -> bool:
+        """Return whether all experts of a stack are equal; it is read if it may be so."""
+        number, total = self.shapes[row][0], self["row_count"][row]
+        is_likely = self["repeated_rows"][row] >= total * (1 - 1 / number)
+        if not self.readers or number < 2 or not is_likely or not self.is_readable(row):
+            return False
+        values = self.values(row)
+        return bool((values == values[:1]).all())
+
+    def is_readable(self, row: int) -> bool:
+        """Return whether a tensor is small enough to read as a whole."""
+        return bool(self["count"][row] <= self.most_elements)
 
     def is_rank_one(self, row: int) -> bool:
         """Return whether a matrix is the product of a column and a row, rounded; it is read."""
@@ -350,6 +364,17 @@ class Evidence:
                     series.setdefault(self._split[row][2][1:], []).append(row)
             for rows in series.values():
                 yield sorted(rows, key=lambda row: self._split[row][2][0])
+
+    def experts(self) -> Iterator[list[int]]:
+        """Yield the rows of tensors whose names differ only in the number of the expert."""
+        groups: dict[Any, list[int]] = {}
+        for row, name in enumerate(self.plain_names):
+            parts = self.structure.parse(name)
+            indices = zip(parts.modules, parts.indices, strict=True)
+            layer = [index for module, index in indices if not names_experts(module)]
+            if len(layer) < len(parts.indices) and self.roles[row] in PARAMETERS:
+                groups.setdefault((self.step_of(row), parts.template, *layer), []).append(row)
+        yield from groups.values()
 
     def once(self, compute: Callable[[Evidence], T]) -> T:
         """Return what a function computes from the evidence; all rules share the result."""

@@ -51,8 +51,15 @@ class Empty(Rule):
         if not structure:
             yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
         rows = {name: row for row, name in enumerate(evidence.names)}
+        by_reason: dict[str, list[str]] = {}
         for name, reason in empty_weights(structure).items():
-            yield RuleFinding(rows.get(name, len(rows)), name, self.name, 0.0, reason)
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            sentence = reason
+            if len(names) > 1:
+                sentence += f"; {len(names) - 1:,} more like it, such as {names[1]}"
+            row = rows.get(names[0], len(rows))
+            yield RuleFinding(row, names[0], self.name, 0.0, sentence)
 
 
 # --- elements ------------------------------------------------------------------------------------
@@ -185,7 +192,7 @@ class AllZero(_OneValue):
 class Constant(_OneValue):
     """All elements are the same number other than zero."""
 
-    name, severity = "constant", "info"
+    name, severity = "constant", "warning"
     is_of_kind = True
     roles = CODED | {Role.STATISTIC, Role.SCALE}
 
@@ -283,6 +290,28 @@ class OddScale(Rule):
                 others = counted(len(factors) - 1, "other scale")
                 sentence = f"its smallest element is {low[row]:.3g}, and {others} are positive"
                 yield self.finding(evidence, row, low[row], sentence)
+
+
+class OddStep(Rule):
+    """An optimizer counts fewer or more steps for a parameter than for most others."""
+
+    name, severity = "odd_step", "info"
+    roles = frozenset({Role.STEP})
+    is_of_kind = True
+    fewest_siblings = 3
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low = evidence["min"]
+        for siblings in evidence.families.values():
+            steps = Counter([low[row] for row in siblings if evidence["count"][row] == 1])
+            (usual, number), *_ = steps.most_common(1) or [(0.0, 0)]
+            if number < self.fewest_siblings or 2 * number <= len(siblings):
+                continue
+            for row in siblings:
+                if low[row] != usual:
+                    others = counted(number, "sibling")
+                    sentence = f"it is {low[row]:,.0f}, and that of {others} {usual:,.0f}"
+                    yield self.finding(evidence, row, low[row], sentence)
 
 
 class NegativeMoment(Rule):
@@ -419,7 +448,10 @@ class OutlierChannels(Rule):
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rows, columns = evidence["outlier_rows"], evidence["outlier_columns"]
         ratio = evidence["absmax"] / evidence["std"]
-        for row in np.flatnonzero((rows > 0) | (columns > 0)).tolist():
+        is_outlying = (rows > 0) | (columns > 0)
+        if evidence.is_new:  # single elements, as `trunc_normal_` leaves them
+            is_outlying &= rows != columns
+        for row in np.flatnonzero(is_outlying).tolist():
             words = evidence.channel_words(row)
             sides = [
                 (outliers[row], evidence[f"{side}_count"][row], side, word)
@@ -494,6 +526,7 @@ class ZeroCentredNorm(_Norm):
     """The gains of a norm are centred on 0 where others are centred on 1."""
 
     name, severity = "zero_centred_norm", "warning"
+    implied_by = frozenset({"all_zero"})
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row, centre, norms in self._norms_to_compare(evidence):
@@ -553,6 +586,7 @@ class UnlikeLayer(Rule):
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rms, count = evidence["rms"], evidence["count"]
         yield from self._beyond_all(evidence)
+        yield from self._experts(evidence)
         for siblings in evidence.series():
             rows = [row for row in siblings if rms[row] > 0 and np.isfinite(rms[row])]
             # Numbers of unrelated tensors are no depth.
@@ -597,6 +631,22 @@ class UnlikeLayer(Rule):
                     f"other {kind} weight"
                 )
                 yield self.finding(evidence, first, factor, sentence)
+
+    def _experts(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Yield experts that are far from all others of their layer, which are alike."""
+        rms = evidence["rms"]
+        for experts in evidence.experts():
+            rows = [row for row in experts if rms[row] > 0]
+            for row in rows if len(rows) >= self.fewest_layers else ():
+                others = rms[[other for other in rows if other != row]]
+                factor = rms[row] / np.median(others)
+                is_far = max(factor, 1 / factor) > self.far_end
+                if is_far and others.max() <= self.most_alike * others.min():
+                    sentence = (
+                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                        f"other {len(others)} experts"
+                    )
+                    yield self.finding(evidence, row, factor, sentence)
 
     def _ends(self, evidence: Evidence, rows: list[int]) -> Iterator[RuleFinding]:
         """Yield the first and the last layer if they are far from all others, which are alike."""
@@ -745,6 +795,7 @@ class EqualRows(_EqualRows):
     """Many output channels of a matrix are equal."""
 
     name, severity = "equal_rows", "warning"
+    implied_by = frozenset({"constant", "equal_experts"})
     roles = frozenset({Role.WEIGHT, Role.AVERAGE})
 
 
@@ -790,7 +841,7 @@ class WideType(Rule):
     """Every element fits into a type of half the size."""
 
     name, severity = "wide_type", "info"
-    is_of_kind = True
+    is_of_kind, implied_by = True, frozenset({"nan", "all_zero", "constant"})
     fewest_elements = 64
     #: The smaller type that elements may fit.
     smaller = MappingProxyType({"float32": "bfloat16", "float64": "float32"})
@@ -839,7 +890,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         *(Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant()),
         *(Exploding(), LoneElement()),
-        *(NegativeVariance(), OddScale(), NegativeMoment()),
+        *(NegativeVariance(), OddScale(), NegativeMoment(), OddStep()),
         *(SignsLost(), Hole(), EqualRows(), EqualTokens(), RankOne()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
         *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
