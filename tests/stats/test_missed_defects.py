@@ -147,7 +147,39 @@ def test_a_negative_variance_is_an_error(name: str) -> None:
     tensors["bn.running_mean"] = np.linspace(-1, 1, 64, dtype="f4")
     assert rules(tensors) == set()
     tensors[f"bn.{name}"] = np.linspace(-0.1, 1, 64, dtype="f4")
-    assert rules(tensors) == {(f"bn.{name}", "negative_variance")}
+    assert rules(tensors) == {(f"bn.{name}", "negative_statistic")}
+
+
+def normed(layers: int = 6) -> Tensors:
+    tensors = trained()
+    rng = np.random.default_rng(3)
+    for layer in range(layers):
+        base = f"layers.{layer}.bn"
+        tensors[f"{base}.running_mean"] = rng.normal(0, 1, 64).astype("f4")
+        tensors[f"{base}.running_var"] = rng.uniform(0.5, 2, 64).astype("f4")
+        tensors[f"{base}.num_batches_tracked"] = np.int64(1000)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "rule"),
+    [
+        ("layers.2.bn.num_batches_tracked", -1, "negative_statistic"),
+        ("layers.2.bn.running_mean", 1e6, "unlike_statistic"),
+        ("layers.2.bn.running_var", 1e9, "unlike_statistic"),
+    ],
+)
+def test_odd_statistics_of_a_norm_are_named(name: str, factor: float, rule: str) -> None:
+    tensors = normed()
+    assert rules(tensors) == set()
+    tensors[name] = np.multiply(tensors[name], factor, casting="unsafe").astype(tensors[name].dtype)
+    assert rules(tensors) == {(name, rule)}
+
+
+def test_gains_of_zero_are_named() -> None:
+    tensors = trained()
+    tensors["layers.2.norm.weight"][:32] = 0
+    assert ("layers.2.norm.weight", "dead_gains") in rules(tensors)
 
 
 def quantised(layers: int = 5) -> Tensors:

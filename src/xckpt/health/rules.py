@@ -253,18 +253,51 @@ class LoneElement(Rule):
             yield self.finding(evidence, row, ratio[row], sentence)
 
 
-class NegativeVariance(Rule):
-    """A running variance has a negative element."""
+class NegativeStatistic(Rule):
+    """A running variance, or a counter, has a negative element."""
 
-    name, severity = "negative_variance", "error"
-    roles = frozenset({Role.STATISTIC})
+    name, severity = "negative_statistic", "error"
+    roles = frozenset({Role.STATISTIC, Role.COUNTER})
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
-        low = evidence["min"]
+        low, structure = evidence["min"], evidence.structure
         for row in np.flatnonzero(low < 0).tolist():
-            if evidence.structure.is_variance(evidence.plain_names[row]):
+            name = evidence.plain_names[row]
+            if structure.is_variance(name):
                 sentence = f"a variance is {low[row]:.3g} at its smallest element"
                 yield self.finding(evidence, row, low[row], sentence)
+            elif structure.is_counter(name):
+                yield self.finding(evidence, row, low[row], f"a counter is {low[row]:,.0f}")
+
+
+class UnlikeStatistic(Rule):
+    """Running statistics of a norm are far beyond those of all other norms."""
+
+    name, severity = "unlike_statistic", "warning"
+    roles = frozenset({Role.STATISTIC})
+    #: Factors of the means and of the variances. Those of a first layer can be large.
+    far_mean, far_variance = 1e4, 1e7
+    fewest = 4
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        rms = evidence["rms"]
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for row, role in enumerate(evidence.roles):
+            if role is Role.STATISTIC and np.isfinite(rms[row]):
+                is_variance = evidence.structure.is_variance(evidence.plain_names[row])
+                groups.setdefault((evidence.step_of(row), is_variance), []).append(row)
+        for (_, is_variance), rows in groups.items():
+            if len(rows) < self.fewest:
+                continue
+            second, first = sorted(rows, key=rms.__getitem__)[-2:]
+            factor = rms[first] / rms[second]
+            if rms[second] > 0 and factor > (self.far_variance if is_variance else self.far_mean):
+                word = "variances" if is_variance else "means"
+                sentence = (
+                    f"the root mean square of its {word}, {rms[first]:.3g}, is {factor:.2g} times "
+                    f"that of any other norm"
+                )
+                yield self.finding(evidence, first, factor, sentence)
 
 
 class OddScale(Rule):
@@ -539,6 +572,22 @@ class ZeroCentredNorm(_Norm):
             if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
                 sentence = f"its weights are centred on {mean:.2g}, {norms}: is 1 missing?"
                 yield self.finding(evidence, row, mean, sentence)
+
+
+class DeadGains(_Norm):
+    """Gains of a norm are zero where others are around 1, so that channels are constant."""
+
+    name, severity = "dead_gains", "warning"
+    implied_by = frozenset({"all_zero"})
+    is_of_kind = True
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        zero, count = evidence["zero"], evidence["count"]
+        for row, *_ in self._norms_to_compare(evidence):
+            if 0 < zero[row] < count[row]:
+                verb = "is" if zero[row] == 1 else "are"
+                sentence = f"{zero[row]:,.0f} of {count[row]:,.0f} gains of a norm {verb} 0"
+                yield self.finding(evidence, row, zero[row], sentence)
 
 
 class NegativeNorm(_Norm):
@@ -890,10 +939,10 @@ RULES: dict[str, Rule] = {
     for rule in (
         *(Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant()),
         *(Exploding(), LoneElement()),
-        *(NegativeVariance(), OddScale(), NegativeMoment(), OddStep()),
+        *(NegativeStatistic(), UnlikeStatistic(), OddScale(), NegativeMoment(), OddStep()),
         *(SignsLost(), Hole(), EqualRows(), EqualTokens(), RankOne()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
-        *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
+        *(ZeroCentredNorm(), DeadGains(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),
         *(Tied(), Duplicated(), EqualExperts(), CopiedLayer()),
         *(IdenticalStep(), UnlikeStep(), StoppedChanging()),

@@ -310,6 +310,11 @@ def names_variance(param: str) -> bool:
     return _VARIANCE.fullmatch(param.removesuffix(":0")) is not None
 
 
+def names_counter(param: str) -> bool:
+    """Return whether the name of a tensor in its module is that of a number that only grows."""
+    return _COUNTER.fullmatch(param) is not None
+
+
 def names_zero_point(param: str) -> bool:
     """Return whether the name of a tensor beside codes is that of zero points or positions."""
     return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None

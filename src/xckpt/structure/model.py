@@ -307,6 +307,11 @@ class Structure(Mapping[str, TensorInfo]):
         is_statistic = self.roles[name] is Role.STATISTIC
         return is_statistic and conventions.names_variance(self.param(name))
 
+    def is_counter(self, name: str) -> bool:
+        """Return whether a tensor counts something, such as the batches of a norm."""
+        is_counter = self.roles[name] is Role.COUNTER
+        return is_counter and conventions.names_counter(self.param(name))
+
     def is_factor(self, name: str) -> bool:
         """Return whether codes are multiplied by a tensor, which is no zero point."""
         is_float = self._tensors[name].dtype.startswith(("float", "bfloat"))
