@@ -8,6 +8,7 @@ differ only in their indices: a bias of zeros is usual in a new model, and odd i
 from __future__ import annotations
 
 import re
+from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,15 @@ class Empty(Rule):
         if not structure:
             yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
         rows = {name: row for row, name in enumerate(evidence.names)}
+        by_reason: dict[str, list[str]] = {}
         for name, reason in empty_weights(structure).items():
-            yield RuleFinding(rows.get(name, len(rows)), name, self.name, 0.0, reason)
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            sentence = reason
+            if len(names) > 1:
+                sentence += f"; {len(names) - 1:,} more like it, such as {names[1]}"
+            row = rows.get(names[0], len(rows))
+            yield RuleFinding(row, names[0], self.name, 0.0, sentence)
 
 
 # --- elements ------------------------------------------------------------------------------------
@@ -63,10 +71,15 @@ class _NotFinite(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row in np.flatnonzero(evidence[self.name] > 0):
+            if self._is_meant(evidence, int(row)):
+                continue
             number, count = evidence[self.name][row], evidence["count"][row]
             verb = "is" if number == 1 else "are"
             sentence = f"{number:,.0f} of {count:,.0f} elements {verb} {self.word}"
             yield self.finding(evidence, row, number, sentence)
+
+    def _is_meant(self, evidence: Evidence, row: int) -> bool:
+        raise NotImplementedError
 
 
 class NaN(_NotFinite):
@@ -75,18 +88,21 @@ class NaN(_NotFinite):
     name, word = "nan", "NaN"
     roles = EVERY
 
+    def _is_meant(self, evidence: Evidence, row: int) -> bool:
+        return evidence.is_setting(row)
+
 
 class Infinite(_NotFinite):
-    """Elements are infinite. Masks are made of infinities."""
+    """Elements are infinite. Masks are made of infinities, and so are rows that mask."""
 
     name, word = "inf", "infinite"
     roles = EVERY - {Role.CONSTANT}
 
+    def _is_meant(self, evidence: Evidence, row: int) -> bool:
+        return evidence.has_masked_rows(row)
 
-# Vectors of zeros or ones in a new model, and matrices of zeros.
-_INITIAL = re.compile(
-    r"(^|_)(weight|bias|gamma|beta|scale|shift|mean|var|norm|ln|g|b|D|tokens?)$|(^|_)running_"
-)
+
+# Matrices of zeros in a new model.
 _INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
 
 
@@ -107,6 +123,8 @@ class _OneValue(Rule):
             values = {low[row] for row in constants}
             is_usual = 2 * len(constants) > len(siblings) and len(values) == 1
             is_usual |= evidence.is_new and not varied and values <= {0.0, 1.0}
+            if evidence.has_values and _are_untrained(evidence, siblings):
+                continue
             for row in constants:
                 if self._is_bias_of_initial_norm(evidence, row):
                     continue
@@ -132,16 +150,40 @@ class _OneValue(Rule):
         if evidence.is_new or evidence.roles[row] in self.only_if_unlike_siblings:
             return True
         name, value = evidence.plain_names[row], evidence["min"][row]
-        is_matrix = value == 0 and _INITIAL_MATRIX.search(name) is not None
-        is_vector = value in {0, 1} and evidence.is_vector(row)
-        return is_matrix or (is_vector and bool(_INITIAL.search(name.rpartition(".")[2])))
+        # A vector that is the same in most layers, or has no sibling, may be so by design.
+        is_vector = evidence.is_vector(row) or evidence.is_bias(row)
+        return is_vector or (value == 0 and bool(_INITIAL_MATRIX.search(name)))
+
+
+def _are_untrained(evidence: Evidence, siblings: list[int]) -> bool:
+    """Return whether several matrices are all zero, each of them."""
+    is_zero = (evidence.is_zero(row) and not evidence.is_vector(row) for row in siblings)
+    return len(siblings) > 1 and all(is_zero)
+
+
+class Untrained(Rule):
+    """All matrices of a kind are zero, as some are before training."""
+
+    name, severity = "untrained", "info"
+    is_of_kind = True
+    roles = CODED
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if evidence.is_new or not evidence.has_values:
+            return
+        for siblings in evidence.families.values():
+            if _are_untrained(evidence, siblings):
+                row, number = siblings[0], len(siblings)
+                others = counted(number - 1, "sibling")
+                sentence = f"all elements are 0, and those of its {others}: were they trained?"
+                yield self.finding(evidence, row, number, sentence)
 
 
 class AllZero(_OneValue):
     """All elements are zero."""
 
     name, severity = "all_zero", "warning"
-    roles = CODED | {Role.STATISTIC, Role.MOMENT, Role.SCALE}
+    roles = CODED | {Role.STATISTIC, Role.MOMENT}
 
     def _is_reported(self, value: float) -> bool:
         return value == 0
@@ -150,7 +192,8 @@ class AllZero(_OneValue):
 class Constant(_OneValue):
     """All elements are the same number other than zero."""
 
-    name, severity = "constant", "info"
+    name, severity = "constant", "warning"
+    is_of_kind = True
     roles = CODED | {Role.STATISTIC, Role.SCALE}
 
     def _is_reported(self, value: float) -> bool:
@@ -210,6 +253,100 @@ class LoneElement(Rule):
             yield self.finding(evidence, row, ratio[row], sentence)
 
 
+class NegativeStatistic(Rule):
+    """A running variance, or a counter, has a negative element."""
+
+    name, severity = "negative_statistic", "error"
+    roles = frozenset({Role.STATISTIC, Role.COUNTER})
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low, structure = evidence["min"], evidence.structure
+        for row in np.flatnonzero(low < 0).tolist():
+            name = evidence.plain_names[row]
+            if structure.is_variance(name):
+                sentence = f"a variance is {low[row]:.3g} at its smallest element"
+                yield self.finding(evidence, row, low[row], sentence)
+            elif structure.is_counter(name):
+                yield self.finding(evidence, row, low[row], f"a counter is {low[row]:,.0f}")
+
+
+class UnlikeStatistic(Rule):
+    """Running statistics of a norm are far beyond those of all other norms."""
+
+    name, severity = "unlike_statistic", "warning"
+    roles = frozenset({Role.STATISTIC})
+    #: Factors of the means and of the variances. Those of a first layer can be large.
+    far_mean, far_variance = 1e4, 1e7
+    fewest = 4
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        rms = evidence["rms"]
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for row, role in enumerate(evidence.roles):
+            if role is Role.STATISTIC and np.isfinite(rms[row]):
+                is_variance = evidence.structure.is_variance(evidence.plain_names[row])
+                groups.setdefault((evidence.step_of(row), is_variance), []).append(row)
+        for (_, is_variance), rows in groups.items():
+            if len(rows) < self.fewest:
+                continue
+            second, first = sorted(rows, key=rms.__getitem__)[-2:]
+            factor = rms[first] / rms[second]
+            if rms[second] > 0 and factor > (self.far_variance if is_variance else self.far_mean):
+                word = "variances" if is_variance else "means"
+                sentence = (
+                    f"the root mean square of its {word}, {rms[first]:.3g}, is {factor:.2g} times "
+                    f"that of any other norm"
+                )
+                yield self.finding(evidence, first, factor, sentence)
+
+
+class OddScale(Rule):
+    """A scale of codes is 0, or negative where no other one is."""
+
+    name, severity = "odd_scale", "warning"
+    roles = frozenset({Role.SCALE})
+    fewest_others = 3
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low, high = evidence["min"], evidence["max"]
+        factors = [
+            row
+            for row, name in enumerate(evidence.plain_names)
+            if evidence.roles[row] is Role.SCALE and evidence.structure.is_factor(name)
+        ]
+        negative = [row for row in factors if low[row] < 0]
+        for row in factors:
+            number = "it is" if evidence["count"][row] == 1 else "all of its elements are"
+            if low[row] == high[row] == 0:
+                yield self.finding(evidence, row, 0, f"{number} 0: so are the weights")
+            elif negative == [row] and len(factors) > self.fewest_others:
+                others = counted(len(factors) - 1, "other scale")
+                sentence = f"its smallest element is {low[row]:.3g}, and {others} are positive"
+                yield self.finding(evidence, row, low[row], sentence)
+
+
+class OddStep(Rule):
+    """An optimizer counts fewer or more steps for a parameter than for most others."""
+
+    name, severity = "odd_step", "info"
+    roles = frozenset({Role.STEP})
+    is_of_kind = True
+    fewest_siblings = 3
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low = evidence["min"]
+        for siblings in evidence.families.values():
+            steps = Counter([low[row] for row in siblings if evidence["count"][row] == 1])
+            (usual, number), *_ = steps.most_common(1) or [(0.0, 0)]
+            if number < self.fewest_siblings or 2 * number <= len(siblings):
+                continue
+            for row in siblings:
+                if low[row] != usual:
+                    others = counted(number, "sibling")
+                    sentence = f"it is {low[row]:,.0f}, and that of {others} {usual:,.0f}"
+                    yield self.finding(evidence, row, low[row], sentence)
+
+
 class NegativeMoment(Rule):
     """An average of squares has a negative element."""
 
@@ -229,11 +366,15 @@ class Subnormal(Rule):
     """Many elements are too small for all digits of their type."""
 
     name, severity = "subnormal", "warning"
-    threshold = 0.1  # share of the elements
+    is_of_kind = True
+    #: Share of the elements; for float16, whose subnormal numbers are not tiny, the second one.
+    threshold, threshold_of_float16 = 0.1, 0.5
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         share = evidence["subnormal"] / evidence["count"]
-        for row in np.flatnonzero(share > self.threshold):
+        is_half = np.array([dtype == "float16" for dtype in evidence.dtypes], bool)
+        limit = np.where(is_half, self.threshold_of_float16, self.threshold)
+        for row in np.flatnonzero(share > limit):
             sentence = (
                 f"{share[row]:.0%} of the elements are subnormal: few of their digits are left"
             )
@@ -333,21 +474,27 @@ class OutlierChannels(Rule):
     """A few channels have elements far beyond all others."""
 
     name, severity = "outlier_channels", "info"
+    is_of_kind, implied_by = True, frozenset({"exploding", "lone_element"})
     threshold = OUTLYING  # standard deviations
     few = 0.01  # share of the channels
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rows, columns = evidence["outlier_rows"], evidence["outlier_columns"]
         ratio = evidence["absmax"] / evidence["std"]
-        for row in np.flatnonzero((rows > 0) | (columns > 0)).tolist():
+        is_outlying = (rows > 0) | (columns > 0)
+        if evidence.is_new:  # single elements, as `trunc_normal_` leaves them
+            is_outlying &= rows != columns
+        for row in np.flatnonzero(is_outlying).tolist():
             words = evidence.channel_words(row)
             sides = [
                 (outliers[row], evidence[f"{side}_count"][row], side, word)
                 for outliers, side, word in zip(
                     (rows, columns), ("row", "column"), words, strict=True
                 )
-                if outliers[row] > 0
+                if outliers[row] > 0 and evidence[f"{side}_count"][row] > 1
             ]
+            if not sides:
+                continue
             if words[0] == "row":  # features of language models are columns
                 sides.reverse()
             number, total, side, word = min(sides, key=lambda entry: entry[0])
@@ -412,6 +559,7 @@ class ZeroCentredNorm(_Norm):
     """The gains of a norm are centred on 0 where others are centred on 1."""
 
     name, severity = "zero_centred_norm", "warning"
+    implied_by = frozenset({"all_zero"})
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row, centre, norms in self._norms_to_compare(evidence):
@@ -426,10 +574,27 @@ class ZeroCentredNorm(_Norm):
                 yield self.finding(evidence, row, mean, sentence)
 
 
+class DeadGains(_Norm):
+    """Gains of a norm are zero where others are around 1, so that channels are constant."""
+
+    name, severity = "dead_gains", "warning"
+    implied_by = frozenset({"all_zero"})
+    is_of_kind = True
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        zero, count = evidence["zero"], evidence["count"]
+        for row, *_ in self._norms_to_compare(evidence):
+            if 0 < zero[row] < count[row]:
+                verb = "is" if zero[row] == 1 else "are"
+                sentence = f"{zero[row]:,.0f} of {count[row]:,.0f} gains of a norm {verb} 0"
+                yield self.finding(evidence, row, zero[row], sentence)
+
+
 class NegativeNorm(_Norm):
     """A gain of a norm is negative where others are around 1."""
 
     name, severity = "negative_norm", "info"
+    is_of_kind = True
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         low, mean = evidence["min"], evidence["mean"]
@@ -455,6 +620,7 @@ class UnlikeLayer(Rule):
 
     name, severity = "unlike_layer", "warning"
     roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    implied_by = frozenset({"exploding", "lone_element", "rank_one"})
     threshold = 6.0  # robust standard deviations of all layers
     #: Fewest layers that show a trend, and the least spread around it.
     fewest_layers, least_spread = 5, 0.05
@@ -463,12 +629,18 @@ class UnlikeLayer(Rule):
     #: The first and the last layer usually differ from the others: by less than this factor, if the
     #: others differ among themselves by less than the second.
     far_end, most_alike = 5.0, 1.5
+    #: Factor between the largest and the second of a kind of module, and the fewest of a kind.
+    far_beyond, fewest_of_kind = 25.0, 4
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         rms, count = evidence["rms"], evidence["count"]
+        yield from self._beyond_all(evidence)
+        yield from self._experts(evidence)
         for siblings in evidence.series():
             rows = [row for row in siblings if rms[row] > 0 and np.isfinite(rms[row])]
-            if len(rows) < self.fewest_layers:
+            # Numbers of unrelated tensors are no depth.
+            shapes = Counter([evidence.shapes[row] for row in rows])
+            if len(rows) < self.fewest_layers or 2 * max(shapes.values()) < len(rows):
                 continue
             noise = np.log2(1 + 1 / np.sqrt(2 * count[rows].min()))
             spread = max(noise, np.log2(1 + self.least_spread))
@@ -488,6 +660,42 @@ class UnlikeLayer(Rule):
                         f"layers next to it: {distance:.0f} robust standard deviations"
                     )
                     yield self.finding(evidence, row, distance, sentence)
+
+    def _beyond_all(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Yield matrices without siblings that are far beyond all of the same kind of module."""
+        rms = evidence["rms"]
+        kinds: dict[Any, list[int]] = {}
+        for row in evidence.parameters:
+            kind = evidence.module_type(row)
+            if kind in _WITH_KERNELS and not evidence.is_vector(row) and np.isfinite(rms[row]):
+                kinds.setdefault((evidence.step_of(row), kind), []).append(row)
+        for (_, kind), rows in kinds.items():
+            if len(rows) < self.fewest_of_kind:
+                continue
+            second, first = sorted(rows, key=rms.__getitem__)[-2:]
+            if rms[first] > self.far_beyond * rms[second]:
+                factor = rms[first] / rms[second]
+                sentence = (
+                    f"its root mean square, {rms[first]:.3g}, is {factor:.2g} times that of any "
+                    f"other {kind} weight"
+                )
+                yield self.finding(evidence, first, factor, sentence)
+
+    def _experts(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Yield experts that are far from all others of their layer, which are alike."""
+        rms = evidence["rms"]
+        for experts in evidence.experts():
+            rows = [row for row in experts if rms[row] > 0]
+            for row in rows if len(rows) >= self.fewest_layers else ():
+                others = rms[[other for other in rows if other != row]]
+                factor = rms[row] / np.median(others)
+                is_far = max(factor, 1 / factor) > self.far_end
+                if is_far and others.max() <= self.most_alike * others.min():
+                    sentence = (
+                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                        f"other {len(others)} experts"
+                    )
+                    yield self.finding(evidence, row, factor, sentence)
 
     def _ends(self, evidence: Evidence, rows: list[int]) -> Iterator[RuleFinding]:
         """Yield the first and the last layer if they are far from all others, which are alike."""
@@ -557,7 +765,7 @@ class _UnlikeSiblings(Rule):
 
 
 # Kinds of modules whose matrices are alike, wherever they are.
-_WITH_KERNELS = frozenset({"linear", "convolution"})
+_WITH_KERNELS = frozenset({"linear", "convolution", "recurrent"})
 
 
 class SignsLost(_UnlikeSiblings):
@@ -595,32 +803,84 @@ class Hole(_UnlikeSiblings):
         return zero, f"{zero:,.0f} of its {count:,.0f} elements are exactly 0"
 
 
-class EqualRows(Rule):
-    """Many output channels of a matrix are equal."""
+class _EqualRows(Rule):
+    """Output channels of a matrix are equal."""
 
-    name, severity = "equal_rows", "warning"
-    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
-    threshold = 8  # rows
+    threshold = 8  # rows that are equal to one
+    #: Share of the rows that are equal to another one, in groups of any size.
+    share = 0.1
     fewest_elements = 8  # of a row
-    #: Largest matrix that is read to compare its rows.
-    most_elements = 1 << 25
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         if not evidence.readers or evidence.is_new:
             return
-        rows, count = evidence["equal_rows"], evidence["count"]
-        is_long = count / evidence["row_count"] >= self.fewest_elements
-        is_read = is_long & (count <= self.most_elements) & (rows >= self.threshold)
+        count, total = evidence["count"], evidence["row_count"]
+        is_read = count / total >= self.fewest_elements
+        is_read &= count <= evidence.most_elements
+        is_read &= self._are_many(evidence["equal_rows"], evidence["repeated_rows"], total)
         for row in np.flatnonzero(is_read).tolist():
-            # Unused tokens of a vocabulary are often equal.
-            if evidence.module_type(row) == "embedding" or evidence.is_tied_head(row):
+            has_tokens = evidence.module_type(row) == "embedding" or evidence.is_tied_head(row)
+            if has_tokens != self._is_about_tokens:
                 continue
-            number, total = evidence.equal_rows(row), evidence["row_count"][row]
-            if number >= self.threshold:
-                word = evidence.channel_words(row)[0]
-                yield self.finding(
-                    evidence, row, number, f"{number} of {total:,.0f} {word}s are equal"
-                )
+            most, repeated = evidence.equal_rows(row)
+            if not self._are_many(most, repeated, total[row]):
+                continue
+            word = evidence.channel_words(row)[0]
+            number = most if repeated < most else repeated
+            sentence = f"{number:,} of {total[row]:,.0f} {word}s are equal"
+            if repeated >= most:
+                sentence += " to another one"
+            yield self.finding(evidence, row, number, sentence + self._consequence)
+
+    _is_about_tokens = False
+    _consequence = ""
+
+    def _are_many(self, most: Any, repeated: Any, total: Any) -> Any:
+        fewest = np.maximum(self.threshold, self.share * total)
+        return (np.asarray(most) >= self.threshold) | (np.asarray(repeated) >= fewest)
+
+
+class EqualRows(_EqualRows):
+    """Many output channels of a matrix are equal."""
+
+    name, severity = "equal_rows", "warning"
+    implied_by = frozenset({"constant", "equal_experts"})
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+
+
+class EqualTokens(_EqualRows):
+    """Many rows of an embedding are equal, as those of tokens that no text has."""
+
+    name, severity = "equal_tokens", "info"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    _is_about_tokens = True
+    _consequence = ": the model cannot tell their tokens apart"
+
+
+class RankOne(Rule):
+    """A matrix is the product of one column and one row, so that all of its outputs are alike."""
+
+    name, severity = "rank_one", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    implied_by = frozenset({"all_zero", "constant", "equal_rows", "nan", "inf"})
+    fewest_channels = 8
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if not evidence.readers or evidence.is_new:
+            return
+        length, count = evidence["l2"], evidence["count"]
+        alive = [
+            evidence[f"{side}_count"] - evidence[dead]
+            for side, dead in (("row", "dead_rows"), ("column", "dead_columns"))
+        ]
+        may_be = np.abs(evidence["product_l2"] / length - 1) < evidence.rounding
+        may_be &= (np.minimum(*alive) >= self.fewest_channels) & (count <= evidence.most_elements)
+        for row in np.flatnonzero(may_be).tolist():
+            is_matrix = len([size for size in evidence.shapes[row] if size > 1]) == 2
+            if is_matrix and evidence.is_rank_one(row):
+                words = evidence.channel_words(row)
+                sentence = f"its rank is 1: every {words[0]} is a multiple of the same one"
+                yield self.finding(evidence, row, 1, sentence)
 
 
 # --- element types -------------------------------------------------------------------------------
@@ -630,6 +890,7 @@ class WideType(Rule):
     """Every element fits into a type of half the size."""
 
     name, severity = "wide_type", "info"
+    is_of_kind, implied_by = True, frozenset({"nan", "all_zero", "constant"})
     fewest_elements = 64
     #: The smaller type that elements may fit.
     smaller = MappingProxyType({"float32": "bfloat16", "float64": "float32"})
@@ -667,7 +928,7 @@ class MixedTypes(Rule):
                     sentence = (
                         f"it is {dtype}, and {number} of its {len(siblings) - 1} siblings {usual}"
                     )
-                    yield self.finding(evidence, row, number, f"{sentence} {usual}")
+                    yield self.finding(evidence, row, number, sentence)
 
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -676,10 +937,12 @@ class MixedTypes(Rule):
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        *(Empty(), NaN(), Infinite(), AllZero(), Constant(), Exploding(), LoneElement()),
-        *(NegativeMoment(), SignsLost(), Hole(), EqualRows()),
+        *(Empty(), NaN(), Infinite(), AllZero(), Untrained(), Constant()),
+        *(Exploding(), LoneElement()),
+        *(NegativeStatistic(), UnlikeStatistic(), OddScale(), NegativeMoment(), OddStep()),
+        *(SignsLost(), Hole(), EqualRows(), EqualTokens(), RankOne()),
         *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
-        *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
+        *(ZeroCentredNorm(), DeadGains(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
         *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),
         *(Tied(), Duplicated(), EqualExperts(), CopiedLayer()),
         *(IdenticalStep(), UnlikeStep(), StoppedChanging()),

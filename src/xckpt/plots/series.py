@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product, starmap, takewhile
+from itertools import starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
@@ -212,11 +212,9 @@ def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[
         for at, (template, names) in enumerate(groups)
         for kind in [f"{template[-1]} {ndims.get(next(iter(names)))}"]
     }
-    bundles = []
-    for family in united(families_of(rows)):
-        pieces = ([part] if isinstance(part, str) else part for part in family.components)
-        spelled = (Row("".join(name), family.dtype, (), 0) for name in product(*pieces))
-        bundles.append(sorted(rows[row] for row in spelled))
+    numbers = list(rows.values())
+    families = united(families_of(rows))
+    bundles = [sorted([numbers[place] for place in family.places]) for family in families]
     return [[groups[at] for at in places] for places in sorted(bundles)]
 
 

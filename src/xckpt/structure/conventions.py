@@ -13,8 +13,8 @@ role            names and types
 ``scale``       scales, zero points, shapes and group indices of codes
 ``statistic``   ``running_mean``, ``moving_variance``, ``batch_stats/.../var``
 ``counter``     ``num_batches_tracked`` and other scalars that count
-``constant``    masks, positions, frequencies, fixed transforms; booleans, and integers that are
-                not codes
+``constant``    masks, positions, frequencies, fixed transforms, settings below ``config``;
+                booleans, and integers that are not codes
 ``codes``       integers and small floats with scales next to them, or with names of weights
 ``weight``      everything else
 ==============  ==================================================================================
@@ -60,6 +60,8 @@ _AVERAGES = _words(
     r"""ema | ema_(model|params|state_dict|weights) | (model|params|state_dict|weights)_ema
     | shadow_params | averaged?_(model|params)"""
 )
+# Settings that a program saves beside the weights, which may be tensors.
+_SETTINGS = _words(r"config | cfg | k?w?args | hparams | hyper_?parameters | settings")
 _BURN = _words(r"momentum | lr_decay | square_avg | centered | __rank")
 
 # Tensors of an optimizer: words anywhere in a name, and parts after a colon.
@@ -92,8 +94,8 @@ _FIXED = _words(
     | w0j\w* | wigner\w* | clebsch\w*) | _?w0j_\w+"""
 )
 _FIXED_MODULE = _words(
-    r"""(\w*_)?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)? | mel_?scale
-    | mfcc)(_conv\w*)?"""
+    r"""([\w-]*[_-])?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)?
+    | mel_?scale | mfcc)([_-](conv | real | imag)[\w-]*)?"""
 )
 _SCALE = _words(
     r"""(weight|input|output|act(ivation)?|prob_output|[qkv])_(global_)?scales?(_inv|_0)?
@@ -124,6 +126,8 @@ def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
     is_scalar = axes == 0
     if part and (role := _role_of_part(part)) is not None:
         return role
+    if len(words) > 1 and _SETTINGS.fullmatch(words[0]):
+        return Role.CONSTANT
     if any(map(_TRAINING.fullmatch, front)):
         return Role.STATE
     is_numbered = len(words) > 1 and words[0] == "0" and _BURN.fullmatch(words[1]) is not None
@@ -258,6 +262,10 @@ _ATTENTION = _words(
     | output_dense | query_key_value | w[qkvo] | w_qkv | self_?att\w*"""
 )
 _PARAM = re.compile(r"[./](weight|kernel)$")
+_RECURRENT = re.compile(r"(^|[./])weight_(ih|hh|hr)(_l0(_reverse)?)?$")
+_BIAS = _words(r"(\w+_)?bias(_(ih|hh)(_l0(_reverse)?)?)? | beta")
+_VARIANCE = _words(r"(\w+_)?(var|variance)")
+_ZERO_POINT = _words(r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm")
 _CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
 _COMPONENTS = frozenset(
     {
@@ -283,11 +291,33 @@ def _module_type(name: str, ndim: int, *, may_route: bool) -> str:
         return "router"
     if _EMBEDDING.search(name):
         return "embedding"
+    if ndim == 2 and _RECURRENT.search(name):
+        return "recurrent"
     if ndim < 2 or module == name:
         return ""
     if ndim in {4, 5} or (ndim == 3 and _CONVOLUTION.search(name)):
         return "convolution"
     return "linear" if ndim == 2 else ""
+
+
+def names_bias(param: str) -> bool:
+    """Return whether the name of a tensor in its module is that of a bias."""
+    return _BIAS.fullmatch(_NUMBER.sub("0", param)) is not None
+
+
+def names_variance(param: str) -> bool:
+    """Return whether the name of a statistic in its module is that of a variance."""
+    return _VARIANCE.fullmatch(param.removesuffix(":0")) is not None
+
+
+def names_counter(param: str) -> bool:
+    """Return whether the name of a tensor in its module is that of a number that only grows."""
+    return _COUNTER.fullmatch(param) is not None
+
+
+def names_zero_point(param: str) -> bool:
+    """Return whether the name of a tensor beside codes is that of zero points or positions."""
+    return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
 def slot_by_name(name: str) -> str:

@@ -215,6 +215,8 @@ def _from_uses(
     if role in {Role.CONSTANT, Role.SCALE, None}:
         module_type = ""
     param = {"b": "bias", "w": "weight", "c": "weight", "g": "weight"}.get(letter, "")
+    if letter == "m":
+        param = ("running_mean", "running_var")[position - _INPUTS[operator].index("m")]
     if letter == "e" and role is Role.WEIGHT:
         param = "bias" if operator == "Add" else "weight"
     return Conclusion(role, module_type, param, reason)
@@ -283,13 +285,16 @@ _CLASSES = (
     ("cell", "recurrent"),
     ("dense", "linear"),
 )
-_GAINS = {"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"}
+_PARAMS = {
+    **{"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"},
+    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
+}
 
 
 def _from_class(name: str, variable: str, dtype: str) -> Conclusion:
     module_type = next((kind for word, kind in _CLASSES if word in name), "")
     reason = f"{name}: {variable}" if variable else name
-    param = _GAINS.get(variable, variable)
+    param = _PARAMS.get(variable, variable)
     role: Role | None = None
     if _OF_GENERATORS.fullmatch(variable) or name == "seed_generator":
         role = Role.STATE

@@ -42,6 +42,7 @@ _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", 
 _OPEN = Conclusion()
 # Facts from which roles follow.
 _ABOUT_ROLES = frozenset({"uses", "class", "attribute"})
+_OF_NO_GRAPH = OF_TRAINING | {Role.AVERAGE, Role.STATISTIC}
 # Modules that transforms with fixed kernels are made of.
 _OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
@@ -187,6 +188,10 @@ class Structure(Mapping[str, TensorInfo]):
         """Return the role that facts decide; None leaves it to names."""
         if conclusion.role is Role.WEIGHT and name in self._fixed:
             return Role.CONSTANT
+        # No graph has the state of an optimizer, whatever its tensors are called.
+        if conclusion.role is None and self._named_roles[name] in _OF_NO_GRAPH:
+            uses = (self._tensors[name].declared or {}).get("uses")
+            return Role.WEIGHT if uses else None
         return conclusion.role
 
     @property
@@ -361,11 +366,40 @@ class Structure(Mapping[str, TensorInfo]):
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
+    def param(self, name: str) -> str:
+        """Return the name of a tensor in its module, as PyTorch calls it if the file states it."""
+        conclusion = self._conclusions.get(name, _OPEN)
+        return conclusion.param or split_leaf(name)[2]
+
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
         node = (self._tensors[name].declared or {}).get("node", "")
         by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
         return self._user(name, "slot") or by_name
+
+    def is_bias(self, name: str) -> bool:
+        """Return whether a tensor is the bias of its module."""
+        return conventions.names_bias(self.param(name))
+
+    def is_variance(self, name: str) -> bool:
+        """Return whether a tensor is a running variance."""
+        is_statistic = self.roles[name] is Role.STATISTIC
+        return is_statistic and conventions.names_variance(self.param(name))
+
+    def is_counter(self, name: str) -> bool:
+        """Return whether a tensor counts something, such as the batches of a norm."""
+        is_counter = self.roles[name] is Role.COUNTER
+        return is_counter and conventions.names_counter(self.param(name))
+
+    def is_factor(self, name: str) -> bool:
+        """Return whether codes are multiplied by a tensor, which is no zero point."""
+        is_float = self._tensors[name].dtype.startswith(("float", "bfloat"))
+        is_scale = self.roles[name] is Role.SCALE and is_float
+        return is_scale and not conventions.names_zero_point(split_leaf(name)[2])
+
+    def is_setting(self, name: str) -> bool:
+        """Return whether the file states that a tensor is an argument of an operator."""
+        return self._conclusions.get(name, _OPEN).role is Role.CONSTANT
 
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
@@ -394,7 +428,7 @@ class Structure(Mapping[str, TensorInfo]):
         role = self.roles[name]
         conclusion = self._conclusions.get(name, _OPEN)
         parsed = self.parse(name)
-        module, _, leaf = split_leaf(name)
+        module = split_leaf(name)[0]
         indices = [
             (_SINGULAR.get(module, module.removesuffix("s")), int(index))
             for module, index in zip(parsed.modules, parsed.indices, strict=True)
@@ -405,7 +439,7 @@ class Structure(Mapping[str, TensorInfo]):
             module=self._layers.get(name, module),
             module_type=self.module_type(name),
             slot=self.slot(name),
-            param=conclusion.param or leaf,
+            param=self.param(name),
             axes=tensor.axes,
             indices=tuple(indices),
             owner=self._owners.get(name),
