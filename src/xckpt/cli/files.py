@@ -76,6 +76,7 @@ def info(
         warnings.simplefilter("ignore", CheckpointWarning)
         index = reading.index(file)
         config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
+    structure = structure_of(index, config.get("config"))
     if as_json:
         document = {
             "format": index.format,
@@ -83,7 +84,7 @@ def info(
             "source": index.source,
             "nbytes": index.nbytes,
             "attrs": index.attrs,
-            "footprint": footprint_of(index_rows(index), structure_of(index), config).document(),
+            "footprint": footprint_of(index_rows(index), structure, config).document(),
             "warnings": list(index.warnings),
             "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {
@@ -93,11 +94,10 @@ def info(
             "tensors": [_tensor(tensor) for tensor in index.tensors.values()],
         }
         if show_structure:
-            document["structure"] = structure_table(structure_of(index)).T.to_dict()
+            document["structure"] = structure_table(structure).T.to_dict()
         print_document(document)
         return 0
     if show_structure:
-        structure = structure_of(index)
         print_text("\n".join([summary_of_roles(structure), *structure_lines(structure)]))
         return 0
     # A selection of tensors needs no note that they do not fill the file.

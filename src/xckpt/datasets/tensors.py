@@ -31,6 +31,7 @@ from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.declared import facts_kept
+from xckpt.structure.facts import model_facts
 from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
@@ -308,7 +309,7 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure(self.rows)
+        return Structure(self.rows, model_facts(self.attrs))
 
     @property
     def only(self) -> str:

@@ -2,21 +2,24 @@
 
 `Tensor.declared` has facts, not conclusions; the rules are here, once for all formats:
 
-=============  =====================================================================================
-fact           meaning
-=============  =====================================================================================
-``uses``       operators of a graph that use the tensor: for each the name, the position among the
-               inputs, and the operators that compute the other inputs
-``node``       name of the first of them, which often is the path of a module
-``constant``   True for the value of a node, rather than an initializer
-``attribute``  True for a tensor in an attribute of a node
-``class``      class of the layer in snake case, such as ``"conv2d"`` or ``"batch_normalization"``
-``variable``   name of the variable in the layer, such as ``"kernel"``
-``layer``      name of the layer
-``elements``   number of elements before they are packed, for codes of less than a byte
-``user``       fields that the user corrects, with their values
-``axes``       names of the axes, such as ``("in", "out")``
-=============  =====================================================================================
+================  ==================================================================================
+fact              meaning
+================  ==================================================================================
+``uses``          operators of a graph that use the tensor: for each the name, the position among
+                  the inputs, and the operators that compute the other inputs
+``node``          name of the first of them, which often is the path of a module
+``constant``      True for the value of a node, rather than an initializer
+``attribute``     True for a tensor in an attribute of a node
+``class``         class of the layer in snake case, such as ``"conv2d"`` or
+                  ``"batch_normalization"``
+``variable``      name of the variable in the layer, such as ``"kernel"``
+``layer``         name of the layer
+``elements``      number of elements before they are packed, for codes of less than a byte
+``parameter_of``  what lists the tensor as a parameter: ``"optimizer"`` or ``"module"``
+``buffer_of``     what lists it as a buffer, which is not trained: ``"module"``
+``user``          fields that the user corrects, with their values
+``axes``          names of the axes, such as ``("in", "out")``
+================  ==================================================================================
 """
 
 from __future__ import annotations
@@ -61,10 +64,16 @@ def conclude(
         return _from_uses(declared["uses"], dtype, shape, is_constant=is_constant)
     if declared.get("attribute"):
         return Conclusion(Role.CONSTANT, reason="attribute of a node")
+    if "parameter_of" in declared and dtype in _TRAINED:
+        reason = f"parameter of the {declared['parameter_of']}"
+        return Conclusion(Role.WEIGHT, reason=reason)
     if "class" in declared:
         return _from_class(declared["class"], declared.get("variable") or "", dtype)
     return Conclusion()
 
+
+# Element types of parameters that are not codes.
+_TRAINED = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 
 # --- facts that objects keep ----------------------------------------------------------------------
 
@@ -305,6 +314,6 @@ def describe_facts(declared: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts about a tensor as short texts."""
     for operator, position, _ in declared.get("uses", ()):
         yield f"{operator}[{position}]"
-    for key in ("class", "variable", "layer", "node"):
+    for key in ("class", "variable", "layer", "node", "parameter_of", "buffer_of"):
         if declared.get(key):
-            yield f"{key} {declared[key]}"
+            yield f"{key.replace('_', ' ')} {declared[key]}"
