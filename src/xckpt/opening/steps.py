@@ -31,6 +31,7 @@ from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
+from xckpt.structure.axes import axes_of
 from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
@@ -265,8 +266,11 @@ def _combined(
     renamed = []
     for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True):
         # Move tensors into the module of the step: ``step.100.embed``.
+        axes = axes_of(file.index)
         moved = {
-            prefix + name: replace(tensor.named(prefix + name), path=None)
+            prefix + name: replace(
+                tensor.named(prefix + name), path=None, dims=tensor.dims or axes.get(name)
+            )
             for name, tensor in tensors.items()
             if name in common
         }

@@ -14,11 +14,16 @@ fact              meaning
                   ``"batch_normalization"``
 ``variable``      name of the variable in the layer, such as ``"kernel"``
 ``layer``         name of the layer
+``orders``        for each of ``uses``, ``"kept"`` if the operator sees the axes of the tensor,
+                  ``"reversed"`` if it sees them in reverse, else None
+``settings``      for each of ``uses``, the attributes of the operator that are integers
+``tree``          path of a leaf in a tree of Flax
+``module_class``  class in the name of a module of Flax (``Dense_0``), in snake case
 ``elements``      number of elements before they are packed, for codes of less than a byte
 ``parameter_of``  what lists the tensor as a parameter: ``"optimizer"`` or ``"module"``
 ``buffer_of``     what lists it as a buffer, which is not trained: ``"module"``
 ``user``          fields that the user corrects, with their values
-``axes``          names of the axes, such as ``("in", "out")``
+``axes``          names of the axes, such as ``("in", "out")``; empty if they are unknown
 ================  ==================================================================================
 """
 
@@ -69,6 +74,10 @@ def conclude(
         return Conclusion(Role.WEIGHT, reason=reason)
     if "class" in declared:
         return _from_class(declared["class"], declared.get("variable") or "", dtype)
+    if "module_class" in declared:
+        # The state of an optimizer is in modules of the same names.
+        variable = declared["tree"][-1]
+        return _from_class(declared["module_class"], variable, dtype)._replace(role=None)
     return Conclusion()
 
 
@@ -99,6 +108,8 @@ def facts_kept(attrs: Mapping[Any, Any], dims: Iterable[Any]) -> dict[str, Any] 
     axes = tuple([str(dim) for dim in dims])
     if not _AXES.isdisjoint(axes):
         facts["axes"] = axes
+    elif facts:
+        facts["axes"] = ()  # unknown: the values may have been computed along other axes
     return facts or None
 
 
@@ -280,9 +291,9 @@ _STATISTICS = frozenset({"moving_mean", "moving_variance", "mean", "variance", "
 _OF_CODES = re.compile(r"\w+_(scale|zero|amax_history)|awq_scales|g_idx")
 _OF_GENERATORS = re.compile(r"seed(_generator)?(_state)?")
 _CLASSES = (
-    ("normalization", "norm"),
+    ("norm", "norm"),
     ("conv", "convolution"),
-    ("embedding", "embedding"),
+    ("embed", "embedding"),
     ("attention", "attention"),
     ("lstm", "recurrent"),
     ("gru", "recurrent"),
@@ -290,13 +301,15 @@ _CLASSES = (
     ("cell", "recurrent"),
     ("dense", "linear"),
 )
-_GAINS = {"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"}
+_GAINS = {"gamma": "weight", "beta": "bias", "kernel": "weight"}
+_GAINS |= {"embeddings": "weight", "embedding": "weight"}
 
 
 def _from_class(name: str, variable: str, dtype: str) -> Conclusion:
     module_type = next((kind for word, kind in _CLASSES if word in name), "")
     reason = f"{name}: {variable}" if variable else name
-    param = _GAINS.get(variable, variable)
+    is_gain = variable == "scale" and module_type == "norm"
+    param = "weight" if is_gain else _GAINS.get(variable, variable)
     role: Role | None = None
     if _OF_GENERATORS.fullmatch(variable) or name == "seed_generator":
         role = Role.STATE
@@ -310,10 +323,13 @@ def _from_class(name: str, variable: str, dtype: str) -> Conclusion:
     return Conclusion(role, module_type, param, reason)
 
 
+_LISTS = ("parameter_of", "buffer_of")
+
+
 def describe_facts(declared: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts about a tensor as short texts."""
     for operator, position, _ in declared.get("uses", ()):
         yield f"{operator}[{position}]"
-    for key in ("class", "variable", "layer", "node", "parameter_of", "buffer_of"):
+    for key in ("class", "variable", "layer", "node", *_LISTS, "module_class"):
         if declared.get(key):
             yield f"{key.replace('_', ' ')} {declared[key]}"

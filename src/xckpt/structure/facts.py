@@ -18,11 +18,13 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.index import StoredList
 from xckpt.structure.info import Role
+from xckpt.structure.named_axes import KINDS
 from xckpt.structure.numbering import split_leaf, split_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _LARGEST = 1 << 62
 _LONGEST_FAMILY = 100
@@ -77,19 +79,23 @@ class ModelFacts:
     #: Positive sizes by name; a size that differs between layers is left out.
     sizes: Mapping[str, int] = field(default_factory=dict)
     quantization: QuantizedModules | None = None
+    #: Sizes of each layer, where these are stated apart.
+    by_layer: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: Whose names and sizes the tensors have: "gguf" or "gptrs"; empty for others.
+    naming: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def model_facts(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = None) -> ModelFacts:
     """Return the facts about a model, from the attributes of its file and its ``config.json``."""
     architecture = attrs.get("general.architecture")
     if isinstance(architecture, str):
-        sizes = {name: attrs.get(f"{architecture}.{key}") for name, key in _GGUF_KEYS.items()}
-        return ModelFacts(_family(architecture), _checked(sizes))
-    if config is None:
-        config = attrs.get("config")
+        return _of_gguf(architecture, attrs)
+    kind = _family(attrs.get("kind"))
+    config = attrs.get("config") if config is None else config
     if not isinstance(config, dict):
-        return ModelFacts(_family(attrs.get("kind")))
-    family = _family(config.get("model_type")) or _family(attrs.get("kind"))
+        return ModelFacts(kind)
+    family = _family(config.get("model_type")) or kind
     # Models of several modalities have the sizes of the language model one level deeper.
     text = config.get("text_config")
     sections = [config, text] if isinstance(text, dict) else [config]
@@ -97,7 +103,21 @@ def model_facts(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = Non
         name: next((s[key] for s in sections for key in keys if type(s.get(key)) is int), None)
         for name, keys in _KEYS.items()
     }
-    return ModelFacts(family, _checked(sizes), _quantized_modules(config))
+    naming = "gptrs" if kind in KINDS else ""
+    return ModelFacts(
+        family, _checked(sizes), _quantized_modules(config), naming=naming, config=config
+    )
+
+
+def _of_gguf(architecture: str, attrs: Mapping[Any, Any]) -> ModelFacts:
+    sizes = {name: attrs.get(f"{architecture}.{key}") for name, key in _GGUF_KEYS.items()}
+    tokens = attrs.get("tokenizer.ggml.tokens")
+    if sizes["vocab"] is None and isinstance(tokens, list | StoredList):
+        sizes["vocab"] = len(tokens)
+    by_layer = {name: size for name, size in sizes.items() if isinstance(size, list)}
+    checked = _checked(sizes)
+    naming = "gguf" if checked or by_layer else ""
+    return ModelFacts(_family(architecture), checked, by_layer=by_layer, naming=naming)
 
 
 def _family(value: Any) -> str:

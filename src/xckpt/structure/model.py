@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.structure import conventions
+from xckpt.structure.axes import axes_by_facts
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
 from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
 from xckpt.structure.facts import ModelFacts, model_facts
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
 _OPEN = Conclusion()
 # Facts from which roles follow.
-_ABOUT_ROLES = frozenset({"uses", "class", "attribute", "parameter_of"})
+_ABOUT_ROLES = frozenset({"uses", "class", "attribute", "parameter_of", "module_class"})
 # Modules that transforms with fixed kernels are made of.
 _OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
@@ -80,7 +81,15 @@ class Structure(Mapping[str, TensorInfo]):
     def described(self, name: str) -> Described:
         """Return the name, type and shape of a tensor, and the facts about it."""
         tensor = self._tensors[name]
-        return Described(name, tensor.dtype, tensor.shape, tensor.declared)
+        declared, axes = tensor.declared, self._axes_by_facts.get(name)
+        if axes is not None:
+            declared = {**(declared or {}), "axes": axes}
+        return Described(name, tensor.dtype, tensor.shape, declared)
+
+    @cached_property
+    def _axes_by_facts(self) -> dict[str, tuple[str | None, ...]]:
+        """Names of axes that the file does not state, but that follow from its facts."""
+        return axes_by_facts(self._tensors.values(), self.facts)
 
     # --- roles -----------------------------------------------------------------------------------
 
@@ -402,7 +411,11 @@ class Structure(Mapping[str, TensorInfo]):
             yield Evidence("model", "role", by_config, reason, by_config is role)
         if any(tensor.axes):
             axes = ", ".join([str(axis) for axis in tensor.axes])
-            yield Evidence("file", "axes", axes, "names of axes")
+            by_facts = name in self._axes_by_facts
+            source = "model" if by_facts and not self._tensors[name].declared else "file"
+            reason = (conclusion.reason or "its facts") if by_facts else "names of axes"
+            reason = "sizes of the model" if source == "model" else reason
+            yield Evidence(source, "axes", axes, reason)
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
