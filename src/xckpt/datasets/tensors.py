@@ -309,7 +309,8 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure(self.rows, model_facts(self.attrs))
+        file_format = str(self._root.encoding.get("format", ""))
+        return Structure(self.rows, model_facts(self.attrs, format=file_format))
 
     @property
     def only(self) -> str:

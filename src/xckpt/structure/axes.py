@@ -8,6 +8,9 @@ fact                     names
 ``tree``                 a leaf in a tree of Flax, if the leaves next to it agree
 sizes of the model       tensors of GGUF and gpt.rs, by name (`xckpt.structure.named_axes`)
 =======================  ===========================================================================
+
+Formats can also name axes within a module (`Format.module_axes`). These names are dimensions in
+trees only, and evidence for channels everywhere.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xckpt.structure.facts import model_facts
 from xckpt.structure.named_axes import NamedAxes
+from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from xckpt.index import Index
     from xckpt.structure.facts import ModelFacts
 
     Axes = tuple[str | None, ...]
     Shape = tuple[int, ...]
+    ModuleAxes = Callable[[Mapping[str, Shape]], Mapping[str, Axes]]
 
 
 class _Tensor(Protocol):
@@ -52,6 +57,41 @@ def _axes_of(index: Index) -> dict[str, Axes]:
         return {}
     readable = (tensor for tensor in tensors if tensor.dims is None and tensor.problem is None)
     return axes_by_facts(readable, facts)
+
+
+# --- modules of a format -------------------------------------------------------------------------
+
+_lookups: list[Callable[[str], ModuleAxes | None]] = []
+# Words of formats for outputs and inputs.
+_CHANNELS = {"d_output": "out", "channels_out": "out", "channels": "out"}
+_CHANNELS |= {"d_input": "in", "channels_in": "in"}
+
+
+def axes_in_modules(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, Axes]:
+    """Return the channels of tensors that their format names the axes of, by their module."""
+    name_axes = next((lookup(facts.format) for lookup in _lookups), None)
+    if name_axes is None:
+        return {}
+    modules: dict[str, dict[str, tuple[str, Shape]]] = {}
+    for tensor in tensors:
+        module, _, leaf = split_leaf(tensor.name)
+        modules.setdefault(module, {})[leaf] = tensor.name, tensor.shape
+    return {
+        leaves[leaf][0]: tuple([_CHANNELS.get(axis or "", axis) for axis in axes])
+        for leaves in modules.values()
+        for leaf, axes in name_axes({leaf: shape for leaf, (_, shape) in leaves.items()}).items()
+    }
+
+
+def name_modules_with(lookup: Callable[[str], ModuleAxes | None]) -> None:
+    """Register the function that returns `Format.module_axes` by the name of the format.
+
+    It is in a room that imports this one.
+    """
+    _lookups[:] = [lookup]
+
+
+# --- facts of tensors ----------------------------------------------------------------------------
 
 
 def axes_by_facts(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, Axes]:

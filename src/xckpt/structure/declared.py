@@ -42,6 +42,16 @@ if TYPE_CHECKING:
     Use = tuple[str, int, tuple[str, ...]]
 
 
+#: Names of the facts that formats can hand over.
+FACTS = frozenset(
+    {
+        *("uses", "orders", "settings", "node", "constant", "attribute"),
+        *("class", "variable", "layer", "elements", "tree", "module_class"),
+        *("parameter_of", "buffer_of"),
+    }
+)
+
+
 class Conclusion(NamedTuple):
     """Conclusions from the facts about a tensor."""
 

@@ -15,7 +15,7 @@ of an unexpected type counts as missing.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.index import StoredList
@@ -83,11 +83,19 @@ class ModelFacts:
     by_layer: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: Whose names and sizes the tensors have: "gguf" or "gptrs"; empty for others.
     naming: str = ""
+    #: Name of the format of the file.
+    format: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def model_facts(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = None) -> ModelFacts:
+def model_facts(
+    attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = None, format: str = ""
+) -> ModelFacts:
     """Return the facts about a model, from the attributes of its file and its ``config.json``."""
+    return replace(_facts_in(attrs, config), format=format)
+
+
+def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> ModelFacts:
     architecture = attrs.get("general.architecture")
     if isinstance(architecture, str):
         return _of_gguf(architecture, attrs)

@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.structure import conventions
-from xckpt.structure.axes import axes_by_facts
+from xckpt.structure.axes import axes_by_facts, axes_in_modules
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
 from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
 from xckpt.structure.facts import ModelFacts, model_facts
@@ -89,7 +89,9 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def _axes_by_facts(self) -> dict[str, tuple[str | None, ...]]:
         """Names of axes that the file does not state, but that follow from its facts."""
-        return axes_by_facts(self._tensors.values(), self.facts)
+        tensors = self._tensors.values()
+        unnamed = [t for t in tensors if not t.declared or "axes" not in t.declared]
+        return axes_in_modules(unnamed, self.facts) | axes_by_facts(unnamed, self.facts)
 
     # --- roles -----------------------------------------------------------------------------------
 
@@ -385,7 +387,10 @@ class Structure(Mapping[str, TensorInfo]):
             axes=tensor.axes,
             indices=tuple(indices),
             owner=self._owners.get(name),
-            evidence=tuple(self._evidence(tensor, role, conclusion)),
+            evidence=(
+                *self._evidence(tensor, role, conclusion),
+                *self._evidence_of_axes(tensor, conclusion),
+            ),
         )
 
     def _evidence(
@@ -409,13 +414,6 @@ class Structure(Mapping[str, TensorInfo]):
             quantization = self.facts.quantization
             reason = f"config: quantised with {quantization.method}" if quantization else ""
             yield Evidence("model", "role", by_config, reason, by_config is role)
-        if any(tensor.axes):
-            axes = ", ".join([str(axis) for axis in tensor.axes])
-            by_facts = name in self._axes_by_facts
-            source = "model" if by_facts and not self._tensors[name].declared else "file"
-            reason = (conclusion.reason or "its facts") if by_facts else "names of axes"
-            reason = "sizes of the model" if source == "model" else reason
-            yield Evidence(source, "axes", axes, reason)
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
@@ -423,6 +421,18 @@ class Structure(Mapping[str, TensorInfo]):
             yield Evidence("convention", "role", role, "it is next to codes")
         else:
             yield Evidence("convention", "role", by_name, "its name", by_name is role)
+
+    def _evidence_of_axes(self, tensor: Described, conclusion: Conclusion) -> Iterator[Evidence]:
+        """Yield the reason for the names of the axes."""
+        name = tensor.name
+        if any(tensor.axes):
+            axes = ", ".join([str(axis) for axis in tensor.axes])
+            by_facts = name in self._axes_by_facts
+            reason = (conclusion.reason or "its module") if by_facts else "names of axes"
+            if by_facts and self.facts.naming and not self._tensors[name].declared:
+                yield Evidence("model", "axes", axes, "sizes of the model")
+            else:
+                yield Evidence("file", "axes", axes, reason)
 
 
 def structure_of(index: Index, config: Mapping[str, Any] | None = None) -> Structure:
@@ -438,12 +448,12 @@ def structure_of(index: Index, config: Mapping[str, Any] | None = None) -> Struc
     structure = index.once(_structure)
     if config is None or config == index.attrs.get("config"):
         return structure
-    return structure.with_facts(model_facts(index.attrs, config))
+    return structure.with_facts(model_facts(index.attrs, config, index.format))
 
 
 def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
     return Structure(
         [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors],
-        model_facts(index.attrs),
+        model_facts(index.attrs, format=index.format),
     )
