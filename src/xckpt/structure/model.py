@@ -202,8 +202,14 @@ class Structure(Mapping[str, TensorInfo]):
     def _fixed(self) -> frozenset[str]:
         """Names of kernels of transforms that are never trained, and of their biases."""
         # An operator does not state whether its kernel was trained; names of nodes often tell.
+        # The class of a layer does.
         fixed, nodes = set(), set()
-        kernels = {n: c for n, c in self._conclusions.items() if c.module_type in _OF_TRANSFORMS}
+        kernels = [
+            name
+            for name, conclusion in self._conclusions.items()
+            if conclusion.module_type in _OF_TRANSFORMS
+            if "uses" in (self._tensors[name].declared or {})
+        ]
         for name in kernels:
             node = (self._tensors[name].declared or {}).get("node", "")
             if any(map(conventions.is_fixed_by_name, (name, node))):
