@@ -32,6 +32,7 @@ from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.declared import facts_kept
+from xckpt.structure.facts import model_facts
 from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
@@ -313,7 +314,8 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure(self.rows)
+        file_format = str(self._root.encoding.get("format", ""))
+        return Structure(self.rows, model_facts(self.attrs, format=file_format))
 
     @property
     def only(self) -> str:

@@ -32,6 +32,7 @@ from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
 from xckpt.structure import structure_of
+from xckpt.structure.axes import axes_of
 from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
@@ -280,8 +281,11 @@ def _combined(
     renamed = []
     for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True):
         # Move tensors into the module of the step: ``step.100.embed``.
+        axes = axes_of(file.index)
         moved = {
-            prefix + name: replace(tensor.named(prefix + name), path=None)
+            prefix + name: replace(
+                tensor.named(prefix + name), path=None, dims=tensor.dims or axes.get(name)
+            )
             for name, tensor in tensors.items()
             if name in common
         }

@@ -5,8 +5,8 @@ GPTQ, AWQ and others store a quantised weight as several tensors: codes, scales,
 the weight that they encode, with the name and shape that it has in the model without quantisation.
 
 The structure of the stored tensors names the codes. The room may import `structure`, `index`,
-`elements` and `errors`; it reads no files. Read `model` first, which
-all schemes build on, then `gptq` as an example of one.
+`elements` and `errors`; it reads no files. Read `model` first, which all schemes build on, then
+`gptq` as an example of one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def assemble_weights(
         problem = _PROBLEMS[declaration.method](declaration.config)
     if problem is not None:
         warnings.append(f"quantised weights stay as stored: {problem}")
-        return replace(index, warnings=tuple(warnings))
+        attrs = {**declaration.files, **index.attrs}
+        return replace(index, attrs=attrs, warnings=tuple(warnings))
     model = Model(index.tensors, declaration, read, index.attrs)
     weights, failures = _find_weights(model, structure_of(index))
     used = {stored.name for weight in weights.values() for stored, _ in weight.parts.values()}
@@ -129,10 +130,8 @@ def assemble_weights(
             )
         elif name not in used:
             tensors[name] = tensor
-    attrs = dict(index.attrs)
-    if weights:
-        for name, content in declaration.files.items():
-            attrs.setdefault(name, content)
+    is_quantized = bool(weights or declaration.config)
+    attrs = {**(declaration.files if is_quantized else {}), **index.attrs}
     warnings += [*_explain(failures), *model.warnings]
     return replace(index, tensors=tensors, attrs=attrs, warnings=tuple(warnings))
 

@@ -172,7 +172,7 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
         return Role.SCALE
     if axes == 0 and (is_integer or _COUNTER.fullmatch(last)):
         return Role.COUNTER
-    if dtype == "bool" or (is_square and last == "bias") or _CONSTANT.fullmatch(last):
+    if dtype.startswith("bool") or (is_square and last == "bias") or _CONSTANT.fullmatch(last):
         return Role.CONSTANT
     if is_fixed(words):
         return Role.CONSTANT

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.index import paused_collector
 from xckpt.structure import conventions
+from xckpt.structure.axes import axes_by_facts, axes_in_modules
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
 from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
+from xckpt.structure.facts import ModelFacts, model_facts
 from xckpt.structure.forms import Form, forms_of_groups, grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
 from xckpt.structure.modules import RepeatedModules
@@ -31,7 +34,7 @@ from xckpt.structure.numbering import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
     from xckpt.index import Index
     from xckpt.tensor_rows import Row
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
 _OPEN = Conclusion()
 # Facts from which roles follow.
-_ABOUT_ROLES = frozenset({"uses", "class", "attribute"})
+_ABOUT_ROLES = frozenset({"uses", "class", "attribute", "parameter_of", "module_class"})
 _OF_NO_GRAPH = OF_TRAINING | {Role.AVERAGE, Role.STATISTIC}
 # Modules that transforms with fixed kernels are made of.
 _OF_TRANSFORMS = frozenset({"convolution", "linear"})
@@ -54,8 +57,10 @@ class Structure(Mapping[str, TensorInfo]):
     asked for.
     """
 
-    def __init__(self, tensors: Iterable[Described | Row]) -> None:
+    def __init__(self, tensors: Iterable[Described | Row], facts: ModelFacts | None = None) -> None:
         self._tensors: dict[str, Described | Row] = {tensor.name: tensor for tensor in tensors}
+        #: Facts about the model as a whole.
+        self.facts = facts or ModelFacts()
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
@@ -67,12 +72,36 @@ class Structure(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Structure, (list(self._tensors.values()),)
+        return Structure, (list(self._tensors.values()), self.facts)
+
+    @property
+    def family(self) -> str:
+        """Family of architectures that the file states: "llama", "gemma3"; empty if unknown."""
+        return self.facts.family
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the model that the file states, such as ``{"embd": 4096, "head": 32}``."""
+        return self.facts.sizes
+
+    def with_facts(self, facts: ModelFacts) -> Structure:
+        """Return the structure of the same tensors with other facts about their model."""
+        return Structure(self._tensors.values(), facts)
 
     def described(self, name: str) -> Described:
         """Return the name, type and shape of a tensor, and the facts about it."""
         tensor = self._tensors[name]
-        return Described(name, tensor.dtype, tensor.shape, tensor.declared)
+        declared, axes = tensor.declared, self._axes_by_facts.get(name)
+        if axes is not None:
+            declared = {**(declared or {}), "axes": axes}
+        return Described(name, tensor.dtype, tensor.shape, declared)
+
+    @cached_property
+    def _axes_by_facts(self) -> dict[str, tuple[str | None, ...]]:
+        """Names of axes that the file does not state, but that follow from its facts."""
+        tensors = self._tensors.values()
+        unnamed = [t for t in tensors if not t.declared or "axes" not in t.declared]
+        return axes_in_modules(unnamed, self.facts) | axes_by_facts(unnamed, self.facts)
 
     # --- roles -----------------------------------------------------------------------------------
 
@@ -119,9 +148,10 @@ class Structure(Mapping[str, TensorInfo]):
             if (role := self._declared_role(name, conclusion)) is not None
         }
         declared |= {n: Role(text) for n in self._corrected if (text := self._user(n, "role"))}
+        by_config = self._roles_by_config
         if not conventions.may_have_codes({tensor.dtype for tensor in self._tensors.values()}):
-            return declared, {}
-        roles = self._named_roles | declared
+            return by_config | self._constant_buffers(()) | declared, {}
+        roles = self._named_roles | by_config | declared
         dtypes = {name: t.dtype for name, t in self._tensors.items() if name not in declared}
         changed, scales = conventions.roles_beside_codes(roles, dtypes)
         scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
@@ -130,7 +160,25 @@ class Structure(Mapping[str, TensorInfo]):
             by_name = conventions.roles_beside_codes(roles, dtypes)[1]
             codes = [name for name, role in declared.items() if role is Role.CODES]
             scales |= {name: by_name.get(name, "") for name in codes}
-        return changed | declared, scales
+        modules = {split_leaf(name)[0] for name, role in changed.items() if role is Role.CODES}
+        return changed | self._constant_buffers(modules) | by_config | declared, scales
+
+    @cached_property
+    def _roles_by_config(self) -> dict[str, Role]:
+        """Role of each tensor that the quantisation in the config of the model decides about."""
+        if self.facts.quantization is None:
+            return {}
+        return self.facts.quantization.roles({n: t.dtype for n, t in self._tensors.items()})
+
+    def _constant_buffers(self, modules_with_codes: Container[str]) -> dict[str, Role]:
+        """Return roles of buffers whose names are those of weights, which are not trained."""
+        return {
+            name: Role.CONSTANT
+            for name, tensor in self._tensors.items()
+            if tensor.declared and "buffer_of" in tensor.declared
+            if self._named_roles[name] is Role.WEIGHT
+            if split_leaf(name)[0] not in modules_with_codes
+        }
 
     @property
     def special_roles(self) -> dict[str, Role]:
@@ -172,8 +220,14 @@ class Structure(Mapping[str, TensorInfo]):
     def _fixed(self) -> frozenset[str]:
         """Names of kernels of transforms that are never trained, and of their biases."""
         # An operator does not state whether its kernel was trained; names of nodes often tell.
+        # The class of a layer does.
         fixed, nodes = set(), set()
-        kernels = {n: c for n, c in self._conclusions.items() if c.module_type in _OF_TRANSFORMS}
+        kernels = [
+            name
+            for name, conclusion in self._conclusions.items()
+            if conclusion.module_type in _OF_TRANSFORMS
+            if "uses" in (self._tensors[name].declared or {})
+        ]
         for name in kernels:
             node = (self._tensors[name].declared or {}).get("node", "")
             if any(map(conventions.is_fixed_by_name, (name, node))):
@@ -202,11 +256,20 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def packed(self) -> dict[str, int]:
         """Number of elements of tensors whose stored elements hold several each."""
-        return {
+        packed = {
             name: tensor.declared["elements"]
             for name, tensor in self._tensors.items()
             if tensor.declared and "elements" in tensor.declared
         }
+        quantization = self.facts.quantization
+        if quantization is None:
+            return packed
+        for name, role in self._roles_by_config.items():
+            tensor = self._tensors[name]
+            elements = quantization.elements(tensor.dtype, prod(tensor.shape))
+            if role is Role.CODES and elements is not None:
+                packed.setdefault(name, elements)
+        return packed
 
     @cached_property
     def _owners(self) -> dict[str, str]:
@@ -443,7 +506,10 @@ class Structure(Mapping[str, TensorInfo]):
             axes=tensor.axes,
             indices=tuple(indices),
             owner=self._owners.get(name),
-            evidence=tuple(self._evidence(tensor, role, conclusion)),
+            evidence=(
+                *self._evidence(tensor, role, conclusion),
+                *self._evidence_of_axes(tensor, conclusion),
+            ),
         )
 
     def _evidence(
@@ -460,10 +526,13 @@ class Structure(Mapping[str, TensorInfo]):
         if stated is None and tensor.declared:
             facts = ", ".join(describe_facts(tensor.declared))
             if facts:
-                yield Evidence("file", "role", "", facts, decided=False)
-        if any(tensor.axes):
-            axes = ", ".join([str(axis) for axis in tensor.axes])
-            yield Evidence("file", "axes", axes, "names of axes")
+                is_buffer = "buffer_of" in tensor.declared and role is not self._named_roles[name]
+                value = role if is_buffer else ""
+                yield Evidence("file", "role", value, facts, decided=is_buffer)
+        if by_config := self._roles_by_config.get(name):
+            quantization = self.facts.quantization
+            reason = f"config: quantised with {quantization.method}" if quantization else ""
+            yield Evidence("model", "role", by_config, reason, by_config is role)
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
@@ -472,10 +541,33 @@ class Structure(Mapping[str, TensorInfo]):
         else:
             yield Evidence("convention", "role", by_name, "its name", by_name is role)
 
+    def _evidence_of_axes(self, tensor: Described, conclusion: Conclusion) -> Iterator[Evidence]:
+        """Yield the reason for the names of the axes."""
+        name = tensor.name
+        if any(tensor.axes):
+            axes = ", ".join([str(axis) for axis in tensor.axes])
+            by_facts = name in self._axes_by_facts
+            reason = (conclusion.reason or "its module") if by_facts else "names of axes"
+            if by_facts and self.facts.naming and not self._tensors[name].declared:
+                yield Evidence("model", "axes", axes, "sizes of the model")
+            else:
+                yield Evidence("file", "axes", axes, reason)
 
-def structure_of(index: Index) -> Structure:
-    """Return the structure of a file; it is made once for each Index."""
-    return index.once(_structure)
+
+def structure_of(index: Index, config: Mapping[str, Any] | None = None) -> Structure:
+    """Return the structure of a file; it is made once for each Index.
+
+    Parameters
+    ----------
+    index : Index
+        Contents of the file.
+    config : mapping, optional
+        ``config.json`` of the model. By default, the attribute ``config`` of the file.
+    """
+    structure = index.once(_structure)
+    if config is None or config == index.attrs.get("config"):
+        return structure
+    return structure.with_facts(model_facts(index.attrs, config, index.format))
 
 
 def _structure(index: Index) -> Structure:
@@ -486,5 +578,6 @@ def _structure(index: Index) -> Structure:
     shapes = [t.shape for t in tensors]
     with paused_collector():
         return Structure(
-            map(Described._make, zip(index.tensors, dtypes, shapes, facts, strict=True))
+            map(Described._make, zip(index.tensors, dtypes, shapes, facts, strict=True)),
+            model_facts(index.attrs, format=index.format),
         )
