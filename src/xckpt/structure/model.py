@@ -233,12 +233,13 @@ class Structure(Mapping[str, TensorInfo]):
 
     @cached_property
     def _repeated(self) -> RepeatedModules:
-        forms = (
-            (form.template, form.kind[0], form.indices)
-            for form in self.forms
-            if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
+        return RepeatedModules(
+            lambda: [
+                (form.template, form.kind[0], form.indices)
+                for form in self.forms
+                if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
+            ]
         )
-        return RepeatedModules(forms)
 
     def parse(
         self, name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
