@@ -66,3 +66,12 @@ def test_an_optimizer_stays_apart_in_the_steps_of_a_run(tmp_path: Path) -> None:
         **dict.fromkeys(NOT_MODULES["entries of an optimizer"], ("step",)),
         "model.layers.w.weight": ("step", "layers"),
     }
+
+
+def test_steps_of_some_tensors_are_stacked_without_a_warning(tmp_path: Path) -> None:
+    names = [*LAYERS, "experts.0.up.weight", "experts.1.up.weight"]
+    for step in (100, 200):
+        tensors = {name: np.full((4, 4), step, "f4") for name in names}
+        xckpt.save(tensors, tmp_path / f"step-{step}.zt")
+    run = xckpt.open_steps(str(tmp_path / "step-*.zt"), stack=True, tensors="model.*")
+    assert run["model.layers.w.weight"].dims[:2] == ("step", "layers")

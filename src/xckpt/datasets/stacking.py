@@ -302,7 +302,7 @@ def select_modules(obj: Obj, indexers: Mapping[Any, Any], *, by_position: bool =
     numbers = _numbers_by_module(places, indexes_of)
     for module in indexers:
         if module not in numbers:
-            existing = {*numbers, *OpenTensors(obj).structure.repeated_modules}
+            existing = {*numbers, *OpenTensors(obj).structure.repeated_modules()}
             modules = ", ".join(map(shown, sorted(existing))) or "none"
             raise KeyError(
                 f"no tensor is in numbered modules {shown(str(module))}; there are {modules}"

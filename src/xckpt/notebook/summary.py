@@ -268,11 +268,15 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         for part in tensor.parts.values():
             nbytes += part.nbytes
             plain = plain and part.encoding is None
-        encodings = () if plain else [part.encoding for part in tensor.parts.values()]
-        scheme = "" if plain else tensor.scheme
-        storage = "" if plain else storage_words("dense" if scheme else tensor.layout, encodings)
-        dtype = scheme or tensor.dtype
-        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, facts_of(tensor))
+        dtype, storage = tensor.dtype, ""
+        if not plain:
+            scheme = tensor.scheme
+            encodings = [part.encoding for part in tensor.parts.values()]
+            dtype = scheme or dtype
+            storage = storage_words("dense" if scheme else tensor.layout, encodings)
+        has_facts = tensor.attrs or tensor.declared or tensor.dims
+        facts = facts_of(tensor) if has_facts else None
+        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, facts)
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:

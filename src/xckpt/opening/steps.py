@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from xckpt.datasets.listing import Listing
     from xckpt.index import Tensor
-    from xckpt.structure import Structure
     from xckpt.typing import Dataset
 
 __all__ = ["open_steps"]
@@ -298,7 +297,10 @@ def _combined(
             opened[0].index, tensors={n: t for n, t in chosen[0].items() if n in common}
         )
         listing = list_arrays(opened[0].source, file_index, options)
-        options = _stacking(options, dim, listing, structure_of(opened[0].index))
+        if options.stack is True:  # the layers of the model, without the steps
+            structure = structure_of(opened[0].index)
+            options = replace(options, stack=structure.repeated_modules(file_index.tensors))
+        options = _stacking(options, dim, listing)
     ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
     # The encoding distinguishes steps from layers.
@@ -354,12 +356,10 @@ def _common(
     return first.keys() - problems.keys()
 
 
-def _stacking(
-    options: OpenOptions, dim: str, listing: Listing, structure: Structure
-) -> OpenOptions:
+def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
     """Return options for tensors in modules of steps, from the `listing` of a single file."""
     modules: Any = [options.stack] if isinstance(options.stack, str) else options.stack or ()
-    stack = [dim, *(structure.repeated_modules if modules is True else modules)]
+    stack = [dim, *modules]
     variables = [array.name for array in listing.arrays]
     tensors = [array.tensor.name for array in listing.arrays]
     dims: dict[str, Sequence[str | None]] = {}

@@ -52,7 +52,7 @@ def positions_of(
         return None
     parsed = {name: structure.siblings_key(name) for name in names}
     if named := {module for module in (along, hue) if module is not None}:
-        only = named.union(structure.repeated_modules)
+        only = named.union(structure.repeated_modules())
         parsed = {name: structure.parse(name, only) for name in names}
     mine = {name: parts for name, parts in parsed.items() if base in parts.modules}
     if not mine or along is not None:

@@ -159,7 +159,7 @@ def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
     if unknown:
         dim = str(min(unknown, key=str))
         hint = suggest_names(sorted(map(str, existing)), dim)
-        if not hint and dim in tensors.structure.repeated_modules:
+        if not hint and dim in tensors.structure.repeated_modules():
             hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
         raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
 

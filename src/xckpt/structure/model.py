@@ -301,12 +301,13 @@ class Structure(Mapping[str, TensorInfo]):
 
     @cached_property
     def _repeated(self) -> RepeatedModules:
-        forms = (
-            (form.template, form.kind[0], form.indices)
-            for form in self.forms
-            if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
+        return RepeatedModules(
+            lambda: [
+                (form.template, form.kind[0], form.indices)
+                for form in self.forms
+                if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
+            ]
         )
-        return RepeatedModules(forms)
 
     def parse(
         self, name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
@@ -356,11 +357,13 @@ class Structure(Mapping[str, TensorInfo]):
                 groups.setdefault(parsed.template, []).append((parsed.indices, name))
             yield from groups.items()
 
-    @property
-    def repeated_modules(self) -> list[str]:
-        """Names of the repeated modules, such as ``layers``."""
-        modules = [numbered_modules(template) for template, _ in self.numbered()]
-        return list(dict.fromkeys([module for names in modules for module in names]))
+    def repeated_modules(self, names: Container[str] | None = None) -> list[str]:
+        """Return the names of the repeated modules, such as ``layers``, that tensors are in."""
+        modules: dict[str, None] = {}
+        for template, members in self.numbered():
+            if names is None or any(name in names for _, name in members):
+                modules |= dict.fromkeys(numbered_modules(template))
+        return list(modules)
 
     def siblings_key(self, name: str) -> ParsedName:
         """Take a name apart for comparison with its siblings, which differ in indices only.
