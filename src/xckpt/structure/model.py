@@ -159,14 +159,14 @@ class Structure(Mapping[str, TensorInfo]):
         if not self.facts.parameters:
             return set()
         roles, tensors = self._named_roles, self._tensors.values()
-        others = {*OF_TRAINING, Role.AVERAGE}
-        model = [t.name for t in tensors if t.dtype in TRAINED and roles[t.name] not in others]
+        excluded = {*OF_TRAINING, Role.AVERAGE}
+        model = [t.name for t in tensors if t.dtype in TRAINED and roles[t.name] not in excluded]
         buffers = frozenset([n for n in model if roles[n] in {Role.STATISTIC, Role.COUNTER}])
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         return listed_by_number(self.facts.parameters, shapes, model, buffers)
 
     def _constant_buffers(self, modules_with_codes: Container[str]) -> dict[str, Role]:
-        """Return roles of buffers whose names are those of weights, which are not trained."""
+        """Return the role of buffers with names of weights; buffers are not trained."""
         return {
             name: Role.CONSTANT
             for name, tensor in self._tensors.items()

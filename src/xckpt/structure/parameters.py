@@ -41,7 +41,7 @@ def groups_of_numbers(attrs: Mapping[Any, Any]) -> dict[str, list[list[int]]]:
 
 def listed_by_number(
     groups: Mapping[str, Sequence[Sequence[int]]],
-    shapes: Mapping[str, Shape],  # of all tensors of a file
+    shapes: Mapping[str, Shape],  # all tensors of the file
     candidates: Sequence[str],  # tensors of the model, in their order
     buffers: frozenset[str],  # candidates that have the names of buffers
 ) -> set[str]:
@@ -50,12 +50,12 @@ def listed_by_number(
     for prefix, numbers in groups.items():
         by_number = _shapes_of_state(prefix, shapes)
         inside = {name: shapes[name] for name in candidates}
-        whole = [number for group in numbers for number in group]
+        all_numbers = [number for group in numbers for number in group]
         trained = [name for name in candidates if name not in buffers]
-        if len(numbers) == 1 and len(trained) == len(whole):
+        if len(numbers) == 1 and len(trained) == len(all_numbers):
             # As many tensors as numbers: the others are buffers if the shapes agree.
-            names = align(whole, by_number, trained, inside)
-            if len(names) == len(whole):
+            names = align(all_numbers, by_number, trained, inside)
+            if len(names) == len(all_numbers):
                 listed.update(names)
                 continue
         for group in numbers:
