@@ -52,7 +52,8 @@ def listed_by_number(
         inside = {name: shapes[name] for name in candidates}
         all_numbers = [number for group in numbers for number in group]
         trained = [name for name in candidates if name not in buffers]
-        if len(numbers) == 1 and len(trained) == len(all_numbers):
+        is_counted = len(numbers) == 1 and len(trained) == len(all_numbers)
+        if is_counted and by_number.keys() >= set(all_numbers):
             # As many tensors as numbers: the others are buffers if the shapes agree.
             names = align(all_numbers, by_number, trained, inside)
             if len(names) == len(all_numbers):
