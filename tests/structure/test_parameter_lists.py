@@ -11,7 +11,8 @@ import xckpt
 from tests.formats import torch_files
 from tests.formats.deepspeed_files import Run, listed
 from tests.formats.torch_files import mapping, text
-from xckpt.structure import Role, structure_of
+from xckpt.structure import Described, Role, Structure, structure_of
+from xckpt.structure.facts import model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -111,7 +112,56 @@ def test_the_reason_is_the_list() -> None:
         Role.WEIGHT,
         "parameter of the optimizer",
     )
-    assert [(e.source, e.value, e.decided) for e in others] == [("convention", "constant", False)]
+    last = others[-1]
+    assert (last.source, last.value, last.decided) == ("convention", "constant", False)
+
+
+# --- lists of numbers ----------------------------------------------------------------------------
+
+MODEL = {
+    "net.pe": (1, 5, 4),
+    "bn.weight": (4,),
+    "bn.bias": (4,),
+    "bn.running_mean": (4,),
+    "bn.running_var": (4,),
+    "fc.mask": (2, 4),
+}
+TRAINED = ["net.pe", "bn.weight", "bn.bias", "fc.mask"]
+NUMBERED: dict[str, tuple[dict[str, tuple[int, ...]], list[list[str]], set[str]]] = {
+    "all": (MODEL, [TRAINED], {*TRAINED}),
+    "two groups": (MODEL, [["net.pe", "fc.mask"], ["bn.weight", "bn.bias"]], {*TRAINED}),
+    "a head alone": (MODEL, [["fc.mask"]], {"bn.weight", "bn.bias", "fc.mask"}),
+    "shapes of buffers": (
+        {"a.running_mean": (4,), "b.running_var": (3,)},
+        [["a.running_mean", "b.running_var"]],
+        {"a.running_mean", "b.running_var"},
+    ),
+    "ambiguous": ({"a.mask": (4,), "b.mask": (4,)}, [["b.mask"]], set()),
+    "other shapes": ({"a.mask": (4,), "b.w": (4,)}, [["x", "y"]], {"b.w"}),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERED)
+def test_numbers_stand_for_tensors_if_one_assignment_is_possible(case: str) -> None:
+    shapes, groups, parameters = NUMBERED[case]
+    rows = [Described(f"model.{name}", "float32", shape) for name, shape in shapes.items()]
+    numbers: list[list[int]] = []
+    count = 0
+    for group in groups:
+        numbers.append(list(range(count, count + len(group))))
+        for number, name in zip(numbers[-1], group, strict=True):
+            moment = f"optim.state.{number}.exp_avg"
+            rows.append(Described(moment, "float32", shapes.get(name, (9, 9))))
+        count += len(group)
+    attrs = {f"optim.param_groups.{n}.params": group for n, group in enumerate(numbers)}
+    structure = Structure(rows, model_facts(attrs))
+    roles = {name: structure.roles[f"model.{name}"] for name in shapes}
+    assert {name for name, role in roles.items() if role is Role.WEIGHT} == parameters
+
+
+def test_hostile_lists_of_numbers_are_no_lists() -> None:
+    attrs = {"param_groups.0.params": [True, 2.5, "x"], "param_groups.1.params": "0", 3: [1]}
+    assert not model_facts(attrs).parameters
 
 
 def test_modules_state_their_parameters_and_buffers() -> None:

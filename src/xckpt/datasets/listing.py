@@ -112,7 +112,7 @@ def list_arrays(
         by_role = lazy_arrays(tensor, sources, reading)
         if stack is None:
             arrays += [Listed(tensor.name, lazy, tensor, role) for role, lazy in by_role.items()]
-            if None in by_role and tensor.name in axes:
+            if axes and None in by_role and tensor.name in axes:
                 arrays[-1] = arrays[-1]._replace(by_facts=axes[tensor.name])
             continue
         stacked_tensors = tuple(stack.arrange([index.tensors[name] for name in stack.members]))

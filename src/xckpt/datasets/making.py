@@ -212,10 +212,10 @@ def _make_group(
     group = _Group({}, {}, {})
     for leaf, array in arrays.items():
         suggested = array.suggested
-        for names_of_axes in (array.by_facts, roles.get(leaf) if roles else None):
-            if names_of_axes:
-                pairs = zip(suggested or names_of_axes, names_of_axes, strict=True)
-                suggested = tuple([first or second for first, second in pairs])
+        if array.by_facts is not None:
+            suggested = _either(suggested, array.by_facts)
+        if roles and leaf in roles:
+            suggested = _either(suggested, roles[leaf])
         dims = names.name_axes(
             array.name, array.lazy.shape, suggested, array.stacked_dims, array.tensor.name
         )
@@ -232,6 +232,13 @@ def _make_group(
         if attrs.dropped:
             group.dropped_attrs[array.name] = attrs.dropped
     return group
+
+
+def _either(
+    first: tuple[str | None, ...] | None, second: tuple[str | None, ...]
+) -> tuple[str | None, ...]:
+    """Return the first names of axes, and the second ones of axes without a first."""
+    return tuple([a or b for a, b in zip(first or second, second, strict=True)])
 
 
 def _axis_encoding(
@@ -359,7 +366,8 @@ class VariableMaker:
     ) -> dict[str, Any]:
         """Return the encoding of a variable that is not stacked."""
         encoding = _encoding(tensor, role, self.source, suffix)
-        encoding |= axes
+        if axes:
+            encoding |= axes
         if tensor.name in self.shared:
             encoding["shares"] = self.shared[tensor.name]
         return encoding

@@ -343,7 +343,7 @@ def _dense(
     return Tensor(name, spelled, shape, {"data": part}, path=path, declared=_facts(path))
 
 
-# Modules without a name of their own have that of their class, and a number.
+# Modules that the user does not name are called by their class and a number.
 _OF_CLASS = re.compile(r"(?P<kind>[A-Z][A-Za-z0-9]*)_[0-9]+")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _PROJECTIONS = frozenset({"query", "key", "value", "out"})

@@ -148,7 +148,7 @@ class Evidence:
         if len(self.names) < len(known) and self.run is None:
             # Neighbours that have no statistics.
             described = {n: known.described(n) for n in known} | described
-        return Structure(described.values())
+        return Structure(described.values(), known.facts)
 
     @cached_property
     def plain_names(self) -> list[str]:

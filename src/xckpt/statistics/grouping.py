@@ -105,7 +105,7 @@ def structure_of_names(names: Iterable[str], origin: DescribedTensors | None) ->
     for name in unknown:
         owner = described.get(name.rpartition(":")[0], Described(name, "float32", (2, 2)))
         described[name] = owner._replace(name=name)
-    return Structure(described.values())
+    return Structure(described.values(), known.facts)
 
 
 def _labels(key: str, names: Sequence[str], structure: Structure) -> list[Any]:

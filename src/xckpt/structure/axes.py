@@ -96,7 +96,7 @@ def name_modules_with(lookup: Callable[[str], ModuleAxes | None]) -> None:
 
 def axes_by_facts(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, Axes]:
     """Return the names of the axes of each tensor that the facts name axes of."""
-    named = NamedAxes(facts) if facts.naming else None
+    model_axes = NamedAxes(facts) if facts.naming else None
     axes: dict[str, Axes] = {}
     leaves = []
     for tensor in tensors:
@@ -110,8 +110,8 @@ def axes_by_facts(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, Ax
             names = _by_class(declared, len(tensor.shape))
         elif "tree" in declared:
             leaves.append(tensor)
-        elif named is not None:
-            names = named.of(tensor.name, tensor.shape)
+        elif model_axes is not None:
+            names = model_axes.of(tensor.name, tensor.shape)
         if names:
             axes[tensor.name] = names
     return axes | _in_trees(leaves) if leaves else axes
@@ -151,8 +151,8 @@ def _by_uses(declared: Mapping[str, Any], ndim: int) -> Axes | None:
     for order in ("kept", "reversed"):
         axes = {
             _of_input(use, numbers, ndim)
-            for use, numbers, seen in zip(uses, settings, orders, strict=True)
-            if seen == order
+            for use, numbers, use_order in zip(uses, settings, orders, strict=True)
+            if use_order == order
         } - {None}
         if axes:
             names = axes.pop()
@@ -239,7 +239,7 @@ def _in_trees(tensors: Sequence[_Tensor]) -> dict[str, Axes]:
     axes = {path: _of_leaf(path, shape, shapes) for path, shape in shapes.items()}
     # If `nn.scan` repeats a module, its neighbours have as many layers.
     layers = {path[:-2]: shapes[path][0] for path, names in axes.items() if names[:1] == _LAYERS}
-    named = {}
+    axes_by_name = {}
     for tensor in tensors:
         path = (tensor.declared or {})["tree"]
         names, shape = axes[path], tensor.shape
@@ -247,8 +247,8 @@ def _in_trees(tensors: Sequence[_Tensor]) -> dict[str, Axes]:
         if is_vector and layers.get(path[:-2]) == shape[0]:
             names = ("layers", "out")
         if names:
-            named[tensor.name] = names
-    return named
+            axes_by_name[tensor.name] = names
+    return axes_by_name
 
 
 _LAYERS = ("layers",)

@@ -79,7 +79,7 @@ def conclude(
         return _from_uses(declared["uses"], dtype, shape, is_constant=is_constant)
     if declared.get("attribute"):
         return Conclusion(Role.CONSTANT, reason="attribute of a node")
-    if "parameter_of" in declared and dtype in _TRAINED:
+    if "parameter_of" in declared and dtype in TRAINED:
         reason = f"parameter of the {declared['parameter_of']}"
         return Conclusion(Role.WEIGHT, reason=reason)
     if "class" in declared:
@@ -91,8 +91,8 @@ def conclude(
     return Conclusion()
 
 
-# Element types of parameters that are not codes.
-_TRAINED = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
+#: Element types of parameters that are not codes.
+TRAINED = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 
 # --- facts that objects keep ----------------------------------------------------------------------
 

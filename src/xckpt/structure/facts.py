@@ -22,6 +22,7 @@ from xckpt.index import StoredList
 from xckpt.structure.info import Role
 from xckpt.structure.named_axes import KINDS
 from xckpt.structure.numbering import split_leaf, split_name
+from xckpt.structure.parameters import groups_of_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,13 +87,15 @@ class ModelFacts:
     #: Name of the format of the file.
     format: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    #: Numbers of the parameters of each optimizer, by group.
+    parameters: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
 
 def model_facts(
     attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = None, format: str = ""
 ) -> ModelFacts:
     """Return the facts about a model, from the attributes of its file and its ``config.json``."""
-    return replace(_facts_in(attrs, config), format=format)
+    return replace(_facts_in(attrs, config), format=format, parameters=groups_of_numbers(attrs))
 
 
 def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> ModelFacts:

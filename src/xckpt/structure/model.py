@@ -20,7 +20,7 @@ from xckpt.index import paused_collector
 from xckpt.structure import conventions
 from xckpt.structure.axes import axes_by_facts, axes_in_modules
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
-from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
+from xckpt.structure.declared import TRAINED, Conclusion, conclude, describe_facts, facts_of
 from xckpt.structure.facts import ModelFacts, model_facts
 from xckpt.structure.forms import Form, forms_of_groups, grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
@@ -32,6 +32,7 @@ from xckpt.structure.numbering import (
     parse_name,
     split_leaf,
 )
+from xckpt.structure.parameters import listed_by_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -148,10 +149,10 @@ class Structure(Mapping[str, TensorInfo]):
             if (role := self._declared_role(name, conclusion)) is not None
         }
         declared |= {n: Role(text) for n in self._corrected if (text := self._user(n, "role"))}
-        by_config = self._roles_by_config
+        by_model = self._roles_by_config | dict.fromkeys(self._listed, Role.WEIGHT)
         if not conventions.may_have_codes({tensor.dtype for tensor in self._tensors.values()}):
-            return by_config | self._constant_buffers(()) | declared, {}
-        roles = self._named_roles | by_config | declared
+            return by_model | self._constant_buffers(()) | declared, {}
+        roles = self._named_roles | by_model | declared
         dtypes = {name: t.dtype for name, t in self._tensors.items() if name not in declared}
         changed, scales = conventions.roles_beside_codes(roles, dtypes)
         scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
@@ -161,7 +162,7 @@ class Structure(Mapping[str, TensorInfo]):
             codes = [name for name, role in declared.items() if role is Role.CODES]
             scales |= {name: by_name.get(name, "") for name in codes}
         modules = {split_leaf(name)[0] for name, role in changed.items() if role is Role.CODES}
-        return changed | self._constant_buffers(modules) | by_config | declared, scales
+        return changed | self._constant_buffers(modules) | by_model | declared, scales
 
     @cached_property
     def _roles_by_config(self) -> dict[str, Role]:
@@ -170,8 +171,20 @@ class Structure(Mapping[str, TensorInfo]):
             return {}
         return self.facts.quantization.roles({n: t.dtype for n, t in self._tensors.items()})
 
+    @cached_property
+    def _listed(self) -> set[str]:
+        """Names of the tensors that an optimizer lists by number."""
+        if not self.facts.parameters:
+            return set()
+        roles, tensors = self._named_roles, self._tensors.values()
+        excluded = {*OF_TRAINING, Role.AVERAGE}
+        model = [t.name for t in tensors if t.dtype in TRAINED and roles[t.name] not in excluded]
+        buffers = frozenset([n for n in model if roles[n] in {Role.STATISTIC, Role.COUNTER}])
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        return listed_by_number(self.facts.parameters, shapes, model, buffers)
+
     def _constant_buffers(self, modules_with_codes: Container[str]) -> dict[str, Role]:
-        """Return roles of buffers whose names are those of weights, which are not trained."""
+        """Return the role of buffers with names of weights; buffers are not trained."""
         return {
             name: Role.CONSTANT
             for name, tensor in self._tensors.items()
@@ -536,6 +549,9 @@ class Structure(Mapping[str, TensorInfo]):
             quantization = self.facts.quantization
             reason = f"config: quantised with {quantization.method}" if quantization else ""
             yield Evidence("model", "role", by_config, reason, by_config is role)
+        if name in self._listed:
+            reason = "in the list of an optimizer, by its order and shape"
+            yield Evidence("model", "role", Role.WEIGHT, reason, role is Role.WEIGHT)
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")

@@ -444,7 +444,7 @@ class Facts(Suite):
         }
 
     def test_users_correct_the_structure(self, small: Small) -> None:
-        """What a user states outranks the file, and changes no values."""
+        """Users outrank the file; their corrections change no dimensions."""
         before, _ = opened(small.data, engine=small.samples.name)
         corrections = {"*": {"role": "constant"}}
         options = {"structure": corrections} if before.variables else {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _GROUPS = re.compile(r"(?P<optimizer>(?:.+\.)?)param_groups\.(?P<key>.+)", re.DOTALL)
 _LIST = re.compile(r"[0-9]+\.param(?:s|_names)(?:\.[0-9]+)?")
-# What wrappers of modules insert in names.
+# Words that wrappers of modules insert in names.
 _WRAPPER = re.compile(
     r"(?<![^.])(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\."
 )
