@@ -284,8 +284,12 @@ _CLASSES = (
     ("dense", "linear"),
 )
 _PARAMS = {
-    **{"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"},
-    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
+    "gamma": "weight",
+    "beta": "bias",
+    "kernel": "weight",
+    "embeddings": "weight",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
 }
 
 
