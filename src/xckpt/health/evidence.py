@@ -204,7 +204,7 @@ class Evidence:
         return np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
 
     def equal_rows(self, row: int) -> tuple[int, int]:
-        """Return how many rows are equal to one, and to any earlier one, zeros aside; it is read."""
+        """Return how many rows equal one row, and any earlier row, zeros aside; it is read."""
         values = self.values(row)
         channels = self.structure.channels(self.plain_names[row])
         axes = (0,) if channels is None else channels.rows

@@ -245,9 +245,7 @@ def _one_of_each_fact(results: Sequence[RuleFinding]) -> list[RuleFinding]:
     return [f for f in results if stated[f.tensor].isdisjoint(RULES[f.rule].implied_by)]
 
 
-def _one_of_each_kind(
-    evidence: Evidence, results: Iterable[RuleFinding]
-) -> Iterator[RuleFinding]:
+def _one_of_each_kind(evidence: Evidence, results: Iterable[RuleFinding]) -> Iterator[RuleFinding]:
     """Yield one finding of a rule for all tensors of a kind, if the rule asks for that."""
     kinds: dict[Any, list[RuleFinding]] = {}
     for finding in results:

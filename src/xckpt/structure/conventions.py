@@ -265,7 +265,9 @@ _PARAM = re.compile(r"[./](weight|kernel)$")
 _RECURRENT = re.compile(r"(^|[./])weight_(ih|hh|hr)(_l0(_reverse)?)?$")
 _BIAS = _words(r"(\w+_)?bias(_(ih|hh)(_l0(_reverse)?)?)? | beta")
 _VARIANCE = _words(r"(\w+_)?(var|variance)")
-_ZERO_POINT = _words(r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm")
+_ZERO_POINT = _words(
+    r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm"
+)
 _CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
 _COMPONENTS = frozenset(
     {
