@@ -44,7 +44,6 @@ ALLOWED = {
         *("labels/conventions.py", "comparison/explaining/names.py"),
         "comparison/explaining/architectures.py",
     },
-    "vectors that a new model begins with": {"health/rules.py"},
 }
 #: Modules that take a name apart without its structure, by the reason.
 TAKEN_APART = {

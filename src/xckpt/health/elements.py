@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -86,10 +85,6 @@ class Infinite(_NotFinite):
         return evidence.has_masked_rows(row)
 
 
-# Matrices of zeros in a new model.
-_INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
-
-
 class _OneValue(Rule):
     """All elements are the same, and this is not how the tensor begins in a new model."""
 
@@ -136,7 +131,7 @@ class _OneValue(Rule):
         name, value = evidence.plain_names[row], evidence["min"][row]
         # A vector that is the same in most layers, or has no sibling, may be so by design.
         is_vector = evidence.is_vector(row) or evidence.is_bias(row)
-        return is_vector or (value == 0 and bool(_INITIAL_MATRIX.search(name)))
+        return is_vector or (value == 0 and evidence.structure.begins_as_zeros(name))
 
 
 def _are_untrained(evidence: Evidence, siblings: list[int]) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 
 from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
-from xckpt.structure.conventions import names_experts
 from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
@@ -369,11 +368,11 @@ class Evidence:
         """Yield the rows of tensors whose names differ only in the number of the expert."""
         groups: dict[Any, list[int]] = {}
         for row, name in enumerate(self.plain_names):
-            parts = self.structure.parse(name)
-            indices = zip(parts.modules, parts.indices, strict=True)
-            layer = [index for module, index in indices if not names_experts(module)]
-            if len(layer) < len(parts.indices) and self.roles[row] in PARAMETERS:
-                groups.setdefault((self.step_of(row), parts.template, *layer), []).append(row)
+            indices = self.structure.indices(name)
+            others = [(module, index) for module, index in indices if module != "expert"]
+            if len(others) < len(indices) and self.roles[row] in PARAMETERS:
+                template = self.structure.parse(name).template
+                groups.setdefault((self.step_of(row), template, *others), []).append(row)
         yield from groups.values()
 
     def once(self, compute: Callable[[Evidence], T]) -> T:

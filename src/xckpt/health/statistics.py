@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -119,11 +118,10 @@ class NegativeMoment(Rule):
 
     name, severity = "negative_moment", "warning"
     roles = frozenset({Role.MOMENT})
-    _squares = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         low = evidence["min"]
         for row in np.flatnonzero(low < 0):
-            if self._squares.search(evidence.names[row]):
+            if evidence.structure.is_of_squares(evidence.names[row]):
                 sentence = f"an average of squares is {low[row]:.3g} at its smallest element"
                 yield self.finding(evidence, row, low[row], sentence)

@@ -333,6 +333,30 @@ def names_experts(name: str) -> bool:
     return "expert" in name
 
 
+_SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer"}
+
+
+_OF_SQUARES = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
+
+
+def is_of_squares(name: str) -> bool:
+    """Return whether a moment is an average of squares, as in Adam."""
+    return _OF_SQUARES.search(name) is not None
+
+
+_INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
+
+
+def begins_as_zeros(name: str) -> bool:
+    """Return whether a matrix is all zeros in a new model, as the second factor of an adapter."""
+    return _INITIAL_MATRIX.search(name) is not None
+
+
+def repeated_module(word: str) -> str:
+    """Return what a repeated module is called in all conventions: ``"layer"``, ``"expert"``."""
+    return "expert" if names_experts(word) else _SINGULAR.get(word, word.removesuffix("s"))
+
+
 def component_by_name(name: str, role: Role) -> str:
     """Return the part of a checkpoint that a tensor belongs to."""
     if role in OF_TRAINING:

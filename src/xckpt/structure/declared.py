@@ -316,9 +316,13 @@ _CLASSES = (
     ("dense", "linear"),
 )
 _PARAMS = {
-    **{"gamma": "weight", "beta": "bias", "kernel": "weight"},
-    **{"embeddings": "weight", "embedding": "weight"},
-    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
+    "gamma": "weight",
+    "beta": "bias",
+    "kernel": "weight",
+    "embedding": "weight",
+    "embeddings": "weight",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
 }
 
 

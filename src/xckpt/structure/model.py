@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     Template = tuple[str | None, ...]
 
-_SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
 _OPEN = Conclusion()
 # Facts from which roles follow.
 _ABOUT_ROLES = frozenset({"uses", "class", "attribute", "parameter_of", "module_class"})
@@ -322,6 +321,16 @@ class Structure(Mapping[str, TensorInfo]):
             ]
         )
 
+    def indices(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Return the number of each repeated module that a tensor is in, outermost first."""
+        parsed = self.parse(name)
+        return tuple(
+            [
+                (conventions.repeated_module(module), int(index))
+                for module, index in zip(parsed.modules, parsed.indices, strict=True)
+            ]
+        )
+
     def parse(
         self, name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
     ) -> ParsedName:
@@ -489,6 +498,14 @@ class Structure(Mapping[str, TensorInfo]):
         """Return whether a tensor belongs to the experts of a mixture."""
         return conventions.names_experts(name)
 
+    def begins_as_zeros(self, name: str) -> bool:
+        """Return whether a matrix is all zeros in a new model."""
+        return conventions.begins_as_zeros(name)
+
+    def is_of_squares(self, name: str) -> bool:
+        """Return whether a moment is an average of squares, so that no element is negative."""
+        return conventions.is_of_squares(name)
+
     def channels(self, name: str) -> Channels | None:
         """Return the axes of the channels of a weight; None if they are unknown."""
         tensor = self.described(name)
@@ -506,12 +523,7 @@ class Structure(Mapping[str, TensorInfo]):
         name = tensor.name
         role = self.roles[name]
         conclusion = self._conclusions.get(name, _OPEN)
-        parsed = self.parse(name)
         module = split_leaf(name)[0]
-        indices = [
-            (_SINGULAR.get(module, module.removesuffix("s")), int(index))
-            for module, index in zip(parsed.modules, parsed.indices, strict=True)
-        ]
         return TensorInfo(
             role=role,
             component=self.component(name),
@@ -520,7 +532,7 @@ class Structure(Mapping[str, TensorInfo]):
             slot=self.slot(name),
             param=self.param(name),
             axes=tensor.axes,
-            indices=tuple(indices),
+            indices=self.indices(name),
             owner=self._owners.get(name),
             evidence=(
                 *self._evidence(tensor, role, conclusion),
