@@ -204,7 +204,7 @@ def roles_beside_codes(
     modules = set()
     for name, scales in codes.items():
         changed[scales] = Role.SCALE
-        if roles[name] in {Role.WEIGHT, Role.CONSTANT, Role.COUNTER}:
+        if roles[name] in _MAY_BE_CODES:
             changed[name] = Role.CODES
         if changed.get(name, roles[name]) is Role.CODES:
             modules.add(split_leaf(name)[0])
@@ -311,6 +311,7 @@ def component_by_name(name: str, role: Role) -> str:
 
 # --- codes and scales ----------------------------------------------------------------------------
 
+_MAY_BE_CODES = frozenset({Role.WEIGHT, Role.CONSTANT, Role.COUNTER})
 # Element types of codes, one per element or several in a word.
 _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
 # Endings of the names of codes and zero points, which the name of their scales does not have.
