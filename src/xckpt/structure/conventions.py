@@ -29,6 +29,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from xckpt.structure.forms import masked
 from xckpt.structure.info import OF_TRAINING, Role
 from xckpt.structure.numbering import split_leaf, split_name
 
@@ -207,7 +208,7 @@ def roles_beside_codes(
     modules = set()
     for name, scales in codes.items():
         changed[scales] = Role.SCALE
-        if roles[name] in {Role.WEIGHT, Role.CONSTANT, Role.COUNTER}:
+        if roles[name] in _MAY_BE_CODES:
             changed[name] = Role.CODES
         if changed.get(name, roles[name]) is Role.CODES:
             modules.add(split_leaf(name)[0])
@@ -215,10 +216,10 @@ def roles_beside_codes(
         if roles[name] is Role.CONSTANT:
             changed[name] = Role.SCALE
     for name, role in roles.items() if modules else ():
-        module, _, last = split_leaf(name)
-        is_weight = changed.get(name, role) is Role.WEIGHT
-        if is_weight and _SCALE_OF_MODULE.fullmatch(last) and module in modules:
-            changed[name] = Role.SCALE
+        if changed.get(name, role) is Role.WEIGHT:
+            module, _, last = split_leaf(name)
+            if module in modules and _SCALE_OF_MODULE.fullmatch(last):
+                changed[name] = Role.SCALE
     return changed, codes | companions
 
 
@@ -366,11 +367,13 @@ def component_by_name(name: str, role: Role) -> str:
 
 # --- codes and scales ----------------------------------------------------------------------------
 
+_MAY_BE_CODES = frozenset({Role.WEIGHT, Role.CONSTANT, Role.COUNTER})
 # Element types of codes, one per element or several in a word.
 _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
 # Endings of the names of codes and zero points, which the name of their scales does not have.
-_ENDINGS = re.compile(
-    r"(_packed|_blocks|_qdata|_quantized|_zero_point|\._data|:data|:zero_points)$"
+_ENDINGS = (
+    *("_packed", "_blocks", "_qdata", "_quantized", "_zero_point"),
+    *("._data", ":data", ":zero_points"),
 )
 _SCALES = (
     *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
@@ -400,13 +403,24 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
     companions: dict[str, str] = {}
     if not code_types:
         return codes, companions
-    for name, dtype in dtypes.items():
-        if dtype in code_types:
-            scales = next(
-                (candidate for candidate in _possible_scales(name) if candidate in dtypes), None
-            )
-            if scales is not None:
+    # 100,000 names have few masks, and the mask of a name of scales is one of them.
+    masks = masked(list(dtypes))
+    present = set(masks)
+    edits: dict[str, list[tuple[int, str]]] = {}
+    for (name, dtype), mask in zip(dtypes.items(), masks, strict=True):
+        if dtype not in code_types:
+            continue
+        if mask not in edits:
+            edits[mask] = [
+                (cut, ending)
+                for cut, ending in _edits_to_scales(mask)
+                if mask[: len(mask) - cut] + _NUMBER.sub("0", ending) in present
+            ]
+        for cut, ending in edits[mask]:
+            scales = name[: len(name) - cut] + ending
+            if scales in dtypes:
                 codes[name] = scales
+                break
     if not codes:
         return codes, companions
     modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
@@ -423,15 +437,18 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
     return codes, companions
 
 
-def _possible_scales(name: str) -> Iterator[str]:
-    """Yield the names that the scales of a tensor may have."""
-    stem = _ENDINGS.sub("", name)
+def _edits_to_scales(name: str) -> Iterator[tuple[int, str]]:
+    """Yield how many characters to cut off a name, and what to append, for those of its scales."""
+    stem = name
+    if name.endswith(_ENDINGS):
+        stem = name.removesuffix(next(ending for ending in _ENDINGS if name.endswith(ending)))
+    cut = len(name) - len(stem)
     for ending in _SCALES:
-        yield stem + ending
+        yield cut, ending
     if stem.endswith("_scale"):
         for ending in _SCALES_OF_SCALES:
-            yield stem.removesuffix("_scale") + ending
-    module, separator, leaf = split_leaf(stem)
+            yield cut + len("_scale"), ending
+    leaf = split_leaf(stem)[2]
     if leaf in _MODULE_CODES:
         for scales in _MODULE_SCALES:
-            yield module + separator + scales
+            yield cut + len(leaf), scales

@@ -154,8 +154,8 @@ class Structure(Mapping[str, TensorInfo]):
         roles = self._named_roles | by_model | declared
         dtypes = {name: t.dtype for name, t in self._tensors.items() if name not in declared}
         changed, scales = conventions.roles_beside_codes(roles, dtypes)
-        scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
         if declared:
+            scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
             dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
             by_name = conventions.roles_beside_codes(roles, dtypes)[1]
             codes = [name for name, role in declared.items() if role is Role.CODES]
