@@ -369,6 +369,8 @@ class Evidence:
         """Yield the rows of tensors whose names differ only in the number of the expert."""
         groups: dict[Any, list[int]] = {}
         for row, name in enumerate(self.plain_names):
+            if not names_experts(name):
+                continue
             parts = self.structure.parse(name)
             indices = zip(parts.modules, parts.indices, strict=True)
             layer = [index for module, index in indices if not names_experts(module)]
