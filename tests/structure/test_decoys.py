@@ -141,10 +141,10 @@ def facts(path: Path, graph: Graph, prefix: str | None) -> Any:
     path.write_bytes(
         model(
             *(initializer(names[name], values) for name, values in tensors.items()),
-            nodes=[
+            nodes=tuple(
                 node(operator, [names.get(name, name) for name in inputs], outputs)
                 for operator, inputs, outputs in nodes
-            ],
+            ),
         )
     )
     table = xckpt.open(path).ckpt.structure()
