@@ -142,10 +142,8 @@ def facts(path: Path, graph: Graph, prefix: str | None) -> Any:
         model(
             *(initializer(names[name], values) for name, values in tensors.items()),
             nodes=tuple(
-                [
-                    node(operator, [names.get(name, name) for name in inputs], outputs)
-                    for operator, inputs, outputs in nodes
-                ]
+                node(operator, [names.get(name, name) for name in inputs], outputs)
+                for operator, inputs, outputs in nodes
             ),
         )
     )

@@ -189,7 +189,7 @@ class Evidence:
         return bool(is_infinite[~is_masked].sum() == 0 < is_masked.sum() < len(values))
 
     def is_bias(self, row: int) -> bool:
-        """Return whether a tensor is a bias; those of attention may have two axes."""
+        """Return whether a tensor is a bias. Biases of attention may have two axes."""
         return self.structure.is_bias(self.plain_names[row])
 
     def kind_of(self, row: int) -> tuple[Any, ...]:
@@ -229,8 +229,9 @@ class Evidence:
     def is_rank_one(self, row: int) -> bool:
         """Return whether a matrix is the product of a column and a row, rounded; it is read."""
         matrix = self.values(row).reshape([n for n in self.shapes[row] if n > 1]).astype(np.float64)
-        top, left = np.unravel_index(np.argmax(np.abs(matrix)), matrix.shape)
-        product = np.outer(matrix[:, left], matrix[top] / matrix[top, left])
+        row_of_top, column = np.unravel_index(np.argmax(np.abs(matrix)), matrix.shape)
+        top = matrix[row_of_top]
+        product = np.outer(matrix[:, column], top / top[column])
         return bool(np.linalg.norm(matrix - product) <= self.rounding * np.linalg.norm(matrix))
 
     def slot(self, row: int) -> str:
@@ -368,6 +369,8 @@ class Evidence:
         """Yield the rows of tensors whose names differ only in the number of the expert."""
         groups: dict[Any, list[int]] = {}
         for row, name in enumerate(self.plain_names):
+            if not self.structure.has_experts(name):
+                continue
             indices = self.structure.indices(name)
             others = [(module, index) for module, index in indices if module != "expert"]
             if len(others) < len(indices) and self.roles[row] in PARAMETERS:

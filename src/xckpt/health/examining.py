@@ -238,7 +238,7 @@ def _judge(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.
 
 
 def _one_of_each_fact(results: Sequence[RuleFinding]) -> list[RuleFinding]:
-    """Leave out findings about what another finding states about the tensor."""
+    """Leave out findings that another finding about the tensor implies."""
     stated: dict[str, set[str]] = {}
     for finding in results:
         stated.setdefault(finding.tensor, set()).add(finding.rule)

@@ -94,11 +94,12 @@ class DeadGains(_Norm):
     name, severity = "dead_gains", "warning"
     implied_by = frozenset({"all_zero"})
     is_of_kind = True
+    threshold = 0.05  # share of the gains
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         zero, count = evidence["zero"], evidence["count"]
         for row, *_ in self._norms_to_compare(evidence):
-            if 0 < zero[row] < count[row]:
+            if self.threshold * count[row] <= zero[row] < count[row]:
                 verb = "is" if zero[row] == 1 else "are"
                 sentence = f"{zero[row]:,.0f} of {count[row]:,.0f} gains of a norm {verb} 0"
                 yield self.finding(evidence, row, zero[row], sentence)
