@@ -1,0 +1,128 @@
+"""Families against models that their libraries build; skipped where these are not installed."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.structure.libraries import CASES
+from xckpt.structure.families import Family, Place, family_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Model:
+    """A model without values: the shapes of its tensors, and the classes of its modules."""
+
+    def __init__(self, case: str) -> None:
+        torch = pytest.importorskip("torch")
+        with torch.device("meta"):
+            module = CASES[case].build()
+        self.parameters = {name for name, _ in module.named_parameters()}
+        self.shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        self.classes = {name: type(part) for name, part in module.named_modules()}
+        self.bases = torch.nn
+        config = getattr(module, "config", None) or {}
+        to_dict = getattr(config, "to_dict", lambda: dict(config))
+        self.config: dict[str, Any] = json.loads(json.dumps(to_dict(), default=str))
+        self.sizes = CASES[case].sizes
+
+    def module_type(self, name: str) -> str | None:
+        """Return the kind of the module of a tensor by its class; None if the class is special."""
+        owner = self.classes.get(name.rpartition(".")[0])
+        if owner is None or name.rpartition(".")[2] not in {"weight", "bias"}:
+            return None
+        if issubclass(owner, self.bases.Linear) or owner.__name__ == "Conv1D":
+            return "linear"
+        if issubclass(owner, self.bases.Conv1d | self.bases.Conv2d):
+            return "convolution"
+        if issubclass(owner, self.bases.Embedding):
+            return "embedding"
+        return "norm" if "Norm" in owner.__name__ else None
+
+
+@lru_cache(maxsize=4)
+def model(case: str) -> Model:
+    return Model(case)
+
+
+def family(case: str, *, with_config: bool) -> Family:
+    built = model(case)
+    config = built.config if with_config else None
+    chosen = family_of(built.shapes, config)
+    assert chosen is not None
+    return chosen
+
+
+def place(chosen: Family, name: str) -> Place:
+    described = chosen.describe(name)
+    assert described is not None, name
+    return described
+
+
+def extent(axis: str, sizes: Any) -> int:
+    value: int = eval(axis.replace("-", "_"), {}, dict(sizes))  # noqa: S307
+    return value
+
+
+@pytest.mark.parametrize("case", CASES)
+class TestFamilies:
+    def test_every_parameter_has_a_slot(self, case: str) -> None:
+        chosen = family(case, with_config=False)
+        outside = [n for n in model(case).parameters if chosen.describe(n) is None]
+        assert [n for n in outside if "multi_modal_projector" not in n] == []
+
+    def test_the_names_tell_the_family(self, case: str) -> None:
+        by_names = CASES[case].by_names
+        expected = CASES[case].family if by_names == "same" else by_names
+        assert family(case, with_config=False).name == expected.removesuffix("_text")
+
+    def test_the_config_tells_the_family(self, case: str) -> None:
+        if not {"model_type", "_class_name"} & model(case).config.keys():
+            pytest.skip("the library has no config")
+        assert family(case, with_config=True).name == CASES[case].family
+
+    def test_a_place_belongs_to_one_tensor(self, case: str) -> None:
+        chosen = family(case, with_config=False)
+        names: dict[Any, str] = {}
+        for name in model(case).parameters:
+            described = chosen.describe(name)
+            if described is not None and not described.is_alias:
+                key = described.component, described.slot, described.param, described.indices
+                assert names.setdefault(key, name) == name
+
+    def test_axes_are_those_of_the_module(self, case: str) -> None:
+        sizes = model(case).sizes
+        chosen = family(case, with_config=False)
+        for name, shape in model(case).shapes.items():
+            described = chosen.describe(name)
+            axes = described.axes if described is not None else None
+            if axes is None:
+                continue
+            assert len(axes) == len(shape), name
+            for axis, length in zip(axes, shape, strict=True):
+                if axis in {None, "out", "in", "channel", "height", "width"}:
+                    continue
+                if case in {"llava", "gemma3 with eyes"} and described.component == "vision":
+                    continue
+                assert extent(axis, sizes) == length, (name, axis)
+
+    def test_modules_have_the_type_of_their_class(self, case: str) -> None:
+        chosen = family(case, with_config=False)
+        for name in model(case).shapes:
+            expected = model(case).module_type(name)
+            described = chosen.describe(name)
+            if expected is not None and described is not None:
+                actual = described.module_type.replace("router", "linear")
+                assert actual == expected, name
+
+    def test_outputs_and_inputs_are_those_of_the_module(self, case: str) -> None:
+        chosen = family(case, with_config=False)
+        for name, shape in model(case).shapes.items():
+            described = chosen.describe(name)
+            bias = model(case).shapes.get(name.removesuffix("weight") + "bias")
+            if described is not None and described.outputs is not None and bias is not None:
+                assert (shape[described.outputs],) == bias, name
