@@ -177,6 +177,7 @@ WHISPER = {
 }
 OF_WHISPER = {**OF_ENCODER, "mel": 20, "audio_context": 70}
 OF_CLIP = {**OF_ENCODER, "colour": 5, "context": 130, "projection": 36}
+OF_TIMM = {"embd": 192, "ff": 768, "qkv": 576, "head": 3, "value": 64, "colour": 3, "label": 7}
 MAMBA = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": 331, "state_size": 10}
 OF_MAMBA = {"embd": 48, "vocab": 331, "state": 10, "inner": 96, "conv": 4, "dt": 7}
 UNET = {
@@ -444,18 +445,18 @@ CASES = {
                 {"label": 7},
                 ("mobilenetv2_100", "mobilenetv3_small_100", "efficientnet_b0"),
             ),
-            (
-                "timm_vit",
-                {"label": 7, "embd": 192, "ff": 768, "qkv": 576, "head": 3, "value": 64, "colour": 3, "context": CONTEXT},
-                ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"),
-            ),
-            (
-                "timm_vit",
-                {"embd": 384, "ff": 1536, "qkv": 1152, "head": 6, "value": 64, "colour": 3, "context": CONTEXT},
-                ("vit_small_patch14_dinov2",),
-            ),
         )
         for name in names
+    },
+    **{
+        f"timm {name}": Case(
+            "timm_vit", of_timm(name, num_classes=7), {**OF_TIMM, "context": n}, by_names="timm_vit"
+        )
+        for name, n in (
+            ("vit_tiny_patch16_224", 197),
+            ("deit_tiny_distilled_patch16_224", 198),
+            ("vit_tiny_patch16_384", 577),
+        )
     },
     **{
         f"torchvision {name}": Case(

@@ -308,7 +308,7 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure(self.rows)
+        return Structure(self.rows, self.attrs)
 
     @property
     def only(self) -> str:

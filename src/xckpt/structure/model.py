@@ -2,7 +2,7 @@
 
 1. The file states facts about the tensor: operators, classes of layers (`declared`).
 2. The file states facts about the model: its config, the lists of an optimizer.
-3. A family of architectures is known by its names. No tables of families exist yet.
+3. Names of a family of architectures (`families`).
 4. Conventions of frameworks: words in names (`conventions`).
 5. Shapes: a vector next to a matrix with the same extent is its bias.
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from xckpt.index import Index
+    from xckpt.structure.families import Family, Place
     from xckpt.tensor_rows import Row
 
 _SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
@@ -41,11 +42,14 @@ class Structure(Mapping[str, TensorInfo]):
     """The tensors of a model: a mapping of names to `TensorInfo`.
 
     Roles, repeated modules and scales are worked out for all tensors together, when they are first
-    asked for.
+    asked for. `attrs` are the attributes of the file, which may state the type of the model.
     """
 
-    def __init__(self, tensors: Iterable[Described | Row]) -> None:
+    def __init__(
+        self, tensors: Iterable[Described | Row], attrs: Mapping[Any, Any] | None = None
+    ) -> None:
         self._tensors: dict[str, Described | Row] = {tensor.name: tensor for tensor in tensors}
+        self._attrs = attrs or {}
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
@@ -57,7 +61,7 @@ class Structure(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Structure, (list(self._tensors.values()),)
+        return Structure, (list(self._tensors.values()), self._attrs)
 
     def described(self, name: str) -> Described:
         """Return the name, type and shape of a tensor, and the facts about it."""
@@ -195,6 +199,32 @@ class Structure(Mapping[str, TensorInfo]):
             if self.roles[codes] is Role.CODES and scales
         }
 
+    # --- family ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _family(self) -> Family | None:
+        # Most processes need no tables.
+        from xckpt.structure.families import config_in, family_of
+
+        of_model = {n: t.shape for n, t in self._tensors.items() if self.roles[n] not in OF_TRAINING}
+        return family_of(of_model, config_in(self._attrs))
+
+    @property
+    def family(self) -> str:
+        """Name of the family of architectures, such as ``"llama"``; empty if it is unknown."""
+        return self._family.name if self._family is not None else ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the model by the names of its axes, such as ``{"embd": 4096}``."""
+        return self._family.sizes if self._family is not None else {}
+
+    def place(self, name: str) -> Place | None:
+        """Return the place of a tensor in its family; None if it is unknown."""
+        if self._family is None or self.roles[name] in OF_TRAINING:
+            return None
+        return self._family.describe(name, tuple(self._tensors[name].shape))
+
     # --- modules ---------------------------------------------------------------------------------
 
     @cached_property
@@ -278,12 +308,18 @@ class Structure(Mapping[str, TensorInfo]):
         stated = self._user(name, "module_type") or conclusion.module_type
         if stated:
             return stated
+        place = self.place(name)
+        if place is not None and place.module_type:
+            return place.module_type
         if name in self.norms or split_leaf(name)[0] in self._modules_of_norms:
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
+        place = self.place(name)
+        if place is not None:
+            return self._user(name, "slot") or place.slot
         node = (self._tensors[name].declared or {}).get("node", "")
         by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
         return self._user(name, "slot") or by_name
@@ -291,6 +327,9 @@ class Structure(Mapping[str, TensorInfo]):
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
         stated = self._user(name, "component")
+        place = self.place(name)
+        if place is not None:
+            return stated or place.component
         return stated or conventions.component_by_name(name, self.roles[name])
 
     def has_experts(self, name: str) -> bool:
@@ -314,23 +353,35 @@ class Structure(Mapping[str, TensorInfo]):
         name = tensor.name
         role = self.roles[name]
         conclusion = self._conclusions.get(name, _OPEN)
-        parsed = self.parse(name)
+        place = self.place(name)
         module, _, leaf = split_leaf(name)
-        indices = [
-            (_SINGULAR.get(module, module.removesuffix("s")), int(index))
-            for module, index in zip(parsed.modules, parsed.indices, strict=True)
-        ]
         return TensorInfo(
             role=role,
             component=self.component(name),
             module=self._layers.get(name, module),
             module_type=self.module_type(name),
             slot=self.slot(name),
-            param=conclusion.param or leaf,
-            axes=tensor.axes,
-            indices=tuple(indices),
+            param=conclusion.param or (place.param if place is not None else leaf),
+            axes=self._axes(tensor, place),
+            indices=place.indices if place is not None else self._indices(name),
             owner=self._owners.get(name),
             evidence=tuple(self._evidence(tensor, role, conclusion)),
+        )
+
+    def _axes(self, tensor: Described, place: Place | None) -> tuple[str | None, ...]:
+        """Return the names of the axes, of which those in the file come first."""
+        if any(tensor.axes) or place is None or place.axes is None:
+            return tensor.axes
+        return place.axes
+
+    def _indices(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Return the indices of repeated modules in a name."""
+        parsed = self.parse(name)
+        return tuple(
+            [
+                (_SINGULAR.get(module, module.removesuffix("s")), int(index))
+                for module, index in zip(parsed.modules, parsed.indices, strict=True)
+            ]
         )
 
     def _evidence(
@@ -351,6 +402,16 @@ class Structure(Mapping[str, TensorInfo]):
         if any(tensor.axes):
             axes = ", ".join([str(axis) for axis in tensor.axes])
             yield Evidence("file", "axes", axes, "names of axes")
+        place = self.place(name)
+        if place is not None:
+            is_stated = bool(self._user(name, "module_type") or conclusion.module_type)
+            yield Evidence("family", "slot", place.slot, place.reason, not self._user(name, "slot"))
+            if place.module_type:
+                kind = place.module_type
+                yield Evidence("family", "module_type", kind, place.reason, not is_stated)
+            if place.axes is not None and any(place.axes):
+                axes = ", ".join([axis or "?" for axis in place.axes])
+                yield Evidence("family", "axes", axes, place.reason, not any(tensor.axes))
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
@@ -368,5 +429,6 @@ def structure_of(index: Index) -> Structure:
 def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
     return Structure(
-        [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors]
+        [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors],
+        index.attrs,
     )

@@ -23,7 +23,9 @@ from xckpt.structure.forms import masked
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.structure.families.tables import Axes, Match, Row, Table
+    from xckpt.structure.families.tables import Axes, Index, Match, Row, Table
+
+    _Positions = tuple[tuple[int, Index], ...]
 
 # Share of the names of a model that a table has to explain.
 _OF_STATED, _OF_NAMES = 0.5, 0.9
@@ -48,6 +50,8 @@ _WRAPPERS = frozenset(
         *("backbone", "bert", "roberta", "gpt_neox", "rwkv", "clip", "vit", "embedders"),
     }
 )
+# Numbers that are words of a name.
+_NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _SUFFIX = re.compile(r"(For[A-Z]|LMHead|Model|WithProjection).*")
 _SEPARATORS = str.maketrans("", "", "_-")
 
@@ -102,10 +106,12 @@ class Root:
     component: str = ""
 
     @cached_property
-    def prefixes(self) -> tuple[str, ...]:
-        """The prefix, and those of heads, longest first."""
+    def prefixes(self) -> tuple[tuple[str, str], ...]:
+        """The prefix, and those of heads, longest first, each with zeros for its numbers."""
         starts = accumulate(self.prefix.split(".")[:-1], lambda a, b: f"{a}.{b}")
-        return tuple(reversed(["", *[f"{start}." for start in starts]]))
+        prefixes = ["", *[f"{start}." for start in starts]]
+        keys = [shorten(key) for key in masked(prefixes)]
+        return tuple(reversed(list(zip(prefixes, keys, strict=True))))
 
     def component_of(self, row: Row) -> str:
         """Return the component of a row."""
@@ -113,13 +119,16 @@ class Root:
 
     def match(self, name: str, key: str, ndim: int | None = None) -> Match | None:
         """Return the row of a tensor by its whole name."""
-        for prefix in self.prefixes:
+        for prefix, start in self.prefixes:
             if name.startswith(prefix):
-                cut = key[len(shorten(masked([prefix])[0])) :] if prefix else key
-                match = self.table.match(name[len(prefix) :], cut, ndim)
+                match = self.table.match(name[len(prefix) :], key[len(start) :], ndim)
                 if match is not None and (prefix == self.prefix or match.row.is_head):
                     return match
         return None
+
+    def depends_on_numbers(self, key: str) -> bool:
+        """Return whether the row of a name depends on numbers in it."""
+        return any(self.table.depends_on_numbers(key[len(start) :]) for _, start in self.prefixes)
 
     def trait(self, trait: str, row: Row) -> bool | None:
         """Return whether a row has a trait; None if that depends on an unknown type."""
@@ -141,9 +150,13 @@ class Family:
         self, roots: Sequence[Root], config: Mapping[str, Any], name: str
     ) -> None:
         self.name = name
-        self.roots = tuple(roots)
+        self.roots = tuple(sorted(roots, key=lambda root: -len(root.prefix)))
         self._config = config
         self._sizes: dict[str, dict[str, int]] = {}
+        # Places by names with zeros for their numbers, and shapes.
+        self._places: dict[
+            tuple[str, tuple[int, ...] | None], tuple[Place | None, _Positions]
+        ] = {}
         for root in roots:
             self._measure(root)
 
@@ -184,51 +197,83 @@ class Family:
                 sizes |= {f"{c}.{axis}" if c else axis: value for c, value in values.items()}
         return sizes
 
-    def match(self, name: str, ndim: int | None = None) -> tuple[Root, Match] | None:
-        """Return the row of a tensor, and the model that it belongs to."""
-        dotted = name.replace("/", ".")
-        key = shorten(masked([dotted])[0])
-        for root in self.roots:
-            match = root.match(dotted, key, ndim)
-            if match is not None:
-                return root, match
-        return None
-
     def describe(self, name: str, shape: tuple[int, ...] | None = None) -> Place | None:
         """Return the place of a tensor; None if the family does not have its name.
 
         With a shape, only those axes have names whose extents are the sizes of the model.
         """
-        pair = self.match(name, None if shape is None else len(shape))
-        if pair is None:
-            return None
-        root, (row, param, axes, cuts, indices) = pair
-        component = root.component_of(row)
-        if shape is not None and axes is not None:
-            sizes = self._sizes.get(component, {})
-            axes = tuple(
-                [
-                    axis if axis in LOCAL_AXES or sizes.get(axis or "") == extent else None
-                    for axis, extent in zip(axes, shape, strict=True)
-                ]
+        dotted = name.replace("/", ".")
+        form = _NUMBERS.sub("0", dotted), shape
+        if form in self._places:
+            place, positions = self._places[form]
+            if place is None or not positions:
+                return place
+            words = dotted.split(".")
+            return place._replace(indices=_indices(words, positions))
+        key = shorten(masked([dotted])[0])
+        place, positions = self._place(dotted, key, shape)
+        is_general = not any(root.depends_on_numbers(key) for root in self.roots)
+        if is_general and len(self._places) < _MOST:
+            self._places[form] = place, positions
+        return place
+
+    def _place(
+        self, name: str, key: str, shape: tuple[int, ...] | None
+    ) -> tuple[Place | None, _Positions]:
+        """Return the place of a tensor, and the words of its name that have indices."""
+        ndim = None if shape is None else len(shape)
+        for root in self.roots:
+            match = root.match(name, key, ndim)
+            if match is None:
+                continue
+            row = match.row
+            words = name.count(".") + (1 if row.param else 0)
+            positions = [
+                (words - len(row.words) + number, word)
+                for number, word in enumerate(row.words)
+                if not isinstance(word, str)
+            ]
+            component = root.component_of(row)
+            place = Place(
+                component=component,
+                slot=row.slot,
+                module_type=row.module_type,
+                param=match.param,
+                axes=self._axes(match.axes, component, shape),
+                indices=match.indices,
+                outputs=match.outputs,
+                inputs=match.inputs,
+                cuts=match.cuts,
+                is_rotary="rotary" in row.flags and root.trait("not_rotary", row) is not True,
+                adds_one=root.trait("add_one", row) if match.param == "weight" else False,
+                is_interleaved="interleaved" in row.flags,
+                is_alias="alias" in row.flags,
+                reason=f"{root.table.name}: {row.pattern}",
             )
-        is_weight = param == "weight" and row.axes == axes if shape is None else param == "weight"
-        return Place(
-            component=component,
-            slot=row.slot,
-            module_type=row.module_type,
-            param=param,
-            axes=axes,
-            indices=indices,
-            outputs=row.outputs if is_weight else None,
-            inputs=row.inputs if is_weight else None,
-            cuts=cuts,
-            is_rotary="rotary" in row.flags and root.trait("not_rotary", row) is not True,
-            adds_one=root.trait("add_one", row) if param == "weight" else False,
-            is_interleaved="interleaved" in row.flags,
-            is_alias="alias" in row.flags,
-            reason=f"{root.table.name}: {row.pattern}",
+            return place, tuple(positions)
+        return None, ()
+
+    def _axes(
+        self, axes: Axes | None, component: str, shape: tuple[int, ...] | None
+    ) -> Axes | None:
+        """Return the names of axes whose extents are the sizes of the model."""
+        if axes is None or shape is None:
+            return axes
+        sizes = self._sizes.get(component, {})
+        pairs = zip(axes, shape, strict=True)
+        return tuple(
+            [a if a in LOCAL_AXES or (a and sizes.get(a) == extent) else None for a, extent in pairs]
         )
+
+
+def _indices(words: Sequence[str], positions: _Positions) -> tuple[tuple[str, int], ...]:
+    """Return the indices in the words of a name."""
+    return tuple(
+        [
+            (index.name, int(words[position][len(index.before) :].removesuffix(index.after)))
+            for position, index in positions
+        ]
+    )
 
 
 # --- what a config states -------------------------------------------------------------------------
@@ -332,7 +377,8 @@ def family_of(
     paths = _paths(form.key for form in forms)
     roots = []
     for entry in entries:
-        if stated[entry.table] if is_stated else not paths.isdisjoint(entry.signs):
+        has_signs = not paths.isdisjoint(entry.signs)
+        if has_signs if entry.table == "gguf" or not is_stated else stated[entry.table]:
             roots += _roots(entry, forms, stated[entry.table])
     roots = _without_conflicts(roots, is_stated=is_stated)
     if not roots:
@@ -418,7 +464,7 @@ def _explains(root: Root, entry: Entry, forms: Iterable[_Form]) -> bool:
         return False
     widths: Counter[int] = Counter()
     for form, match in root.matches.items():
-        for axis, extent in zip(match.axes or (), form.shape, strict=True):
+        for axis, extent in zip(match.axes or (), form.shape, strict=False):
             widths[extent] += form.count if axis == "embd" else 0
     return not widths.total() or max(widths.values()) >= _AGREEING * widths.total()
 

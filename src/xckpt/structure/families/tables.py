@@ -135,10 +135,14 @@ class Match(NamedTuple):
 
     row: Row
     param: str
+    indices: tuple[tuple[str, int], ...]
     #: None if they are unknown, as those of codes.
     axes: Axes | None
-    cuts: tuple[int, ...]
-    indices: tuple[tuple[str, int], ...]
+    #: Axes along which ranks may divide it.
+    cuts: tuple[int, ...] = ()
+    #: Axes of the outputs and inputs of a weight.
+    outputs: int | None = None
+    inputs: int | None = None
 
 
 @dataclass
@@ -161,6 +165,20 @@ class Table:
             rows.setdefault((shorten(key), bool(row.param)), []).append(row)
         return rows
 
+    @cached_property
+    def _ambiguous(self) -> frozenset[tuple[str, bool]]:
+        """Keys whose rows depend on numbers: ``downsample.0`` and ``downsample.1``."""
+        return frozenset(
+            key
+            for key, rows in self._rows_by_key.items()
+            if any(isinstance(word, str) and word.isdigit() for row in rows for word in row.words)
+        )
+
+    def depends_on_numbers(self, key: str) -> bool:
+        """Return whether the row of a name depends on numbers in it."""
+        path = key[: max(key.rfind("."), 0)]
+        return (key, True) in self._ambiguous or (path, False) in self._ambiguous
+
     def match(self, name: str, key: str, ndim: int | None = None) -> Match | None:
         """Return the row of a name without its prefix.
 
@@ -178,7 +196,7 @@ class Table:
             for row in rows:
                 indices = row.indices(words)
                 if indices is not None:
-                    yield Match(row, row.param, row.axes, row.cuts, indices)
+                    yield Match(row, row.param, indices, *_axes_of_param(row, row.param))
         rows = self._rows_by_key.get((key[: max(key.rfind("."), 0)], False))
         if not rows:
             return
@@ -189,27 +207,30 @@ class Table:
         for row in rows:
             indices = row.indices(words)
             if indices is not None and (leaf not in _OF_BATCH_NORMS or row.module_type == "norm"):
-                yield Match(row, _PARAMS.get(leaf, leaf), *_axes_of_param(row, leaf), indices)
+                param = _PARAMS.get(leaf, leaf)
+                yield Match(row, param, indices, *_axes_of_param(row, leaf))
 
 
-@lru_cache(1 << 14)
-def _axes_of_param(row: Row, leaf: str) -> tuple[Axes | None, tuple[int, ...]]:
-    """Return the axes of a parameter of a module, and those that ranks divide."""
-    if leaf == "kernel":  # of Flax: inputs before outputs, and the window first
+def _axes_of_param(
+    row: Row, leaf: str
+) -> tuple[Axes | None, tuple[int, ...], int | None, int | None]:
+    """Return the axes of a parameter, those that ranks divide, and its outputs and inputs."""
+    if leaf == "kernel":  # of Flax: the window, inputs, outputs
         order = (*range(2, len(row.axes)), 1, 0)
         if row.outputs != 0:
-            return None, ()
+            return None, (), None, None
         axes = tuple([row.axes[axis] for axis in order])
-        return axes, tuple([order.index(axis) for axis in row.cuts])
+        cuts = tuple([order.index(axis) for axis in row.cuts])
+        return axes, cuts, len(order) - 1, len(order) - 2
     if _PARAMS.get(leaf) == "weight":
-        return row.axes, row.cuts
+        return row.axes, row.cuts, row.outputs, row.inputs
     if leaf == "num_batches_tracked":
-        return (), ()
+        return (), (), None, None
     if leaf in _OF_QUANTISED:
-        return None, ()
-    if row.outputs is None:
-        return row.axes, row.cuts
-    return (row.axes[row.outputs],), (0,) if row.outputs in row.cuts else ()
+        return None, (), None, None
+    if row.outputs is None or row.param:
+        return row.axes, row.cuts, None, None
+    return (row.axes[row.outputs],), (0,) if row.outputs in row.cuts else (), None, None
 
 
 def shorten(key: str) -> str:
