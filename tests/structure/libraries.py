@@ -108,10 +108,8 @@ class Case(NamedTuple):
     build: Callable[[], Any]
     #: Sizes of the model; empty if every module has its own.
     sizes: Mapping[str, int] = {}
-    #: Whether the config is known when the family is chosen by its type.
-    config: Mapping[str, Any] | None = None
-    #: Family by the names alone, if another one; None if they do not tell.
-    by_names: str | None = "same"
+    #: Family by the names alone, if it is another one.
+    by_names: str = ""
 
 
 def of_transformers(name: str, config: str, **options: Any) -> Callable[[], Any]:
@@ -145,34 +143,60 @@ def of_diffusers(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(pytest.importorskip("diffusers.models"), name)(**options)
 
 
-def decoder(name: str, prefix: str, head: str = "ForCausalLM", **options: Any) -> Any:
+def decoder(prefix: str, head: str = "ForCausalLM", **options: Any) -> Any:
     """Return a function that builds a decoder of transformers."""
     return of_transformers(f"{prefix}{head}", f"{prefix}Config", **{**DECODER, **options})
 
 
 EXPERTS = {**OF_DECODER, "expert": 5, "ff_exp": 24, "ff_shexp": 40}
 GPT2 = {
-    **{"n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 112, "n_positions": 130},
-    **{"vocab_size": 331},
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_inner": 112,
+    "n_positions": 130,
+    "vocab_size": 331,
 }
 OF_GPT2 = {**OF_ENCODER, "qkv": 144}
 BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4, "vocab_size": 331}
 FALCON = {
-    **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 331},
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 331,
     "ffn_hidden_size": 112,
 }
 T5 = {
-    **{"d_model": 48, "d_ff": 112, "d_kv": 10, "num_layers": 3, "num_heads": 6},
-    **{"vocab_size": 331, "relative_attention_num_buckets": 9},
+    "d_model": 48,
+    "d_ff": 112,
+    "d_kv": 10,
+    "num_layers": 3,
+    "num_heads": 6,
+    "vocab_size": 331,
+    "relative_attention_num_buckets": 9,
 }
 OF_T5 = {
-    **{"embd": 48, "ff": 112, "head": 6, "head_kv": 6, "key": 10, "value": 10, "vocab": 331},
+    "embd": 48,
+    "ff": 112,
+    "head": 6,
+    "head_kv": 6,
+    "key": 10,
+    "value": 10,
+    "vocab": 331,
     "bucket": 9,
 }
 WHISPER = {
-    **{"d_model": 48, "encoder_ffn_dim": 112, "decoder_ffn_dim": 112, "encoder_layers": 3},
-    **{"decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
-    **{"vocab_size": 331, "num_mel_bins": 20, "max_source_positions": 70, "pad_token_id": 0},
+    "d_model": 48,
+    "encoder_ffn_dim": 112,
+    "decoder_ffn_dim": 112,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "vocab_size": 331,
+    "num_mel_bins": 20,
+    "max_source_positions": 70,
+    "pad_token_id": 0,
     "max_target_positions": 130,
 }
 OF_WHISPER = {**OF_ENCODER, "mel": 20, "audio_context": 70}
@@ -198,24 +222,27 @@ VAE = {
 }
 
 CASES = {
-    "llama": Case("llama", decoder("llama", "Llama"), OF_DECODER),
-    "llama base": Case("llama", decoder("llama", "Llama", "Model"), OF_DECODER),
+    "llama": Case("llama", decoder("Llama"), OF_DECODER),
+    "llama base": Case("llama", decoder("Llama", "Model"), OF_DECODER),
     "llama classifier": Case(
-        "llama", decoder("llama", "Llama", "ForSequenceClassification"), OF_DECODER | {"label": 2}
+        "llama", decoder("Llama", "ForSequenceClassification"), OF_DECODER | {"label": 2}
     ),
-    "mistral": Case("mistral", decoder("mistral", "Mistral"), OF_DECODER, by_names="llama"),
+    "mistral": Case("mistral", decoder("Mistral"), OF_DECODER, by_names="llama"),
     "mixtral": Case(
         "mixtral",
-        decoder("mixtral", "Mixtral", num_local_experts=5),
+        decoder("Mixtral", num_local_experts=5),
         EXPERTS | {"ff_exp": 112},
         by_names="llama",
     ),
-    "qwen2": Case("qwen2", decoder("qwen2", "Qwen2", head_dim=8), OF_DECODER | {"key": 8, "value": 8},
-                  by_names="llama"),
+    "qwen2": Case(
+        "qwen2",
+        decoder("Qwen2", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
     "qwen2_moe": Case(
         "qwen2_moe",
         decoder(
-            "qwen2_moe",
             "Qwen2Moe",
             head_dim=8,
             num_experts=5,
@@ -225,38 +252,50 @@ CASES = {
         EXPERTS | {"key": 8, "value": 8},
         by_names="llama",
     ),
-    "qwen3": Case("qwen3", decoder("qwen3", "Qwen3"), OF_DECODER, by_names="llama"),
+    "qwen3": Case("qwen3", decoder("Qwen3"), OF_DECODER, by_names="llama"),
     "qwen3_moe": Case(
         "qwen3_moe",
-        decoder("qwen3_moe", "Qwen3Moe", num_experts=5, moe_intermediate_size=24),
+        decoder("Qwen3Moe", num_experts=5, moe_intermediate_size=24),
         EXPERTS,
         by_names="llama",
     ),
-    "phi": Case("phi", decoder("phi", "Phi", head_dim=8), OF_DECODER | {"key": 8, "value": 8},
-                by_names="llama"),
-    "phi3": Case("phi3", decoder("phi3", "Phi3", head_dim=8), OF_DECODER | {"key": 8, "value": 8, "qkv": 80},
-                 by_names="llama"),
-    "gemma": Case("gemma", decoder("gemma", "Gemma"), OF_DECODER, by_names="llama"),
-    "gemma2": Case("gemma2", decoder("gemma2", "Gemma2"), OF_DECODER),
-    "gemma3": Case("gemma3_text", of_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER), OF_DECODER),
-    "olmo": Case("olmo", decoder("olmo", "Olmo", head_dim=8), OF_DECODER | {"key": 8, "value": 8},
-                 by_names="llama"),
-    "olmo2": Case("olmo2", decoder("olmo2", "Olmo2", head_dim=8), OF_DECODER | {"key": 8, "value": 8}),
+    "phi": Case(
+        "phi",
+        decoder("Phi", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
+    "phi3": Case(
+        "phi3",
+        decoder("Phi3", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8, "qkv": 80},
+        by_names="llama",
+    ),
+    "gemma": Case("gemma", decoder("Gemma"), OF_DECODER, by_names="llama"),
+    "gemma2": Case("gemma2", decoder("Gemma2"), OF_DECODER),
+    "gemma3": Case(
+        "gemma3_text",
+        of_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER),
+        OF_DECODER,
+    ),
+    "olmo": Case(
+        "olmo",
+        decoder("Olmo", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
+    "olmo2": Case("olmo2", decoder("Olmo2", head_dim=8), OF_DECODER | {"key": 8, "value": 8}),
     "olmoe": Case(
         "olmoe",
-        decoder("olmoe", "Olmoe", head_dim=8, num_experts=5),
+        decoder("Olmoe", head_dim=8, num_experts=5),
         EXPERTS | {"key": 8, "value": 8, "ff_exp": 112},
         by_names="llama",
     ),
-    "deepseek_v2": Case(
-        "deepseek_v2", decoder("deepseek_v2", "DeepseekV2", **MLA), OF_MLA, by_names="llama"
-    ),
-    "deepseek_v3": Case(
-        "deepseek_v3", decoder("deepseek_v3", "DeepseekV3", **MLA), OF_MLA, by_names="llama"
-    ),
+    "deepseek_v2": Case("deepseek_v2", decoder("DeepseekV2", **MLA), OF_MLA, by_names="llama"),
+    "deepseek_v3": Case("deepseek_v3", decoder("DeepseekV3", **MLA), OF_MLA, by_names="llama"),
     "gpt_oss": Case(
         "gpt_oss",
-        decoder("gpt_oss", "GptOss", num_local_experts=5),
+        decoder("GptOss", num_local_experts=5),
         EXPERTS | {"ff_exp": 112},
     ),
     "gpt2": Case("gpt2", of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), OF_GPT2),
@@ -285,7 +324,9 @@ CASES = {
         OF_ENCODER | {"qkv": 96},
     ),
     "bert": Case(
-        "bert", of_transformers("BertForPreTraining", "BertConfig", **ENCODER), OF_ENCODER | {"label": 2}
+        "bert",
+        of_transformers("BertForPreTraining", "BertConfig", **ENCODER),
+        OF_ENCODER | {"label": 2},
     ),
     "roberta": Case(
         "roberta",
@@ -298,7 +339,11 @@ CASES = {
         of_transformers(
             "DistilBertForMaskedLM",
             "DistilBertConfig",
-            **{"dim": 48, "hidden_dim": 112, "n_heads": 4, "n_layers": 3, "vocab_size": 331},
+            dim=48,
+            hidden_dim=112,
+            n_heads=4,
+            n_layers=3,
+            vocab_size=331,
             max_position_embeddings=130,
         ),
         OF_ENCODER,
@@ -322,7 +367,9 @@ CASES = {
         OF_WHISPER,
     ),
     "vit": Case(
-        "vit", of_transformers("ViTForImageClassification", "ViTConfig", **PICTURE), OF_PICTURE | {"label": 2}
+        "vit",
+        of_transformers("ViTForImageClassification", "ViTConfig", **PICTURE),
+        OF_PICTURE | {"label": 2},
     ),
     "dinov2": Case(
         "dinov2",
@@ -333,13 +380,18 @@ CASES = {
     "clip": Case(
         "clip",
         of_transformers(
-            "CLIPModel", "CLIPConfig", text_config=("CLIPTextConfig", ENCODER), projection_dim=36,
+            "CLIPModel",
+            "CLIPConfig",
+            text_config=("CLIPTextConfig", ENCODER),
+            projection_dim=36,
             vision_config=("CLIPVisionConfig", PICTURE),
         ),
         OF_CLIP,
     ),
     "clip text": Case(
-        "clip_text_model", of_transformers("CLIPTextModel", "CLIPTextConfig", **ENCODER), OF_CLIP,
+        "clip_text_model",
+        of_transformers("CLIPTextModel", "CLIPTextConfig", **ENCODER),
+        OF_CLIP,
         by_names="clip",
     ),
     "clip text with projection": Case(
@@ -353,7 +405,9 @@ CASES = {
     "siglip": Case(
         "siglip",
         of_transformers(
-            "SiglipModel", "SiglipConfig", text_config=("SiglipTextConfig", ENCODER),
+            "SiglipModel",
+            "SiglipConfig",
+            text_config=("SiglipTextConfig", ENCODER),
             vision_config=("SiglipVisionConfig", PICTURE),
         ),
         OF_CLIP,
@@ -361,23 +415,28 @@ CASES = {
     "llava": Case(
         "llava",
         of_transformers(
-            "LlavaForConditionalGeneration", "LlavaConfig",
-            text_config=("LlamaConfig", DECODER), vision_config=("CLIPVisionConfig", PICTURE),
+            "LlavaForConditionalGeneration",
+            "LlavaConfig",
+            text_config=("LlamaConfig", DECODER),
+            vision_config=("CLIPVisionConfig", PICTURE),
         ),
         OF_DECODER,
         by_names="llama",
     ),
-    "gemma3 with eyes": Case(
+    "gemma3 with vision": Case(
         "gemma3",
         of_transformers(
-            "Gemma3ForConditionalGeneration", "Gemma3Config",
-            text_config=("Gemma3TextConfig", DECODER), vision_config=("SiglipVisionConfig", PICTURE),
+            "Gemma3ForConditionalGeneration",
+            "Gemma3Config",
+            text_config=("Gemma3TextConfig", DECODER),
+            vision_config=("SiglipVisionConfig", PICTURE),
         ),
         OF_DECODER,
         by_names="gemma2",
     ),
-    "unet": Case("UNet2DConditionModel", of_diffusers("UNet2DConditionModel", **UNET),
-                 by_names="unet"),
+    "unet": Case(
+        "UNet2DConditionModel", of_diffusers("UNet2DConditionModel", **UNET), by_names="unet"
+    ),
     "vae": Case("AutoencoderKL", of_diffusers("AutoencoderKL", **VAE), by_names="vae"),
     "resnet": Case(
         "resnet",
@@ -430,8 +489,11 @@ CASES = {
         of_transformers(
             "RwkvForCausalLM",
             "RwkvConfig",
-            **{"hidden_size": 48, "attention_hidden_size": 56, "intermediate_size": 112},
-            **{"num_hidden_layers": 3, "vocab_size": 331},
+            hidden_size=48,
+            attention_hidden_size=56,
+            intermediate_size=112,
+            num_hidden_layers=3,
+            vocab_size=331,
         ),
         {"embd": 48, "ff": 112, "vocab": 331, "inner": 56},
     ),

@@ -30,6 +30,7 @@ from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.structure import Structure, structure_of
+from xckpt.structure.config import config_in
 from xckpt.structure.declared import facts_kept
 from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
@@ -308,7 +309,7 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure(self.rows, self.attrs)
+        return Structure(self.rows, config_in(self.attrs))
 
     @property
     def only(self) -> str:

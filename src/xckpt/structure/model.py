@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.structure import conventions
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
+from xckpt.structure.config import config_in
 from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
 from xckpt.structure.forms import Form, forms_of, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
@@ -42,14 +43,14 @@ class Structure(Mapping[str, TensorInfo]):
     """The tensors of a model: a mapping of names to `TensorInfo`.
 
     Roles, repeated modules and scales are worked out for all tensors together, when they are first
-    asked for. `attrs` are the attributes of the file, which may state the type of the model.
+    asked for. `config` is the config of the model, such as the content of ``config.json``.
     """
 
     def __init__(
-        self, tensors: Iterable[Described | Row], attrs: Mapping[Any, Any] | None = None
+        self, tensors: Iterable[Described | Row], config: Mapping[str, Any] | None = None
     ) -> None:
         self._tensors: dict[str, Described | Row] = {tensor.name: tensor for tensor in tensors}
-        self._attrs = attrs or {}
+        self._config = config or {}
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
@@ -61,7 +62,7 @@ class Structure(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Structure, (list(self._tensors.values()), self._attrs)
+        return Structure, (list(self._tensors.values()), self._config)
 
     def described(self, name: str) -> Described:
         """Return the name, type and shape of a tensor, and the facts about it."""
@@ -204,10 +205,12 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def _family(self) -> Family | None:
         # Most processes need no tables.
-        from xckpt.structure.families import config_in, family_of
+        from xckpt.structure.families import family_of
 
-        of_model = {n: t.shape for n, t in self._tensors.items() if self.roles[n] not in OF_TRAINING}
-        return family_of(of_model, config_in(self._attrs))
+        of_model = {
+            n: t.shape for n, t in self._tensors.items() if self.roles[n] not in OF_TRAINING
+        }
+        return family_of(of_model, self._config)
 
     @property
     def family(self) -> str:
@@ -402,16 +405,7 @@ class Structure(Mapping[str, TensorInfo]):
         if any(tensor.axes):
             axes = ", ".join([str(axis) for axis in tensor.axes])
             yield Evidence("file", "axes", axes, "names of axes")
-        place = self.place(name)
-        if place is not None:
-            is_stated = bool(self._user(name, "module_type") or conclusion.module_type)
-            yield Evidence("family", "slot", place.slot, place.reason, not self._user(name, "slot"))
-            if place.module_type:
-                kind = place.module_type
-                yield Evidence("family", "module_type", kind, place.reason, not is_stated)
-            if place.axes is not None and any(place.axes):
-                axes = ", ".join([axis or "?" for axis in place.axes])
-                yield Evidence("family", "axes", axes, place.reason, not any(tensor.axes))
+        yield from self._evidence_of_family(tensor, conclusion)
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
@@ -419,6 +413,20 @@ class Structure(Mapping[str, TensorInfo]):
             yield Evidence("convention", "role", role, "it is next to codes")
         else:
             yield Evidence("convention", "role", by_name, "its name", by_name is role)
+
+    def _evidence_of_family(self, tensor: Described, conclusion: Conclusion) -> Iterator[Evidence]:
+        """Yield the fields of a tensor that follow from its family."""
+        name, place = tensor.name, self.place(tensor.name)
+        if place is None:
+            return
+        yield Evidence("family", "slot", place.slot, place.reason, not self._user(name, "slot"))
+        if place.module_type:
+            is_stated = self._user(name, "module_type") or conclusion.module_type
+            kind = place.module_type
+            yield Evidence("family", "module_type", kind, place.reason, not is_stated)
+        if place.axes is not None and any(place.axes):
+            axes = ", ".join([axis or "?" for axis in place.axes])
+            yield Evidence("family", "axes", axes, place.reason, not any(tensor.axes))
 
 
 def structure_of(index: Index) -> Structure:
@@ -430,5 +438,5 @@ def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
     return Structure(
         [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors],
-        index.attrs,
+        config_in(index.attrs),
     )

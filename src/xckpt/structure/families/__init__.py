@@ -7,6 +7,6 @@ in the folder ``tables``, of which only those are read that may fit; `tables` de
 
 from __future__ import annotations
 
-from xckpt.structure.families.choosing import Family, Place, config_in, family_of
+from xckpt.structure.families.choosing import Family, Place, family_of
 
-__all__ = ["Family", "Place", "config_in", "family_of"]
+__all__ = ["Family", "Place", "family_of"]

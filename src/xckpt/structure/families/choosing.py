@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.structure.config import normalise, types_in
 from xckpt.structure.families.tables import LOCAL_AXES, evaluate, load_table, shorten, stated_sizes
 from xckpt.structure.forms import masked
 
@@ -34,7 +35,9 @@ _AGREEING = 0.9
 # A model has at least as many forms of names, and no model more.
 _FEWEST, _MOST = 4, 10_000
 _COMPONENTS = {
-    **dict.fromkeys(("vision_tower", "vision_model", "visual", "vision", "vision_encoder"), "vision"),
+    **dict.fromkeys(
+        ("vision_tower", "vision_model", "visual", "vision", "vision_encoder"), "vision"
+    ),
     **dict.fromkeys(("language_model", "text_model"), "text"),
     **dict.fromkeys(("audio_tower", "audio_model"), "audio"),
     **dict.fromkeys(("unet", "diffusion_model"), "unet"),
@@ -52,8 +55,6 @@ _WRAPPERS = frozenset(
 )
 # Numbers that are words of a name.
 _NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-_SUFFIX = re.compile(r"(For[A-Z]|LMHead|Model|WithProjection).*")
-_SEPARATORS = str.maketrans("", "", "_-")
 
 
 class Place(NamedTuple):
@@ -146,17 +147,13 @@ class Root:
 class Family:
     """The family of a checkpoint, with one root for each model in it."""
 
-    def __init__(
-        self, roots: Sequence[Root], config: Mapping[str, Any], name: str
-    ) -> None:
+    def __init__(self, roots: Sequence[Root], config: Mapping[str, Any], name: str) -> None:
         self.name = name
         self.roots = tuple(sorted(roots, key=lambda root: -len(root.prefix)))
         self._config = config
         self._sizes: dict[str, dict[str, int]] = {}
         # Places by names with zeros for their numbers, and shapes.
-        self._places: dict[
-            tuple[str, tuple[int, ...] | None], tuple[Place | None, _Positions]
-        ] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], tuple[Place | None, _Positions]] = {}
         for root in roots:
             self._measure(root)
 
@@ -262,7 +259,10 @@ class Family:
         sizes = self._sizes.get(component, {})
         pairs = zip(axes, shape, strict=True)
         return tuple(
-            [a if a in LOCAL_AXES or (a and sizes.get(a) == extent) else None for a, extent in pairs]
+            [
+                a if a in LOCAL_AXES or (a and sizes.get(a) == extent) else None
+                for a, extent in pairs
+            ]
         )
 
 
@@ -274,42 +274,6 @@ def _indices(words: Sequence[str], positions: _Positions) -> tuple[tuple[str, in
             for position, index in positions
         ]
     )
-
-
-# --- what a config states -------------------------------------------------------------------------
-
-
-def config_in(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a model in the attributes of its file; empty without one."""
-    config = attrs.get("config")
-    if isinstance(config, dict):
-        return config
-    architecture = attrs.get("general.architecture")
-    if isinstance(architecture, str):
-        start = f"{architecture}."
-        keys = {key.removeprefix(start): n for key, n in attrs.items() if key.startswith(start)}
-        tokens = attrs.get("tokenizer.ggml.tokens")
-        if tokens is not None and "vocab_size" not in keys and hasattr(tokens, "__len__"):
-            keys["vocab_size"] = len(tokens)
-        return {"model_type": architecture, **keys}
-    return {}
-
-
-def _stated_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types of models that a config states, its parts included."""
-    for part in (config, *config.values()):
-        if not isinstance(part, dict):
-            continue
-        for key in ("model_type", "_class_name", "architecture"):
-            if isinstance(part.get(key), str):
-                yield part[key]
-        architectures = part.get("architectures")
-        if isinstance(architectures, list) and "model_type" not in part:
-            yield from (_SUFFIX.sub("", name) for name in architectures if isinstance(name, str))
-
-
-def _normal(model_type: str) -> str:
-    return _SUFFIX.sub("", model_type).translate(_SEPARATORS).lower()
 
 
 # --- the tables -----------------------------------------------------------------------------------
@@ -326,7 +290,7 @@ class Entry:
 
     def describes(self, model_type: str) -> bool:
         """Return whether the table is for a type of model."""
-        return any(fnmatchcase(_normal(model_type), pattern) for pattern in self.types)
+        return any(fnmatchcase(normalise(model_type), pattern) for pattern in self.types)
 
 
 @lru_cache(maxsize=1)
@@ -341,7 +305,7 @@ def list_tables() -> tuple[Entry, ...]:
         if words[0].startswith("["):
             entries.append(Entry(words[0].strip("[]")))
         elif words[0] == "types":
-            entries[-1].types += tuple([word.translate(_SEPARATORS).lower() for word in words[1:]])
+            entries[-1].types += tuple(map(normalise, words[1:]))
         elif words[0] == "signs":
             entries[-1].signs |= set(words[1:])
         else:
@@ -368,11 +332,9 @@ def family_of(
     if not _FEWEST <= len(forms) <= _MOST:
         return None
     config = config or {}
-    types = list(dict.fromkeys(_stated_types(config)))
+    types = list(dict.fromkeys(types_in(config)))
     entries = list_tables()
-    stated = {
-        entry.table: next((t for t in types if entry.describes(t)), "") for entry in entries
-    }
+    stated = {entry.table: next((t for t in types if entry.describes(t)), "") for entry in entries}
     is_stated = any(model_type and table != "gguf" for table, model_type in stated.items())
     paths = _paths(form.key for form in forms)
     roots = []

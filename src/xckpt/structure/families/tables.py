@@ -14,8 +14,8 @@ A table is a text file in the folder ``tables``. Its lines are
 - ``PATTERN SLOT TYPE AXES FLAGS``: a row.
 
 A pattern is the path of a module, and stands for its weight, its bias and its buffers; or the name
-of a tensor with its parameter behind a colon: ``experts.down_proj:weight``. ``{layer}`` is an index.
-Axes are those of the weight, in the vocabulary of GGUF: ``head*key,embd``; ``?`` and numbers are
+of a tensor with its parameter behind a colon: ``experts.down_proj:weight``. ``{layer}`` is an
+index. Axes are those of the weight, in the vocabulary of GGUF: ``head*key,embd``; ``?`` and numbers are
 axes without a name, and ``-`` a scalar.
 
 ===============  ===================================================================================
@@ -318,7 +318,9 @@ def evaluate(expression: str, sizes: Mapping[str, int]) -> int | None:
         product = 1
         for factor in term.split("*"):
             dividend, _, divisor = factor.partition("/")
-            pair = [int(n) if n.isdecimal() else sizes.get(n, 0) for n in (dividend, divisor or "1")]
+            pair = [
+                int(n) if n.isdecimal() else sizes.get(n, 0) for n in (dividend, divisor or "1")
+            ]
             if 0 in pair:
                 return None
             product = product * pair[0] // pair[1]
