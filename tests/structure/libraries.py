@@ -200,7 +200,8 @@ WHISPER = {
     "max_target_positions": 130,
 }
 OF_WHISPER = {**OF_ENCODER, "mel": 20, "audio_context": 70}
-OF_CLIP = {**OF_ENCODER, "colour": 5, "context": 130, "projection": 36}
+OF_VISION = {f"vision.{name}": size for name, size in OF_PICTURE.items()}
+OF_CLIP = {**OF_ENCODER, **OF_VISION, "projection": 36}
 OF_TIMM = {"embd": 192, "ff": 768, "qkv": 576, "head": 3, "value": 64, "colour": 3, "label": 7}
 MAMBA = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": 331, "state_size": 10}
 OF_MAMBA = {"embd": 48, "vocab": 331, "state": 10, "inner": 96, "conv": 4, "dt": 7}
@@ -277,6 +278,7 @@ CASES = {
         "gemma3_text",
         of_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER),
         OF_DECODER,
+        by_names="gemma2",
     ),
     "olmo": Case(
         "olmo",
@@ -410,7 +412,7 @@ CASES = {
             text_config=("SiglipTextConfig", ENCODER),
             vision_config=("SiglipVisionConfig", PICTURE),
         ),
-        OF_CLIP,
+        OF_CLIP | {"vision.context": 25},
     ),
     "llava": Case(
         "llava",
@@ -420,7 +422,7 @@ CASES = {
             text_config=("LlamaConfig", DECODER),
             vision_config=("CLIPVisionConfig", PICTURE),
         ),
-        OF_DECODER,
+        OF_DECODER | OF_VISION,
         by_names="llama",
     ),
     "gemma3 with vision": Case(
@@ -431,13 +433,13 @@ CASES = {
             text_config=("Gemma3TextConfig", DECODER),
             vision_config=("SiglipVisionConfig", PICTURE),
         ),
-        OF_DECODER,
+        OF_DECODER | OF_VISION | {"vision.context": 25},
         by_names="gemma2",
     ),
     "unet": Case(
         "UNet2DConditionModel", of_diffusers("UNet2DConditionModel", **UNET), by_names="unet"
     ),
-    "vae": Case("AutoencoderKL", of_diffusers("AutoencoderKL", **VAE), by_names="vae"),
+    "vae": Case("vae", of_diffusers("AutoencoderKL", **VAE)),
     "resnet": Case(
         "resnet",
         of_transformers(
@@ -448,7 +450,7 @@ CASES = {
             depths=[2, 2, 2, 2],
         ),
         {"label": 2},
-        by_names="hf_resnet",
+        by_names="resnet",
     ),
     "convnext": Case(
         "convnext",
@@ -464,13 +466,13 @@ CASES = {
         "mobilenet_v1",
         of_transformers("MobileNetV1ForImageClassification", "MobileNetV1Config"),
         {"label": 2},
-        by_names="hf_mobilenet",
+        by_names="mobilenet",
     ),
     "mobilenet_v2": Case(
         "mobilenet_v2",
         of_transformers("MobileNetV2ForImageClassification", "MobileNetV2Config"),
         {"label": 2},
-        by_names="hf_mobilenet",
+        by_names="mobilenet",
     ),
     "mamba": Case(
         "mamba",
@@ -501,7 +503,7 @@ CASES = {
         f"timm {name}": Case(family, of_timm(name, num_classes=7), sizes, by_names=family)
         for family, sizes, names in (
             ("resnet", {"label": 7}, ("resnet18", "resnet50", "resnet50d", "seresnet50")),
-            ("timm_convnext", {"label": 7}, ("convnext_atto", "convnextv2_atto", "convnext_tiny")),
+            ("convnext", {"label": 7}, ("convnext_atto", "convnextv2_atto", "convnext_tiny")),
             (
                 "mobilenet",
                 {"label": 7},
@@ -512,7 +514,7 @@ CASES = {
     },
     **{
         f"timm {name}": Case(
-            "timm_vit", of_timm(name, num_classes=7), {**OF_TIMM, "context": n}, by_names="timm_vit"
+            "vit", of_timm(name, num_classes=7), {**OF_TIMM, "context": n}, by_names="vit"
         )
         for name, n in (
             ("vit_tiny_patch16_224", 197),
@@ -527,9 +529,9 @@ CASES = {
         for family, name in (
             ("resnet", "resnet18"),
             ("resnet", "resnext50_32x4d"),
-            ("tv_mobilenet_v2", "mobilenet_v2"),
-            ("tv_mobilenet_v3", "mobilenet_v3_small"),
-            ("tv_convnext", "convnext_tiny"),
+            ("mobilenet", "mobilenet_v2"),
+            ("mobilenet", "mobilenet_v3_small"),
+            ("convnext", "convnext_tiny"),
         )
     },
 }

@@ -15,8 +15,9 @@ A table is a text file in the folder ``tables``. Its lines are
 
 A pattern is the path of a module, and stands for its weight, its bias and its buffers; or the name
 of a tensor with its parameter behind a colon: ``experts.down_proj:weight``. ``{layer}`` is an
-index. Axes are those of the weight, in the vocabulary of GGUF: ``head*key,embd``; ``?`` and numbers are
-axes without a name, and ``-`` a scalar.
+index. Axes are those of the weight, in the vocabulary of GGUF: ``head*key,embd``; ``?`` and
+numbers are axes without a name, and ``-`` a scalar. Of several rows with one pattern, the first
+counts whose axes have the sizes of the model.
 
 ===============  ===================================================================================
 flag             meaning
@@ -166,28 +167,27 @@ class Table:
         return rows
 
     @cached_property
-    def _ambiguous(self) -> frozenset[tuple[str, bool]]:
-        """Keys whose rows depend on numbers: ``downsample.0`` and ``downsample.1``."""
+    def _varying(self) -> frozenset[tuple[str, bool]]:
+        """Keys of several rows: ``downsample.0`` and ``downsample.1``."""
         return frozenset(
             key
             for key, rows in self._rows_by_key.items()
-            if any(isinstance(word, str) and word.isdigit() for row in rows for word in row.words)
+            if len(rows) > 1
+            or any(word.isdigit() for word in rows[0].words if isinstance(word, str))
         )
 
-    def depends_on_numbers(self, key: str) -> bool:
-        """Return whether the row of a name depends on numbers in it."""
+    def varies(self, key: str) -> bool:
+        """Return whether the row of a name depends on more than its form and shape."""
         path = key[: max(key.rfind("."), 0)]
-        return (key, True) in self._ambiguous or (path, False) in self._ambiguous
+        return (key, True) in self._varying or (path, False) in self._varying
 
-    def match(self, name: str, key: str, ndim: int | None = None) -> Match | None:
-        """Return the row of a name without its prefix.
+    def matches(self, name: str, key: str, ndim: int | None = None) -> list[Match]:
+        """Return the rows of a name without its prefix.
 
         `key` is the name with a zero for each number. A match has `ndim` axes, or unknown ones.
         """
-        for match in self._matches(name, key):
-            if ndim is None or match.axes is None or len(match.axes) == ndim:
-                return match
-        return None
+        matches = self._matches(name, key)
+        return [m for m in matches if ndim is None or m.axes is None or len(m.axes) == ndim]
 
     def _matches(self, name: str, key: str) -> Iterator[Match]:
         rows = self._rows_by_key.get((key, True))
