@@ -71,7 +71,7 @@ OF_PICTURE = {
     "colour": 5,
     "context": 26,
 }
-MLA = {
+MLA: dict[str, Any] = {
     "q_lora_rank": 20,
     "kv_lora_rank": 28,
     "qk_nope_head_dim": 10,

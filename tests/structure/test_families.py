@@ -86,7 +86,7 @@ class TestNamings:
         assert slot(family, f"{prefix}lm_head.weight") == "output"
 
     def test_with_slashes_and_kernels_of_flax(self) -> None:
-        shapes = {}
+        shapes: Shapes = {}
         for name, shape in shapes_of(named.LLAMA).items():
             path = f"params/{name.replace('.', '/')}"
             is_projection = len(shape) == 2 and "embed" not in name
@@ -98,7 +98,7 @@ class TestNamings:
         assert (place.outputs, place.inputs) == (1, 0)
 
     def test_of_quantised_weights(self) -> None:
-        shapes = {}
+        shapes: Shapes = {}
         for name, shape in shapes_of(named.LLAMA).items():
             if name.endswith("_proj.weight"):
                 path = name.removesuffix("weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ class Model:
         torch = pytest.importorskip("torch")
         with torch.device("meta"):
             module = CASES[case].build()
+        self.module = module
         self.parameters = {name for name, _ in module.named_parameters()}
         self.shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
         self.classes = {name: type(part) for name, part in module.named_modules()}
@@ -100,7 +102,7 @@ class TestFamilies:
             }
             known = {**sizes, **local} if described.component == "vision" else sizes
             for axis, length in zip(described.axes or (), shape, strict=True):
-                if axis not in {None, *LOCAL}:
+                if axis is not None and axis not in LOCAL:
                     assert extent(axis, known) == length, (name, axis)
 
     def test_most_axes_have_names(self, case: str) -> None:
@@ -117,9 +119,10 @@ class TestFamilies:
     def test_the_config_changes_no_axes(self, case: str) -> None:
         by_names, by_type = family(case, with_config=False), family(case, with_config=True)
         for name, shape in model(case).shapes.items():
-            places = by_names.describe(name, shape), by_type.describe(name, shape)
-            if None not in places:
-                assert places[0].axes == places[1].axes, name
+            first, second = by_names.describe(name, shape), by_type.describe(name, shape)
+            assert first is not None
+            assert second is not None
+            assert first.axes == second.axes, name
 
     def test_modules_have_the_type_of_their_class(self, case: str) -> None:
         chosen = family(case, with_config=False)
@@ -137,3 +140,66 @@ class TestFamilies:
             bias = model(case).shapes.get(name.removesuffix("weight") + "bias")
             if described is not None and described.outputs is not None and bias is not None:
                 assert (shape[described.outputs],) == bias, name
+
+
+# Architectures of GGUF that have the tensors of a model under other names.
+GGUF = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "olmo2")},
+    **{name: name for name in ("gpt2", "bloom", "falcon", "bert", "t5", "mamba", "olmoe")},
+    "mixtral": "llama",
+    "mistral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3": "gemma3",
+    "gpt_neox": "gptneox",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "gpt_oss": "gpt-oss",
+    "t5 gated": "t5",
+}
+
+
+@pytest.mark.parametrize("case", GGUF)
+def test_names_of_gguf_have_the_same_places(case: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == GGUF[case])
+    names = gguf.get_tensor_name_map(architecture, 3)
+    by_library = family(case, with_config=True)
+    renamed = {}
+    for name, shape in model(case).shapes.items():
+        new = names.get_name(name.removeprefix("bert."), try_suffixes=(".weight", ".bias"))
+        if new is not None and name in model(case).parameters:
+            # The converter gives parameters without a module a suffix, and outputs come first.
+            is_bare = new.endswith(("_exps", "_sinks"))
+            place = by_library.describe(name, shape)
+            is_turned = place is not None and place.outputs == len(shape) - 1 == 1
+            stored = shape[::-1] if is_turned else tuple(n for n in shape if n != 1)
+            renamed[f"{new}.weight" if is_bare else new] = name, stored
+    by_gguf = family_of(
+        {new: shape for new, (_, shape) in renamed.items()}, {"model_type": GGUF[case]}
+    )
+    assert by_gguf is not None
+    assert len(renamed) > 10
+    for new, (name, _) in renamed.items():
+        first, second = by_library.describe(name), by_gguf.describe(new)
+        assert first is not None
+        assert second is not None, new
+        # Phi 3 calls the fused projection "up".
+        slots = second.slot, first.slot.replace("gate_up", "up" if case == "phi3" else "gate_up")
+        assert slots[0] == slots[1], (new, name)
+        assert second.indices == first.indices
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuts_are_those_of_the_library(case: str) -> None:
+    plan = getattr(model(case).module, "_tp_plan", None) or {}
+    if not plan:
+        pytest.skip("the library states no plan")
+    chosen = family(case, with_config=True)
+    for name, shape in model(case).shapes.items():
+        module = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
+        style = plan.get(module, "").split("_")[0]
+        place = chosen.describe(name, shape)
+        if place is not None and style in {"colwise", "rowwise"} and len(shape) == 2:
+            axis = place.outputs if style == "colwise" else place.inputs
+            assert place.cuts == (axis,), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def config_in(attrs: Mapping[Any, Any]) -> dict[str, Any]:
         if type(value) is int and key.startswith(start)
     }
     tokens = attrs.get("tokenizer.ggml.tokens")
-    if "vocab_size" not in sizes and hasattr(tokens, "__len__"):
+    if "vocab_size" not in sizes and isinstance(tokens, Sized):
         sizes["vocab_size"] = len(tokens)
     return {"model_type": architecture, **sizes}
 

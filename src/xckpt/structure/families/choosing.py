@@ -125,7 +125,7 @@ def family_of(
     first = max(roots, key=lambda root: (root.component in _MAIN, len(root.matches)))
     model_type = config.get("model_type")
     name = next(entry.family for entry in entries if entry.table == first.table.name)
-    if isinstance(model_type, str) and (first.model_type or name != "gguf"):
+    if isinstance(model_type, str) and first.model_type:
         name = model_type
     return Family("" if name == "gguf" else name, roots, shapes, config)
 
@@ -144,7 +144,7 @@ def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:
         name = first[key, shape].replace("/", ".")
         short = shorten(key).replace("/", ".")
         known = forms.get((short, shape))
-        total = count if known is None else count + known.count
+        total = count if known is None else count + known.total
         forms[short, shape] = Form(name if known is None else known.name, short, shape, total)
     return list(forms.values())
 
@@ -207,7 +207,7 @@ def _explains(root: Root, entry: Entry, forms: Iterable[Form]) -> bool:
     for form, rows in root.matches.items():
         for axis, extent in zip(rows[0].axes or (), form.shape, strict=False):
             if axis == "embd":
-                widths.setdefault(rows[0].row.component, Counter())[extent] += form.count
+                widths.setdefault(rows[0].row.component, Counter())[extent] += form.total
     return all(max(w.values()) >= AGREEING * w.total() for w in widths.values())
 
 

@@ -64,7 +64,8 @@ class Form(NamedTuple):
     name: str
     key: str
     shape: tuple[int, ...]
-    count: int
+    #: Number of the tensors.
+    total: int
 
 
 @dataclass
@@ -167,7 +168,7 @@ class Family:
             component = root.component_of(match.row)
             for axis, extent in zip(match.axes or (), form.shape, strict=False):
                 if axis is not None and axis not in LOCAL_AXES:
-                    votes.setdefault((component, axis), Counter())[extent] += form.count
+                    votes.setdefault((component, axis), Counter())[extent] += form.total
         for (component, axis), extents in votes.items():
             extent, count = extents.most_common(1)[0]
             if count >= AGREEING * extents.total():
