@@ -307,11 +307,13 @@ class Structure(Mapping[str, TensorInfo]):
 
     def module_type(self, name: str) -> str:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
+        return self._module_type(name, self.place(name))
+
+    def _module_type(self, name: str, place: Place | None) -> str:
         conclusion = self._conclusions.get(name, _OPEN)
         stated = self._user(name, "module_type") or conclusion.module_type
         if stated:
             return stated
-        place = self.place(name)
         if place is not None and place.module_type:
             return place.module_type
         if name in self.norms or split_leaf(name)[0] in self._modules_of_norms:
@@ -320,7 +322,9 @@ class Structure(Mapping[str, TensorInfo]):
 
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
-        place = self.place(name)
+        return self._slot(name, self.place(name))
+
+    def _slot(self, name: str, place: Place | None) -> str:
         if place is not None:
             return self._user(name, "slot") or place.slot
         node = (self._tensors[name].declared or {}).get("node", "")
@@ -329,8 +333,10 @@ class Structure(Mapping[str, TensorInfo]):
 
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
+        return self._component(name, self.place(name))
+
+    def _component(self, name: str, place: Place | None) -> str:
         stated = self._user(name, "component")
-        place = self.place(name)
         if place is not None:
             return stated or place.component
         return stated or conventions.component_by_name(name, self.roles[name])
@@ -360,15 +366,15 @@ class Structure(Mapping[str, TensorInfo]):
         module, _, leaf = split_leaf(name)
         return TensorInfo(
             role=role,
-            component=self.component(name),
+            component=self._component(name, place),
             module=self._layers.get(name, module),
-            module_type=self.module_type(name),
-            slot=self.slot(name),
+            module_type=self._module_type(name, place),
+            slot=self._slot(name, place),
             param=conclusion.param or (place.param if place is not None else leaf),
             axes=self._axes(tensor, place),
             indices=place.indices if place is not None else self._indices(name),
             owner=self._owners.get(name),
-            evidence=tuple(self._evidence(tensor, role, conclusion)),
+            evidence=tuple(self._evidence(tensor, role, conclusion, place)),
         )
 
     def _axes(self, tensor: Described, place: Place | None) -> tuple[str | None, ...]:
@@ -388,7 +394,7 @@ class Structure(Mapping[str, TensorInfo]):
         )
 
     def _evidence(
-        self, tensor: Described, role: Role, conclusion: Conclusion
+        self, tensor: Described, role: Role, conclusion: Conclusion, place: Place | None
     ) -> Iterator[Evidence]:
         """Yield the reasons for the role and the type of the module, strongest first."""
         name, stated = tensor.name, conclusion.role
@@ -405,7 +411,8 @@ class Structure(Mapping[str, TensorInfo]):
         if any(tensor.axes):
             axes = ", ".join([str(axis) for axis in tensor.axes])
             yield Evidence("file", "axes", axes, "names of axes")
-        yield from self._evidence_of_family(tensor, conclusion)
+        if place is not None:
+            yield from self._evidence_of_family(tensor, conclusion, place)
         by_name = self._named_roles[name]
         if name in self.scales and role is Role.CODES and self.scales[name]:
             yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
@@ -414,11 +421,11 @@ class Structure(Mapping[str, TensorInfo]):
         else:
             yield Evidence("convention", "role", by_name, "its name", by_name is role)
 
-    def _evidence_of_family(self, tensor: Described, conclusion: Conclusion) -> Iterator[Evidence]:
+    def _evidence_of_family(
+        self, tensor: Described, conclusion: Conclusion, place: Place
+    ) -> Iterator[Evidence]:
         """Yield the fields of a tensor that follow from its family."""
-        name, place = tensor.name, self.place(tensor.name)
-        if place is None:
-            return
+        name = tensor.name
         yield Evidence("family", "slot", place.slot, place.reason, not self._user(name, "slot"))
         if place.module_type:
             is_stated = self._user(name, "module_type") or conclusion.module_type
