@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from tests.structure import named_models as named
 from tests.structure.named_models import shapes_of
 from xckpt.structure import Described, Structure
 from xckpt.structure.families import Family, family_of
+from xckpt.structure.families.choosing import Entry, list_tables
+from xckpt.structure.families.tables import load_table
 
 Shapes = named.Shapes
 
@@ -109,6 +113,49 @@ class TestNamings:
         place = known(shapes).describe("model.layers.1.mlp.up_proj.qweight", (6, 112))
         assert place is not None
         assert (place.slot, place.param, place.axes) == ("ffn.up", "qweight", None)
+
+    def test_with_an_adapter_of_peft(self) -> None:
+        shapes: Shapes = {}
+        for name, shape in shapes_of(named.LLAMA).items():
+            path = f"base_model.model.{name.removesuffix('weight')}"
+            if "q_proj" in name:
+                shapes[f"{path}lora_A.default.weight"] = 8, shape[1]
+                shapes[f"{path}lora_B.default.weight"] = shape[0], 8
+                path += "base_layer."
+            shapes[f"{path}weight"] = shape
+        family = known(shapes)
+        name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+        assert slot(family, name) == "attention.query"
+
+
+class TestTables:
+    """The list of tables and the tables fit together."""
+
+    @pytest.mark.parametrize("entry", list_tables(), ids=lambda entry: entry.table)
+    def test_a_table_has_the_paths_by_which_it_is_recognised(self, entry: Entry) -> None:
+        table = load_table(entry.table)
+        for sign in entry.signs:
+            keys = (re.sub(r"\{\w+\}|\d+", "0", row.pattern) for row in table.rows)
+            assert any(f".{key}".endswith(f".{sign}") for key in keys), sign
+
+    @pytest.mark.parametrize("entry", list_tables(), ids=lambda entry: entry.table)
+    def test_a_row_stands_for_names_of_its_pattern(self, entry: Entry) -> None:
+        table = load_table(entry.table)
+        for row in table.rows:
+            name = re.sub(r"\{\w+\}", "7", row.pattern) + ("" if row.param else ".weight")
+            matches = table.matches(name, re.sub(r"\d+", "0", name), len(row.axes))
+            assert row in [match.row for match in matches]
+
+    @pytest.mark.parametrize("entry", list_tables(), ids=lambda entry: entry.table)
+    def test_a_table_names_its_sources(self, entry: Entry) -> None:
+        path = files("xckpt.structure.families") / "tables" / f"{entry.table}.txt"
+        head = path.read_text().partition("\n\n")[0]
+        assert re.search(r"\d\.\d|github\.com", head)
+
+    def test_all_are_in_the_list(self) -> None:
+        folder = files("xckpt.structure.families") / "tables"
+        names = {path.name.removesuffix(".txt") for path in folder.iterdir()}
+        assert names - {"index"} == {entry.table for entry in list_tables()}
 
 
 class TestTypes:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.structure.config import normalise, types_in
 from xckpt.structure.families.family import AGREEING, Family, Form, Root
-from xckpt.structure.families.tables import load_table, shorten
+from xckpt.structure.families.tables import load_table, plain, shorten
 from xckpt.structure.forms import masked
 
 if TYPE_CHECKING:
@@ -141,8 +141,9 @@ def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:
     first = dict(zip(reversed(groups), reversed(names), strict=True))
     forms: dict[tuple[str, tuple[int, ...]], Form] = {}
     for (key, shape), count in counts.items():
-        name = first[key, shape].replace("/", ".")
-        short = shorten(key).replace("/", ".")
+        if ".lora_" in key:  # an adapter, beside the model
+            continue
+        name, short = plain(first[key, shape]), plain(shorten(key))
         known = forms.get((short, shape))
         total = count if known is None else count + known.total
         forms[short, shape] = Form(name if known is None else known.name, short, shape, total)

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.structure.families.tables import LOCAL_AXES, evaluate, shorten, stated_sizes
+from xckpt.structure.families.tables import LOCAL_AXES, evaluate, plain, shorten, stated_sizes
 from xckpt.structure.forms import masked
 from xckpt.structure.numbering import split_leaf
 
@@ -209,7 +209,7 @@ class Family:
 
         With a shape, only those axes have names whose extents are the sizes of the model.
         """
-        dotted = name.replace("/", ".")
+        dotted = plain(name)
         form = _NUMBERS.sub("0", dotted), shape
         if form in self._places:
             place, positions = self._places[form]

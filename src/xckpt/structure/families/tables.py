@@ -233,6 +233,11 @@ def _axes_of_param(
     return (row.axes[row.outputs],), (0,) if row.outputs in row.cuts else (), None, None
 
 
+def plain(name: str) -> str:
+    """Return a name with dots for slashes, and without PEFT's wrapper of a module."""
+    return name.replace("/", ".").replace(".base_layer.", ".")
+
+
 def shorten(key: str) -> str:
     """Return a name, whose digits are zeros, with one zero for each number."""
     return _ZEROS.sub("0", key)
