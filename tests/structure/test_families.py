@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import time
 from importlib.resources import files
 from typing import Any
 
@@ -248,6 +249,21 @@ class TestDecoys:
     @pytest.mark.parametrize("shapes", [{}, {"": ()}, {".": (1,), "..": (2,)}, {"a" * 99_999: ()}])
     def test_strange_names(self, shapes: Shapes) -> None:
         assert family_of(shapes) is None
+
+    @pytest.mark.parametrize("name", ["a." * 200_000, "layers.0." * 50_000, "0." * 200_000 + "w"])
+    def test_a_name_of_many_words(self, name: str) -> None:
+        shapes = {f"{front}{name}{n}": (n,) for n in range(20) for front in "xy"}
+        start = time.perf_counter()
+        assert family_of(shapes) is None
+        assert known(shapes_of(named.LLAMA)).describe(name) is None
+        assert time.perf_counter() - start < 5
+
+    def test_many_prefixes(self) -> None:
+        llama = shapes_of(named.LLAMA)
+        shapes = {f"{'m' * n}.{name}": s for n in range(1, 400) for name, s in llama.items()}
+        start = time.perf_counter()
+        family_of(shapes)
+        assert time.perf_counter() - start < 20
 
     def test_many_names_of_many_forms(self) -> None:
         assert (

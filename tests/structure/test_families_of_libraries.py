@@ -142,6 +142,25 @@ class TestFamilies:
                 assert (shape[described.outputs],) == bias, name
 
 
+@pytest.mark.parametrize(
+    ("case", "adding"),
+    [("gemma", {""}), ("gemma2", {""}), ("gemma3 with vision", {"text", "projector"}), ("olmo2", set())],
+)
+def test_norms_add_one_where_the_library_does(case: str, adding: set[str]) -> None:
+    torch = pytest.importorskip("torch")
+    chosen = family(case, with_config=True)
+    components = set()
+    for name, part in model(case).module.named_modules():
+        place = chosen.describe(f"{name}.weight")
+        if place is None or place.module_type != "norm":
+            continue
+        # A new norm has the gain 1, which is stored as 0 if the module adds 1.
+        gain = type(part)(4).weight
+        assert bool(torch.all(gain == 0)) is place.adds_one, name
+        components |= {place.component} if place.adds_one else set()
+    assert components == adding
+
+
 # Architectures of GGUF that have the tensors of a model under other names.
 GGUF = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "olmo2")},

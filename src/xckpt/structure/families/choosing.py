@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _OF_STATED, _OF_NAMES = 0.5, 0.9
 # A model has at least as many forms of names, and no model more.
 _FEWEST, _MOST = 4, 10_000
+# Names with more words belong to no family, and a checkpoint has few models.
+_MOST_WORDS, _MOST_ROOTS = 32, 64
 _COMPONENTS = {
     **dict.fromkeys(
         ("vision_tower", "vision_model", "visual", "vision", "vision_encoder"), "vision"
@@ -151,7 +153,9 @@ def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:
 
 
 def _tails(key: str) -> Iterator[tuple[str, int]]:
-    """Yield a name, and what follows each of its dots, with the number of words before it."""
+    """Yield a name, and the text after each of its dots, with the number of words before it."""
+    if key.count(".") > _MOST_WORDS:
+        return
     yield key, 0
     position, number = key.find("."), 1
     while position >= 0:
@@ -183,7 +187,8 @@ def _roots(entry: Entry, forms: Iterable[Form], model_type: str) -> list[Root]:
                 by_prefix.setdefault(prefix, {})[form] = matches
     roots = []
     used: set[Form] = set()
-    for prefix, explained in sorted(by_prefix.items(), key=lambda item: -len(item[1])):
+    ordered = sorted(by_prefix.items(), key=lambda item: -len(item[1]))
+    for prefix, explained in ordered[:_MOST_ROOTS]:
         if len(explained) < _FEWEST or len(used.intersection(explained)) * 2 > len(explained):
             continue
         explained |= {form: rows for before, form, rows in heads if prefix.startswith(before)}

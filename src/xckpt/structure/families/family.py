@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Share of the tensors with an axis that have the same extent, for it to be a size of the model.
 AGREEING = 0.9
-# Places that a family remembers.
-_MOST = 1 << 14
+# Places that a family remembers, and the length of their names.
+_MOST, _LONGEST = 1 << 14, 512
 # Numbers that are words of a name.
 _NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
@@ -218,7 +218,8 @@ class Family:
             return place._replace(indices=_indices(dotted.split("."), positions))
         key = shorten(masked([dotted])[0])
         place, positions = self._place(name, dotted, key, shape)
-        if len(self._places) < _MOST and not any(root.varies(key) for root in self.roots):
+        is_short = len(self._places) < _MOST and len(name) <= _LONGEST
+        if is_short and not any(root.varies(key) for root in self.roots):
             self._places[form] = place, positions
         return place
 
