@@ -144,7 +144,12 @@ class TestFamilies:
 
 @pytest.mark.parametrize(
     ("case", "adding"),
-    [("gemma", {""}), ("gemma2", {""}), ("gemma3 with vision", {"text", "projector"}), ("olmo2", set())],
+    [
+        ("gemma", {""}),
+        ("gemma2", {""}),
+        ("gemma3 with vision", {"text", "projector"}),
+        ("olmo2", set()),
+    ],
 )
 def test_norms_add_one_where_the_library_does(case: str, adding: set[str]) -> None:
     torch = pytest.importorskip("torch")
