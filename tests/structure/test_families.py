@@ -19,6 +19,16 @@ from xckpt.structure.families.tables import load_table
 
 Shapes = named.Shapes
 
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 112,
+    "vocab_size": 331,
+}
+
 
 def known(text: str | Shapes, config: dict[str, Any] | None = None) -> Family:
     family = family_of(shapes_of(text) if isinstance(text, str) else text, config)
@@ -191,6 +201,13 @@ class TestTypes:
     def test_without_a_table_leaves_it_to_the_names(self) -> None:
         assert slot(known(named.LLAMA, {"model_type": "new"}), "lm_head.weight") == "output"
 
+    @pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+    def test_is_enough_for_one_tensor(self, name: str) -> None:
+        shape = shapes_of(named.LLAMA)[name]
+        place = known({name: shape}, CONFIG).describe(name, shape)
+        assert place is not None
+        assert place.axes == ("vocab", "embd")[-len(shape) :]
+
     def test_of_gguf_decides_on_rotation(self) -> None:
         shapes = shapes_of(named.GGUF)
         for architecture, is_rotary in (("llama", True), ("bloom", False)):
@@ -300,17 +317,6 @@ class TestComponents:
         place = known(shapes).describe("student.model.norm.weight")
         assert place is not None
         assert place.component == "student"
-
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 112,
-    "vocab_size": 331,
-}
 
 
 class TestSizes:

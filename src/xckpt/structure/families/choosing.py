@@ -47,7 +47,7 @@ _MAIN = frozenset({"", "text", "unet"})
 _WRAPPERS = frozenset(
     {
         *("model", "module", "_orig_mod", "base_model", "transformer", "state_dict", "params"),
-        *("backbone", "bert", "roberta", "gpt_neox", "rwkv", "clip", "vit", "embedders"),
+        *("backbone", "bert", "roberta", "gpt_neox", "rwkv", "clip", "vit"),
     }
 )
 
@@ -107,8 +107,6 @@ def family_of(
         Config of the model, such as the content of ``config.json``.
     """
     forms = _forms(shapes)
-    if not _FEWEST <= len(forms) <= _MOST:
-        return None
     config = config or {}
     types = list(dict.fromkeys(types_in(config)))
     entries = list_tables()
@@ -146,9 +144,8 @@ def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:
         if ".lora_" in key:  # an adapter, beside the model
             continue
         name, short = plain(first[key, shape]), plain(shorten(key))
-        known = forms.get((short, shape))
-        total = count if known is None else count + known.total
-        forms[short, shape] = Form(name if known is None else known.name, short, shape, total)
+        same = forms.get((short, shape), Form(name, short, shape, 0))
+        forms[short, shape] = same._replace(total=same.total + count)
     return list(forms.values())
 
 
@@ -185,13 +182,17 @@ def _roots(entry: Entry, forms: Iterable[Form], model_type: str) -> list[Root]:
                 heads.append((prefix, form, matches))
             else:
                 by_prefix.setdefault(prefix, {})[form] = matches
+    if not by_prefix and heads:
+        by_prefix[heads[0][0]] = {}
+    # A selection of a model that is stated may be one tensor.
+    fewest = 1 if model_type and entry.table != "gguf" else _FEWEST
     roots = []
     used: set[Form] = set()
     ordered = sorted(by_prefix.items(), key=lambda item: -len(item[1]))
     for prefix, explained in ordered[:_MOST_ROOTS]:
-        if len(explained) < _FEWEST or len(used.intersection(explained)) * 2 > len(explained):
-            continue
         explained |= {form: rows for before, form, rows in heads if prefix.startswith(before)}
+        if len(explained) < fewest or len(used.intersection(explained)) * 2 > len(explained):
+            continue
         root = Root(prefix, table, model_type, explained)
         if _explains(root, entry, forms):
             roots.append(root)
@@ -218,38 +219,35 @@ def _explains(root: Root, entry: Entry, forms: Iterable[Form]) -> bool:
 
 
 def _without_conflicts(roots: Collection[Root], *, is_stated: bool) -> list[Root]:
-    """Drop models whose tensors another table explains, too."""
+    """Drop models whose tensors a second table explains, too."""
     # A config states the type, so that the table that explains most is right.
     ordered = sorted(roots, key=lambda root: -len(root.matches))
     if is_stated:
         chosen: list[Root] = []
         for root in ordered:
-            if not any(_overlap(root, other) for other in chosen):
+            if not any(_overlap(root, rival) for rival in chosen):
                 chosen.append(root)
         return chosen
     return [
         root
         for root in ordered
-        if not any(_overlap(root, other) for other in ordered if other is not root)
+        if not any(_overlap(root, rival) for rival in ordered if rival is not root)
     ]
 
 
-def _overlap(root: Root, other: Root) -> bool:
-    shared = len(root.matches.keys() & other.matches.keys())
-    return shared * 2 > min(len(root.matches), len(other.matches))
+def _overlap(root: Root, rival: Root) -> bool:
+    shared = len(root.matches.keys() & rival.matches.keys())
+    return shared * 2 > min(len(root.matches), len(rival.matches))
 
 
 def _name_components(roots: Collection[Root]) -> None:
     """Name the components of a checkpoint with several models."""
     for root in roots if len(roots) > 1 else ():
         words = root.prefix.split(".")[:-1]
-        numbered = f"{words[-1]}" if words and words[-1].isdigit() else ""
-        known = [_COMPONENTS[word] for word in words if word in _COMPONENTS]
-        if "conditioner" in words:
-            is_second = "embedders" in words and words[words.index("embedders") + 1 :][:1] == ["1"]
-            root.component = "text_encoder_2" if is_second else "text_encoder"
-        elif known:
-            root.component = known[-1]
+        parts = [_COMPONENTS[word] for word in words if word in _COMPONENTS]
+        if "conditioner" in words:  # Stable Diffusion XL in a single file
+            root.component = "text_encoder_2" if "1" in words else "text_encoder"
+        elif parts:
+            root.component = parts[-1]
         else:
-            names = [word for word in words if word not in _WRAPPERS]
-            root.component = ".".join(names) + ("" if names else numbered)
+            root.component = ".".join([word for word in words if word not in _WRAPPERS])

@@ -41,7 +41,7 @@ class Place(NamedTuple):
     #: Names of the axes; None without a name. None if even their number is unknown.
     axes: tuple[str | None, ...] | None
     indices: tuple[tuple[str, int], ...]
-    #: Axes of the outputs and inputs of a weight; None if it has none.
+    #: Axes of the outputs and inputs of a weight; None for other tensors.
     outputs: int | None
     inputs: int | None
     #: Axes along which ranks of tensor parallelism may divide it.
@@ -180,11 +180,11 @@ class Family:
         for match in matches if shape is not None and len(matches) > 1 else ():
             sizes = self._sizes[root.component_of(match.row)]
             pairs = zip(match.axes or (), shape or (), strict=False)
-            known = [sizes.get(axis) == extent for axis, extent in pairs if axis in sizes]
-            named = [axis for axis in match.axes or () if axis not in {None, *LOCAL_AXES}]
-            if all(known) and len(known) == len(named):
+            equal = [sizes.get(axis) == extent for axis, extent in pairs if axis in sizes]
+            sized = [axis for axis in match.axes or () if axis not in {None, *LOCAL_AXES}]
+            if all(equal) and len(equal) == len(sized):
                 return match
-            if all(known):
+            if all(equal):
                 unknown.append(match)
         return unknown[0] if unknown else matches[0]
 
@@ -194,8 +194,8 @@ class Family:
         if len(self._sizes) == 1:
             return dict(*self._sizes.values())
         sizes: dict[str, int] = {}
-        for axis in dict.fromkeys(axis for known in self._sizes.values() for axis in known):
-            values = {c: known[axis] for c, known in self._sizes.items() if axis in known}
+        for axis in dict.fromkeys(axis for local in self._sizes.values() for axis in local):
+            values = {c: local[axis] for c, local in self._sizes.items() if axis in local}
             if len(set(values.values())) == 1:
                 sizes[axis] = next(iter(values.values()))
             else:

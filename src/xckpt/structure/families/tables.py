@@ -116,7 +116,7 @@ class Row:
 
     @property
     def outputs(self) -> int | None:
-        """Axis of the outputs of the weight; None if it has none."""
+        """Axis of the outputs of the weight; None for tables and vectors."""
         if self.module_type not in _WITH_OUTPUTS or len(self.axes) < 2:
             return None
         if "in_first" in self.flags:
@@ -125,7 +125,7 @@ class Row:
 
     @property
     def inputs(self) -> int | None:
-        """Axis of the inputs of the weight; None if it has none."""
+        """Axis of the inputs of the weight; None for tables and vectors."""
         if self.outputs is None:
             return None
         return self.outputs - 1 if "in_first" in self.flags else self.outputs + 1
