@@ -318,6 +318,12 @@ class TestComponents:
         assert place is not None
         assert place.component == "student"
 
+    def test_of_an_ensemble_are_called_by_their_numbers(self) -> None:
+        llama = shapes_of(named.LLAMA)
+        family = known({f"models.{k}.{n}": s for k in range(3) for n, s in llama.items()})
+        places = [family.describe(f"models.{k}.lm_head.weight") for k in (0, 2, 1, 5)]
+        assert [p and p.component for p in places] == ["models.0", "models.2", "models.1", None]
+
 
 class TestSizes:
     def test_follow_from_the_config(self) -> None:

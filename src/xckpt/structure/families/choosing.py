@@ -9,8 +9,9 @@ is the text before the names of the table: ``model.``, ``vision_tower.``.
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,7 @@ def family_of(
     roots = _without_conflicts(roots, is_stated=is_stated)
     if not roots:
         return None
+    roots += _twins(roots, shapes)
     _name_components(roots)
     first = max(roots, key=lambda root: (root.component in _MAIN, len(root.matches)))
     model_type = config.get("model_type")
@@ -238,6 +240,20 @@ def _without_conflicts(roots: Collection[Root], *, is_stated: bool) -> list[Root
 def _overlap(root: Root, rival: Root) -> bool:
     shared = len(root.matches.keys() & rival.matches.keys())
     return shared * 2 > min(len(root.matches), len(rival.matches))
+
+
+def _twins(roots: Collection[Root], shapes: Iterable[str]) -> list[Root]:
+    """Return the models whose prefixes differ in a number: ``models.1.`` beside ``models.0.``."""
+    twins: dict[str, Root] = {}
+    for root in roots:
+        pattern = re.sub(r"[0-9]+", "[0-9]+", re.escape(root.prefix))
+        if pattern == re.escape(root.prefix):
+            continue
+        matches = map(re.compile(pattern).match, map(plain, shapes))
+        twins |= {match[0]: root for match in matches if match is not None}
+    for root in roots:
+        twins.pop(root.prefix, None)
+    return [replace(root, prefix=prefix) for prefix, root in [*twins.items()][:_MOST_ROOTS]]
 
 
 def _name_components(roots: Collection[Root]) -> None:

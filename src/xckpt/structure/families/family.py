@@ -106,7 +106,8 @@ class Root:
 
     def varies(self, key: str) -> bool:
         """Return whether the row of a name depends on more than its form."""
-        return any(self.table.varies(key[len(start) :]) for _, start in self.prefixes)
+        has_number = "0" in self.prefixes[0][1]
+        return has_number or any(self.table.varies(key[len(s) :]) for _, s in self.prefixes)
 
     def trait(self, trait: str, row: Row) -> bool | None:
         """Return whether a row has a trait; None if that depends on an unknown type."""
