@@ -241,6 +241,14 @@ class TestDecoys:
         names = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "norm.weight")
         assert family_of({f"model.layers.0.{name}": (8, 8) for name in names}) is None
 
+    def test_blocks_that_look_like_a_whole_model(self) -> None:
+        shapes = {}
+        for block in (f"layer{stage}.{block}" for stage in range(1, 5) for block in range(2)):
+            for name in ("conv1", "conv2", "shortcut.conv", "shortcut.bn", "attention.q"):
+                shapes[f"{block}.{name}.weight"] = (8, 8, 3, 3)
+                shapes[f"{block}.{name}.bias"] = (8,)
+        assert family_of(shapes) is None
+
     def test_other_numbers_of_axes(self) -> None:
         assert family_of(dict.fromkeys(shapes_of(named.LLAMA), (4, 4, 3, 3))) is None
 

@@ -209,7 +209,8 @@ def _explains(root: Root, entry: Entry, forms: Iterable[Form]) -> bool:
     share = len(explained & region) / max(len(region), 1)
     if root.model_type and entry.table != "gguf":
         return share >= _OF_STATED
-    paths = _paths(explained | region)
+    start = len(root.prefixes[0][1])
+    paths = _paths(key[start:] for key in region)
     if share < _OF_NAMES or paths.isdisjoint(entry.signs) or not paths.isdisjoint(entry.unlike):
         return False
     widths: dict[str, Counter[int]] = {}
