@@ -300,6 +300,19 @@ CASES = {
         decoder("GptOss", num_local_experts=5),
         EXPERTS | {"ff_exp": 112},
     ),
+    "llama4": Case(
+        "llama4_text",
+        of_transformers(
+            "Llama4ForCausalLM",
+            "Llama4TextConfig",
+            **{**DECODER, "intermediate_size": 24},
+            intermediate_size_mlp=112,
+            num_local_experts=5,
+            interleave_moe_layer_step=2,
+        ),
+        EXPERTS | {"ff_shexp": 24},
+        by_names="llama4",
+    ),
     "gpt2": Case("gpt2", of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), OF_GPT2),
     "gpt_neox": Case(
         "gpt_neox", of_transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), OF_GPT2

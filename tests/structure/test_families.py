@@ -242,7 +242,7 @@ class TestDecoys:
         assert family_of({f"model.layers.0.{name}": (8, 8) for name in names}) is None
 
     def test_blocks_that_look_like_a_whole_model(self) -> None:
-        shapes = {}
+        shapes: Shapes = {}
         for block in (f"layer{stage}.{block}" for stage in range(1, 5) for block in range(2)):
             for name in ("conv1", "conv2", "shortcut.conv", "shortcut.bn", "attention.q"):
                 shapes[f"{block}.{name}.weight"] = (8, 8, 3, 3)
