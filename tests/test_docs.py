@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.fresh import FreshProcesses
 
 ROOT = Path(__file__).parents[1]
+# Loaded before all blocks of a page, and not named: each block imports what it uses.
+LOADED = "for name in ('dask.array', 'xarray', 'xckpt.entry'): __import__(name)\ndel name"
 # Fenced blocks of Python, and sessions that are indented.
 BLOCK = re.compile(
     r"^(?P<indent> *)```python\n(?P<fenced>.*?)^ *```$|"
@@ -137,7 +139,7 @@ def test_every_block_of_a_page_runs_alone(
             f"what block {number} prints": COMPARED.format(code=code, text=shown, options=options)
             for number, (code, shown) in enumerate(printed, 1)
         }
-    assert fresh.run(pieces, files) == {}
+    assert fresh.run(pieces, files, LOADED) == {}
 
 
 def test_all_pages_were_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -464,6 +465,11 @@ class TestRanks:
         ):
             assert folder.values() == {"a": 1}
 
+    def test_the_latest_step_is_missing_beside_a_model(self, folder: Folder) -> None:
+        folder.put({"latest": b"global_step8", "model.safetensors": written(a=ONE)})
+        with pytest.warns(CheckpointWarning, match="'global_step8', the latest step, is missing"):
+            assert folder.values() == {"a": 1}
+
     def test_the_latest_step_is_missing(self, folder: Folder) -> None:
         folder.put({"latest": b"global_step8", "global_step7/m.safetensors": written(a=TWO)})
         with pytest.raises(
@@ -542,6 +548,9 @@ class TestSteps:
         local.put({f"{name}.safetensors": written(w=ONE) for name in names})
         with pytest.raises(ValueError, match=r"different numbers .* \[100, 100, 200\]"):
             xckpt.open_steps(f"{local.address}/*")
+        with pytest.warns(CheckpointWarning, match=r"no step: 'epoch=0-step=100-v1.safetensors'"):
+            run = xckpt.open_steps(local.address)
+        assert run["step"].values.tolist() == [100, 200]
 
     def test_two_series_are_an_error_that_names_both(self, folder: Folder) -> None:
         folder.put({f"{net}_epoch_{n}.safetensors": written(w=ONE) for net in "gd" for n in (1, 2)})
@@ -567,7 +576,20 @@ class TestSteps:
         local.put(
             {form.format(n): written(w=ONE) for n in (1, 2)} | {"x.safetensors": written(w=TWO)}
         )
-        assert xckpt.open_steps(local.address)["step"].values.tolist() == [101, 102]
+        with (
+            pytest.warns(CheckpointWarning, match=r"have no step: 'x.safetensors'")
+            if form.startswith("x")
+            else nullcontext()
+        ):
+            run = xckpt.open_steps(local.address)
+        assert run["step"].values.tolist() == [101, 102]
+        assert "x.safetensors" in str(run.ckpt.summary())
+
+    @pytest.mark.parametrize("join", ["exact", "inner"])
+    def test_parts_of_a_model_are_no_steps(self, local: Folder, join: Any) -> None:
+        local.put({f"hf_model_000{n}_0.safetensors": written(**{f"w{n}": ONE}) for n in (1, 2)})
+        with pytest.raises(ValueError, match=r"no tensor in common: .*open as one with xckpt.open"):
+            xckpt.open_steps(f"{local.address}/*", join=join)
 
     def test_the_epochs_of_burn(self, local: Folder) -> None:
         local.put({f"{kind}-{n}.zt": written(w=ONE) for kind in ("model", "optim") for n in (1, 2)})

@@ -478,6 +478,7 @@ class TestNothing:
             {"weight": [4, 4], "removed": [0]},
             {"0.weight": [4, 4], "0.removed_rows": [0]},
             {"0.weight": [4, 4], "1.weight": [4]},
+            {"0.weight": [4, 4], "1.tp.weight": [0], "1.tp.output_mask": [4]},
         ],
     )
     def test_other_empty_tensors_are_ok(self, tmp_path: Path, shapes: dict[str, list[int]]) -> None:
@@ -485,6 +486,20 @@ class TestNothing:
         path.write_bytes(safetensors_file(shapes))
         assert xckpt.verify(path).ok
         assert "empty" not in set(xckpt.findings(path)["rule"])
+
+    def test_one_empty_weight_of_a_whole_model_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.safetensors"
+        layers = {f"layers.{layer}.{name}.weight": [4, 4] for layer in range(4) for name in "abc"}
+        path.write_bytes(safetensors_file(layers | {"lm_head.weight": [0]}))
+        [finding] = xckpt.verify(path).findings
+        assert (finding.rule, finding.tensor) == ("Empty", "lm_head.weight")
+
+    def test_weights_that_were_not_gathered_are_one_finding(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.safetensors"
+        path.write_bytes(safetensors_file({f"layers.{n}.weight": [0] for n in range(40)}))
+        frame = xckpt.findings(path)
+        assert list(frame["tensor"]) == ["layers.0.weight"]
+        assert "39 more like it, such as layers.1.weight" in frame["explanation"][0]
 
     def test_an_index_without_tensors_is_named(self, tmp_path: Path, capsys: Any) -> None:
         path = tmp_path / "model.safetensors.index.json"

@@ -82,7 +82,8 @@ def open(  # noqa: A001  as gzip.open and others
     dims : mapping of str to sequence of (str or None), optional
         Names of axes, by globs of tensor names; the last match wins.
     stack : bool, str or sequence of str, default False
-        Turn numbered modules into dimensions: all of them, or those with these names.
+        Turn numbered modules into dimensions: all that the model repeats, or those with these
+        names.
     join : {"exact", "outer"}, default "exact"
         With `stack`: "outer" stacks all layers along one dimension, with NaN for missing members.
     decode : bool, default True

@@ -640,22 +640,7 @@ class Index(Mapping[str, "Tensor"]):
 
         The values are the names of the earlier tensors.
         """
-        first: dict[tuple[Any, ...], str] = {}
-        owners = {}
-        for name, tensor in self.tensors.items():
-            part = tensor.parts.get("data")
-            place: tuple[Any, ...]
-            if part is not None and part.nbytes and part.inline is None:
-                place = (part.offset, part.nbytes, part.shard, part.skip)
-            elif tensor.layout == "chunked":
-                parts = tensor.parts.values()
-                place = tuple([(part.offset, part.nbytes, part.shard) for part in parts])
-            else:
-                continue
-            owner = first.setdefault(place, name)
-            if owner is not name:
-                owners[name] = owner
-        return owners
+        return self.once(_owners_of_shared_data)
 
     def __repr__(self) -> str:
         render = _renderers.get("text")
@@ -664,6 +649,25 @@ class Index(Mapping[str, "Tensor"]):
     def _repr_html_(self) -> str:
         render = _renderers.get("html")
         return escape(repr(self)) if render is None else render(self)
+
+
+def _owners_of_shared_data(index: Index) -> dict[str, str]:
+    first: dict[tuple[Any, ...], str] = {}
+    owners = {}
+    for name, tensor in index.tensors.items():
+        part = tensor.parts.get("data")
+        place: tuple[Any, ...]
+        if part is not None and part.nbytes and part.inline is None:
+            place = (part.offset, part.nbytes, part.shard, part.skip)
+        elif tensor.layout == "chunked":
+            parts = tensor.parts.values()
+            place = tuple([(part.offset, part.nbytes, part.shard) for part in parts])
+        else:
+            continue
+        owner = first.setdefault(place, name)
+        if owner is not name:
+            owners[name] = owner
+    return owners
 
 
 _renderers: dict[str, Callable[[Index], str]] = {}

@@ -30,6 +30,7 @@ from xckpt.arrays.blocks import byteswapped
 from xckpt.elements import BLOCK_TYPES
 from xckpt.errors import UnreadableWarning
 from xckpt.opening import read_index
+from xckpt.structure.axes import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -482,7 +483,7 @@ class TestAxes:
         tensors = [(f"blk.{n}.ffn_up.weight", [8, w], 0, 0) for n, w in enumerate(widths)]
         tensors += [("blk.0.ffn_down.bias", [8], 0, 0), ("blk.0.ffn_gate.weight", [8, 3], 0, 0)]
         index, _ = indexed(gguf_file(attrs, tensors, bytes(128)))
-        dims = {name: tensor.dims for name, tensor in index.tensors.items()}
+        dims = axes_of(index)
         assert {dims[f"blk.{n}.ffn_up.weight"] for n in range(20)} == {("ff", "embd")}
         assert dims["blk.0.ffn_down.bias"] == ("embd",)
         assert dims["blk.0.ffn_gate.weight"] == (None, "embd")

@@ -14,6 +14,7 @@ from tests.contracts.declared import golden_json
 from tests.formats.gptrs_files import GPT, indexed_file, record, tagged
 from tests.sources import CountingSource
 from xckpt import formats
+from xckpt.structure.axes import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +27,7 @@ gptrs = formats.get("gptrs")
 def dims_of(config: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     records = [record(name, np.zeros(shape, "<f4")) for name, shape in shapes.items()]
     index = gptrs.read(CountingSource(indexed_file(records, config)))
-    return {name: tensor.dims for name, tensor in index.tensors.items()}
+    return {name: axes_of(index).get(name) for name in index}
 
 
 GPT_AXES = {

@@ -56,7 +56,13 @@ def spelled_out(text: str) -> set[str]:
     """Give the names that a pattern without left-out members stands for."""
     pieces = re.split(r"\{([^}]*)\}", "" if text == '""' else text)
     choices = [_members(piece) if at % 2 else [piece] for at, piece in enumerate(pieces)]
-    return {"".join(choice) for choice in product(*choices)}
+    names = set()
+    for choice in map(list, product(*choices)):
+        for at in range(3, len(choice), 2):
+            if choice[at] == "=":
+                choice[at] = choice[at - 2]
+        names.add("".join(choice))
+    return names
 
 
 def _members(listed: str) -> list[str]:
@@ -68,6 +74,26 @@ def _members(listed: str) -> list[str]:
         else:
             members.append(member)
     return members
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def test_numbers_that_a_name_repeats_are_one_number() -> None:
+    names = [f"conv1d_{n}/conv1d_{n}/kernel:0" for n in range(9, 13)]
+    assert texts(*names) == ["conv1d_{9..12}/conv1d_{=}/kernel:0"]
+    names = [f"w/bn_{n}/bn_{n}_1/gamma" for n in (1, 2, 3)]
+    assert texts(*names) == ["w/bn_{1..3}/bn_{=}_1/gamma"]
+    assert texts("conv_1/conv_1/kernel") == ["conv_1/conv_1/kernel"]
+    assert texts("a_1/a_1/w", "a_2/a_1/w") == ["a_1/a_1/w", "a_2/a_1/w"]
+
+
+def test_numbers_before_a_suffix_fold() -> None:
+    assert texts("135_quantized", "359_quantized") == ["{135,359}_quantized"]
+    assert texts("onnx::MatMul_4_scale", "onnx::MatMul_5_scale", "onnx::MatMul_6_scale") == [
+        "onnx::MatMul_{4..6}_scale"
+    ]
+    assert texts("1_q", "1_k") == ["1_q", "1_k"]
 
 
 # --- what well-known models look like ------------------------------------------------------------

@@ -126,3 +126,15 @@ def test_hostile_names_of_modules_are_inert() -> None:
     assert "<b>\\x1b" not in html
     assert "&lt;b&gt;\\x1b {0..8}" in html
     assert r"\u202ey" in text_of(rows)
+
+
+def test_numbers_of_tensors_and_variables_are_no_modules() -> None:
+    names = [f"alphas.{n}" for n in range(8)] + [f"gates.{n}" for n in range(16)]
+    names += [f"layers/dense/vars/{n}" for n in range(6)]
+    names += [f"layers/conv/vars/{n}" for n in range(9)]
+    summary = new_summary(
+        [row(name, "float32", 4) for name in names],
+        title="m", format="f", version="", attrs={}, obj="ds",
+    )  # fmt: skip
+    assert summary.modules == ()
+    assert summary.choose == ""

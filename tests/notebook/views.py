@@ -48,9 +48,10 @@ class View:
 
     def done(self) -> None:
         """Wait for all computations."""
-        for thread in set(enumerate_threads()) - self.threads:
-            thread.join(LONG)
-            assert not thread.is_alive()
+        # A thread that starts is listed before it can be joined.
+        while threads := [t for t in enumerate_threads() if t not in self.threads and t.ident]:
+            threads[0].join(LONG)
+            assert not threads[0].is_alive()
 
     def statistics(self) -> dict[int, list[float]]:
         """Return all reported statistics, by row."""

@@ -391,3 +391,12 @@ def test_experts_without_the_statistic_leave_a_gap() -> None:
     ds = xr.Dataset({name: ("x", values * (name[2] != "1")) for name in names})
     (line,) = lines(Plots(ds).layers("skew"))
     assert np.isnan(line).tolist() == [False, True, False]
+
+
+def test_only_repeated_modules_are_an_axis() -> None:
+    names = [f"alphas.{n}" for n in range(4)] + [f"block.norm_{n}.weight" for n in (1, 2)]
+    ds = xr.Dataset({name: ("x", np.ones(4)) for name in names})
+    with pytest.raises(ValueError, match="none of 6 tensors is numbered"):
+        Plots(ds).layers("std")
+    ax = Plots(ds).layers("std", x="alphas")
+    assert ax.get_xlabel() == "alphas"

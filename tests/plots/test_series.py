@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
-from xckpt.plots.series import groups_of, outermost, series_of, title_and_labels
+from xckpt.plots import series
+from xckpt.plots.series import title_and_labels
+from xckpt.structure import Described, Structure
+
+if TYPE_CHECKING:
+    from xckpt.structure.numbering import ParsedName
+
+
+def taken_apart(names: list[str]) -> dict[str, ParsedName]:
+    structure = Structure([Described(name, "float32", (4, 4)) for name in names])
+    return {name: structure.parse(name) for name in names}
+
+
+def series_of(names: list[str], *args: Any) -> Any:
+    return series.series_of(taken_apart(names), *args)
+
+
+def groups_of(names: list[str]) -> Any:
+    return series.groups_of(taken_apart(names))
+
+
+def outermost(names: list[str]) -> str | None:
+    return series.outermost(taken_apart(names).values())
 
 
 def names_of_a_mixture() -> list[str]:

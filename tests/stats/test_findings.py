@@ -62,9 +62,7 @@ class TestSoundModels:
     def test_demo_has_only_its_planted_faults(self, tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path / "m.zt", layers=4, width=128)
         expected = {
-            (f"model.layers.{layer}.mlp.gate_proj.weight", "outlier_channels") for layer in range(4)
-        }
-        expected |= {
+            ("model.layers.2.mlp.gate_proj.weight", "outlier_channels"),  # and three more like it
             ("model.layers.2.mlp.up_proj.weight", "nan"),
             ("model.layers.1.self_attn.q_proj.bias", "all_zero"),
             ("model.embed_tokens.delta", "dead_rows"),
@@ -236,8 +234,11 @@ def test_each_rule_finds_what_is_planted(
 ) -> None:
     tensors = torch_mixture(experts=4)
     name = plant(tensors)
-    frame = xckpt.findings(in_memory(tensors), progress=False)
-    mine = frame[(frame["rule"] == rule) & (frame["tensor"] == name)]
+    # The adapters of the mixture are new, which only shows if nothing else is.
+    frame = xckpt.findings(in_memory(tensors), ignore="untrained", progress=False)
+    mine = frame[frame["rule"] == rule]
+    if not RULES[rule].is_of_kind:  # otherwise another tensor may stand for it
+        mine = mine[mine["tensor"] == name]
     assert words in mine["explanation"].item(), frame.to_string()
     assert mine["severity"].item() == RULES[rule].severity
     if rule not in {"exploding", "subnormal"}:  # which change more than one thing
@@ -248,16 +249,19 @@ class TestCodes:
     def test_codes_that_use_little_of_their_range(self, tmp_path: Path) -> None:
         tensors = quantised()
         tensors["layers.1.up.weight"] //= 4
+        (row,) = findings_of(tmp_path / "m.safetensors", tensors).itertuples()
+        assert (row.tensor, row.rule) == ("layers.1.up.weight", "narrow_codes")
+        assert row.explanation == "codes are from -32 to 31: 25% of the range of int8"
+
+    def test_small_floats_that_use_little_of_their_range(self, tmp_path: Path) -> None:
+        tensors = quantised()
         tensors["layers.2.down.weight"] = (
             tensors["layers.2.down.weight"].astype(np.float32) / 100
         ).astype(ml_dtypes.float8_e4m3fn)
         frame = findings_of(tmp_path / "m.safetensors", tensors)
-        narrow = frame[frame["rule"] == "narrow_codes"].set_index("tensor")["explanation"]
-        assert narrow["layers.1.up.weight"] == "codes are from -32 to 31: 25% of the range of int8"
-        assert narrow["layers.2.down.weight"].startswith(
-            "the largest magnitude of its codes is 4.5, "
-        )
-        assert len(narrow) == 2
+        (row,) = frame[frame["rule"] == "narrow_codes"].itertuples()
+        assert row.tensor == "layers.2.down.weight"
+        assert row.explanation.startswith("the largest magnitude of its codes is 4.5, ")
 
     def test_clipped_codes(self, tmp_path: Path) -> None:
         tensors = quantised()
@@ -278,8 +282,8 @@ class TestEqualTensors:
         for name in [key for key in tensors if key.startswith("model.layers.1.")]:
             tensors[name.replace(".1.", ".3.")] = tensors[name].copy()
         frame = findings_of(tmp_path / "m.safetensors", tensors)
-        assert set(frame["rule"]) == {"copied_layer"}
-        assert len(frame) == 7  # matrices: norms of ones are equal in all layers
+        assert list(frame["rule"]) == ["copied_layer"]
+        assert frame["value"][0] == 7  # matrices: norms of ones are equal in all layers
         assert frame["explanation"][0] == (
             "it is equal to model.layers.1.mlp.down_proj.weight: "
             "all of model.layers.3 is a copy of model.layers.1"

@@ -13,6 +13,7 @@ import pytest
 from tests.structure import named_models as named
 from tests.structure.named_models import shapes_of
 from xckpt.structure import Described, Structure
+from xckpt.structure.facts import model_facts
 from xckpt.structure.families import Family, family_of
 from xckpt.structure.families.choosing import Entry, list_tables
 from xckpt.structure.families.tables import load_table
@@ -31,7 +32,8 @@ CONFIG = {
 
 
 def known(text: str | Shapes, config: dict[str, Any] | None = None) -> Family:
-    family = family_of(shapes_of(text) if isinstance(text, str) else text, config)
+    shapes = shapes_of(text) if isinstance(text, str) else text
+    family = family_of(shapes, model_facts({"config": config}))
     assert family is not None
     return family
 
@@ -174,13 +176,16 @@ class TestTypes:
 
     def test_decides_what_norms_add(self) -> None:
         name = "model.layers.0.input_layernorm.weight"
-        answers = {}
-        for model_type in ("gemma", "llama", None):
-            config = {"model_type": model_type} if model_type else None
+        configs: list[tuple[dict[str, Any] | None, bool | None]] = [
+            ({"model_type": "gemma"}, True),
+            ({"architectures": ["GemmaForCausalLM"]}, True),
+            ({"model_type": "llama"}, False),
+            (None, None),
+        ]
+        for config, adds_one in configs:
             place = known(named.LLAMA, config).describe(name)
             assert place is not None
-            answers[model_type] = place.adds_one
-        assert answers == {"gemma": True, "llama": False, None: None}
+            assert place.adds_one is adds_one
 
     @pytest.mark.parametrize(
         "config",
@@ -196,7 +201,8 @@ class TestTypes:
         assert place.adds_one is False
 
     def test_of_another_family_leaves_it_unknown(self) -> None:
-        assert family_of(shapes_of(named.LLAMA), {"model_type": "gpt2"}) is None
+        facts = model_facts({"config": {"model_type": "gpt2"}})
+        assert family_of(shapes_of(named.LLAMA), facts) is None
 
     def test_without_a_table_leaves_it_to_the_names(self) -> None:
         assert slot(known(named.LLAMA, {"model_type": "new"}), "lm_head.weight") == "output"
@@ -375,7 +381,7 @@ class TestStructures:
     @pytest.fixture
     def structure(self) -> Structure:
         described = (Described(n, "float32", s) for n, s in shapes_of(named.LLAMA).items())
-        return Structure(described, {"model_type": "gemma"})
+        return Structure(described, model_facts({"config": {"model_type": "gemma"}}))
 
     def test_have_slots_axes_and_indices(self, structure: Structure) -> None:
         info = structure["model.layers.1.self_attn.k_proj.weight"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.structure import named_models as named
 from tests.structure.named_models import shapes_of
-from xckpt.formats.gguf.metadata import AxisSizes
+from xckpt.structure import Described
+from xckpt.structure.axes import axes_by_facts
+from xckpt.structure.facts import model_facts
 from xckpt.structure.families import family_of
 
 SIZES = {
@@ -79,14 +79,15 @@ blk.{2}.ssm_out.weight 48 96
 
 @pytest.mark.parametrize("name", list(shapes_of(TENSORS)))
 def test_the_engine_gives_the_same_names(name: str) -> None:
-    attrs: dict[str, Any] = {f"llama.{key}": size for key, size in SIZES.items()}
-    engine = AxisSizes({"general.architecture": "llama", **attrs})
+    attrs = {f"llama.{key}": size for key, size in SIZES.items()}
+    facts = model_facts({"general.architecture": "llama", **attrs})
     shapes = shapes_of(TENSORS)
-    family = family_of(shapes, {"model_type": "llama", **SIZES})
+    by_facts = axes_by_facts([Described(name, "float32", shapes[name])], facts)
+    family = family_of(shapes, facts)
     assert family is not None
     place = family.describe(name, shapes[name])
     assert place is not None
-    assert place.axes == engine.dims(name, shapes[name])
+    assert place.axes == by_facts[name]
 
 
 def test_axes_have_their_names_without_metadata() -> None:

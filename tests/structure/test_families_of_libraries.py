@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.structure.libraries import CASES
+from xckpt.structure import Described, Structure
+from xckpt.structure.facts import model_facts
 from xckpt.structure.families import Family, family_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,8 +58,8 @@ def model(case: str) -> Model:
 
 def family(case: str, *, with_config: bool) -> Family:
     built = model(case)
-    config = built.config if with_config else None
-    chosen = family_of(built.shapes, config)
+    facts = model_facts({"config": built.config}) if with_config else None
+    chosen = family_of(built.shapes, facts)
     assert chosen is not None
     return chosen
 
@@ -80,7 +82,9 @@ class TestFamilies:
     def test_the_config_tells_the_family(self, case: str) -> None:
         if not {"model_type", "_class_name"} & model(case).config.keys():
             pytest.skip("the library has no config")
-        assert family(case, with_config=True).name == CASES[case].family
+        described = (Described(name, "float32", s) for name, s in model(case).shapes.items())
+        structure = Structure(described, model_facts({"config": model(case).config}))
+        assert structure.family == CASES[case].family
 
     def test_a_place_belongs_to_one_tensor(self, case: str) -> None:
         chosen = family(case, with_config=False)
@@ -199,9 +203,8 @@ def test_names_of_gguf_have_the_same_places(case: str) -> None:
             is_turned = place is not None and place.outputs == len(shape) - 1 == 1
             stored = shape[::-1] if is_turned else tuple(n for n in shape if n != 1)
             renamed[f"{new}.weight" if is_bare else new] = name, stored
-    by_gguf = family_of(
-        {new: shape for new, (_, shape) in renamed.items()}, {"model_type": GGUF[case]}
-    )
+    facts = model_facts({"general.architecture": GGUF[case]})
+    by_gguf = family_of({new: shape for new, (_, shape) in renamed.items()}, facts)
     assert by_gguf is not None
     assert len(renamed) > 10
     for new, (name, _) in renamed.items():

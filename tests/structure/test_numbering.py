@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.labels.grids import find_stacks, member_names
+from tests.labels.stacks import find_stacks
+from xckpt.labels.grids import member_names
 from xckpt.notebook.folding import families_of
 from xckpt.notebook.summary import ModuleTree, sizes_table
 from xckpt.structure.numbering import (

@@ -84,6 +84,11 @@ STEPS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "rolling": lambda run: run.rolling(step=2).mean().isel(step=-1),
     "computed": lambda run: run.sel(step=200) * 2,
     "unstacked": lambda run: run.sel(step=200).ckpt.unstack(),
+    "interpolated": lambda run: run.interp(step=150),
+    "between numbers": lambda run: run.interp(step=150.5),
+    "nearest": lambda run: run.sel(step=210, method="nearest"),
+    "grouped": lambda run: run.groupby("step").mean().isel(step=0),
+    "renumbered": lambda run: run.assign_coords(step=[1, 2, 3]).isel(step=0),
 }
 
 
@@ -101,3 +106,17 @@ def test_a_step_of_a_run_has_the_names_of_the_model(
     one.ckpt.save(tmp_path / "one.zt", cast="allow")
     assert list(xckpt.read_index(tmp_path / "one.zt")) == names
     assert sorted(one.ckpt.stats(progress=False).ckpt.table().index) == names
+    assert sorted(one.ckpt.structure().index) == names
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_interpolated_steps_are_steps_of_the_run(stack: bool, tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        tensors = {f"layers.{n}.w": np.full((2, 3), step, "f4") for n in (0, 1)}
+        xckpt.save(tensors, tmp_path / f"step-{step}.zt")
+    run = xckpt.open_steps(str(tmp_path / "step-*.zt"), stack=stack).interp(step=[150, 250])
+    run.ckpt.save(tmp_path / "two.zt", cast="allow")
+    names = [f"step.{step}.layers.{n}.w" for step in (150, 250) for n in (0, 1)]
+    two = xckpt.open(tmp_path / "two.zt")
+    assert sorted(map(str, two.data_vars)) == names
+    assert float(two["step.150.layers.0.w"][0, 0]) == 150

@@ -19,7 +19,6 @@ from xckpt.notebook.documents import Field, HtmlDocument, MarkdownDocument
 from xckpt.notebook.folding import fold
 from xckpt.plots.series import Series, groups_of, numbers_of
 from xckpt.plots.theme import INK, styled
-from xckpt.structure.numbering import parse_name
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
@@ -29,8 +28,10 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
+    from xckpt.datasets.tensors import DescribedTensors
     from xckpt.notebook.documents import Document
     from xckpt.notebook.summary import Summary
+    from xckpt.structure import Structure
 
 __all__ = ["describe", "document_for", "finish", "relate"]
 
@@ -109,7 +110,8 @@ def describe(
         _add_rest(document, len(findings) - len(rows), "finding")
     else:
         document.paragraph("Nothing looks wrong.")
-    _add_trends(document, table(stats), _TRENDS, partial(draw, stats=stats))
+    frame, origin = table(stats), stats.encoding.get("origin")
+    _add_trends(document, frame, _TRENDS, partial(draw, stats=stats), origin)
 
 
 # --- comparisons ---------------------------------------------------------------------------------
@@ -160,7 +162,8 @@ def relate(
         document.paragraph(f"Nothing: {text}.")
     else:
         _add_changes(document, on_both)
-        _add_trends(document, on_both, ("rel_l2",), partial(draw, stats=comparison))
+        origin = comparison.encoding.get("origin")
+        _add_trends(document, on_both, ("rel_l2",), partial(draw, stats=comparison), origin)
     for summary, name in zip(summaries, names.values(), strict=True):
         document.heading(name)
         document.summary(summary)
@@ -199,10 +202,14 @@ def _add_trends(
     frame: pd.DataFrame,
     statistics: Iterable[str],
     draw: Callable[..., Axes],
+    origin: DescribedTensors | None,
 ) -> None:
     """Add statistics along numbered modules, each as a picture and a table."""
+    from xckpt.statistics.grouping import structure_of_names
+
     columns = [column for column in statistics if column in frame]
-    trends = {column: _trends(frame[column]) for column in columns}
+    structure = structure_of_names(map(str, frame.index), origin)
+    trends = {column: _trends(frame[column], structure) for column in columns}
     if not any(trends.values()):
         return
     document.heading("Along the layers")
@@ -229,14 +236,14 @@ def _add_trends(
         _add_rest(document, len(rows) - len(cells), "pattern")
 
 
-def _trends(values: pd.Series[Any]) -> list[_Trend]:
+def _trends(values: pd.Series[Any], structure: Structure) -> list[_Trend]:
     """Return a trend for each kind of tensor that several layers have."""
     known = dict(zip(map(str, values.index), values.to_numpy(np.float64).tolist(), strict=True))
     trends = []
-    for group in groups_of(known):
+    for group in groups_of({name: structure.parse(name) for name in known}):
         layers: dict[int, list[str]] = {}
         for name in group.names:
-            number = next(reversed(numbers_of(name).values()), None)
+            number = next(reversed(numbers_of(group.names[name]).values()), None)
             if number is not None and not np.isnan(known[name]):
                 layers.setdefault(number, []).append(name)
         if len(layers) < _FEWEST_LAYERS:
@@ -249,7 +256,7 @@ def _trends(values: pd.Series[Any]) -> list[_Trend]:
             _Trend(
                 fold(Row(name, "", (), 0) for name in group.names)[0].text,
                 len(layers),
-                parse_name(every[0]).modules[-1] if is_several else "",
+                group.names[every[0]].modules[-1] if is_several else "",
                 medians[0],
                 float(np.median(medians)),
                 medians[-1],

@@ -70,12 +70,14 @@ def info(
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure import structure_of
+    from xckpt.structure.axes import axes_of
 
     with warnings.catch_warnings():
         # Both kinds of output include the warnings.
         warnings.simplefilter("ignore", CheckpointWarning)
         index = reading.index(file)
         config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
+    structure = structure_of(index, config.get("config"))
     if as_json:
         document = {
             "format": index.format,
@@ -83,21 +85,20 @@ def info(
             "source": index.source,
             "nbytes": index.nbytes,
             "attrs": index.attrs,
-            "footprint": footprint_of(index_rows(index), structure_of(index), config).document(),
+            "footprint": footprint_of(index_rows(index), structure, config).document(),
             "warnings": list(index.warnings),
             "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {
                 name: {"size": shard.size, "digest": shard.digest}
                 for name, shard in index.shards.items()
             },
-            "tensors": [_tensor(tensor) for tensor in index.tensors.values()],
+            "tensors": [_tensor(t, axes_of(index).get(t.name)) for t in index.tensors.values()],
         }
         if show_structure:
-            document["structure"] = structure_table(structure_of(index)).T.to_dict()
+            document["structure"] = structure_table(structure).T.to_dict()
         print_document(document)
         return 0
     if show_structure:
-        structure = structure_of(index)
         print_text("\n".join([summary_of_roles(structure), *structure_lines(structure)]))
         return 0
     # A selection of tensors needs no note that they do not fill the file.
@@ -107,7 +108,8 @@ def info(
     return 0
 
 
-def _tensor(tensor: Tensor) -> dict[str, Any]:
+def _tensor(tensor: Tensor, by_facts: tuple[str | None, ...] | None) -> dict[str, Any]:
+    dims = tensor.dims or by_facts
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,
@@ -118,7 +120,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
         "offset": min([p.offset for p in tensor.parts.values() if p.shard is None], default=None),
         "parts": {role: _part(part) for role, part in tensor.parts.items()},
         **_unusual(
-            dims=None if tensor.dims is None else list(tensor.dims),
+            dims=None if dims is None else list(dims),
             problem=None if tensor.problem is None else tensor.problem.reason,
             attrs=tensor.attrs or None,
         ),

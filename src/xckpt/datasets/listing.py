@@ -11,6 +11,8 @@ from xckpt.labels import AxisNamer, select
 from xckpt.labels.filters import suggest_filters
 from xckpt.labels.grids import Stack, find_stacks
 from xckpt.storage.source import sources_of
+from xckpt.structure import structure_of
+from xckpt.structure.axes import axes_of
 from xckpt.structure.numbering import modules_by_frequency, split_words
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Listed(NamedTuple):
     tensor: Tensor  # the first one of a stack
     role: str | None  # of a part; None for a whole tensor
     stacked: Stacked | None = None
+    by_facts: tuple[str | None, ...] | None = None  # names of axes that the file does not state
 
     @property
     def stacked_dims(self) -> tuple[str, ...]:
@@ -101,7 +104,7 @@ def list_arrays(
     stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
     members = {name for stack in stacks.values() for name in stack.members}
     arrays: list[Listed] = []
-    reading = options.reading
+    reading, axes = options.reading, axes_of(index)
     for tensor in tensors:
         stack = stacks.get(tensor.name)
         if stack is None and tensor.name in members:
@@ -109,13 +112,16 @@ def list_arrays(
         by_role = lazy_arrays(tensor, sources, reading)
         if stack is None:
             arrays += [Listed(tensor.name, lazy, tensor, role) for role, lazy in by_role.items()]
+            if axes and None in by_role and tensor.name in axes:
+                arrays[-1] = arrays[-1]._replace(by_facts=axes[tensor.name])
             continue
         stacked_tensors = tuple(stack.arrange([index.tensors[name] for name in stack.members]))
         for role, lazy in by_role.items():
             absent = AbsentArray(stack.name, lazy.shape, lazy.dtype) if stack.present else None
             stacked = TensorArrays(stacked_tensors, role, sources, reading, absent)
             grid = StackedArray(stack.name, stacked, stack.shape)
-            arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked)))
+            by_facts = axes.get(tensor.name) if role is None else None
+            arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked), by_facts))
     arrays = [array for array in _name_parts(arrays, tensors) if array.name not in drop]
     if options.dims and arrays:
         _warn_of_unused_names(index, arrays, options.dims)
@@ -186,7 +192,7 @@ def _stacks(
     if options.stack is False:
         return {}
     only = stacked_modules(options.stack)
-    axes = AxisNamer(options.dims)
+    axes, by_facts = AxisNamer(options.dims), axes_of(index)
 
     def may_be_absent(name: str) -> bool:
         tensor = index.tensors[name]
@@ -199,13 +205,17 @@ def _stacks(
         tensors: Collection[Tensor],
         preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
     ) -> list[Stack]:
-        kinds = {tensor.name: stacking_key(tensor, axes, options) for tensor in tensors}
+        kinds = {
+            tensor.name: stacking_key(tensor, axes, options, by_facts.get(tensor.name))
+            for tensor in tensors
+        }
         paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
         parted = [t for t in tensors if t.layout != "dense" and _in_parts(t, options)]
         parts = [f"{tensor.name}:{role}" for tensor in parted for role in tensor.parts]
         reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
         return find_stacks(
             kinds,
+            structure_of(index),
             only,
             paths=paths,
             reserved=reserved,
@@ -230,7 +240,12 @@ def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
     return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
 
 
-def stacking_key(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any, ...]:
+def stacking_key(
+    tensor: Tensor,
+    names: AxisNamer,
+    options: OpenOptions,
+    by_facts: tuple[str | None, ...] | None = None,
+) -> tuple[Any, ...]:
     """Return the properties that the members of a stack have in common."""
     parts: tuple[Any, ...] | None = None
     if _in_parts(tensor, options):
@@ -244,7 +259,7 @@ def stacking_key(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tupl
         None if decoded else tensor.dtype,
         tensor.layout,
         tensor.order,
-        tensor.dims,
+        tensor.dims or by_facts,
         tensor.quantization,
         tensor.problem is None,
         parts,

@@ -212,14 +212,14 @@ def _make_group(
     group = _Group({}, {}, {})
     for leaf, array in arrays.items():
         suggested = array.suggested
+        if array.by_facts is not None:
+            suggested = _either(suggested, array.by_facts)
         if roles and leaf in roles:
-            by_role = roles[leaf]
-            pairs = zip(suggested or by_role, by_role, strict=True)
-            suggested = tuple([name or role_name for name, role_name in pairs])
+            suggested = _either(suggested, roles[leaf])
         dims = names.name_axes(
             array.name, array.lazy.shape, suggested, array.stacked_dims, array.tensor.name
         )
-        axes = _axis_names_in_file(array, dims, suggested, names)
+        axes = _axis_encoding(array, dims, suggested, names)
         if array.stacked is None:
             kind = group.coords if coords.has(array) else group.variables
             kind[leaf] = maker.variable(array, dims, axes)
@@ -234,23 +234,42 @@ def _make_group(
     return group
 
 
-def _axis_names_in_file(
+def _either(
+    first: tuple[str | None, ...] | None, second: tuple[str | None, ...]
+) -> tuple[str | None, ...]:
+    """Return the first names of axes, and the second ones of axes without a first."""
+    return tuple([a or b for a, b in zip(first or second, second, strict=True)])
+
+
+def _axis_encoding(
     array: Listed,
     dims: tuple[str, ...],
     suggested: tuple[str | None, ...] | None,
     names: AxisNamer,
-) -> dict[str, str | None]:
-    """Return the names in the file of axes that have another name, not chosen by the user."""
+) -> dict[str, dict[str, str | None]]:
+    """Return the entries of the encoding about axes that the file names otherwise, or not at all.
+
+    ``axes`` has the names in the file, ``axes_by_facts`` names that did not fit into the Dataset.
+    """
     if suggested is None:
         return {}
     inner = dims[len(array.stacked_dims) :]
     users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
-    stated = array.suggested or (None,) * len(inner)
-    return {
-        dim: name
-        for dim, name in zip(inner, stated, strict=True)
-        if name != explicit_name(dim) and dim not in users_names
-    }
+    unnamed = (None,) * len(inner)
+    in_file: dict[str, str | None] = {}
+    by_facts: dict[str, str | None] = {}
+    for dim, stated, name in zip(
+        inner, array.suggested or unnamed, array.by_facts or unnamed, strict=True
+    ):
+        if dim in users_names:
+            continue
+        shown = explicit_name(dim)
+        if stated != shown:
+            in_file[dim] = stated
+        elif name is not None and shown is None:
+            by_facts[dim] = name
+    entries = {"axes": in_file, "axes_by_facts": by_facts}
+    return {key: entry for key, entry in entries.items() if entry}
 
 
 def add_coords(
@@ -299,7 +318,7 @@ class VariableMaker:
         return cls(source.name, token, target, listing.shared)
 
     def variable(
-        self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
+        self, listed: Listed, dims: tuple[str, ...], axes: dict[str, dict[str, str | None]]
     ) -> LazyVariable:
         """Make the variable of a listed array that is not stacked."""
         array = self.array(listed.name, listed.lazy)
@@ -314,7 +333,7 @@ class VariableMaker:
         listed: Listed,
         dims: tuple[str, ...],
         attrs: dict[str, Any],
-        axes: dict[str, str | None],
+        axes: dict[str, dict[str, str | None]],
     ) -> LazyVariable:
         """Make the variable of a stack, with the attributes that its members have in common."""
         if listed.stacked is None:
@@ -343,12 +362,12 @@ class VariableMaker:
         return LazyVariable.of(dims, array, attrs or None, encoding)
 
     def encoding(
-        self, tensor: Tensor, role: str | None, suffix: str, axes: dict[str, str | None]
+        self, tensor: Tensor, role: str | None, suffix: str, axes: dict[str, dict[str, str | None]]
     ) -> dict[str, Any]:
         """Return the encoding of a variable that is not stacked."""
         encoding = _encoding(tensor, role, self.source, suffix)
         if axes:
-            encoding["axes"] = axes
+            encoding |= axes
         if tensor.name in self.shared:
             encoding["shares"] = self.shared[tensor.name]
         return encoding
@@ -369,12 +388,12 @@ class OpenedMembers(Sequence[StackMember]):
         maker: VariableMaker,
         arrays: TensorArrays,
         suffix: str,
-        axes: dict[str, str | None],
+        axes: dict[str, dict[str, str | None]],
     ) -> None:
         self.maker = maker
         self.arrays = arrays
         self.suffix = suffix  # of the names of variables, after the names of the tensors
-        self.axes = axes  # names in the file of dimensions with another name in the stack
+        self.axes = axes  # entries of the encoding
 
     def __len__(self) -> int:
         return len(self.arrays)

@@ -16,6 +16,7 @@ from xckpt.datasets.variables import structure_of_variables
 from xckpt.errors import shown
 from xckpt.structure import Role
 from xckpt.structure.numbering import split_name
+from xckpt.structure.parameters import WHOLE, align
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,13 +29,6 @@ _STATE = re.compile(r"((?:.+\.)?)state\.([0-9]{1,18})\.(.+)", re.DOTALL)
 _GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
 _ENTRY = re.compile(
     r"((?:.+\.)?param_groups\.[0-9]{1,9}\.param(?:s|_names))\.([0-9]{1,9})", re.DOTALL
-)
-#: Fields with the shape of their parameter.
-WHOLE = frozenset(
-    {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
-        *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
-    }
 )
 # Roles of tensors other than parameters, if their names leave no doubt.
 _NOT_TRAINED = frozenset({Role.STATISTIC, Role.COUNTER, Role.AVERAGE, Role.MOMENT, Role.MASTER})
@@ -197,7 +191,7 @@ def _aligned(
 ) -> dict[int, str]:
     """Assign the numbers of a group to tensors in their order, if there is one way to do so."""
     names = list(candidates)
-    first = _leftmost(group, shapes, names, candidates)
+    first = align(group, shapes, names, candidates)
     if len(first) < len(group):
         for number, name in zip(group, names, strict=False) if len(names) == len(group) else ():
             _require_shape(numbers, number, shapes.get(number), name, candidates[name])
@@ -207,7 +201,7 @@ def _aligned(
             f"{len(group)} of them, and for {_some(numbers, number)} of shape "
             f"{shapes.get(number)} none is left in their order. Are they of one checkpoint?"
         )
-    last = _leftmost(group[::-1], shapes, names[::-1], candidates)[::-1]
+    last = align(group[::-1], shapes, names[::-1], candidates)[::-1]
     for number, leftmost, rightmost in zip(group, first, last, strict=True):
         if number in shapes and leftmost != rightmost:
             raise ValueError(
@@ -216,23 +210,6 @@ def _aligned(
                 "model.ckpt.find what it trains"
             )
     return dict(zip(group, first, strict=True))
-
-
-def _leftmost(
-    group: Iterable[int],
-    shapes: Mapping[int, Shape | None],
-    names: Iterable[str],
-    candidates: Mapping[str, Shape],
-) -> list[str]:
-    """Assign each number to the next tensor of its shape; stop at a number without one."""
-    remaining, assigned = iter(names), []
-    for number in group:
-        shape = shapes.get(number)
-        name = next((name for name in remaining if shape in {None, candidates[name]}), None)
-        if name is None:
-            break
-        assigned.append(name)
-    return assigned
 
 
 def _by_shape(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.datasets.optimizer_numbers import WHOLE, NumberedState, numbers_in, owners_of
+from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.variables import structure_of_variables
 from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer
 from xckpt.structure import Role
+from xckpt.structure.parameters import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -148,15 +148,22 @@ def unstacked_encoding(variable: xr.Variable) -> dict[Any, Any]:
     return {key: value for key, value in variable.encoding.items() if key != _KEY}
 
 
+def marks_of_run(encoding: Mapping[Any, Any]) -> StackMarks:
+    """Return the records of all stacks of a run, from the encoding of the object."""
+    marks: StackMarks = encoding.get(_KEY, StackMarks())
+    return marks
+
+
 def remember_stack(
-    name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+    name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable], of_run: StackMarks
 ) -> xr.Variable:
-    """Return a variable with the record of its stack, if the coordinates still have it."""
+    """Return a variable with the record of its stack, if the object still has it."""
     if _KEY in variable.encoding:
         return variable
-    # A computed variable has no encoding; the coordinates that stacking made keep theirs.
-    for index in indexes.values():
-        record = marks_of(index).get(name)
+    # A computed variable has no encoding; the coordinates that stacking made keep theirs, unless
+    # they are interpolated.
+    for marks in (*map(marks_of, indexes.values()), of_run):
+        record = marks.get(name)
         if record is not None and all(
             _is_remembered(record, dim, variable, indexes) for dim in record.dims
         ):
@@ -173,12 +180,18 @@ def _is_remembered(
     index = indexes.get(dim)
     if index is None:
         return dim == record.run and dim not in variable.dims
-    return is_made_by_stacking(index) and (index.dims == (dim,)) == (dim in variable.dims)
+    if (index.dims == (dim,)) != (dim in variable.dims):
+        return False
+    if dim == record.run and not is_made_by_stacking(index):  # for example interpolated
+        return dim not in variable.dims or _are_distinct_integers(np.atleast_1d(index.values))
+    return is_made_by_stacking(index)
 
 
-def mark_run(variables: Iterable[xr.Variable], marks: StackMarks, dim: str) -> None:
+def mark_run(ds: xr.Dataset, marks: StackMarks, dim: str) -> None:
     """State in all records that a dimension has the steps of a training run."""
-    for variable in variables:
+    # The encoding of the Dataset survives interpolation, unlike that of a coordinate.
+    ds.encoding[_KEY] = marks
+    for variable in ds.variables.values():
         record: Any = stack_of(variable)
         if isinstance(record, StackRecord) and record.dims[:1] == (dim,):
             record_stack(variable.encoding, replace(record, run=dim))
@@ -302,14 +315,19 @@ class StackMembers:
         return LazyVariable.of(dims, data, before_attrs | attrs or None, encoding)
 
 
+def _are_distinct_integers(values: Any) -> bool:
+    return values.dtype.kind in "iu" and len(set(values.tolist())) == values.size
+
+
 def _checked_indices(
     name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
 ) -> tuple[int, ...]:
     """Return the remaining indices along a stacked dimension, from its coordinate."""
     coord = indexes.get(dim)
     record = stack_of(variable)
-    if coord is None and record is not None and dim == record.run and dim not in variable.dims:
-        return (0,)  # a step that was selected with drop=True
+    is_one_step = record is not None and dim == record.run and dim not in variable.dims
+    if is_one_step and (coord is None or coord.dtype.kind not in "iu"):
+        return (0,)  # selected with drop=True, or between two steps
     if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
         raise ValueError(
             f"{shown(name)} was stacked along {dim!r}, but has no coordinate {dim!r} to identify "
@@ -317,7 +335,7 @@ def _checked_indices(
             "coordinate"
         )
     values = np.atleast_1d(coord.values)
-    if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
+    if not _are_distinct_integers(values):
         raise ValueError(
             f"the coordinate {dim!r} does not identify the remaining tensors of {shown(name)}: its "
             "values must be distinct integers"

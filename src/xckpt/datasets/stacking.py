@@ -28,7 +28,7 @@ from xckpt.datasets.stack_records import (
     stack_of,
     unstacked_variables,
 )
-from xckpt.datasets.tensors import Flat, Obj, flatten, rebuild
+from xckpt.datasets.tensors import Flat, Obj, OpenTensors, flatten, rebuild
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
@@ -105,7 +105,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     """List the sets of numbers of each module with their tensors, the largest set first."""
     # Stacking turns a module with several sets into several dimensions, or, in an outer join, into
     # one dimension with absent members.
-    flat = flatten(obj)
+    flat, structure = flatten(obj), OpenTensors(obj).structure
     indexes = {path: flat.indexes(path) for path in flat.coords}
     # The numbers by module, position and dimension, for each name without numbers.
     names: dict[str, dict[tuple[str, int, str | None], set[int]]] = {}
@@ -113,7 +113,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     for name, variable in flat.variables.items():
         record = stack_of(variable)
         if record is None:
-            parsed = parse_name(str(name))
+            parsed = structure.parse(str(name))
             template: tuple[str | int | None, ...] = parsed.template
             axes: list[tuple[str | None, set[int]]] = [(None, {int(n)}) for n in parsed.indices]
         else:
@@ -147,6 +147,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
 
 
 def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> list[Stack]:
+    structure = OpenTensors(obj).structure
     kinds, others = {}, []
     for name, variable in flat.variables.items():
         if isinstance(name, str) and stack_of(variable) is None:
@@ -179,6 +180,7 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
 
     return find_stacks(
         kinds,
+        structure,
         only,
         paths=paths,
         reserved=reserved,
@@ -292,13 +294,16 @@ def select_modules(obj: Obj, indexers: Mapping[Any, Any], *, by_position: bool =
     flat = flatten(obj)
     indexes = {path: flat.indexes(path) for path in flat.coords}
     indexes_of = {name: indexes[node] for name, node in flat.nodes.items()}
+    only = frozenset(map(str, indexers))
     places = {
-        name: _numbers_of(str(name), v, indexes_of[name]) for name, v in flat.variables.items()
+        name: _numbers_of(str(name), v, indexes_of[name], only)
+        for name, v in flat.variables.items()
     }
     numbers = _numbers_by_module(places, indexes_of)
     for module in indexers:
         if module not in numbers:
-            modules = ", ".join(map(shown, sorted(numbers))) or "none"
+            existing = {*numbers, *OpenTensors(obj).structure.repeated_modules()}
+            modules = ", ".join(map(shown, sorted(existing))) or "none"
             raise KeyError(
                 f"no tensor is in numbered modules {shown(str(module))}; there are {modules}"
             )
@@ -372,13 +377,16 @@ def _keys_of(variable: xr.Variable, keys: Mapping[Hashable, Any]) -> dict[Hashab
 
 
 def _numbers_of(
-    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+    name: str,
+    variable: xr.Variable,
+    indexes: Mapping[Any, xr.Variable],
+    only: Collection[str],
 ) -> dict[str, list[Any]]:
-    """Return the dimensions or numbers of each numbered module that a variable is in."""
+    """Return the dimensions or numbers of the modules in `only` that a variable is in."""
     places: dict[str, list[Any]] = {}
     record = stack_of(variable)
     if record is None:
-        parsed = parse_name(name)
+        parsed = parse_name(name, only)
         for module, index in zip(parsed.modules, parsed.indices, strict=True):
             places.setdefault(module, []).append(int(index))
         return places

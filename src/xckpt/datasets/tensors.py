@@ -19,6 +19,7 @@ from xckpt.datasets.mappings import as_dataset_of_one
 from xckpt.datasets.stack_records import (
     StackMembers,
     is_made_by_stacking,
+    marks_of_run,
     naming_encoding,
     remember_stack,
     stack_of,
@@ -30,8 +31,8 @@ from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.structure import Structure, structure_of
-from xckpt.structure.config import config_in
 from xckpt.structure.declared import facts_kept
+from xckpt.structure.facts import model_facts
 from xckpt.structure.numbering import drop_indices
 from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 from xckpt.upstream.xarray_variables import data_of
@@ -169,9 +170,11 @@ class OpenTensors:
     @cached_property
     def variables(self) -> dict[Any, xr.Variable]:
         """The data variables by flat name, with the records of stacks restored."""
-        flat, indexes = self._flat, self._indexes
+        flat, indexes, of_run = self._flat, self._indexes, marks_of_run(self._root.encoding)
+        if not of_run and not any(map(is_made_by_stacking, self.coords.values())):
+            return flat.variables
         return {
-            name: remember_stack(name, variable, indexes[flat.nodes[name]])
+            name: remember_stack(name, variable, indexes[flat.nodes[name]], of_run)
             for name, variable in flat.variables.items()
         }
 
@@ -197,9 +200,11 @@ class OpenTensors:
     def coord_tensors(self, dims: Collection[Any]) -> dict[str, xr.Variable]:
         """Return coordinates by tensor name; if stacking made them, only indexes along `dims`."""
         tensors: dict[str, xr.Variable] = {}
+        runs = {record.run for record in marks_of_run(self._root.encoding).values()}
         for path, coords in self._flat.coords.items():
             for name, coord in coords.items():
-                if is_made_by_stacking(coord) and (coord.dims != (name,) or name not in dims):
+                is_made = is_made_by_stacking(coord) or name in runs
+                if is_made and (coord.dims != (name,) or name not in dims):
                     continue
                 is_tree = isinstance(self.obj, xr.DataTree)
                 full = tensor_name(path, str(name), coord) if is_tree else str(name)
@@ -309,7 +314,8 @@ class OpenTensors:
     @cached_property
     def structure(self) -> Structure:
         """What each tensor is in its model."""
-        return Structure(self.rows, config_in(self.attrs))
+        file_format = str(self._root.encoding.get("format", ""))
+        return Structure(self.rows, model_facts(self.attrs, format=file_format))
 
     @property
     def only(self) -> str:
@@ -363,7 +369,7 @@ class OpenTensors:
     def _list_rows(self, listing: _TensorListing) -> Iterator[Row]:
         """List the tensors of all variables, in a loop that may run 100,000 times."""
         dtype_names: dict[Any, str] = {}
-        for name, variable in self._flat.variables.items():
+        for name, variable in self.variables.items():
             encoding = variable.encoding
             # Properties of the variable take ten times as long, here and below.
             shape = listing.shapes[variable.dims] = data_of(variable).shape

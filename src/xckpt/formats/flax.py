@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from struct import Struct
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,6 @@ from xckpt.index import Index, Part, Tensor, runs_of, strides_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    Axes = tuple[str, ...]
 
 _VALUE, _TEXT, _BYTES, _ARRAY, _MAP, _EXTENSION = "number", "text", "bytes", "array", "map", "ext"
 _FIXED = {0xC0: None, 0xC2: False, 0xC3: True}
@@ -168,7 +168,7 @@ class _Tree(kit.Cursor):
                 attrs[name] = value
             else:
                 self.notes.add(f"after {_MOST_ATTRS} attributes, left out", shown(name))
-        return _with_axes(tensors), attrs
+        return tensors, attrs
 
     def _head(self) -> tuple[str, Any]:
         """Read a number, or the kind and the length of anything else, for which there is room."""
@@ -299,7 +299,7 @@ class _Tree(kit.Cursor):
             problem = error.located(tensor=name, offset=level.offset)
             tensor = Tensor(name, "unknown", (), {}, problem=problem)
         path = level.path if 0 < depth <= _LONGEST_PATH else None
-        self._leaves.append((level.path, replace(tensor, path=path)))
+        self._leaves.append((level.path, replace(tensor, path=path, declared=_facts(path))))
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -340,7 +340,31 @@ def _dense(
     is_narrow = ELEMENT_TYPES[spelled].bits < 8
     strides = strides_of(shape) if is_narrow else None
     part = Part(spelled, shape, offset, nbytes, strides=strides)
-    return Tensor(name, spelled, shape, {"data": part}, path=path)
+    return Tensor(name, spelled, shape, {"data": part}, path=path, declared=_facts(path))
+
+
+# Modules that the user does not name are called by their class and a number.
+_OF_CLASS = re.compile(r"(?P<kind>[A-Z][A-Za-z0-9]*)_[0-9]+")
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_PROJECTIONS = frozenset({"query", "key", "value", "out"})
+
+
+def _facts(path: tuple[str, ...] | None) -> dict[str, Any] | None:
+    """Return the facts about a leaf: its place in the tree, and the class of its module."""
+    if path is None:
+        return None
+    kind = _class_named(path[-2]) if len(path) > 1 else ""
+    if not kind and path[-2:-1] and path[-2] in _PROJECTIONS:
+        above = _class_named(path[-3]) if len(path) > 2 else ""
+        kind = "dense_general" if above.endswith("attention") else ""
+    return {"tree": path, "module_class": kind} if kind else {"tree": path}
+
+
+@lru_cache(1 << 12)
+def _class_named(module: str) -> str:
+    """Return the class in the name of a module, in snake case; empty without one."""
+    match = _OF_CLASS.fullmatch(module)
+    return _WORD.sub("_", match["kind"]).lower() if match is not None else ""
 
 
 def _joined(name: str, fields: Mapping[tuple[str, ...], Any]) -> Tensor:
@@ -386,55 +410,3 @@ def _numbered(fields: Mapping[tuple[str, ...], Any], field: str) -> list[Any]:
     if missing:
         raise FormatError(f"{field}: {missing[0]!r} of {len(keys)} is missing", rule="Chunks")
     return [values[key] for key in keys]
-
-
-# --- names of axes --------------------------------------------------------------------------------
-
-_ALWAYS = {
-    ("kernel", 2): ("in", "out"),
-    ("kernel", 4): ("height", "width", "in", "out"),
-    ("kernel", 5): ("depth", "height", "width", "in", "out"),
-    ("embedding", 2): ("in", "out"),
-    ("lora_a", 2): ("in", "rank"),
-    ("lora_b", 2): ("rank", "out"),
-    **{(leaf, 1): ("out",) for leaf in ("scale", "bias", "mean", "var")},
-}
-_PROJECTIONS = ("query", "key", "value")
-
-
-def _with_axes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name axes by the name and the rank of a tensor, where its neighbours agree."""
-    shapes = {tensor.path: tensor.shape for tensor in tensors.values() if tensor.path}
-    # A training state with an axis for devices has it in all tensors.
-    if any(path[-1] == "step" and shape for path, shape in shapes.items()):
-        return tensors
-    dims = {path: _axes(path, shape, shapes) for path, shape in shapes.items()}
-    # If `nn.scan` repeats a module, its neighbours have as many layers.
-    layers = {path[:-2]: shapes[path][0] for path, axes in dims.items() if axes[:1] == ("layers",)}
-    named = dict(tensors)
-    for name, tensor in tensors.items():
-        path = tensor.path or ("",)
-        axes = dims.get(path, ())
-        is_vector = tensor.ndim == 2 and (path[-1], 1) in _ALWAYS
-        if is_vector and layers.get(path[:-2]) == tensor.shape[0]:
-            axes = ("layers", "out")
-        if axes and tensor.problem is None:
-            named[name] = replace(tensor, dims=axes)
-    return named
-
-
-def _axes(
-    path: tuple[str, ...], shape: tuple[int, ...], shapes: Mapping[Any, tuple[int, ...]]
-) -> Axes:
-    """Return the names of the axes of a tensor, none if they are not certain."""
-    module = path[:-1]
-    if path[-1] != "kernel" or len(shape) != 3:
-        return _ALWAYS.get((path[-1], len(shape)), ())
-    bias = shapes.get((*module, "bias"))
-    if module[-1:] == ("out",) and (*module[:-1], "query", "kernel") in shapes:
-        return ("heads", "head", "out")
-    if module[-1:] and module[-1] in _PROJECTIONS:
-        return ("in", "heads", "head") if bias == shape[1:] else ()
-    if bias is None or bias == shape[2:]:
-        return ("width", "in", "out")
-    return ("layers", "in", "out") if bias == (shape[0], shape[2]) else ()

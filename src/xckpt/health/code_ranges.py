@@ -109,6 +109,7 @@ class NarrowCodes(_Codes):
     """Codes use a part of their range."""
 
     name, severity = "narrow_codes", "info"
+    is_of_kind = True
     threshold = 0.5  # of the range of integers
     threshold_of_floats = 1 / 16  # of the largest number
 

@@ -10,6 +10,7 @@ from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.pairs import pair_of
 from xckpt.formatting import binary_size
 from xckpt.health.evidence import CODED, EVERY, Rule
+from xckpt.structure import Role
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -112,19 +113,9 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
 
 def _equal_experts(evidence: Evidence, twins: dict[int, int]) -> dict[int, list[int]]:
     """Return the rows of the experts of layers whose experts are all equal, by the first row."""
-    groups: dict[Any, list[int]] = {}
-    for row in range(len(evidence.names)) if twins else ():
-        parts = evidence.structure.parse(evidence.plain_name(row))
-        layer = [
-            index
-            for module, index in zip(parts.modules, parts.indices, strict=True)
-            if "expert" not in module
-        ]
-        if len(layer) < len(parts.indices):
-            groups.setdefault((evidence.step_of(row), parts.template, *layer), []).append(row)
     return {
         rows[0]: rows
-        for rows in groups.values()
+        for rows in (evidence.experts() if twins else ())
         if len(rows) >= _FEWEST_EXPERTS and all(twins.get(row) == rows[0] for row in rows[1:])
     }
 
@@ -136,7 +127,7 @@ class Tied(Rule):
     """Two tensors share the same bytes of the file."""
 
     name, severity = "tied", "info"
-    roles = EVERY
+    roles = EVERY - {Role.CONSTANT, Role.COUNTER, Role.STEP}
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         for row, owner in evidence.once(EqualTensors).tied.items():
@@ -149,10 +140,15 @@ class EqualExperts(Rule):
 
     name, severity = "equal_experts", "warning"
     roles = CODED
+    is_of_kind = True
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         if evidence.is_new:  # they may begin as copies of one layer
             return
+        for row in np.flatnonzero(evidence["repeated_rows"] > 0).tolist():
+            if evidence.is_stack_of_experts(row) and evidence.has_equal_experts(row):
+                number = evidence.shapes[row][0]
+                yield self.finding(evidence, row, number, f"all {number} experts are equal")
         for first, rows in evidence.once(EqualTensors).equal_experts.items():
             yield self.finding(evidence, first, len(rows), f"all {len(rows)} experts are equal")
 
@@ -190,7 +186,10 @@ class CopiedLayer(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
         equals = evidence.once(EqualTensors)
-        for row, (copy, layer) in equals.copied_layers.items():
-            name = evidence.names[equals.twins[row]]
+        copies: dict[tuple[str, str], list[int]] = {}
+        for row, names in equals.copied_layers.items():
+            copies.setdefault(names, []).append(row)
+        for (copy, layer), rows in copies.items():
+            name = evidence.names[equals.twins[rows[0]]]
             sentence = f"it is equal to {name}: all of {copy} is a copy of {layer}"
-            yield self.finding(evidence, row, 1, sentence)
+            yield self.finding(evidence, rows[0], len(rows), sentence)

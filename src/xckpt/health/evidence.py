@@ -37,8 +37,6 @@ EVERY = frozenset(Role) - {Role.STATE}
 
 # Share of the vectors of a new model that are constant; of a trained model, hardly any is.
 _CONSTANT_WHEN_NEW, _FEWEST_VECTORS = 0.4, 4
-# Endings of the names of biases.
-_BIASES = (".bias", "_bias", "/bias")
 # Number of neighbours on each side that a layer is compared with.
 _NEIGHBOURS = 2
 
@@ -61,6 +59,10 @@ class Rule(ABC):
     severity: ClassVar[str]
     #: Tensors of other roles are skipped.
     roles: ClassVar[frozenset[Role]] = WEIGHTS
+    #: Whether one finding stands for all tensors of a kind that the rule holds for.
+    is_of_kind: ClassVar[bool] = False
+    #: Rules that state the same fact: if one of them holds for a tensor, this one is left out.
+    implied_by: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
@@ -97,6 +99,10 @@ class Evidence:
     #: Types of the tensors of the checkpoint, for their roles in groups.
     origin: DescribedTensors | None = None
     _computed: dict[Any, Any] = field(default_factory=dict)
+    #: Elements of the largest tensor that a rule reads as a whole.
+    most_elements: ClassVar[int] = 1 << 25
+    #: Largest relative difference of numbers that were rounded to 8 bits of fraction.
+    rounding: ClassVar[float] = 0.01
 
     @classmethod
     def of(cls, result: xr.Dataset, run: str | None = None, **options: Any) -> Self:
@@ -141,7 +147,7 @@ class Evidence:
         if len(self.names) < len(known) and self.run is None:
             # Neighbours that have no statistics.
             described = {n: known.described(n) for n in known} | described
-        return Structure(described.values())
+        return Structure(described.values(), known.facts)
 
     @cached_property
     def plain_names(self) -> list[str]:
@@ -169,16 +175,64 @@ class Evidence:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
         return self.structure.module_type(self.plain_names[row])
 
-    def equal_rows(self, row: int) -> int:
-        """Return the largest number of equal rows of a matrix, zeros aside; it is read."""
-        values = np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
+    def is_setting(self, row: int) -> bool:
+        """Return whether a tensor is an argument of an operator, such as a number to fill with."""
+        return self.structure.is_setting(self.plain_names[row])
+
+    def has_masked_rows(self, row: int) -> bool:
+        """Return whether all infinities of a table are rows of negative ones; it is read."""
+        if not self.readers or self.is_vector(row) or not self.is_readable(row):
+            return False
+        values = self.values(row)
+        is_infinite = np.isinf(values)
+        is_masked = np.isneginf(values).all(axis=tuple(range(1, values.ndim)))
+        return bool(is_infinite[~is_masked].sum() == 0 < is_masked.sum() < len(values))
+
+    def is_bias(self, row: int) -> bool:
+        """Return whether a tensor is a bias. Biases of attention may have two axes."""
+        return self.structure.is_bias(self.plain_names[row])
+
+    def kind_of(self, row: int) -> tuple[Any, ...]:
+        """Return the key that all tensors of a kind share: role, kind of module, type and axes."""
+        axes = len([size for size in self.shapes[row] if size > 1])
+        role, kind = self.roles[row], self.module_type(row)
+        return self.step_of(row), role, kind, self.dtypes[row], axes
+
+    def values(self, row: int) -> Array:
+        """Return all elements of a tensor; it is read."""
+        return np.asarray(self.readers[row].array[(slice(None),) * len(self.shapes[row])])
+
+    def equal_rows(self, row: int) -> tuple[int, int]:
+        """Return how many rows equal one row, and any earlier row, zeros aside; it is read."""
+        values = self.values(row)
         channels = self.structure.channels(self.plain_names[row])
         axes = (0,) if channels is None else channels.rows
         matrix = np.moveaxis(values, axes, range(len(axes)))
         matrix = np.ascontiguousarray(matrix.reshape(int(np.prod(matrix.shape[: len(axes)])), -1))
         matrix = matrix[matrix.any(axis=1)]
         counts = np.unique(matrix, axis=0, return_counts=True)[1]
-        return int(counts.max()) if len(counts) else 0
+        return int(counts.max(initial=0)), len(matrix) - len(counts)
+
+    def has_equal_experts(self, row: int) -> bool:
+        """Return whether all experts of a stack are equal; it is read if it may be so."""
+        number, total = self.shapes[row][0], self["row_count"][row]
+        is_likely = self["repeated_rows"][row] >= total * (1 - 1 / number)
+        if not self.readers or number < 2 or not is_likely or not self.is_readable(row):
+            return False
+        values = self.values(row)
+        return bool((values == values[:1]).all())
+
+    def is_readable(self, row: int) -> bool:
+        """Return whether a tensor is small enough to read as a whole."""
+        return bool(self["count"][row] <= self.most_elements)
+
+    def is_rank_one(self, row: int) -> bool:
+        """Return whether a matrix is the product of a column and a row, rounded; it is read."""
+        matrix = self.values(row).reshape([n for n in self.shapes[row] if n > 1]).astype(np.float64)
+        row_of_top, column = np.unravel_index(np.argmax(np.abs(matrix)), matrix.shape)
+        top = matrix[row_of_top]
+        product = np.outer(matrix[:, column], top / top[column])
+        return bool(np.linalg.norm(matrix - product) <= self.rounding * np.linalg.norm(matrix))
 
     def slot(self, row: int) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
@@ -218,15 +272,27 @@ class Evidence:
         """Whether the model seems to be initialised, but not trained."""
         # Then most gains of norms are constant, or most biases in a model without norms, or many
         # vectors of any kind.
-        names = enumerate(self.plain_names)
-        rows = self.norms or [row for row, name in names if name.endswith(_BIASES)]
+        if not self.has_values:
+            return False
+        rows = self.norms or [row for row in self.parameters if self.is_bias(row)]
+        rows = [row for row in rows if self["count"][row] > 1] or rows
         is_constant = self["min"][rows] == self["max"][rows]
-        if len(rows) and np.median(is_constant):
+        if len(rows) and np.mean(is_constant) > 1 / 2:
             return True
         vectors = [row for row in self.parameters if self.is_vector(row) and self["count"][row] > 1]
         are_constant = self["min"][vectors] == self["max"][vectors]
         is_enough = len(vectors) >= _FEWEST_VECTORS
         return is_enough and bool(np.mean(are_constant) > _CONSTANT_WHEN_NEW)
+
+    @cached_property
+    def has_values(self) -> bool:
+        """Whether any matrix, or any vector of a checkpoint without matrices, is not constant."""
+        rows = [row for row in self.parameters if not self.is_vector(row)] or self.parameters
+        return bool((self["min"][rows] != self["max"][rows]).any())
+
+    def is_zero(self, row: int) -> bool:
+        """Return whether all elements are zero."""
+        return bool(self["min"][row] == self["max"][row] == 0)
 
     def is_vector(self, row: int) -> bool:
         """Return whether a tensor has at most one axis that is longer than 1."""
@@ -298,6 +364,19 @@ class Evidence:
                     series.setdefault(self._split[row][2][1:], []).append(row)
             for rows in series.values():
                 yield sorted(rows, key=lambda row: self._split[row][2][0])
+
+    def experts(self) -> Iterator[list[int]]:
+        """Yield the rows of tensors whose names differ only in the number of the expert."""
+        groups: dict[Any, list[int]] = {}
+        for row, name in enumerate(self.plain_names):
+            if not self.structure.has_experts(name):
+                continue
+            indices = self.structure.indices(name)
+            others = [(module, index) for module, index in indices if module != "expert"]
+            if len(others) < len(indices) and self.roles[row] in PARAMETERS:
+                template = self.structure.parse(name).template
+                groups.setdefault((self.step_of(row), template, *others), []).append(row)
+        yield from groups.values()
 
     def once(self, compute: Callable[[Evidence], T]) -> T:
         """Return what a function computes from the evidence; all rules share the result."""

@@ -21,9 +21,10 @@ from xckpt.statistics.computing import QUANTILES, stats
 from xckpt.statistics.grouping import Merged, merge_columns, place_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from xckpt.datasets.tensors import DescribedTensors
+    from xckpt.health.evidence import RuleFinding
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.statistics.group_sums import Groups
@@ -224,6 +225,7 @@ def _judge(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.
         names = {f.tensor for f in results if rule in {f.rule, "*"}}
         dropped = names if glob is None else set(select(names, glob))
         results = [f for f in results if rule not in {f.rule, "*"} or f.tensor not in dropped]
+    results = list(_one_of_each_kind(evidence, _one_of_each_fact(results)))
     order = list(RULES)
     ranked = sorted(
         results,
@@ -233,6 +235,31 @@ def _judge(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.
     frame = Findings(rows, columns=list(_COLUMNS))
     frame.names, frame.origin = evidence.names, evidence.origin
     return frame
+
+
+def _one_of_each_fact(results: Sequence[RuleFinding]) -> list[RuleFinding]:
+    """Leave out findings that another finding about the tensor implies."""
+    stated: dict[str, set[str]] = {}
+    for finding in results:
+        stated.setdefault(finding.tensor, set()).add(finding.rule)
+    return [f for f in results if stated[f.tensor].isdisjoint(RULES[f.rule].implied_by)]
+
+
+def _one_of_each_kind(evidence: Evidence, results: Iterable[RuleFinding]) -> Iterator[RuleFinding]:
+    """Yield one finding of a rule for all tensors of a kind, if the rule asks for that."""
+    kinds: dict[Any, list[RuleFinding]] = {}
+    for finding in results:
+        if RULES[finding.rule].is_of_kind:
+            kinds.setdefault((finding.rule, evidence.kind_of(finding.row)), []).append(finding)
+        else:
+            yield finding
+    for alike in kinds.values():
+        alike.sort(key=lambda finding: -abs(finding.value))
+        first, *others = alike
+        if others:
+            more = f"{len(others):,} more like it, such as {others[0].tensor}"
+            first = first._replace(explanation=f"{first.explanation}; {more}")
+        yield first
 
 
 def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:

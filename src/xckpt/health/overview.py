@@ -119,7 +119,8 @@ def run_summary(
         places = [by_step.get(step, -1) for step in steps]
         for key, values in _change_rows(compared).items():
             rows[key] = np.where(np.array(places) < 0, np.nan, np.append(values, np.nan)[places])
-    notes = [] if changes or len(steps) < 2 else [_READS]
+    notes = [*ds.encoding.get("facts", ())]
+    notes += [] if changes or len(steps) < 2 else [_READS]
     if findings is not None:
         lines = finding_lines(list(folded_findings(findings)), _WIDEST_NOTE)
         notes += [f"{kind}: {text}" if kind else text for kind, text in lines]

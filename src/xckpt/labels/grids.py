@@ -25,7 +25,6 @@ from xckpt.structure.numbering import (
     has_words,
     module_indices,
     numbered_modules,
-    parse_name,
     split_words,
 )
 
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
         Mapping,
         Sequence,
     )
+
+    from xckpt.structure import Structure
 
 _Item = TypeVar("_Item")
 # The words of a name, or its indices as they are spelled.
@@ -97,6 +98,7 @@ class Stack:
 
 def find_stacks(
     kinds: Mapping[str, Hashable],
+    structure: Structure,
     modules: Collection[str] | None = None,
     *,
     paths: Mapping[str, _Path] | None = None,
@@ -107,13 +109,14 @@ def find_stacks(
     may_be_absent: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
     """Group tensors of one kind whose names differ only in the indices of modules."""
-    # `kinds` has the kind of each tensor by name, in file order. `modules` are the numbered modules
-    # to stack, by default all. `paths` has the words of names that dots and slashes do not
-    # separate, `reserved` names that no dimension may have. `for_tree` asks for dimensions that a
-    # tree can have; `others` has its variables that are not in `kinds`. `preferred_dims` are
-    # `Stack.index_dims` of tensors in a larger file, whose dimensions keep their names.
-    # `may_be_absent` asks for an outer join: whether a tensor may have empty positions next to it.
-    families = list(_families(kinds, modules, paths or {}))
+    # `kinds` has the kind of each tensor by name, in file order; `structure` may describe more
+    # tensors. `modules` are the numbered modules to stack, by default the repeated ones. `paths`
+    # has the words of names that dots and slashes do not separate, `reserved` names that no
+    # dimension may have. `for_tree` asks for dimensions that a tree can have; `others` has its
+    # variables that are not in `kinds`. `preferred_dims` are `Stack.index_dims` of tensors in a
+    # larger file, whose dimensions keep their names. `may_be_absent` asks for an outer join:
+    # whether a tensor may have empty positions next to it.
+    families = list(_families(kinds, structure, modules, paths or {}))
     grids: list[_Grid] = []
     if may_be_absent is not None:
         grids, families = _outer_grids(families, may_be_absent)
@@ -184,22 +187,47 @@ class _Numbered(NamedTuple):
 
 
 def _families(
-    kinds: Mapping[str, Hashable], modules: Collection[str] | None, paths: Mapping[str, _Path]
+    kinds: Mapping[str, Hashable],
+    structure: Structure,
+    modules: Collection[str] | None,
+    paths: Mapping[str, _Path],
 ) -> Iterator[_Numbered]:
     """Yield all families of two or more tensors."""
-    groups: dict[tuple[_Template, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
-    for name, kind in kinds.items():
-        path = paths.get(name)
-        if path is not None and ".".join(path) != name:
-            continue  # a template cannot restore the name
-        parsed = parse_name(name, modules, path)
-        if parsed.indices:
-            groups[parsed.template, kind].append((parsed.indices, name))
+    groups = _numbered(kinds, structure, modules, paths)
     for (template, _), spelled_members in groups.items():
-        if len(spelled_members) > 1 and has_words(template):
+        if len(spelled_members) > 1 and template.count(None) and has_words(template):
             for family in _split_by_width(template, spelled_members):
                 if len(family.members) > 1:
                     yield family
+
+
+def _numbered(
+    kinds: Mapping[str, Hashable],
+    structure: Structure,
+    modules: Collection[str] | None,
+    paths: Mapping[str, _Path],
+) -> dict[tuple[_Template, Hashable], list[tuple[_Path, str]]]:
+    """Return names with their indices, by template and kind."""
+    apart = {n: p for n, p in paths.items() if ".".join(p) != n or any(map(_has_separator, p))}
+    groups: dict[tuple[_Template, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
+    for template, members in structure.numbered(modules):
+        by_kind: dict[Hashable, list[tuple[_Path, str]]] = defaultdict(list)
+        for member in members:
+            name = member[1]
+            if name in kinds and name not in apart:
+                by_kind[kinds[name]].append(member)
+        for kind, spelled in by_kind.items():
+            groups[template, kind] += spelled
+    for name, path in apart.items():
+        parsed = structure.parse(name, modules, path)
+        # A template cannot restore a name that does not join its words with dots.
+        if parsed.indices and name in kinds and ".".join(path) == name:
+            groups[parsed.template, kinds[name]].append((parsed.indices, name))
+    return groups
+
+
+def _has_separator(word: str) -> bool:
+    return "." in word or "/" in word
 
 
 def _split_by_width(

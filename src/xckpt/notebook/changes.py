@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.formatting import counted, printable, shortened
 from xckpt.notebook.folding import families_of, numbered_path, phrase, united
-from xckpt.structure.numbering import parse_name
+from xckpt.structure import Described, Structure
 from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def change_lines(tensors: Sequence[TensorChange], most: int = MOST_LINES) -> lis
         _ChangeKind(tensor.kind, tensor.cause, level if tensor.kind == "changed" else 0)
         for tensor, level in zip(tensors, levels, strict=True)
     ]
-    modules = _modules(tensors, kinds)
+    structure = Structure([Described(tensor.name, "float32", (2, 2)) for tensor in tensors])
+    modules = _modules(tensors, kinds, structure)
     numbers = {kind: str(number) for number, kind in enumerate(dict.fromkeys(kinds))}
     rows = [Row(module.name, numbers[module.kind], (), len(module.sizes)) for module in modules]
     families = united(families_of(rows))
@@ -213,13 +214,15 @@ def _levels(sizes: Sequence[float]) -> list[int]:
     ]
 
 
-def _modules(tensors: Sequence[TensorChange], kinds: Sequence[_ChangeKind]) -> list[_ChangedModule]:
+def _modules(
+    tensors: Sequence[TensorChange], kinds: Sequence[_ChangeKind], structure: Structure
+) -> list[_ChangedModule]:
     """Return the largest modules inside of layers whose tensors are all of one kind."""
     kinds_of: dict[str, _ChangeKind | None] = {}
     counts: Counter[str] = Counter()
     prefixes: list[list[str]] = []
     for tensor, kind in zip(tensors, kinds, strict=True):
-        names = _prefixes(tensor.name)
+        names = _prefixes(tensor.name, len(structure.layer(tensor.name)))
         prefixes.append(names)
         for name in names:
             counts[name] += 1
@@ -233,9 +236,8 @@ def _modules(tensors: Sequence[TensorChange], kinds: Sequence[_ChangeKind]) -> l
     return list(modules.values())
 
 
-def _prefixes(name: str) -> list[str]:
-    """List the modules of a tensor inside its outermost numbered module, and the tensor itself."""
-    start = len(parse_name(name).outermost)
+def _prefixes(name: str, start: int) -> list[str]:
+    """List the modules of a tensor in its layer, whose name ends at `start`, and the tensor."""
     if not start:
         return [name]
     ends = [match.start() for match in _SEPARATOR.finditer(name, start + 1)]

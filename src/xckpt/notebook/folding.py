@@ -15,14 +15,15 @@ All tensors of a pattern have the same shape, element type and way of storing, s
 never mixes a vocabulary with a width, or weights with biases.
 
 In a pattern, braces that are part of a name, and commas inside them, have a backslash; ``…`` in
-braces stands for omitted members.
+braces stands for omitted members, and ``=`` for the number in the word before, as Keras repeats the
+names of its layers: ``conv1d_{0..9}/conv1d_{=}/kernel``.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import pairwise, repeat
 from math import prod
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,16 @@ _LONGEST_LISTED_RUN = 2
 _DEEPEST_MERGE = 16
 _JOINTS = "_-:/."
 _NUMBER = re.compile(r"([0-9]+)")
+_NUMBERED = re.compile(r"[./]?(.*[^0-9])?([0-9]+)", re.DOTALL)
+
+
+class _Same(str):
+    """A word that has the number of the word before it."""
+
+    __slots__ = ("word",)
+    #: The word as it is spelled.
+    word: str
+
 
 # A piece of a name, the alternatives of a united piece, or the indices of a module as digits.
 _Component = str | tuple[str, ...] | frozenset[str]
@@ -178,6 +189,8 @@ def families_of(rows: Iterable[Row], structure: Structure | None = None) -> list
 def united(families: Sequence[Family]) -> list[Family]:
     """Unite families that differ in one word, from the last component to the first."""
     families = list(families)
+    for family in families:
+        family.components = _with_repeated_numbers(family.components)
     depth = max([len(family.components) for family in families], default=0)
     for position in reversed(range(min(depth, _DEEPEST_MERGE))):
         groups: dict[Hashable, list[Family]] = {}
@@ -194,7 +207,37 @@ def united(families: Sequence[Family]) -> list[Family]:
                 first.nbytes += sibling.nbytes
                 first.parameters += sibling.parameters
         families = [group[0] for group in groups.values()]
+    for family in families:
+        family.components = _with_spelled_numbers(family.components)
     return families
+
+
+def _with_repeated_numbers(components: tuple[_Component, ...]) -> tuple[_Component, ...]:
+    """Replace numbers that repeat the number of the word before."""
+    linked: list[_Component] = list(components)
+    for position, (before, word) in enumerate(pairwise(components), 1):
+        if not (isinstance(before, str) and isinstance(word, str)):
+            continue
+        match = _NUMBERED.fullmatch(before)
+        is_linked = isinstance(linked[position - 1], _Same)
+        if match is None or not match[1] or is_linked:
+            continue
+        separator = word[: len(word) - len(strip_separator(word))]
+        rest = word.removeprefix(f"{separator}{match[1]}{match[2]}")
+        if len(rest) < len(word) and not rest[:1].isdigit():
+            same = _Same(f"{_literal(separator + match[1])}{{=}}{_literal(rest)}")
+            same.word = word
+            linked[position] = same
+    return tuple(linked)
+
+
+def _with_spelled_numbers(components: tuple[_Component, ...]) -> tuple[_Component, ...]:
+    """Return components with words in full that repeat a single number."""
+    spelled = [
+        part.word if isinstance(part, _Same) and isinstance(components[position - 1], str) else part
+        for position, part in enumerate(components)
+    ]
+    return tuple(spelled)
 
 
 def _all_but(position: int, family: Family) -> Hashable:
@@ -202,9 +245,13 @@ def _all_but(position: int, family: Family) -> Hashable:
     components = family.components
     if position >= len(components) or not isinstance(word := components[position], str):
         return id(family)
+    if isinstance(word, _Same):
+        return id(family)
     mark = None
-    if len(components) == 1:  # without other words, unite only names such as w1, w2, w3
+    if len(components) == 1:  # without other words, unite only names such as w1, w2, w3, or 4_q
+        has_one = len(_NUMBER.findall(word)) == 1
         mark = word.rstrip("0123456789") if word[-1:].isdigit() else word
+        mark = _NUMBER.sub("0", word) if has_one else mark
     return (
         *(family.dtype, family.storage, family.shape, family.count),
         *(*components[:position], mark, *components[position + 1 :]),
@@ -262,7 +309,7 @@ def _text(components: Sequence[_Component]) -> str:
 
 def _component_text(component: _Component) -> str:
     if isinstance(component, str):
-        return _literal(component)
+        return str(component) if isinstance(component, _Same) else _literal(component)
     if isinstance(component, frozenset):
         return str(*component) if len(component) == 1 else _braced(_ranges(component))
     bare = list(map(strip_separator, component))

@@ -22,6 +22,7 @@ from xckpt.formatting import (
     shape_text,
     shortened,
 )
+from xckpt.index import paused_collector
 from xckpt.notebook.folding import (
     Family,
     Pattern,
@@ -178,7 +179,7 @@ def new_summary(
     rows = marked(rows, structure)
     families = families_of(rows, structure)
     footprint = weigh(families, attrs if config is None else config)
-    own = [family for family in families if family.role not in OF_TRAINING]
+    own = [_of_repeated(f, structure) for f in families if f.role not in OF_TRAINING]
     modules, chosen = module_sets(own, stacked), selection(own)
     if len(rows) <= _FEW:
         patterns = one_by_one(rows)
@@ -235,21 +236,22 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
 
 def index_summary(index: Any, config: Mapping[Any, Any] | None = None) -> Summary:
     """Summarise an `xckpt.Index`; `config` as for `new_summary`."""
-    summary = new_summary(
-        index_rows(index),
-        config=config,
-        structure=structure_of(index),
-        title=index.source,
-        format=index.format,
-        version=index.version,
-        attrs=index.attrs,
-        errors=unread_errors(index.unreadable(), index.source),
-        notes=[
-            *file_notes(index.warnings, index.facts),
-            *shared_notes(index.shared),
-        ],
-        shards=len(index.shards),
-    )
+    with paused_collector():
+        summary = new_summary(
+            index_rows(index),
+            config=config,
+            structure=structure_of(index),
+            title=index.source,
+            format=index.format,
+            version=index.version,
+            attrs=index.attrs,
+            errors=unread_errors(index.unreadable(), index.source),
+            notes=[
+                *file_notes(index.warnings, index.facts),
+                *shared_notes(index.shared),
+            ],
+            shards=len(index.shards),
+        )
     return replace(summary, notes=(*summary.notes, *_unexplained(index, summary.nbytes)))
 
 
@@ -266,11 +268,15 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         for part in tensor.parts.values():
             nbytes += part.nbytes
             plain = plain and part.encoding is None
-        encodings = () if plain else [part.encoding for part in tensor.parts.values()]
-        scheme = "" if plain else tensor.scheme
-        storage = "" if plain else storage_words("dense" if scheme else tensor.layout, encodings)
-        dtype = scheme or tensor.dtype
-        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, facts_of(tensor))
+        dtype, storage = tensor.dtype, ""
+        if not plain:
+            scheme = tensor.scheme
+            encodings = [part.encoding for part in tensor.parts.values()]
+            dtype = scheme or dtype
+            storage = storage_words("dense" if scheme else tensor.layout, encodings)
+        has_facts = tensor.attrs or tensor.declared or tensor.dims
+        facts = facts_of(tensor) if has_facts else None
+        yield Row(tensor.name, dtype, tensor.shape, nbytes, storage, facts)
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:
@@ -320,6 +326,18 @@ def _unexplained(index: Any, stored: int) -> list[str]:
 # The layers of a model often differ: the first few are dense and the others mixtures of experts, or
 # every sixth layer has global attention. Each such set of layers is a line of the summary. Stacked
 # modules have a dimension for each set, because a dimension has one length.
+
+
+def _of_repeated(family: Family, structure: Structure) -> Family:
+    """Return a family in which numbers other than those of repeated modules are text."""
+    if not family.indices or all(kept := structure.kept(family.template)):
+        return family
+    is_kept = iter(kept)
+    components = [
+        indices_text(part) if isinstance(part, frozenset) and not next(is_kept) else part
+        for part in family.components
+    ]
+    return replace(family, components=tuple(components))
 
 
 class _Numbers(NamedTuple):

@@ -39,6 +39,7 @@ from xckpt.quantization.config import find_declaration, parse_json
 from xckpt.storage import Location, Source
 from xckpt.storage.limits import Pool
 from xckpt.storage.source import ShardedSource, sources_of
+from xckpt.structure.axes import name_modules_with
 
 if TYPE_CHECKING:
     import os
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from xckpt.index import FileSet, Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
+    from xckpt.structure.axes import ModuleAxes
 
     Missing = Literal["warn", "raise", "ignore"]
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
@@ -59,6 +61,17 @@ __all__ = [
     "open_index",
     "read_index",
 ]
+
+
+def _module_axes(format: str) -> ModuleAxes | None:
+    """Return the method of a format that names axes within modules; None if it names none."""
+    file_format = formats.get(format) if format in formats.names() else None
+    if file_format is None or type(file_format).module_axes is formats.Format.module_axes:
+        return None
+    return file_format.module_axes
+
+
+name_modules_with(_module_axes)
 
 _SHOWN_WARNINGS = 3
 # Files whose headers are read in parallel.

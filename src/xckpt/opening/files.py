@@ -380,8 +380,9 @@ class _FolderChoice:
                 f"{shown(opened)} is opened; {some(models, 'files')} in the same folder may differ"
             )
         latest = self._latest()
-        if latest is not None and latest in self.listing.folders:
-            self.warnings.append(f"the folder {shown(latest)}, the latest step, is not opened")
+        if latest is not None:
+            state = "not opened" if latest in self.listing.folders else "missing"
+            self.warnings.append(f"the folder {shown(latest)}, the latest step, is {state}")
         broken = [name for name in files.missing if name in self.listing.broken_links]
         if broken:
             self.warnings.append(f"the links {some(broken, 'more')} lead to missing files")

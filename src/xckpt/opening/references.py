@@ -23,6 +23,7 @@ from xckpt.labels import AxisNamer, TensorFilter, select
 from xckpt.labels.filters import no_match
 from xckpt.opening import open_index
 from xckpt.storage.source import sources_of
+from xckpt.structure.axes import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ def references(
         ".zgroup": _json({"zarr_format": 2}),
         ".zattrs": _json(_plain(index.attrs)),
     }
-    names = AxisNamer(dims, set(index.tensors))
+    names, by_facts = AxisNamer(dims, set(index.tensors)), axes_of(index)
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
     selected = select(index.tensors, tensors)
@@ -118,7 +119,7 @@ def references(
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
-        axes = names.name_axes(name, tensor.shape, tensor.dims, (), name)
+        axes = names.name_axes(name, tensor.shape, tensor.dims or by_facts.get(name), (), name)
         refs.update(_array(tensor, axes, url, target))
     for reason, omitted in left_out.items():
         names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))

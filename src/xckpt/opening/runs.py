@@ -35,6 +35,7 @@ class Run(NamedTuple):
     steps: dict[int, Location]
     unfinished: list[str]  # names of steps whose writer did not end, or has not ended
     others: list[str]  # globs of other series in the same folder
+    aside: list[str]  # other checkpoints in the same folder
 
 
 def run_in(listing: FolderListing) -> Run | None:
@@ -64,7 +65,13 @@ def run_in(listing: FolderListing) -> Run | None:
         if other != form and len(members) > 1 and other[1] == form[1]
     ]
     series = ["*".join(map(escape, form[0])), *others] if others else []
-    return Run({steps[name]: place for name, place in finished.items()}, unfinished, series)
+    aside = [
+        name
+        for name in listing.files
+        if is_called_like_one(name)
+        and not (name in names or is_companion(name) or is_unfinished(name))
+    ]
+    return Run({steps[name]: place for name, place in finished.items()}, unfinished, series, aside)
 
 
 def _numbers_of(names: list[str]) -> dict[str, int]:

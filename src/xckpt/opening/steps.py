@@ -31,6 +31,8 @@ from xckpt.opening.names import is_index, is_unfinished, step_in
 from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
+from xckpt.structure import structure_of
+from xckpt.structure.axes import axes_of
 from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
@@ -148,10 +150,16 @@ def open_steps(
     failures = [result for result in results if isinstance(result, Exception)]
     if failures and (location.kind == "list" or not opened):
         raise failures[0]
-    _warn(location, opened, failures, run.unfinished)
+    _warn(location, opened, failures, run)
     labels = {file.label for file in opened}
     names = {number: names[number] for number in sorted(names) if names[number] in labels}
-    files = CheckpointFiles(location.pinned().text, (), "list", unfinished=tuple(run.unfinished))
+    files = CheckpointFiles(
+        location.pinned().text,
+        (),
+        "list",
+        competing=tuple(run.aside),
+        unfinished=tuple(run.unfinished),
+    )
     with paused_collector():
         return cast("Dataset", _combined(files, opened, (dim, names), join, parsed))
 
@@ -166,7 +174,7 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     if run is not None:
         places = list(run.steps.values())
         steps = _steps([place.text for place in places], numbers or list(run.steps))
-        return Run(dict(zip(steps, places, strict=True)), run.unfinished, [])
+        return run._replace(steps=dict(zip(steps, places, strict=True)))
     places = [location]
     if location.kind == "glob":
         places = location.expanded()
@@ -182,14 +190,14 @@ def _run_at(location: Location, numbers: Sequence[int] | None) -> Run:
     if are_ranks([place.file_name for place in finished]):
         warn(f"{location.text}: the files look like ranks of one model; xckpt.open opens them so")
     steps = _steps([place.text for place in finished], numbers)
-    return Run(dict(zip(steps, finished, strict=True)), unfinished, [])
+    return Run(dict(zip(steps, finished, strict=True)), unfinished, [], [])
 
 
 def _warn(
     location: Location,
     opened: Sequence[Opened],
     failures: Sequence[Exception],
-    unfinished: Sequence[str],
+    run: Run,
 ) -> None:
     """Warn about steps that are left out, and pass on the warnings of the others."""
     warnings: dict[str, list[str]] = defaultdict(list)
@@ -198,8 +206,15 @@ def _warn(
             warnings[text].append(base_name(file.label))
     for text, steps in warnings.items():
         warn(f"{location.text}: {some(steps, 'steps')}: {text}")
-    if unfinished:
-        warn(f"{location.text}: left out, because their writers did not end: {some(unfinished)}")
+    if run.unfinished:
+        text = some(run.unfinished)
+        warn(f"{location.text}: left out, because their writers did not end: {text}")
+    # Such as a second save of a step, or the last one without a number.
+    first = base_name(next(iter(run.steps.values())).text)
+    stem = re.split("[0-9]", first)[0].rstrip("-_.=")
+    similar = [name for name in run.aside if stem and name.startswith(stem)]
+    if similar:
+        warn(f"{location.text}: left out, because their names have no step: {some(similar)}")
     for failure in failures:
         warn(f"{location.text}: a step is left out: {failure}")
 
@@ -265,8 +280,11 @@ def _combined(
     renamed = []
     for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True):
         # Move tensors into the module of the step: ``step.100.embed``.
+        axes = axes_of(file.index)
         moved = {
-            prefix + name: replace(tensor.named(prefix + name), path=None)
+            prefix + name: replace(
+                tensor.named(prefix + name), path=None, dims=tensor.dims or axes.get(name)
+            )
             for name, tensor in tensors.items()
             if name in common
         }
@@ -278,7 +296,11 @@ def _combined(
         file_index = replace(
             opened[0].index, tensors={n: t for n, t in chosen[0].items() if n in common}
         )
-        options = _stacking(options, dim, list_arrays(opened[0].source, file_index, options))
+        listing = list_arrays(opened[0].source, file_index, options)
+        if options.stack is True:  # the layers of the model, without the steps
+            structure = structure_of(opened[0].index)
+            options = replace(options, stack=structure.repeated_modules(file_index.tensors))
+        options = _stacking(options, dim, listing)
     ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
     # The encoding distinguishes steps from layers.
@@ -323,6 +345,11 @@ def _common(
         more = len(reasons) - _MOST_NAMES
         text = f"steps have different tensors: {first_reasons}"
         text += f"; {more} more" if more > 0 else ""
+        if problems.keys() >= first.keys():
+            raise ValueError(
+                f"{text}. They have no tensor in common: parts of one model open as one with "
+                "xckpt.open and a list or a glob"
+            )
         if join == "exact":
             raise ValueError(f"{text}. join='inner' leaves them out")
         warn(f"{text}: left out")
@@ -331,8 +358,8 @@ def _common(
 
 def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
     """Return options for tensors in modules of steps, from the `listing` of a single file."""
-    modules = [options.stack] if isinstance(options.stack, str) else options.stack or ()
-    stack: Any = True if modules is True else [dim, *modules]
+    modules: Any = [options.stack] if isinstance(options.stack, str) else options.stack or ()
+    stack = [dim, *modules]
     variables = [array.name for array in listing.arrays]
     tensors = [array.tensor.name for array in listing.arrays]
     dims: dict[str, Sequence[str | None]] = {}
@@ -353,5 +380,5 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
-    mark_run(ds.variables.values(), marks, dim)
+    mark_run(ds, marks, dim)
     return ds.rename(plain)

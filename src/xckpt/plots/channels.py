@@ -22,7 +22,7 @@ from xckpt.plots.axes import (
 from xckpt.plots.layers import require_statistic
 from xckpt.plots.series import require_any, series_of
 from xckpt.plots.theme import themed
-from xckpt.structure.numbering import is_index, parse_name
+from xckpt.structure.numbering import is_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.cells import Reduced
     from xckpt.labels import TensorFilter
+    from xckpt.structure.numbering import ParsedName
     from xckpt.typing import Array
 
 # More rows or columns than a picture has pixels would hide the worst ones.
@@ -57,6 +58,7 @@ def draw_error(
 ) -> Axes:
     """Draw a statistic of each channel; see `xckpt.plots.Plots.error`."""
     from xckpt.comparison import MEASURES, compare
+    from xckpt.statistics.grouping import structure_of_names
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])
@@ -71,8 +73,10 @@ def draw_error(
     rows = {name: rows[name] for name in np.array(list(rows), object)[order]}
     title, labels = short_names(list(rows))
     blocks: list[_Block] = []
+    structure = structure_of_names(rows, result.encoding.get("origin"))
+    parsed = {name: structure.siblings_key(name) for name in rows}
     if len(rows) > _MOST_LABELS:
-        rows, blocks = _by_series(rows)
+        rows, blocks = _by_series(rows, parsed)
     height, sizes = len(rows), {row.size for row in rows.values()}
     width = min(max(sizes), _MOST_COLUMNS)
     worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
@@ -86,7 +90,7 @@ def draw_error(
     ax = new_axes(ax, 8.0, 1.8 + _INCHES_PER_ROW * min(max(height, 4), _MOST_LABELS))
     image = _draw_image(ax, values, (max(sizes) if len(sizes) == 1 else 1, height), style)
     ax.figure.colorbar(image, ax=ax, extend="both").set_label(safe(statistic))
-    _label_rows(ax, list(rows), labels, blocks)
+    _label_rows(ax, list(parsed.values()), labels, blocks)
     _label_columns(ax, sizes)
     equal = sum(int(np.isposinf(row).sum()) for row in rows.values())
     widest = max((len(block.label) for block in blocks), default=0)
@@ -113,13 +117,15 @@ class _Block(NamedTuple):
     label: str
 
 
-def _label_rows(ax: Axes, names: list[str], labels: list[str], blocks: list[_Block]) -> None:
+def _label_rows(
+    ax: Axes, parsed: list[ParsedName], labels: list[str], blocks: list[_Block]
+) -> None:
     """Label each row, or each block if there are blocks."""
     ax.tick_params("y", length=0, labelsize="small")
     if not blocks:
-        ax.set_yticks(range(len(names)), [safe(label, _WIDEST_LABEL) for label in labels])
-        if all(map(is_index, labels)):
-            ax.set_ylabel(safe(parse_name(names[0]).modules[-1]))
+        ax.set_yticks(range(len(parsed)), [safe(label, _WIDEST_LABEL) for label in labels])
+        if all(map(is_index, labels)) and parsed[0].modules:
+            ax.set_ylabel(safe(parsed[0].modules[-1]))
         return
     ax.set_yticks([])
     middles = [(block.first + block.last) / 2 for block in blocks]
@@ -137,9 +143,11 @@ def _label_columns(ax: Axes, sizes: set[int]) -> None:
         ax.set_xlabel(f"channels of each tensor, {min(sizes):,} to {max(sizes):,}")
 
 
-def _by_series(rows: Mapping[str, Array]) -> tuple[dict[str, Array], list[_Block]]:
+def _by_series(
+    rows: Mapping[str, Array], parsed: Mapping[str, ParsedName]
+) -> tuple[dict[str, Array], list[_Block]]:
     """Return the rows sorted by series, and the block of each series."""
-    _, all_series = series_of(rows, _MOST_SERIES)
+    _, all_series = series_of(parsed, _MOST_SERIES)
     ordered: dict[str, Array] = {}
     blocks = []
     for series in all_series:

@@ -90,7 +90,9 @@ def draw_histogram(
     tensors, notes = _read_distributions(obj, chosen)
     axis = _Axis(tensors, bins, scale)
     low, high = min(tensor.low for tensor in tensors), max(tensor.high for tensor in tensors)
-    title, all_series = series_of([tensor.name for tensor in tensors], MOST_LINES, chosen.ndims)
+    parsed = chosen.parsed
+    parsed = {tensor.name: parsed[tensor.name] for tensor in tensors}
+    title, all_series = series_of(parsed, MOST_LINES, chosen.ndims)
     by_name = {tensor.name: tensor for tensor in tensors}
     members = [[by_name[name] for name in series.names] for series in all_series]
     is_banded = len(tensors) > MOST_LINES
@@ -208,7 +210,8 @@ def _draw_lines(
     """Draw a line for each tensor; return a title, or "" to keep the title of the series."""
     densities = [density for tensor in tensors for density in axis.densities([tensor])]
     styles = line_styles(len(tensors))
-    numbers = [numbers_of(tensor.name) for tensor in tensors]
+    parsed = {name: parts for series in all_series for name, parts in series.parsed.items()}
+    numbers = [numbers_of(parsed[tensor.name]) for tensor in tensors]
     is_numbered = len(all_series) == 1 and len(tensors) > _FEW_LINES and len(numbers[0]) == 1
     if is_numbered:
         (module,) = numbers[0]
@@ -222,7 +225,8 @@ def _draw_lines(
         for density, line_style in zip(densities, styles, strict=True)
     ]
     if not is_numbered:
-        title, labels = title_and_labels([groups_of([tensor.name]) for tensor in tensors])
+        groups = [groups_of({tensor.name: parsed[tensor.name]}) for tensor in tensors]
+        title, labels = title_and_labels(groups)
         if len(tensors) > 1:
             add_legend(ax, handles, labels)
         return title

@@ -26,6 +26,7 @@ from xckpt.plots.axes import (
 from xckpt.plots.panels import MOST_LINES_OF_PANEL, panels_of, positions_of
 from xckpt.plots.series import (
     MOST_LINES,
+    Chosen,
     Series,
     choose,
     groups_of,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.plots.panels import Positions
+    from xckpt.structure.numbering import ParsedName
 
 #: Values that span a larger factor than this get a logarithmic axis.
 WIDE_SPAN = 100.0
@@ -124,7 +126,7 @@ def draw_layers(
     chosen = choose(obj, names)
     hue_module = hue if isinstance(hue, str) else None
     kind = hue if callable(hue) else None
-    positions = _require_positions(chosen.names, x, hue_module)
+    positions = _require_positions(chosen, x, hue_module)
     numbered = positions.names
     column = _column(obj, statistic, stats, computed, chosen.tensors.variables_of(numbered))
     column = {numbered[name]: column[name] for name in numbered if name in column}
@@ -133,10 +135,11 @@ def draw_layers(
     names_by_panel = [[row.name for row in rows]]
     if ax is None and hue is None:
         originals = {name: original for original, name in numbered.items()}
-        names_by_panel = panels_of(rows, chosen.tensors.structure, originals)
+        structure = chosen.tensors.structure
+        names_by_panel = panels_of(rows, structure, originals, positions.parsed)
     ndims = {row.name: len(row.shape) for row in rows}
     panels = [
-        _Panel(*_lines_of(members, column, positions.along, hue_module, kind=kind, ndims=ndims))
+        _Panel(*_lines_of(members, column, positions, hue_module, kind=kind, ndims=ndims))
         for members in names_by_panel
     ]
     all_axes = [ax] if ax is not None else _axes_for(panels)
@@ -150,18 +153,20 @@ def draw_layers(
     return all_axes[0]
 
 
-def _require_positions(names: Sequence[str], x: str | None, hue: str | None) -> Positions:
+def _require_positions(chosen: Chosen, x: str | None, hue: str | None) -> Positions:
     """Return the positions of tensors, also numbered in the module `hue`; raise without any."""
-    positions = positions_of(names, x)
+    structure = chosen.tensors.structure
+    positions = positions_of(chosen.names, x, hue, structure)
     numbered = {} if positions is None else positions.names
     if hue is not None:
-        numbered = {name: new for name, new in numbered.items() if hue in numbers_of(new)}
+        parsed = {} if positions is None else positions.parsed
+        numbered = {name: new for name, new in numbered.items() if hue in parsed[new].modules}
     if positions is not None and numbered and positions.along != hue:
         return positions._replace(names=numbered)
-    along = x or outermost(names)
+    along = x or outermost(map(structure.parse, chosen.names))
     condition = f"numbered along {along!r}" if along else "numbered"
     condition += f" and {hue!r}" if along and hue else ""
-    raise ValueError(f"none of {len(names)} tensors is {condition}")
+    raise ValueError(f"none of {len(chosen.names)} tensors is {condition}")
 
 
 def _axes_for(panels: Sequence[_Panel]) -> list[Axes]:
@@ -236,7 +241,7 @@ def _column(
 def _lines_of(
     names: Sequence[str],
     column: Mapping[str, float],
-    along: str,
+    positions: Positions,
     hue: str | None,
     *,
     kind: Callable[[str], Any] | None,
@@ -245,21 +250,24 @@ def _lines_of(
     """Return the title and the lines of a panel."""
     # There is a line for each series, or for each of its numbers in the module `hue`. Too many
     # lines are combined into bands.
-    title, all_series = series_of(names, most=len(names))
+    along = positions.along
+    parsed = {name: positions.parsed[name] for name in names}
+    title, all_series = series_of(parsed, most=len(names))
     if kind is not None:
-        all_series = [Series(str(kind(s.bare)), s.names, s.shared) for s in all_series]
+        all_series = [Series(str(kind(s.bare)), s.parsed, s.shared) for s in all_series]
     count, most = len(all_series), MOST_LINES_OF_PANEL if kind is None else MOST_LINES
     if hue is not None:
-        count = sum(len({numbers_of(name)[hue] for name in s.names}) for s in all_series)
+        numbers = [{numbers_of(parts)[hue] for parts in s.parsed.values()} for s in all_series]
+        count = sum(map(len, numbers))
         most = MOST_LINES
     if count <= most:
         return title, [line for s in all_series for line in _lines(s, column, along, hue)]
     if kind is None:
-        title, all_series = series_of(names, most, ndims)
+        title, all_series = series_of(parsed, most, ndims)
     else:
-        kinds: dict[str, list[str]] = {}
+        kinds: dict[str, dict[str, ParsedName]] = {}
         for series in all_series:
-            kinds.setdefault(series.label, []).extend(series.names)
+            kinds.setdefault(series.label, {}).update(series.parsed)
         all_series = [Series.of(label, groups_of(members)) for label, members in kinds.items()]
     return title, [line for s in all_series for line in _lines(s, column, along, None)]
 
@@ -267,8 +275,8 @@ def _lines_of(
 def _lines(series: Series, column: Mapping[str, float], along: str, hue: str | None) -> list[_Line]:
     """Return the lines of a series: one, or one for each number in the module `hue`, in order."""
     points_by_number: dict[int, dict[int, list[tuple[float, str]]]] = {}
-    for name in series.names:
-        numbers = numbers_of(name)
+    for name, parts in series.parsed.items():
+        numbers = numbers_of(parts)
         points = points_by_number.setdefault(0 if hue is None else numbers[hue], {})
         points.setdefault(numbers[along], []).append((column[name], name))
     lines = []

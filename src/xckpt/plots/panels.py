@@ -6,9 +6,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.notebook.folding import ascending
-from xckpt.plots.series import groups_of, numbers_of, outermost
+from xckpt.plots.series import groups_of, outermost
 from xckpt.structure import Role, Structure
-from xckpt.structure.numbering import parse_name, split_words
+from xckpt.structure.numbering import ParsedName, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,66 +36,89 @@ class Positions(NamedTuple):
 
     along: str
     names: dict[str, str]  # on the axis, by the names of the file
+    parsed: dict[str, ParsedName]  # names on the axis, taken apart
     stages: list[str]  # by position; empty if positions are the numbers themselves
 
 
-def positions_of(names: Sequence[str], along: str | None) -> Positions | None:
-    """Return the positions of tensors, or None if no names have numbers."""
-    base = along or outermost(names)
+def positions_of(
+    names: Sequence[str], along: str | None, hue: str | None, structure: Structure
+) -> Positions | None:
+    """Return the positions of tensors, or None if no names have numbers.
+
+    The caller may name numbered modules that the model does not repeat, in `along` and `hue`.
+    """
+    base = along or outermost(map(structure.parse, names))
     if base is None:
         return None
-    mine = [name for name in names if base in numbers_of(name)]
+    parsed = {name: structure.siblings_key(name) for name in names}
+    if named := {module for module in (along, hue) if module is not None}:
+        only = named.union(structure.repeated_modules())
+        parsed = {name: structure.parse(name, only) for name in names}
+    mine = {name: parts for name, parts in parsed.items() if base in parts.modules}
     if not mine or along is not None:
-        return Positions(base, {name: name for name in mine}, []) if mine else None
-    places = {name: _split_stage(name) for name in mine if parse_name(name).modules[0] == base}
-    insides = {_template(inside) for _, inside in places.values()}
-    for name in names:
-        if name not in places and base not in numbers_of(name):
-            place = _other_stage(name, insides)
+        return Positions(base, {name: name for name in mine}, mine, []) if mine else None
+    places = {n: _split_stage(parts) for n, parts in mine.items() if parts.modules[0] == base}
+    insides = {place.inside.template for place in places.values()}
+    for name, parts in parsed.items():
+        if name not in mine:
+            place = _other_stage(parts, insides)
             places |= {name: place} if place is not None else {}
-    stages = list(dict.fromkeys(stage for stage, _ in places.values()))
-    modules = {(parse_name(stage).modules or (stage,))[-1] for stage in stages}
+    stages = list(dict.fromkeys(place.stage for place in places.values()))
     # The layers of an encoder and of a decoder have the same numbers.
-    if len(modules) < 2 or len(places) < len(mine):
-        return Positions(base, {name: name for name in mine}, [])
+    if len({place.module for place in places.values()}) < 2 or len(places) < len(mine):
+        return Positions(base, {name: name for name in mine}, mine, [])
     ordered = sorted(stages)
     ordered = [ordered[at] for at in ascending(ordered)]
-    numbers = {stage: number for number, stage in enumerate(ordered)}
-    renamed = {n: f"{_STAGE}.{numbers[stage]}{inside}" for n, (stage, inside) in places.items()}
-    return Positions(_STAGE, renamed, ordered)
+    numbers = {stage: str(number) for number, stage in enumerate(ordered)}
+    renamed = {name: place.renamed(numbers[place.stage]) for name, place in places.items()}
+    new_names = {name: "".join(parts.pieces) for name, parts in renamed.items()}
+    return Positions(
+        _STAGE, new_names, {new_names[name]: parts for name, parts in renamed.items()}, ordered
+    )
 
 
-def _split_stage(name: str) -> tuple[str, str]:
+class _Place(NamedTuple):
+    """A tensor in one of several stages with the same tensors."""
+
+    stage: str
+    module: str  # the word of the stage
+    inside: ParsedName  # the rest of the name
+
+    def renamed(self, number: str) -> ParsedName:
+        """Return the name with a number for the stage."""
+        template, modules, indices = self.inside
+        return ParsedName((f"{_STAGE}.", None, *template), (_STAGE, *modules), (number, *indices))
+
+
+def _split_stage(parts: ParsedName) -> _Place:
     """Split a name after its first number."""
-    stage = parse_name(name).outermost
-    return stage, name.removeprefix(stage)
+    depth = parts.template.index(None) + 1
+    inside = ParsedName(parts.template[depth:], parts.modules[1:], parts.indices[1:])
+    return _Place(parts.outermost, parts.modules[0], inside)
 
 
-def _other_stage(name: str, insides: set[str]) -> tuple[str, str] | None:
+def _other_stage(parts: ParsedName, insides: set[tuple[str | None, ...]]) -> _Place | None:
     """Split a name where a tensor that stages repeat begins, after a number or one word."""
-    parts = parse_name(name)
-    if parts.indices:
-        stage, inside = _split_stage(name)
-        if _template(inside) in insides:
-            return stage, inside
-    first = parts.pieces[0]
-    inside = name.removeprefix(first)
-    return (first, inside) if inside and _template(inside) in insides else None
-
-
-def _template(inside: str) -> str:
-    return "".join("*" if part is None else part for part in parse_name(inside).template)
+    if parts.indices and (place := _split_stage(parts)).inside.template in insides:
+        return place
+    first = parts.template[0]
+    if first is None or not parts.template[1:] or parts.template[1:] not in insides:
+        return None
+    return _Place(first, first, parts._replace(template=parts.template[1:]))
 
 
 # --- panels --------------------------------------------------------------------------------------
 
 
 def panels_of(
-    rows: Iterable[Row], structure: Structure, originals: Mapping[str, str]
+    rows: Iterable[Row],
+    structure: Structure,
+    originals: Mapping[str, str],
+    parsed: Mapping[str, ParsedName],
 ) -> list[list[str]]:
     """Divide tensors into panels by their kinds, and by their modules if they are many.
 
-    `originals` has the names of the tensors in the file.
+    `originals` has the names of the tensors in the file, and `parsed` the names taken apart.
     """
     # Weights come first, then gains of norms, biases, and other roles.
     rows = list(rows)
@@ -114,7 +137,7 @@ def panels_of(
     panels = [names for names in panels if names]
     place = 0
     while place < len(panels):
-        parts = _by_module(panels[place])
+        parts = _by_module({name: parsed[name] for name in panels[place]})
         if 1 < len(parts) <= MOST_PANELS - len(panels) + 1:
             panels[place : place + 1] = parts
         else:
@@ -122,17 +145,20 @@ def panels_of(
     return panels
 
 
-def _by_module(names: list[str]) -> list[list[str]]:
+def _by_module(parsed: Mapping[str, ParsedName]) -> list[list[str]]:
     """Divide tensors by the first word in which their names differ, but not into single lines."""
-    templates = {group.template: split_words(group.template) for group in groups_of(names)}
+    templates = {group.template: split_words(group.template) for group in groups_of(parsed)}
     columns = enumerate(zip(*templates.values(), strict=False))
     depth = next((at for at, column in columns if len(set(column)) > 1), None)
     if depth is None or len(templates) <= _FEW_LINES:
-        return [names]
+        return [list(parsed)]
     modules: dict[str, list[str]] = {}
-    for name in names:
-        modules.setdefault(templates[parse_name(name).template][depth], []).append(name)
-    counts = {module: len(groups_of(members)) for module, members in modules.items()}
+    for name, parts in parsed.items():
+        modules.setdefault(templates[parts.template][depth], []).append(name)
+    counts = {
+        module: len({parsed[name].template for name in members})
+        for module, members in modules.items()
+    }
     several = [members for module, members in modules.items() if counts[module] > 1]
     single = [name for module in modules if counts[module] == 1 for name in modules[module]]
-    return [*several, *([single] if single else [])] if several else [names]
+    return [*several, *([single] if single else [])] if several else [list(parsed)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product, starmap, takewhile
+from itertools import starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
@@ -16,7 +16,6 @@ from xckpt.structure import Role
 from xckpt.structure.numbering import (
     drop_indices,
     is_index,
-    parse_name,
     split_leaf,
     split_words,
     strip_separator,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
+    from xckpt.structure.numbering import ParsedName
 
 _BY_DEFAULT = frozenset({Role.WEIGHT, Role.CODES, Role.AVERAGE})
 _DRAWN = frozenset(Role) - {Role.COUNTER, Role.STEP, Role.CONSTANT, Role.STATE}
@@ -48,6 +48,11 @@ class Chosen:
     #: Tensors that are left out.
     note: str
     roles: dict[str, Role]
+
+    @property
+    def parsed(self) -> dict[str, ParsedName]:
+        """Names of the tensors, taken apart."""
+        return {name: self.tensors.structure.siblings_key(name) for name in self.names}
 
     @property
     def rows(self) -> list[Row]:
@@ -128,25 +133,31 @@ class Series:
     """Tensors whose names differ in the numbers of their modules, or in little more."""
 
     label: str
-    names: list[str]
+    #: Names of the tensors, taken apart.
+    parsed: Mapping[str, ParsedName]
     #: Words that all names have.
     shared: frozenset[str]
 
     @classmethod
     def of(cls, label: str, groups: Sequence[_Siblings]) -> Series:
         """Return a series of groups of tensors."""
-        names = [name for group in groups for name in group.names]
+        parsed = {name: group.names[name] for group in groups for name in group.names}
         every = [frozenset(split_words(group.template)) for group in groups]
-        return cls(label, names, frozenset.intersection(*every))
+        return cls(label, parsed, frozenset.intersection(*every))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self.parsed)
 
     @property
     def bare(self) -> str:
         """The first name without numbers."""
-        return drop_indices(parse_name(self.names[0]).template)
+        return drop_indices(self.parsed[self.names[0]].template)
 
     def place(self, name: str) -> str:
         """Return the place of a tensor in the series: ``layer 17, expert 3``."""
-        parts = parse_name(name)
+        parts = self.parsed[name]
         numbers = zip(parts.modules, parts.indices, strict=True)
         places = [f"{one_of(base)} {index}" for base, index in numbers]
         places += [word for word in split_words(parts.template) if word not in self.shared]
@@ -162,24 +173,24 @@ class _Siblings(NamedTuple):
     """Tensors whose names differ in numbers only."""
 
     template: tuple[str | None, ...]
-    names: list[str]
+    names: dict[str, ParsedName]
 
 
-def groups_of(names: Iterable[str]) -> list[_Siblings]:
+def groups_of(parsed: Mapping[str, ParsedName]) -> list[_Siblings]:
     """Group tensors by their names without numbers."""
-    groups: dict[Any, list[str]] = {}
-    for name in names:
-        groups.setdefault(parse_name(name).template, []).append(name)
+    groups: dict[Any, dict[str, ParsedName]] = {}
+    for name, parts in parsed.items():
+        groups.setdefault(parts.template, {})[name] = parts
     return list(starmap(_Siblings, groups.items()))
 
 
 def series_of(
-    names: Iterable[str], most: int = MOST_LINES, ndims: Mapping[str, int] | None = None
+    parsed: Mapping[str, ParsedName], most: int = MOST_LINES, ndims: Mapping[str, int] | None = None
 ) -> tuple[str, list[Series]]:
     """Group tensors by their names without numbers; return the shared pattern and the series."""
     # If there are more than `most`, series whose names differ in one word are united, as in the
     # summary, and then the smallest of the rest.
-    bundles = [[group] for group in groups_of(names)]
+    bundles = [[group] for group in groups_of(parsed)]
     if len(bundles) > most:
         bundles = _united([group for (group,) in bundles], ndims or {})
     is_cut = len(bundles) > most
@@ -199,13 +210,11 @@ def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[
     rows = {
         Row("".join("0" if part is None else part for part in template), kind, (), 0): at
         for at, (template, names) in enumerate(groups)
-        for kind in [f"{template[-1]} {ndims.get(names[0])}"]
+        for kind in [f"{template[-1]} {ndims.get(next(iter(names)))}"]
     }
-    bundles = []
-    for family in united(families_of(rows)):
-        pieces = ([part] if isinstance(part, str) else part for part in family.components)
-        spelled = (Row("".join(name), family.dtype, (), 0) for name in product(*pieces))
-        bundles.append(sorted(rows[row] for row in spelled))
+    numbers = list(rows.values())
+    families = united(families_of(rows))
+    bundles = [sorted([numbers[place] for place in family.places]) for family in families]
     return [[groups[at] for at in places] for places in sorted(bundles)]
 
 
@@ -221,34 +230,39 @@ def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[
         return text, apart([text])
     every = [group for bundle in bundles for group in bundle]
     if all(len(bundle) == len(bundle[0].names) == 1 for bundle in bundles):
-        return _title_and_labels_of_names([group.names[0] for group in every])
+        single = [group.names.items() for group in every]
+        return _title_and_labels_of_names({n: parts for items in single for n, parts in items})
     columns = zip(*(group.template[:-1] for group in every), strict=False)
     depth = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
     labels = apart([_label(bundle, depth) for bundle in bundles])
-    names = [name for group in every for name in group.names]
+    parsed = {name: group.names[name] for group in every for name in group.names}
     if not depth:
-        return counted(len(names), "tensor"), labels
+        return counted(len(parsed), "tensor"), labels
     starred = []
-    for name in names:
-        inside = _inside(name, depth)
+    for name, parts in parsed.items():
+        inside = _inside(parts, depth)
         starred.append(name.removesuffix(strip_separator(inside)) + "*")
     return _patterns(starred)[0], labels
 
 
-def _title_and_labels_of_names(names: list[str]) -> tuple[str, list[str]]:
+def _title_and_labels_of_names(parsed: Mapping[str, ParsedName]) -> tuple[str, list[str]]:
     """Return the words that names of single tensors share, and the rest of each."""
-    title, labels = short_names(names)
+    title, labels = short_names(list(parsed))
     if not title or title == "*":
-        return counted(len(names), "tensor"), labels
+        return counted(len(parsed), "tensor"), labels
     if all(map(is_index, labels)):  # indices of a module with a star in the title
-        before = parse_name(names[0].partition(labels[0])[0] + "0").modules
-        labels = [f"{one_of(before[-1])} {label}" for label in labels] if before else labels
+        columns = zip(*[parts.indices for parts in parsed.values()], strict=False)
+        place = next((at for at, column in enumerate(columns) if len(set(column)) > 1), None)
+        if place is not None:
+            module = one_of(next(iter(parsed.values())).modules[place])
+            labels = [f"{module} {label}" for label in labels]
     return title, labels
 
 
 def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     """Write the pattern of names without the modules that all share; one name as it is."""
-    names = [strip_separator(_inside(n, depth)) for group in bundle for n in group.names]
+    parsed = [parts for group in bundle for parts in group.names.values()]
+    names = [strip_separator(_inside(parts, depth)) for parts in parsed]
     if len(names) == 1:
         return names[0]
     patterns = _patterns(names)
@@ -258,24 +272,23 @@ def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     return " | ".join(patterns)
 
 
-def _inside(name: str, depth: int) -> str:
+def _inside(parsed: ParsedName, depth: int) -> str:
     """Return a name without its first pieces."""
-    return "".join(parse_name(name).pieces[depth:])
+    return "".join(parsed.pieces[depth:])
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
     return [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names)]
 
 
-def numbers_of(name: str) -> dict[str, int]:
+def numbers_of(parsed: ParsedName) -> dict[str, int]:
     """Return the numbers of a tensor's modules; the outermost number of modules with one name."""
-    parts = parse_name(name)
-    pairs = zip(reversed(parts.modules), reversed(parts.indices), strict=True)
+    pairs = zip(reversed(parsed.modules), reversed(parsed.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
 
-def outermost(names: Iterable[str]) -> str | None:
+def outermost(parsed: Iterable[ParsedName]) -> str | None:
     """Return the most frequent outermost numbered module."""
-    first = Counter(next(iter(parse_name(name).modules), None) for name in names)
+    first = Counter(next(iter(parts.modules), None) for parts in parsed)
     first.pop(None, None)
     return first.most_common(1)[0][0] if first else None

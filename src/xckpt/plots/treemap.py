@@ -13,7 +13,7 @@ from xckpt.notebook.short_names import apart
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
 from xckpt.plots.series import require_any
 from xckpt.plots.theme import themed
-from xckpt.structure.numbering import parse_name, split_name, strip_separator
+from xckpt.structure.numbering import split_name, strip_separator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Ax
     require_any(chosen, rows, names)
     root = _Module("")
     for name in chosen:
-        template = parse_name(name).template
+        template = tensors.structure.siblings_key(name).template
         root.add(rows[name], [_ANY if piece is None else piece for piece in template])
     root = _collapse_chains(root)
     if not root.nbytes:

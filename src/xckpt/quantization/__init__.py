@@ -4,8 +4,9 @@ GPTQ, AWQ and others store a quantised weight as several tensors: codes, scales,
 `assemble_weights` takes the `Index` of a model, whatever its format, and replaces these tensors by
 the weight that they encode, with the name and shape that it has in the model without quantisation.
 
-The room may import `index`, `elements` and `errors`; it reads no files. Read `model` first, which
-all schemes build on, then `gptq` as an example of one.
+The structure of the stored tensors names the codes. The room may import `structure`, `index`,
+`elements` and `errors`; it reads no files. Read `model` first, which all schemes build on, then
+`gptq` as an example of one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
 from xckpt.index import Tensor
-from xckpt.quantization.bitsandbytes import match_bitsandbytes
+from xckpt.quantization.bitsandbytes import match_bitsandbytes, names_with_state
 from xckpt.quantization.comfy import match_comfy
 from xckpt.quantization.compressed_tensors import compressed_problem, match_compressed
 from xckpt.quantization.full_bytes import float8_problem, match_full_bytes
@@ -24,6 +25,7 @@ from xckpt.quantization.gptq import awq_problem, gptq_problem, match_qweight
 from xckpt.quantization.mlx import match_mlx, mlx_problem
 from xckpt.quantization.model import FLOATS, LayoutError, Model, short_name
 from xckpt.quantization.small_floats import match_gpt_oss, match_modelopt
+from xckpt.structure import PARAMETERS, Role, structure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.quantization.config import Declaration
     from xckpt.quantization.model import Weight
+    from xckpt.structure import Structure
 
     # Weights that are left as stored: by the rule that they break, the names and errors.
     Failures = dict[str, list[tuple[str, LayoutError]]]
@@ -41,17 +44,7 @@ __all__ = ["assemble_weights", "may_be_quantized"]
 _CODE_TYPES = frozenset(
     {"int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"}
 )
-# Endings of the names of tensors that have such types but no codes.
-_COMPANIONS = (
-    "_scale", "_scale_inv", "_scale_2", "_scales", ".scale", ".scales", "_zero_point", ".qzeros",
-    ".g_idx", "_g_idx", ".absmax", "_shape", ".SCB", ".nested_absmax", "_format",
-    ".scale_weight", ".scale_input", ".comfy_quant",
-)  # fmt: skip
-# Endings of the names of codes, whatever their type.
-_CODES = ("_packed", ".qweight", "_blocks", ".bitmask")
 _SHOWN_NAMES = 3
-# Endings that bitsandbytes adds to the name of the codes, whatever their type.
-_STATES = (".absmax", ".quant_map")
 
 # The matchers for each declared method, in order; all of them if the model declares no method. A
 # matcher takes a tensor with codes, and returns its weight, or None if the scheme is another one.
@@ -108,9 +101,10 @@ def assemble_weights(
         problem = _PROBLEMS[declaration.method](declaration.config)
     if problem is not None:
         warnings.append(f"quantised weights stay as stored: {problem}")
-        return replace(index, warnings=tuple(warnings))
+        attrs = {**declaration.files, **index.attrs}
+        return replace(index, attrs=attrs, warnings=tuple(warnings))
     model = Model(index.tensors, declaration, read, index.attrs)
-    weights, failures = _find_weights(model)
+    weights, failures = _find_weights(model, structure_of(index))
     used = {stored.name for weight in weights.values() for stored, _ in weight.parts.values()}
     for name, error in _orphaned_scales(model, used):
         failures[error.rule].append((name, error))
@@ -125,6 +119,10 @@ def assemble_weights(
                 parts={role: part for role, (_, part) in weight.parts.items()},
                 layout="quantized",
                 attrs=tensor.attrs,
+                # The weight has the place in the model that its codes have.
+                dims=tensor.dims if tensor.shape == weight.shape else None,
+                path=tensor.path if weight.name == name else None,
+                declared=tensor.declared,
                 quantization=weight.quantization,
                 strict=weight.strict,
                 stored={role: stored for role, (stored, _) in weight.parts.items()},
@@ -132,27 +130,24 @@ def assemble_weights(
             )
         elif name not in used:
             tensors[name] = tensor
-    attrs = dict(index.attrs)
-    if weights:
-        for name, content in declaration.files.items():
-            attrs.setdefault(name, content)
+    is_quantized = bool(weights or declaration.config)
+    attrs = {**(declaration.files if is_quantized else {}), **index.attrs}
     warnings += [*_explain(failures), *model.warnings]
     return replace(index, tensors=tensors, attrs=attrs, warnings=tuple(warnings))
 
 
-def _find_weights(model: Model) -> tuple[dict[str, Weight], Failures]:
+def _find_weights(model: Model, structure: Structure) -> tuple[dict[str, Weight], Failures]:
     """Return all weights by the names of their codes, and the weights that cannot be decoded."""
     weights: dict[str, Weight] = {}
     failures: Failures = defaultdict(list)
-    with_state = {
-        name.removesuffix(suffix)
-        for name in model.tensors
-        for suffix in _STATES
-        if name.endswith(suffix)
-    }
-    for name, tensor in model.tensors.items():
-        has_codes = tensor.dtype in _CODE_TYPES or name.endswith(_CODES) or name in with_state
-        if not has_codes or tensor.problem is not None or name.endswith(_COMPANIONS):
+    with_state = names_with_state(model)
+    for name, role in structure.roles.items():
+        tensor = model.tensors[name]
+        if role not in PARAMETERS or tensor.problem is not None:
+            continue
+        # In a model that declares its method, faulty codes may have any type.
+        may_be_codes = role is Role.CODES or tensor.dtype in _CODE_TYPES or name in with_state
+        if not may_be_codes and model.method is None:
             continue
         try:
             weight = _match(model, name, tensor)

@@ -34,6 +34,16 @@ _INT8_FACTOR = 7.874015718698502e-3
 _MAX_FLOAT32 = 3.4e38
 
 
+def names_with_state(model: Model) -> set[str]:
+    """Return the names of codes of any type that have scales or a table next to them."""
+    return {
+        name.removesuffix(ending)
+        for name in model.tensors
+        for ending in (".absmax", ".quant_map")
+        if name.endswith(ending)
+    }
+
+
 def match_bitsandbytes(model: Model, name: str, codes: Tensor) -> Weight | None:
     """Match 4-bit codes with a table, or 8-bit integers with a scale for each row."""
     types = [

@@ -13,20 +13,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
+from xckpt.structure.facts import declarations_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _MAX_DEPTH = 64
-# Keys of `config.json` that declare a method, best first. `compression_config` is a declaration or
-# contains one.
-_PLACES = (
-    ("quantization_config",),
-    ("text_config", "quantization_config"),
-    ("compression_config", "quantization_config"),
-    ("compression_config",),
-    ("quantization",),
-)
 # Other files, with their default method and the key of the declaration.
 _FILES = {
     "hf_quant_config": ("modelopt", "quantization"),
@@ -99,17 +91,14 @@ def find_declaration(load: Callable[[str], dict[str, Any] | None]) -> Declaratio
 
 def _declaration_in_config(config: dict[str, Any], warnings: list[str]) -> Declaration | None:
     """Return the declaration in a ``config.json``, and add to its warnings."""
-    for place in _PLACES:
-        value: Any = config
-        for key in place:
-            value = value.get(key) if isinstance(value, dict) else None
+    for place, value in declarations_in(config):
         if isinstance(value, dict):
             mlx = config.get("quantization")
             if "quant_method" not in value and isinstance(mlx, dict):
                 return Declaration("mlx", mlx)
             default = "compressed-tensors" if place[0] == "compression_config" else None
             return _declaration_of(value, default)
-        if value is not None and len(place) == 1:
+        if len(place) == 1:
             text = f"config.json is ignored: {place[0]!r} is {value!r:.40}, not an object"
             warnings.append(text)
     return None

@@ -38,7 +38,6 @@ from xckpt.scan.kinds import require_numbers
 from xckpt.scan.readers import ArrayReader, ChunkedTensor, UnreadableReader, reader_of
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
-from xckpt.structure.numbering import parse_name
 from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
     if unknown:
         dim = str(min(unknown, key=str))
         hint = suggest_names(sorted(map(str, existing)), dim)
-        if not hint and any(dim in parse_name(str(name)).modules for name in tensors.variables):
+        if not hint and dim in tensors.structure.repeated_modules():
             hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
         raise ValueError(f"no variable has the dimension {shown(dim)}{hint}")
 

@@ -31,7 +31,7 @@ OF_CHANNELS = (
     *("at_ends", "spare_bits", "dead_columns", "dead_block"),
     *("faint_rows", "faint_row", "outlier_rows", "outlier_columns", "top_row", "top_column"),
     *("row_count", "column_count", "empty_rows", "first_empty_row", "first_dead_column"),
-    *("next_largest", "equal_rows"),
+    *("next_largest", "equal_rows", "repeated_rows", "product_l2"),
 )
 #: Magnitude beyond which elements are outliers, in standard deviations.
 OUTLYING = 20.0
@@ -155,7 +155,8 @@ def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[f
         statistics["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
         statistics["dead_block"] = float(max(map(_block, patterns)))
         if not kind.exact:
-            statistics["equal_rows"] = _most_equal(patterns[0])
+            most, number = _equal(patterns[0])
+            statistics["equal_rows"], statistics["repeated_rows"] = float(most), float(number)
         rows, columns = (_magnitudes(side, kind) for side in patterns)
         alive = rows[rows > 0]
         # `numpy.median` would double the duration of this function.
@@ -165,6 +166,10 @@ def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[f
         statistics["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
         statistics["first_empty_row"] = _first(patterns[0] == 0)
         statistics["first_dead_column"] = _first(patterns[1] == 0)
+        if len(alive) and len(columns):
+            # A matrix of rank 1 is the product of these two vectors.
+            squares = float(np.dot(rows, rows)) * float(np.dot(columns, columns))
+            statistics["product_l2"] = float(np.sqrt(squares) / rows.max())
         if kind.is_float and std > 0:
             statistics["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
             statistics["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))
@@ -183,11 +188,16 @@ def _second(values: Array) -> float:
     return float(np.partition(values, -2)[-2]) if len(values) > 1 else 0.0
 
 
-def _most_equal(patterns: Array) -> float:
-    """Return the largest number of rows with the same largest element, zero aside."""
+def _equal(patterns: Array) -> tuple[int, int]:
+    """Return how many rows have the same largest element, and how many have that of an earlier one.
+
+    Rows of zeros are left out.
+    """
     alive = np.sort(patterns[patterns > 0])
+    if not len(alive):
+        return 0, 0
     starts = np.flatnonzero(np.diff(alive, prepend=0))
-    return float(np.diff(np.append(starts, len(alive))).max()) if len(alive) else 0.0
+    return int(np.diff(np.append(starts, len(alive))).max()), len(alive) - len(starts)
 
 
 def _sides(sketch: ChannelSketch, reader: Any) -> list[Array]:

@@ -25,7 +25,6 @@ from xckpt.statistics.singular import MERGES as MERGES_OF_SPECTRA
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.tables import named_tensors, tensor_rows
 from xckpt.structure import Described, Role, Structure
-from xckpt.structure.numbering import drop_indices, parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -106,7 +105,7 @@ def structure_of_names(names: Iterable[str], origin: DescribedTensors | None) ->
     for name in unknown:
         owner = described.get(name.rpartition(":")[0], Described(name, "float32", (2, 2)))
         described[name] = owner._replace(name=name)
-    return Structure(described.values())
+    return Structure(described.values(), known.facts)
 
 
 def _labels(key: str, names: Sequence[str], structure: Structure) -> list[Any]:
@@ -156,13 +155,9 @@ def _no_labels(key: str, names: Sequence[str], structure: Structure) -> str:
     return f"no tensor has a number for {key!r} in its name; {listed}"
 
 
-def _module_label(_: Structure, name: str) -> str:
-    return drop_indices(parse_name(split_leaf(name)[0]).template)
-
-
 _KEYS: Mapping[str, Callable[[Structure, str], str]] = {
     "role": lambda structure, name: structure.roles[name].value,
-    "module": _module_label,
+    "module": Structure.bare_module,
     "kind": Structure.module_type,
     "component": Structure.component,
     "dtype": lambda structure, name: structure.described(name).dtype,

@@ -13,8 +13,8 @@ role            names and types
 ``scale``       scales, zero points, shapes and group indices of codes
 ``statistic``   ``running_mean``, ``moving_variance``, ``batch_stats/.../var``
 ``counter``     ``num_batches_tracked`` and other scalars that count
-``constant``    masks, positions, frequencies, fixed transforms; booleans, and integers that are
-                not codes
+``constant``    masks, positions, frequencies, fixed transforms, settings below ``config``;
+                booleans, and integers that are not codes
 ``codes``       integers and small floats with scales next to them, or with names of weights
 ``weight``      everything else
 ==============  ==================================================================================
@@ -29,6 +29,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from xckpt.structure.forms import masked
 from xckpt.structure.info import OF_TRAINING, Role
 from xckpt.structure.numbering import split_leaf, split_name
 
@@ -60,6 +61,8 @@ _AVERAGES = _words(
     r"""ema | ema_(model|params|state_dict|weights) | (model|params|state_dict|weights)_ema
     | shadow_params | averaged?_(model|params)"""
 )
+# Settings that a program saves beside the weights, which may be tensors.
+_SETTINGS = _words(r"config | cfg | k?w?args | hparams | hyper_?parameters | settings")
 _BURN = _words(r"momentum | lr_decay | square_avg | centered | __rank")
 
 # Tensors of an optimizer: words anywhere in a name, and parts after a colon.
@@ -92,8 +95,8 @@ _FIXED = _words(
     | w0j\w* | wigner\w* | clebsch\w*) | _?w0j_\w+"""
 )
 _FIXED_MODULE = _words(
-    r"""(\w*_)?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)? | mel_?scale
-    | mfcc)(_conv\w*)?"""
+    r"""([\w-]*[_-])?(stft | istft | cqt\w* | cq_?t0\w* | spectrogram | mel_?spec(trogram)?
+    | mel_?scale | mfcc)([_-](conv | real | imag)[\w-]*)?"""
 )
 _SCALE = _words(
     r"""(weight|input|output|act(ivation)?|prob_output|[qkv])_(global_)?scales?(_inv|_0)?
@@ -124,6 +127,8 @@ def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
     is_scalar = axes == 0
     if part and (role := _role_of_part(part)) is not None:
         return role
+    if len(words) > 1 and _SETTINGS.fullmatch(words[0]):
+        return Role.CONSTANT
     if any(map(_TRAINING.fullmatch, front)):
         return Role.STATE
     is_numbered = len(words) > 1 and words[0] == "0" and _BURN.fullmatch(words[1]) is not None
@@ -168,7 +173,7 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
         return Role.SCALE
     if axes == 0 and (is_integer or _COUNTER.fullmatch(last)):
         return Role.COUNTER
-    if dtype == "bool" or (is_square and last == "bias") or _CONSTANT.fullmatch(last):
+    if dtype.startswith("bool") or (is_square and last == "bias") or _CONSTANT.fullmatch(last):
         return Role.CONSTANT
     if is_fixed(words):
         return Role.CONSTANT
@@ -203,7 +208,7 @@ def roles_beside_codes(
     modules = set()
     for name, scales in codes.items():
         changed[scales] = Role.SCALE
-        if roles[name] in {Role.WEIGHT, Role.CONSTANT}:
+        if roles[name] in _MAY_BE_CODES:
             changed[name] = Role.CODES
         if changed.get(name, roles[name]) is Role.CODES:
             modules.add(split_leaf(name)[0])
@@ -211,10 +216,10 @@ def roles_beside_codes(
         if roles[name] is Role.CONSTANT:
             changed[name] = Role.SCALE
     for name, role in roles.items() if modules else ():
-        module, _, last = split_leaf(name)
-        is_weight = changed.get(name, role) is Role.WEIGHT
-        if is_weight and _SCALE_OF_MODULE.fullmatch(last) and module in modules:
-            changed[name] = Role.SCALE
+        if changed.get(name, role) is Role.WEIGHT:
+            module, _, last = split_leaf(name)
+            if module in modules and _SCALE_OF_MODULE.fullmatch(last):
+                changed[name] = Role.SCALE
     return changed, codes | companions
 
 
@@ -258,6 +263,12 @@ _ATTENTION = _words(
     | output_dense | query_key_value | w[qkvo] | w_qkv | self_?att\w*"""
 )
 _PARAM = re.compile(r"[./](weight|kernel)$")
+_RECURRENT = re.compile(r"(^|[./])weight_(ih|hh|hr)(_l0(_reverse)?)?$")
+_BIAS = _words(r"(\w+_)?bias(_(ih|hh)(_l0(_reverse)?)?)? | beta")
+_VARIANCE = _words(r"(\w+_)?(var|variance)")
+_ZERO_POINT = _words(
+    r"\w*zero\w* | \w*biases | \w*offset | \w*idx | \w*shape | \w*quant_map0? | perm"
+)
 _CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
 _COMPONENTS = frozenset(
     {
@@ -283,11 +294,33 @@ def _module_type(name: str, ndim: int, *, may_route: bool) -> str:
         return "router"
     if _EMBEDDING.search(name):
         return "embedding"
+    if ndim == 2 and _RECURRENT.search(name):
+        return "recurrent"
     if ndim < 2 or module == name:
         return ""
     if ndim in {4, 5} or (ndim == 3 and _CONVOLUTION.search(name)):
         return "convolution"
     return "linear" if ndim == 2 else ""
+
+
+def names_bias(param: str) -> bool:
+    """Return whether the name of a tensor in its module is that of a bias."""
+    return _BIAS.fullmatch(_NUMBER.sub("0", param)) is not None
+
+
+def names_variance(param: str) -> bool:
+    """Return whether the name of a statistic in its module is that of a variance."""
+    return _VARIANCE.fullmatch(param.removesuffix(":0")) is not None
+
+
+def names_counter(param: str) -> bool:
+    """Return whether the name of a tensor in its module is that of a number that only grows."""
+    return _COUNTER.fullmatch(param) is not None
+
+
+def names_zero_point(param: str) -> bool:
+    """Return whether the name of a tensor beside codes is that of zero points or positions."""
+    return _ZERO_POINT.fullmatch(_NUMBER.sub("0", param)) is not None
 
 
 def slot_by_name(name: str) -> str:
@@ -301,6 +334,30 @@ def names_experts(name: str) -> bool:
     return "expert" in name
 
 
+_SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer"}
+
+
+_OF_SQUARES = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
+
+
+def is_of_squares(name: str) -> bool:
+    """Return whether a moment is an average of squares, as in Adam."""
+    return _OF_SQUARES.search(name) is not None
+
+
+_INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
+
+
+def begins_as_zeros(name: str) -> bool:
+    """Return whether a matrix is all zeros in a new model, as the second factor of an adapter."""
+    return _INITIAL_MATRIX.search(name) is not None
+
+
+def repeated_module(word: str) -> str:
+    """Return what a repeated module is called in all conventions: ``"layer"``, ``"expert"``."""
+    return "expert" if names_experts(word) else _SINGULAR.get(word, word.removesuffix("s"))
+
+
 def component_by_name(name: str, role: Role) -> str:
     """Return the part of a checkpoint that a tensor belongs to."""
     if role in OF_TRAINING:
@@ -310,11 +367,13 @@ def component_by_name(name: str, role: Role) -> str:
 
 # --- codes and scales ----------------------------------------------------------------------------
 
+_MAY_BE_CODES = frozenset({Role.WEIGHT, Role.CONSTANT, Role.COUNTER})
 # Element types of codes, one per element or several in a word.
 _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
 # Endings of the names of codes and zero points, which the name of their scales does not have.
-_ENDINGS = re.compile(
-    r"(_packed|_blocks|_qdata|_quantized|_zero_point|\._data|:data|:zero_points)$"
+_ENDINGS = (
+    *("_packed", "_blocks", "_qdata", "_quantized", "_zero_point"),
+    *("._data", ":data", ":zero_points"),
 )
 _SCALES = (
     *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
@@ -344,13 +403,24 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
     companions: dict[str, str] = {}
     if not code_types:
         return codes, companions
-    for name, dtype in dtypes.items():
-        if dtype in code_types:
-            scales = next(
-                (candidate for candidate in _possible_scales(name) if candidate in dtypes), None
-            )
-            if scales is not None:
+    # 100,000 names have few masks, and the mask of a name of scales is one of them.
+    masks = masked(list(dtypes))
+    present = set(masks)
+    edits: dict[str, list[tuple[int, str]]] = {}
+    for (name, dtype), mask in zip(dtypes.items(), masks, strict=True):
+        if dtype not in code_types:
+            continue
+        if mask not in edits:
+            edits[mask] = [
+                (cut, ending)
+                for cut, ending in _edits_to_scales(mask)
+                if mask[: len(mask) - cut] + _NUMBER.sub("0", ending) in present
+            ]
+        for cut, ending in edits[mask]:
+            scales = name[: len(name) - cut] + ending
+            if scales in dtypes:
                 codes[name] = scales
+                break
     if not codes:
         return codes, companions
     modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
@@ -367,15 +437,18 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
     return codes, companions
 
 
-def _possible_scales(name: str) -> Iterator[str]:
-    """Yield the names that the scales of a tensor may have."""
-    stem = _ENDINGS.sub("", name)
+def _edits_to_scales(name: str) -> Iterator[tuple[int, str]]:
+    """Yield how many characters to cut off a name, and what to append, for those of its scales."""
+    stem = name
+    if name.endswith(_ENDINGS):
+        stem = name.removesuffix(next(ending for ending in _ENDINGS if name.endswith(ending)))
+    cut = len(name) - len(stem)
     for ending in _SCALES:
-        yield stem + ending
+        yield cut, ending
     if stem.endswith("_scale"):
         for ending in _SCALES_OF_SCALES:
-            yield stem.removesuffix("_scale") + ending
-    module, separator, leaf = split_leaf(stem)
+            yield cut + len("_scale"), ending
+    leaf = split_leaf(stem)[2]
     if leaf in _MODULE_CODES:
         for scales in _MODULE_SCALES:
-            yield module + separator + scales
+            yield cut + len(leaf), scales

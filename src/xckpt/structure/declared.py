@@ -2,21 +2,29 @@
 
 `Tensor.declared` has facts, not conclusions; the rules are here, once for all formats:
 
-=============  =====================================================================================
-fact           meaning
-=============  =====================================================================================
-``uses``       operators of a graph that use the tensor: for each the name, the position among the
-               inputs, and the operators that compute the other inputs
-``node``       name of the first of them, which often is the path of a module
-``constant``   True for the value of a node, rather than an initializer
-``attribute``  True for a tensor in an attribute of a node
-``class``      class of the layer in snake case, such as ``"conv2d"`` or ``"batch_normalization"``
-``variable``   name of the variable in the layer, such as ``"kernel"``
-``layer``      name of the layer
-``elements``   number of elements before they are packed, for codes of less than a byte
-``user``       fields that the user corrects, with their values
-``axes``       names of the axes, such as ``("in", "out")``
-=============  =====================================================================================
+================  ==================================================================================
+fact              meaning
+================  ==================================================================================
+``uses``          operators of a graph that use the tensor: for each the name, the position among
+                  the inputs, and the operators that compute the other inputs
+``node``          name of the first of them, which often is the path of a module
+``constant``      True for the value of a node, rather than an initializer
+``attribute``     True for a tensor in an attribute of a node
+``class``         class of the layer in snake case, such as ``"conv2d"`` or
+                  ``"batch_normalization"``
+``variable``      name of the variable in the layer, such as ``"kernel"``
+``layer``         name of the layer
+``orders``        for each of ``uses``, ``"kept"`` if the operator sees the axes of the tensor,
+                  ``"reversed"`` if it sees them in reverse, else None
+``settings``      for each of ``uses``, the attributes of the operator that are integers
+``tree``          path of a leaf in a tree of Flax
+``module_class``  class in the name of a module of Flax (``Dense_0``), in snake case
+``elements``      number of elements before they are packed, for codes of less than a byte
+``parameter_of``  what lists the tensor as a parameter: ``"optimizer"`` or ``"module"``
+``buffer_of``     what lists it as a buffer, which is not trained: ``"module"``
+``user``          fields that the user corrects, with their values
+``axes``          names of the axes, such as ``("in", "out")``; empty if they are unknown
+================  ==================================================================================
 """
 
 from __future__ import annotations
@@ -32,6 +40,16 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
 
     Use = tuple[str, int, tuple[str, ...]]
+
+
+#: Names of the facts that formats can hand over.
+FACTS = frozenset(
+    {
+        *("uses", "orders", "settings", "node", "constant", "attribute"),
+        *("class", "variable", "layer", "elements", "tree", "module_class"),
+        *("parameter_of", "buffer_of"),
+    }
+)
 
 
 class Conclusion(NamedTuple):
@@ -61,10 +79,20 @@ def conclude(
         return _from_uses(declared["uses"], dtype, shape, is_constant=is_constant)
     if declared.get("attribute"):
         return Conclusion(Role.CONSTANT, reason="attribute of a node")
+    if "parameter_of" in declared and dtype in TRAINED:
+        reason = f"parameter of the {declared['parameter_of']}"
+        return Conclusion(Role.WEIGHT, reason=reason)
     if "class" in declared:
         return _from_class(declared["class"], declared.get("variable") or "", dtype)
+    if "module_class" in declared:
+        # The state of an optimizer is in modules of the same names.
+        variable = declared["tree"][-1]
+        return _from_class(declared["module_class"], variable, dtype)._replace(role=None)
     return Conclusion()
 
+
+#: Element types of parameters that are not codes.
+TRAINED = frozenset({"float64", "float32", "float16", "bfloat16", "complex64", "complex128"})
 
 # --- facts that objects keep ----------------------------------------------------------------------
 
@@ -90,6 +118,8 @@ def facts_kept(attrs: Mapping[Any, Any], dims: Iterable[Any]) -> dict[str, Any] 
     axes = tuple([str(dim) for dim in dims])
     if not _AXES.isdisjoint(axes):
         facts["axes"] = axes
+    elif facts:
+        facts["axes"] = ()  # unknown: the values may have been computed along other axes
     return facts or None
 
 
@@ -210,9 +240,13 @@ def _from_uses(
         role = Role.CONSTANT if role is None and is_integer else role
     elif letter in {"w", "b"} and is_integer:
         role = Role.CODES if letter == "b" else None
+    elif letter == "c" and not (is_integer or dtype.startswith(("float4", "float6", "float8"))):
+        role = Role.WEIGHT  # its values are decoded
     if role in {Role.CONSTANT, Role.SCALE, None}:
         module_type = ""
     param = {"b": "bias", "w": "weight", "c": "weight", "g": "weight"}.get(letter, "")
+    if letter == "m":
+        param = ("running_mean", "running_var")[position - _INPUTS[operator].index("m")]
     if letter == "e" and role is Role.WEIGHT:
         param = "bias" if operator == "Add" else "weight"
     return Conclusion(role, module_type, param, reason)
@@ -271,9 +305,9 @@ _STATISTICS = frozenset({"moving_mean", "moving_variance", "mean", "variance", "
 _OF_CODES = re.compile(r"\w+_(scale|zero|amax_history)|awq_scales|g_idx")
 _OF_GENERATORS = re.compile(r"seed(_generator)?(_state)?")
 _CLASSES = (
-    ("normalization", "norm"),
+    ("norm", "norm"),
     ("conv", "convolution"),
-    ("embedding", "embedding"),
+    ("embed", "embedding"),
     ("attention", "attention"),
     ("lstm", "recurrent"),
     ("gru", "recurrent"),
@@ -281,13 +315,22 @@ _CLASSES = (
     ("cell", "recurrent"),
     ("dense", "linear"),
 )
-_GAINS = {"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"}
+_PARAMS = {
+    "gamma": "weight",
+    "beta": "bias",
+    "kernel": "weight",
+    "embedding": "weight",
+    "embeddings": "weight",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
+}
 
 
 def _from_class(name: str, variable: str, dtype: str) -> Conclusion:
     module_type = next((kind for word, kind in _CLASSES if word in name), "")
     reason = f"{name}: {variable}" if variable else name
-    param = _GAINS.get(variable, variable)
+    is_gain = variable == "scale" and module_type == "norm"
+    param = "weight" if is_gain else _PARAMS.get(variable, variable)
     role: Role | None = None
     if _OF_GENERATORS.fullmatch(variable) or name == "seed_generator":
         role = Role.STATE
@@ -301,10 +344,13 @@ def _from_class(name: str, variable: str, dtype: str) -> Conclusion:
     return Conclusion(role, module_type, param, reason)
 
 
+_LISTS = ("parameter_of", "buffer_of")
+
+
 def describe_facts(declared: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts about a tensor as short texts."""
     for operator, position, _ in declared.get("uses", ()):
         yield f"{operator}[{position}]"
-    for key in ("class", "variable", "layer", "node"):
+    for key in ("class", "variable", "layer", "node", *_LISTS, "module_class"):
         if declared.get(key):
-            yield f"{key} {declared[key]}"
+            yield f"{key.replace('_', ' ')} {declared[key]}"

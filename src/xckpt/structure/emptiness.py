@@ -7,12 +7,12 @@ any other.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING
 
-from xckpt.structure.info import PARAMETERS
+from xckpt.structure.info import PARAMETERS, Role
+from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
     from xckpt.structure.model import Structure
@@ -28,9 +28,8 @@ _UNGATHERED = (
     "it has no elements: the weight may not have been gathered from the processes of ZeRO-3 or "
     "FSDP before it was saved"
 )
-_NO_EXTENT = "an axis has the length 0, unlike in other weights of this name"
+_NO_EXTENT = "an axis has the length 0, so that the weight has no elements"
 _MATRICES = frozenset({"weight", "kernel"})
-_SEPARATORS = re.compile(r"[./]")
 
 
 def empty_weights(structure: Structure) -> dict[str, str]:
@@ -45,28 +44,25 @@ def empty_weights(structure: Structure) -> dict[str, str]:
     -------
     dict of str to str
         Weights without elements, if others of the same name have elements, or the name is one of
-        matrices. A list without elements, such as the ids of removed rows, is not a fault.
+        matrices. A list without elements, such as the ids of removed rows, is not a fault, nor is
+        the weight of a module that gets its weights from another one, as in e3nn: it stores a mask
+        of its outputs.
     """
     shapes = {name: structure.described(name).shape for name in structure}
     empty = {name: shape for name, shape in shapes.items() if not prod(shape)}
     if not empty:
         return {}
     roles = structure.roles
-    leaves = Counter(_leaf(name) for name, shape in shapes.items() if prod(shape))
+    names = Counter(split_leaf(name)[2] for name, shape in shapes.items() if prod(shape))
+    masked = {
+        module
+        for name, role in roles.items()
+        if role is Role.CONSTANT and (module := split_leaf(name)[0])
+    }
     reasons = {}
-    # Some modules have weights without elements by design, beside many matrices that have them.
-    siblings = {structure.siblings_key(name).template for name in shapes.keys() - empty.keys()}
-    matrices = sum([prod(shape) > 0 and len(shape) > 1 for shape in shapes.values()])
     for name, shape in empty.items():
-        if len(empty) < matrices and structure.siblings_key(name).template not in siblings:
-            continue
-        leaf = _leaf(name)
-        is_expected = leaves[leaf] or (leaf in _MATRICES and leaf != name)
-        if roles.get(name) in PARAMETERS and is_expected:
+        module, _, leaf = split_leaf(name)
+        is_expected = names[leaf] or (leaf in _MATRICES and leaf != name)
+        if roles[name] in PARAMETERS and is_expected and module not in masked:
             reasons[name] = _UNGATHERED if shape == (0,) else _NO_EXTENT
     return reasons
-
-
-def _leaf(name: str) -> str:
-    """Return the name of a tensor in its module."""
-    return _SEPARATORS.split(name)[-1]

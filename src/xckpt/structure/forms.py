@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.structure.numbering import parse_name
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 _ANY_DIGIT = bytes.maketrans(b"0123456789", b"0000000000")
 
@@ -24,34 +24,49 @@ class Form:
     kind: Any
     #: Positions of the tensors, not in order.
     places: list[int]
-    #: Indices at each position of the template, as they are spelled.
-    indices: tuple[set[str], ...]
+    #: Indices of each tensor as they are spelled, for each position of the template.
+    columns: tuple[list[str], ...]
+
+    @property
+    def indices(self) -> tuple[set[str], ...]:
+        """Indices at each position of the template."""
+        return tuple(map(set, self.columns))
 
 
 def forms_of(names: Sequence[str], kinds: Iterable[Hashable]) -> list[Form]:
     """Group names of one kind by their templates, in the order of their first names."""
+    return forms_of_groups(names, grouped(masked(names), kinds))
+
+
+def grouped(*columns: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """Return the positions of equal entries of several columns, by those entries."""
+    places: dict[Any, list[int]] = defaultdict(list)
+    for place, key in enumerate(zip(*columns, strict=True)):
+        places[key].append(place)
+    return places
+
+
+def forms_of_groups(names: Sequence[str], groups: Mapping[Any, list[int]]) -> list[Form]:
+    """Return the forms of names from the positions of each mask and kind."""
     # With zeros for all digits, a deep model has a few dozen names, whose components begin at the
     # same positions. This avoids splitting each of 100,000 names.
-    places_by_kind: dict[Any, list[int]] = defaultdict(list)
-    for place, key in enumerate(zip(masked(names), kinds, strict=True)):
-        places_by_kind[key].append(place)
     forms: dict[Hashable, Form] = {}
-    for (_, kind), places in places_by_kind.items():
+    for (_, kind), places in groups.items():
         cuts, spelled = _cut(names[places[0]])
         # Separate words whose digits are not indices, such as `w1` and `w2`.
-        groups: dict[Hashable, list[int]] = defaultdict(list)
+        subgroups: dict[Hashable, list[int]] = defaultdict(list)
         for place in places if spelled else ():
-            groups[tuple([names[place][cut] for cut in spelled])].append(place)
-        for group in groups.values() or [places]:
+            subgroups[tuple([names[place][cut] for cut in spelled])].append(place)
+        for group in subgroups.values() or [places]:
             template = parse_name(names[group[0]]).template
             form = forms.get((template, kind))
             if form is None:
-                form = Form(template, kind, [], tuple([set() for _ in cuts]))
+                form = Form(template, kind, [], tuple([[] for _ in cuts]))
                 forms[template, kind] = form
             form.places += group
             spellings = [names[place] for place in group] if cuts else []
-            for cut, values in zip(cuts, form.indices, strict=True):
-                values.update(map(itemgetter(cut), spellings))
+            for cut, column in zip(cuts, form.columns, strict=True):
+                column.extend(map(itemgetter(cut), spellings))
     return sorted(forms.values(), key=lambda form: form.places[0])
 
 

@@ -1,7 +1,7 @@
 """`Structure`: the tensors of a model, described from all sources, strongest first.
 
 1. The file states facts about the tensor: operators, classes of layers (`declared`).
-2. The file states facts about the model: its config, the lists of an optimizer.
+2. The file states facts about the model: its config, the lists of an optimizer (`facts`).
 3. Names of a family of architectures (`families`).
 4. Conventions of frameworks: words in names (`conventions`).
 5. Shapes: a vector next to a matrix with the same extent is its bias.
@@ -13,28 +13,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from xckpt.index import paused_collector
 from xckpt.structure import conventions
+from xckpt.structure.axes import axes_by_facts, axes_in_modules
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
-from xckpt.structure.config import config_in
-from xckpt.structure.declared import Conclusion, conclude, describe_facts, facts_of
-from xckpt.structure.forms import Form, forms_of, masked
+from xckpt.structure.declared import TRAINED, Conclusion, conclude, describe_facts, facts_of
+from xckpt.structure.facts import ModelFacts, model_facts
+from xckpt.structure.forms import Form, forms_of_groups, grouped, masked
 from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
 from xckpt.structure.modules import RepeatedModules
-from xckpt.structure.numbering import ParsedName, parse_name, split_leaf
+from xckpt.structure.numbering import (
+    ParsedName,
+    drop_indices,
+    numbered_modules,
+    parse_name,
+    split_leaf,
+)
+from xckpt.structure.parameters import listed_by_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
     from xckpt.index import Index
     from xckpt.structure.families import Family, Place
     from xckpt.tensor_rows import Row
 
-_SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer", "layers": "layer"}
+    Template = tuple[str | None, ...]
+
 _OPEN = Conclusion()
 # Facts from which roles follow.
-_ABOUT_ROLES = frozenset({"uses", "class", "attribute"})
+_ABOUT_ROLES = frozenset({"uses", "class", "attribute", "parameter_of", "module_class"})
+_OF_NO_GRAPH = OF_TRAINING | {Role.AVERAGE, Role.STATISTIC}
 # Modules that transforms with fixed kernels are made of.
 _OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
@@ -43,14 +55,13 @@ class Structure(Mapping[str, TensorInfo]):
     """The tensors of a model: a mapping of names to `TensorInfo`.
 
     Roles, repeated modules and scales are worked out for all tensors together, when they are first
-    asked for. `config` is the config of the model, such as the content of ``config.json``.
+    asked for.
     """
 
-    def __init__(
-        self, tensors: Iterable[Described | Row], config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tensors: Iterable[Described | Row], facts: ModelFacts | None = None) -> None:
         self._tensors: dict[str, Described | Row] = {tensor.name: tensor for tensor in tensors}
-        self._config = config or {}
+        #: Facts about the model as a whole.
+        self.facts = facts or ModelFacts()
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
@@ -62,12 +73,26 @@ class Structure(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Structure, (list(self._tensors.values()), self._config)
+        return Structure, (list(self._tensors.values()), self.facts)
+
+    def with_facts(self, facts: ModelFacts) -> Structure:
+        """Return the structure of the same tensors with other facts about their model."""
+        return Structure(self._tensors.values(), facts)
 
     def described(self, name: str) -> Described:
         """Return the name, type and shape of a tensor, and the facts about it."""
         tensor = self._tensors[name]
-        return Described(name, tensor.dtype, tensor.shape, tensor.declared)
+        declared, axes = tensor.declared, self._axes_by_facts.get(name)
+        if axes is not None:
+            declared = {**(declared or {}), "axes": axes}
+        return Described(name, tensor.dtype, tensor.shape, declared)
+
+    @cached_property
+    def _axes_by_facts(self) -> dict[str, tuple[str | None, ...]]:
+        """Names of axes that the file does not state, but that follow from its facts."""
+        tensors = self._tensors.values()
+        unnamed = [t for t in tensors if not t.declared or "axes" not in t.declared]
+        return axes_in_modules(unnamed, self.facts) | axes_by_facts(unnamed, self.facts)
 
     # --- roles -----------------------------------------------------------------------------------
 
@@ -91,11 +116,19 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def _named_roles(self) -> dict[str, Role]:
         """Role of each tensor by its own name."""
-        forms = masked(list(self._tensors))
+        roles = [Role.WEIGHT] * len(self._tensors)
+        for key, places in self._groups.items():
+            role = conventions.role_by_name(*key)
+            for place in places if role is not Role.WEIGHT else ():
+                roles[place] = role
+        return dict(zip(self._tensors, roles, strict=True))
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str, tuple[int, ...]], list[int]]:
+        """Positions of tensors by masked name, type and shape: 100,000 tensors have few groups."""
         tensors = self._tensors.values()
-        keys = [(form, t.dtype, t.shape) for form, t in zip(forms, tensors, strict=True)]
-        roles = {key: conventions.role_by_name(*key) for key in set(keys)}
-        return dict(zip(self._tensors, map(roles.__getitem__, keys), strict=True))
+        shapes = [tensor.shape for tensor in tensors]
+        return grouped(masked(list(self._tensors)), [tensor.dtype for tensor in tensors], shapes)
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Role], dict[str, str]]:
@@ -106,18 +139,49 @@ class Structure(Mapping[str, TensorInfo]):
             if (role := self._declared_role(name, conclusion)) is not None
         }
         declared |= {n: Role(text) for n in self._corrected if (text := self._user(n, "role"))}
+        by_model = self._roles_by_config | dict.fromkeys(self._listed, Role.WEIGHT)
         if not conventions.may_have_codes({tensor.dtype for tensor in self._tensors.values()}):
-            return declared, {}
-        roles = self._named_roles | declared
+            return by_model | self._constant_buffers(()) | declared, {}
+        roles = self._named_roles | by_model | declared
         dtypes = {name: t.dtype for name, t in self._tensors.items() if name not in declared}
         changed, scales = conventions.roles_beside_codes(roles, dtypes)
-        scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
         if declared:
+            scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
             dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
             by_name = conventions.roles_beside_codes(roles, dtypes)[1]
             codes = [name for name, role in declared.items() if role is Role.CODES]
             scales |= {name: by_name.get(name, "") for name in codes}
-        return changed | declared, scales
+        modules = {split_leaf(name)[0] for name, role in changed.items() if role is Role.CODES}
+        return changed | self._constant_buffers(modules) | by_model | declared, scales
+
+    @cached_property
+    def _roles_by_config(self) -> dict[str, Role]:
+        """Role of each tensor that the quantisation in the config of the model decides about."""
+        if self.facts.quantization is None:
+            return {}
+        return self.facts.quantization.roles({n: t.dtype for n, t in self._tensors.items()})
+
+    @cached_property
+    def _listed(self) -> set[str]:
+        """Names of the tensors that an optimizer lists by number."""
+        if not self.facts.parameters:
+            return set()
+        roles, tensors = self._named_roles, self._tensors.values()
+        excluded = {*OF_TRAINING, Role.AVERAGE}
+        model = [t.name for t in tensors if t.dtype in TRAINED and roles[t.name] not in excluded]
+        buffers = frozenset([n for n in model if roles[n] in {Role.STATISTIC, Role.COUNTER}])
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        return listed_by_number(self.facts.parameters, shapes, model, buffers)
+
+    def _constant_buffers(self, modules_with_codes: Container[str]) -> dict[str, Role]:
+        """Return the role of buffers with names of weights; buffers are not trained."""
+        return {
+            name: Role.CONSTANT
+            for name, tensor in self._tensors.items()
+            if tensor.declared and "buffer_of" in tensor.declared
+            if self._named_roles[name] is Role.WEIGHT
+            if split_leaf(name)[0] not in modules_with_codes
+        }
 
     @property
     def special_roles(self) -> dict[str, Role]:
@@ -159,8 +223,14 @@ class Structure(Mapping[str, TensorInfo]):
     def _fixed(self) -> frozenset[str]:
         """Names of kernels of transforms that are never trained, and of their biases."""
         # An operator does not state whether its kernel was trained; names of nodes often tell.
+        # The class of a layer does.
         fixed, nodes = set(), set()
-        kernels = {n: c for n, c in self._conclusions.items() if c.module_type in _OF_TRANSFORMS}
+        kernels = [
+            name
+            for name, conclusion in self._conclusions.items()
+            if conclusion.module_type in _OF_TRANSFORMS
+            if "uses" in (self._tensors[name].declared or {})
+        ]
         for name in kernels:
             node = (self._tensors[name].declared or {}).get("node", "")
             if any(map(conventions.is_fixed_by_name, (name, node))):
@@ -175,6 +245,10 @@ class Structure(Mapping[str, TensorInfo]):
         """Return the role that facts decide; None leaves it to names."""
         if conclusion.role is Role.WEIGHT and name in self._fixed:
             return Role.CONSTANT
+        # No graph has the state of an optimizer, whatever its tensors are called.
+        if conclusion.role is None and self._named_roles[name] in _OF_NO_GRAPH:
+            uses = (self._tensors[name].declared or {}).get("uses")
+            return Role.WEIGHT if uses else None
         return conclusion.role
 
     @property
@@ -185,11 +259,20 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def packed(self) -> dict[str, int]:
         """Number of elements of tensors whose stored elements hold several each."""
-        return {
+        packed = {
             name: tensor.declared["elements"]
             for name, tensor in self._tensors.items()
             if tensor.declared and "elements" in tensor.declared
         }
+        quantization = self.facts.quantization
+        if quantization is None:
+            return packed
+        for name, role in self._roles_by_config.items():
+            tensor = self._tensors[name]
+            elements = quantization.elements(tensor.dtype, prod(tensor.shape))
+            if role is Role.CODES and elements is not None:
+                packed.setdefault(name, elements)
+        return packed
 
     @cached_property
     def _owners(self) -> dict[str, str]:
@@ -210,17 +293,24 @@ class Structure(Mapping[str, TensorInfo]):
         of_model = {
             n: t.shape for n, t in self._tensors.items() if self.roles[n] not in OF_TRAINING
         }
-        return family_of(of_model, self._config)
+        return family_of(of_model, self.facts)
 
     @property
     def family(self) -> str:
-        """Name of the family of architectures, such as ``"llama"``; empty if it is unknown."""
-        return self._family.name if self._family is not None else ""
+        """Family of architectures: "llama", "gemma3"; empty if it is unknown.
+
+        It is spelled as in the file, or as the table of names if the file states none.
+        """
+        return self.facts.family or (self._family.name if self._family is not None else "")
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the model by the names of its axes, such as ``{"embd": 4096}``."""
-        return self._family.sizes if self._family is not None else {}
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the model by the names of its axes, such as ``{"embd": 4096, "head": 32}``.
+
+        Those that the file does not state are the extents on which the tensors of a family agree.
+        """
+        by_family = self._family.sizes if self._family is not None else {}
+        return {**self.facts.sizes, **by_family}
 
     def place(self, name: str) -> Place | None:
         """Return the place of a tensor in its family; None if it is unknown."""
@@ -233,24 +323,100 @@ class Structure(Mapping[str, TensorInfo]):
     @cached_property
     def forms(self) -> list[Form]:
         """Tensors of one shape and role whose names differ only in numbers."""
-        roles = self.roles
-        kinds = ((len(t.shape), roles[name].value) for name, t in self._tensors.items())
-        return forms_of(list(self._tensors), kinds)
+        names = list(self._tensors)
+        roles = list(self.roles.values())
+        groups: dict[Any, list[int]] = {}
+        for (mask, _, shape), places in self._groups.items():
+            of_role: dict[Role, list[int]] = {roles[places[0]]: places}
+            if self.special_roles:
+                of_role = {}
+                for place in places:
+                    of_role.setdefault(roles[place], []).append(place)
+            for role, members in of_role.items():
+                key = mask, (len(shape), role.value)
+                groups[key] = groups[key] + members if key in groups else members
+        return forms_of_groups(names, groups)
 
     @cached_property
     def _repeated(self) -> RepeatedModules:
-        forms = (
-            (form.template, form.kind[0], form.indices)
-            for form in self.forms
-            if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
+        return RepeatedModules(
+            lambda: [
+                (form.template, form.kind[0], form.indices)
+                for form in self.forms
+                if Role(form.kind[1]) not in {*OF_TRAINING, Role.CONSTANT}
+            ]
         )
-        return RepeatedModules(forms)
 
-    def parse(self, name: str) -> ParsedName:
-        """Take a name apart, with indices of repeated modules only."""
+    def indices(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Return the number of each repeated module that a tensor is in, outermost first."""
+        return self._indices(name, self.place(name))
+
+    def _indices(self, name: str, place: Place | None) -> tuple[tuple[str, int], ...]:
+        if place is not None:
+            return place.indices
+        parsed = self.parse(name)
+        return tuple(
+            [
+                (conventions.repeated_module(module), int(index))
+                for module, index in zip(parsed.modules, parsed.indices, strict=True)
+            ]
+        )
+
+    def parse(
+        self, name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
+    ) -> ParsedName:
+        """Take a name apart, with indices of repeated modules only.
+
+        `only` has the numbered modules that a user names instead, repeated or not; `path` the words
+        of the name if dots do not separate them.
+        """
+        if only is not None:
+            return parse_name(name, only, path)
         if self.roles.get(name) in OF_TRAINING:
             return ParsedName((name,), (), ())
-        return self._repeated.restrict(parse_name(name))
+        return self._repeated.restrict(parse_name(name, None, path))
+
+    def kept(self, template: Template) -> tuple[bool, ...]:
+        """Return whether each number in a template is the index of a repeated module."""
+        return self._repeated.kept(template)
+
+    def numbered(
+        self, only: Collection[str] | None = None
+    ) -> Iterator[tuple[Template, list[tuple[tuple[str, ...], str]]]]:
+        """Yield tensors in repeated modules by template, each with its indices.
+
+        `only` has the numbered modules that a user names instead, repeated or not.
+        """
+        names = list(self._tensors)
+        groups: dict[Template, list[tuple[tuple[str, ...], str]]] = {}
+        for name in names if only is not None else ():
+            parsed = parse_name(name, only)
+            groups.setdefault(parsed.template, []).append((parsed.indices, name))
+        yield from groups.items()
+        for form in self.forms if only is None else ():
+            kept = self._repeated.kept(form.template) if form.columns else ()
+            if not any(kept) or Role(form.kind[1]) in OF_TRAINING:
+                continue
+            members = [names[place] for place in form.places]
+            if all(kept):
+                yield (
+                    form.template,
+                    list(zip(zip(*form.columns, strict=True), members, strict=True)),
+                )
+                continue
+            groups = {}
+            for name in members:
+                parsed = self.parse(name)
+                groups.setdefault(parsed.template, []).append((parsed.indices, name))
+            yield from groups.items()
+
+    def repeated_modules(self, names: Container[str] | None = None) -> list[str]:
+        """Return the names of the repeated modules, such as ``layers``, that tensors are in."""
+        modules: dict[str, None] = {}
+        for template, members in self.numbered():
+            if names is None or any(name in names for _, name in members):
+                modules |= dict.fromkeys(numbered_modules(template))
+        return list(modules)
 
     def siblings_key(self, name: str) -> ParsedName:
         """Take a name apart for comparison with its siblings, which differ in indices only.
@@ -273,6 +439,10 @@ class Structure(Mapping[str, TensorInfo]):
                 layers[name] = layer, path
                 paths.setdefault(layer, set()).add(path)
         return {n: layer if len(paths[layer]) == 1 else path for n, (layer, path) in layers.items()}
+
+    def bare_module(self, name: str) -> str:
+        """Return the path of the module of a tensor without the indices of repeated modules."""
+        return split_leaf(drop_indices(self.siblings_key(name).template))[0]
 
     def layer(self, name: str) -> str:
         """Return the path of the outermost repeated module of a tensor, or its layer; or ``""``."""
@@ -320,6 +490,14 @@ class Structure(Mapping[str, TensorInfo]):
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
+    def param(self, name: str) -> str:
+        """Return the name of a tensor in its module, as PyTorch calls it if the file states it."""
+        return self._param(name, self.place(name))
+
+    def _param(self, name: str, place: Place | None) -> str:
+        stated = self._conclusions.get(name, _OPEN).param
+        return stated or (split_leaf(name)[2] if place is None else place.param)
+
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
         return self._slot(name, self.place(name))
@@ -330,6 +508,30 @@ class Structure(Mapping[str, TensorInfo]):
         node = (self._tensors[name].declared or {}).get("node", "")
         by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
         return self._user(name, "slot") or by_name
+
+    def is_bias(self, name: str) -> bool:
+        """Return whether a tensor is the bias of its module."""
+        return conventions.names_bias(self.param(name))
+
+    def is_variance(self, name: str) -> bool:
+        """Return whether a tensor is a running variance."""
+        is_statistic = self.roles[name] is Role.STATISTIC
+        return is_statistic and conventions.names_variance(self.param(name))
+
+    def is_counter(self, name: str) -> bool:
+        """Return whether a tensor counts something, such as the batches of a norm."""
+        is_counter = self.roles[name] is Role.COUNTER
+        return is_counter and conventions.names_counter(self.param(name))
+
+    def is_factor(self, name: str) -> bool:
+        """Return whether codes are multiplied by a tensor, which is no zero point."""
+        is_float = self._tensors[name].dtype.startswith(("float", "bfloat"))
+        is_scale = self.roles[name] is Role.SCALE and is_float
+        return is_scale and not conventions.names_zero_point(split_leaf(name)[2])
+
+    def is_setting(self, name: str) -> bool:
+        """Return whether the file states that a tensor is an argument of an operator."""
+        return self._conclusions.get(name, _OPEN).role is Role.CONSTANT
 
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
@@ -344,6 +546,14 @@ class Structure(Mapping[str, TensorInfo]):
     def has_experts(self, name: str) -> bool:
         """Return whether a tensor belongs to the experts of a mixture."""
         return conventions.names_experts(name)
+
+    def begins_as_zeros(self, name: str) -> bool:
+        """Return whether a matrix is all zeros in a new model."""
+        return conventions.begins_as_zeros(name)
+
+    def is_of_squares(self, name: str) -> bool:
+        """Return whether a moment is an average of squares, so that no element is negative."""
+        return conventions.is_of_squares(name)
 
     def channels(self, name: str) -> Channels | None:
         """Return the axes of the channels of a weight; None if they are unknown."""
@@ -363,43 +573,51 @@ class Structure(Mapping[str, TensorInfo]):
         role = self.roles[name]
         conclusion = self._conclusions.get(name, _OPEN)
         place = self.place(name)
-        module, _, leaf = split_leaf(name)
         return TensorInfo(
             role=role,
             component=self._component(name, place),
-            module=self._layers.get(name, module),
+            module=self._layers.get(name, split_leaf(name)[0]),
             module_type=self._module_type(name, place),
             slot=self._slot(name, place),
-            param=conclusion.param or (place.param if place is not None else leaf),
+            param=self._param(name, place),
             axes=self._axes(tensor, place),
-            indices=place.indices if place is not None else self._indices(name),
+            indices=self._indices(name, place),
             owner=self._owners.get(name),
             evidence=tuple(self._evidence(tensor, role, conclusion, place)),
         )
 
     def _axes(self, tensor: Described, place: Place | None) -> tuple[str | None, ...]:
-        """Return the names of the axes, of which those in the file come first."""
+        """Return the names of the axes, of which those by facts come first."""
         if any(tensor.axes) or place is None or place.axes is None:
             return tensor.axes
         return place.axes
 
-    def _indices(self, name: str) -> tuple[tuple[str, int], ...]:
-        """Return the indices of repeated modules in a name."""
-        parsed = self.parse(name)
-        return tuple(
-            [
-                (_SINGULAR.get(module, module.removesuffix("s")), int(index))
-                for module, index in zip(parsed.modules, parsed.indices, strict=True)
-            ]
-        )
-
     def _evidence(
         self, tensor: Described, role: Role, conclusion: Conclusion, place: Place | None
     ) -> Iterator[Evidence]:
-        """Yield the reasons for the role and the type of the module, strongest first."""
-        name, stated = tensor.name, conclusion.role
+        """Yield the reasons for the fields of a tensor, strongest first."""
         for field, value in (tensor.declared or {}).get("user", {}).items():
             yield Evidence("user", field, value, "structure=")
+        by_facts = [
+            *self._evidence_of_facts(tensor, role, conclusion),
+            *self._evidence_of_axes(tensor, conclusion),
+        ]
+        yield from sorted(by_facts, key=lambda evidence: evidence.source == "model")
+        if place is not None:
+            yield from self._evidence_of_family(tensor, conclusion, place)
+        name, by_name = tensor.name, self._named_roles[tensor.name]
+        if name in self.scales and role is Role.CODES and self.scales[name]:
+            yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
+        elif by_name is not role and role is Role.SCALE and conclusion.role is None:
+            yield Evidence("convention", "role", role, "it is next to codes")
+        else:
+            yield Evidence("convention", "role", by_name, "its name", by_name is role)
+
+    def _evidence_of_facts(
+        self, tensor: Described, role: Role, conclusion: Conclusion
+    ) -> Iterator[Evidence]:
+        """Yield the reasons for the role and the type of the module that the file states."""
+        name, stated = tensor.name, conclusion.role
         if stated is not None:
             yield Evidence("file", "role", stated, conclusion.reason, stated is role)
         if conclusion.module_type:
@@ -407,19 +625,28 @@ class Structure(Mapping[str, TensorInfo]):
         if stated is None and tensor.declared:
             facts = ", ".join(describe_facts(tensor.declared))
             if facts:
-                yield Evidence("file", "role", "", facts, decided=False)
+                is_buffer = "buffer_of" in tensor.declared and role is not self._named_roles[name]
+                value = role if is_buffer else ""
+                yield Evidence("file", "role", value, facts, decided=is_buffer)
+        if by_config := self._roles_by_config.get(name):
+            quantization = self.facts.quantization
+            reason = f"config: quantised with {quantization.method}" if quantization else ""
+            yield Evidence("model", "role", by_config, reason, by_config is role)
+        if name in self._listed:
+            reason = "in the list of an optimizer, by its order and shape"
+            yield Evidence("model", "role", Role.WEIGHT, reason, role is Role.WEIGHT)
+
+    def _evidence_of_axes(self, tensor: Described, conclusion: Conclusion) -> Iterator[Evidence]:
+        """Yield the reason for the names of the axes that the file states or that follow."""
+        name = tensor.name
         if any(tensor.axes):
             axes = ", ".join([str(axis) for axis in tensor.axes])
-            yield Evidence("file", "axes", axes, "names of axes")
-        if place is not None:
-            yield from self._evidence_of_family(tensor, conclusion, place)
-        by_name = self._named_roles[name]
-        if name in self.scales and role is Role.CODES and self.scales[name]:
-            yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
-        elif by_name is not role and role is Role.SCALE and stated is None:
-            yield Evidence("convention", "role", role, "it is next to codes")
-        else:
-            yield Evidence("convention", "role", by_name, "its name", by_name is role)
+            by_facts = name in self._axes_by_facts
+            reason = (conclusion.reason or "its module") if by_facts else "names of axes"
+            if by_facts and self.facts.naming and not self._tensors[name].declared:
+                yield Evidence("model", "axes", axes, "sizes of the model")
+            else:
+                yield Evidence("file", "axes", axes, reason)
 
     def _evidence_of_family(
         self, tensor: Described, conclusion: Conclusion, place: Place
@@ -436,14 +663,30 @@ class Structure(Mapping[str, TensorInfo]):
             yield Evidence("family", "axes", axes, place.reason, not any(tensor.axes))
 
 
-def structure_of(index: Index) -> Structure:
-    """Return the structure of a file; it is made once for each Index."""
-    return index.once(_structure)
+def structure_of(index: Index, config: Mapping[str, Any] | None = None) -> Structure:
+    """Return the structure of a file; it is made once for each Index.
+
+    Parameters
+    ----------
+    index : Index
+        Contents of the file.
+    config : mapping, optional
+        ``config.json`` of the model. By default, the attribute ``config`` of the file.
+    """
+    structure = index.once(_structure)
+    if config is None or config == index.attrs.get("config"):
+        return structure
+    return structure.with_facts(model_facts(index.attrs, config, index.format))
 
 
 def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
-    return Structure(
-        [Described(t.name, t.scheme or t.dtype, t.shape, facts_of(t)) for t in tensors],
-        config_in(index.attrs),
-    )
+    # A loop over up to 100,000 tensors, most of which are dense and have no facts.
+    dtypes = [t.dtype if t.layout == "dense" else t.scheme or t.dtype for t in tensors]
+    facts = [facts_of(t) if t.attrs or t.declared or t.dims else None for t in tensors]
+    shapes = [t.shape for t in tensors]
+    with paused_collector():
+        return Structure(
+            map(Described._make, zip(index.tensors, dtypes, shapes, facts, strict=True)),
+            model_facts(index.attrs, format=index.format),
+        )

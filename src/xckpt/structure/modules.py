@@ -8,12 +8,13 @@ containers of modules, whatever is in them. A numbered tensor is no module: ``va
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xckpt.structure.numbering import ParsedName, names_repeated_modules, numbered_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     Template = tuple[str | None, ...]
     # Parts of a member: the rest of the names of its tensors, with their numbers of axes.
@@ -26,29 +27,31 @@ _SHARED = 0.5
 class RepeatedModules:
     """The containers of repeated modules, by the pieces of names before an index."""
 
-    def __init__(self, forms: Iterable[tuple[Template, int, Sequence[set[str]]]]) -> None:
+    def __init__(
+        self, forms: Callable[[], Iterable[tuple[Template, int, Sequence[set[str]]]]]
+    ) -> None:
+        self._forms = forms
+        self._is_repeated: dict[Template, bool] = {}
+        self._kept: dict[Template, tuple[bool, ...]] = {}
+
+    @cached_property
+    def _parts(self) -> dict[Template, dict[str, set[tuple[Template, int]]]]:
+        """Parts of each member of a container; not needed for containers with a usual name."""
         parts: dict[Template, dict[str, set[tuple[Template, int]]]] = {}
-        for template, ndim, indices in forms:
+        for template, ndim, indices in self._forms():
             positions = [place for place, piece in enumerate(template) if piece is None]
             for position, values in zip(positions, indices, strict=True):
                 members = parts.setdefault(template[:position], {})
                 part = template[position + 1 :], ndim
                 for index in values:
                     members.setdefault(index, set()).add(part)
-        self._parts = parts
-        self._is_repeated: dict[Template, bool] = {}
-        self._kept: dict[Template, tuple[bool, ...]] = {}
+        return parts
 
     def restrict(self, parsed: ParsedName) -> ParsedName:
         """Turn all numbers in a name into text that are not indices of repeated modules."""
         if not parsed.indices:
             return parsed
-        kept = self._kept.get(parsed.template)
-        if kept is None:
-            template = parsed.template
-            positions = [place for place, piece in enumerate(template) if piece is None]
-            kept = tuple([self._keeps(template, position) for position in positions])
-            self._kept[template] = kept
+        kept = self.kept(parsed.template)
         if all(kept):
             return parsed
         pieces, remaining = [], iter(zip(parsed.indices, kept, strict=True))
@@ -61,6 +64,15 @@ class RepeatedModules:
             tuple([parsed.modules[number] for number in chosen]),
             tuple([parsed.indices[number] for number in chosen]),
         )
+
+    def kept(self, template: Template) -> tuple[bool, ...]:
+        """Return whether each number in a template is the index of a repeated module."""
+        kept = self._kept.get(template)
+        if kept is None:
+            positions = [place for place, piece in enumerate(template) if piece is None]
+            kept = tuple([self._keeps(template, position) for position in positions])
+            self._kept[template] = kept
+        return kept
 
     def _keeps(self, template: Template, position: int) -> bool:
         if not any(piece for piece in template[position + 1 :] if piece):

@@ -5,7 +5,7 @@ Describe the files of a format by a subclass of `Samples`, and subclass the suit
     class TestGoodFiles(xckpt.testing.GoodFiles):
         tested = [MySamples(name="my-format")]
 
-Formats that write need only ``Samples(name=...)`` for `Damage` and `Opening`. The page
+Formats that write need only ``Samples(name=...)`` for `Damage`, `Facts` and `Opening`. The page
 docs/adding-a-format.md has a complete example.
 """
 
@@ -15,7 +15,7 @@ pytest.register_assert_rewrite("xckpt.testing.samples", "xckpt.testing.suites")
 
 from xckpt.testing.samples import Bad, Expected, Samples, Want  # noqa: E402  after the line above
 from xckpt.testing.sources import CountingSource  # noqa: E402
-from xckpt.testing.suites import BadFiles, Damage, GoodFiles, Opening, Suite  # noqa: E402
+from xckpt.testing.suites import BadFiles, Damage, Facts, GoodFiles, Opening, Suite  # noqa: E402
 
 __all__ = [
     "Bad",
@@ -23,6 +23,7 @@ __all__ = [
     "CountingSource",
     "Damage",
     "Expected",
+    "Facts",
     "GoodFiles",
     "Opening",
     "Samples",

@@ -7,6 +7,7 @@ import pickle
 import re
 import time
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -26,6 +27,8 @@ from xckpt import CheckpointError, CheckpointWarning, formats
 from xckpt.backend import DetectingBackend
 from xckpt.index import Index, Tensor
 from xckpt.opening import read_index
+from xckpt.structure import structure_of
+from xckpt.structure.declared import FACTS
 from xckpt.testing.samples import LARGE, Samples, assert_same, assert_told, computed, outcome
 from xckpt.testing.sources import CountingSource
 
@@ -417,3 +420,50 @@ class Opening(Suite):
         assert max(len(pickle.dumps(task)) for task in tasks) < 1536
         with dask.config.set(scheduler="processes", pool=_another_process()):
             assert float(ds["large"][-1, -1]) == LARGE[-1, -1]
+
+
+class Facts(Suite):
+    """Facts about tensors are plain values, and users can correct what follows from them."""
+
+    def test_declared_facts_are_plain(self, small: Small) -> None:
+        """Facts go with tensors to other processes, and into the encoding of variables."""
+        for tensor in small_index(small).tensors.values():
+            if tensor.declared is not None:
+                assert tensor.declared, f"no facts about {tensor.name} are None"
+                assert tensor.declared.keys() <= FACTS
+                assert all(map(_is_plain, tensor.declared.values()))
+                assert pickle.loads(pickle.dumps(tensor.declared)) == tensor.declared
+
+    def test_facts_say_the_same_in_a_dataset(self, small: Small) -> None:
+        """An open Dataset has the roles and axes of its file."""
+        roles = structure_of(small_index(small)).roles
+        ds, _ = opened(small.data, engine=small.samples.name)
+        shown = ds.ckpt.structure()["role"]
+        assert {name: roles[name] for name in shown.index if name in roles} == {
+            name: role for name, role in shown.items() if name in roles
+        }
+
+    def test_users_correct_the_structure(self, small: Small) -> None:
+        """Users outrank the file; their corrections change no dimensions."""
+        before, _ = opened(small.data, engine=small.samples.name)
+        corrections = {"*": {"role": "constant"}}
+        options = {"structure": corrections} if before.variables else {}
+        after, _ = opened(small.data, engine=small.samples.name, **options)
+        assert set(after.ckpt.structure()["role"]) <= {"constant"}
+        assert list(after.variables) == list(before.variables)
+        assert [v.dims for v in after.variables.values()] == [
+            v.dims for v in before.variables.values()
+        ]
+
+
+def small_index(small: Small) -> Index:
+    """Return the index of a small file."""
+    return formats.get(small.samples.name).read(CountingSource(small.data))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value, *value.values())))
+    return value is None or type(value) in {str, int, bool, float}

@@ -271,11 +271,13 @@ def _tensor(
 def _dims(name: str, variable: xr.Variable, *, same_format: bool) -> tuple[str | None, ...] | None:
     """Return the names of axes, as in the old file if xckpt showed other ones; None if unnamed."""
     stated = variable.encoding.get("axes", {})
+    by_facts = {} if same_format else variable.encoding.get("axes_by_facts", {})
     dims = []
     for dim in variable.dims:
-        # None: the file has no name for the axis, and the tensor's role in its module gave one.
+        # None: the file has no name for the axis, and its facts or the module of the tensor gave
+        # one, which it gives again when the copy is opened in the same format.
         is_stated = dim in stated and (same_format or stated[dim] is not None)
-        dims.append(stated[dim] if is_stated else explicit_name(dim))
+        dims.append(stated[dim] if is_stated else by_facts.get(dim) or explicit_name(dim))
     # If xckpt did not open the Dataset, the user gave all names, even those like xckpt's own.
     if "layout" not in variable.encoding and None in dims:
         shown = _shown_dims(variable.shape, tuple(dims))

@@ -34,7 +34,7 @@ Q4_0, Q8_0, Q4_K and Q6_K, and MXFP4 and NVFP4 need no swapping.
 xckpt writes version 3, little-endian, in the form that ggml requires: data in the order of the
 tensors without gaps, each padded to the alignment. Numbers have the types that they were read with,
 or else the smallest of u32, i32, u64, i64 and f32, f64 that holds them; lists prefer i32. Names of
-axes that do not follow from the metadata are one text, which other readers ignore.
+axes are one text, which other readers ignore.
 
 Specification: docs/gguf.md, src/gguf.cpp and src/ggml.c of github.com/ggml-org/ggml at d99724f; for
 version 1 at ea9193f.
@@ -54,7 +54,7 @@ from xckpt.elements import BLOCK_TYPES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import metadata
-from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT, AxisSizes
+from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT
 from xckpt.formats.plan import Draft, Plan, WantedTensor, place_parts
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
@@ -132,15 +132,7 @@ class Gguf(Format):
         if type(alignment) is not int or not _is_power(alignment) or not 8 <= alignment < 1 << 32:
             reason = f"the attribute {_ALIGNED!r} must be a power of two of 8 or more"
             raise UnsupportedError(reason, rule="Alignment", hint="Remove it from ds.attrs")
-        sizes = AxisSizes(attrs)
-        # Names of axes that follow from the metadata are not written.
-        as_read = {
-            name: replace(tensor, dims=None)
-            if tensor.dims == sizes.dims(name, tensor.shape)
-            else tensor
-            for name, tensor in draft.tensors.items()
-        }
-        attrs |= kit.arrangement_texts(draft, as_read)
+        attrs |= kit.arrangement_texts(draft, draft.tensors)
         tensors = draft.tensors.values()
         padded = [kit.aligned(tensor.parts["data"].nbytes, alignment) for tensor in tensors]
         starts = [0, *accumulate(padded)]
@@ -372,8 +364,7 @@ class _HeadReader:
         ):
             reason = "before the data is not zero: is the number of tensors right?"
             self.notes.add(reason, f"padding at byte {cursor.at}")
-        sizes = AxisSizes(attrs)
-        tensors = {info.name: self._tensor(info, start, sizes) for info in infos}
+        tensors = {info.name: self._tensor(info, start) for info in infos}
         for name, tensor in tensors.items():
             scale = f"{name.removesuffix('.weight')}.scale"
             if tensor.dtype == "nvfp4" and scale in tensors:
@@ -414,10 +405,10 @@ class _HeadReader:
             infos.append(_Info(name, tuple(extents[::-1]), kind, offset, at))
         return infos
 
-    def _tensor(self, info: _Info, start: int, sizes: AxisSizes) -> Tensor:
+    def _tensor(self, info: _Info, start: int) -> Tensor:
         name, shape, kind, offset, at = info
         location: Any = {"offset": at, "tensor": name}
-        fields: Any = {"dims": sizes.dims(name, shape)}
+        fields: dict[str, Any] = {}
         dtype = _TYPES.get(kind) or _BLOCKS.get(kind) or _REMOVED.get(kind, f"type {kind}")
         if kit.is_oversized(shape, _TYPES.get(kind)):
             reason = f"the shape {shown(str(list(shape)))} is larger than an array can be"

@@ -29,7 +29,7 @@ The base id is derived from the name (see `xckpt.identity`), or 0 if it is not s
 parameters are ASCII. Entries may be in any order; data may have gaps and be shared. Up to the end
 of 2025 ``config`` was the config of a GPT; later it is an object with ``kind``, ``config`` and
 optionally ``runtime``. gpt.rs ignores further keys, and xckpt uses one, ``xckpt.dims``, for names
-of axes that do not follow from the kind of model. An archive has no room for them.
+of axes. An archive has no room for them.
 
 xckpt writes version 2 in the form of gpt.rs's exporter: tensors sorted by name, with consecutive
 data. A tensor without axes gets an axis of length 1, because gpt.rs does not read it otherwise.
@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
+from xckpt.formats.gptrs.models import LARGEST_CONFIG, parse_config, write_config
 from xckpt.formats.plan import LOST_DIMS, LOST_SCALARS, Draft, Plan, PlannedPart, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
@@ -283,7 +283,7 @@ class _Collected:
     def __init__(self, data_start: int, size: int, config: ModelConfig | None) -> None:
         self._data_start = data_start
         self._size = size
-        self._axes = None if config is None else ModelAxes(config.kind, config.config)
+        self._has_config = config is not None
         self._nameless: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
         self.tensors: dict[str, Tensor] = {}
@@ -296,7 +296,7 @@ class _Collected:
             if name in self.tensors:
                 raise _broken(entry, "another tensor before it has this name", "DuplicateName")
             attrs: dict[str, Any] = {"requires_grad": entry.flag != 0}
-            if self._axes is not None:
+            if self._has_config:
                 self._identify(entry, attrs)
             dtype = _TYPES.get(entry.tag)
             if dtype is None:
@@ -319,8 +319,7 @@ class _Collected:
                 raise error
             self._ranges.append((start, end, name))
             parts = {"data": Part(dtype, shape, start, nbytes)}
-            dims = None if self._axes is None else self._axes.of(name, shape)
-            self.tensors[name] = Tensor(name, dtype, shape, parts, attrs=attrs, dims=dims)
+            self.tensors[name] = Tensor(name, dtype, shape, parts, attrs=attrs)
 
     def _identify(self, entry: _Entry, attrs: dict[str, Any]) -> None:
         expected = base_id(entry.name) if entry.name.isascii() else None
@@ -369,10 +368,8 @@ def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -
         hint = "Pass kind=, or container='tensors' to write the tensors alone"
         raise UnsupportedError(reason, rule="ConfigKind", hint=hint)
     config = attrs.get("config") if config is None else config
-    axes = ModelAxes(kind, config)
-    unlike = {n: t for n, t in draft.tensors.items() if t.dims != axes.of(n, t.shape)}
     # gpt.rs ignores the names of axes.
-    more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(unlike)}
+    more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(draft.tensors)}
     extras = {key: value for key, value in more.items() if value is not None}
     return write_config(kind, config, extras)
 

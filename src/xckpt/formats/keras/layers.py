@@ -1,4 +1,4 @@
-"""Names and axes of the variables of layers, by the class of the layer."""
+"""Names of the variables of layers, by the class of the layer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ if TYPE_CHECKING:
 
     from xckpt.index import Tensor
 
-_WEIGHTS, _BIAS = ("kernel", "bias"), ("out",)
+_WEIGHTS = ("kernel", "bias")
 _SCALES = ("gamma", "beta")
-_PLANES = ("depth", "height", "width")
 _CELL = ("kernel", "recurrent_kernel", "bias")
-_IN_OUT = ("in", "out")
 _ROLES: dict[str, tuple[str, ...]] = {
     "dense": _WEIGHTS,
     "einsum_dense": _WEIGHTS,
@@ -38,25 +36,6 @@ _ROLES: dict[str, tuple[str, ...]] = {
     **{f"depthwise_conv{axes}d": _WEIGHTS for axes in (1, 2)},
     **{f"{role}_dense": _WEIGHTS for role in ("query", "key", "value", "output")},
 }
-# Names of axes by class, or by class and variable.
-_AXES: dict[str, tuple[str, ...]] = {
-    "dense kernel": _IN_OUT,
-    "embedding embeddings": _IN_OUT,
-    "reversible_embedding embeddings": _IN_OUT,
-    **{
-        f"{cell} {name}": _IN_OUT
-        for cell in ("cell", "lstm_cell", "gru_cell", "lstm", "gru", "simple_rnn")
-        for name in _CELL[:2]
-    },
-    **{f"conv{n}d kernel": (*_PLANES[-n:], "in", "out") for n in (1, 2, 3)},
-    **{f"conv{n}d_transpose kernel": (*_PLANES[-n:], "out", "in") for n in (1, 2, 3)},
-    **{f"depthwise_conv{n}d kernel": (*_PLANES[-n:], "in", "multiplier") for n in (1, 2)},
-    **{f"separable_conv{n}d depthwise_kernel": (*_PLANES[-n:], "in", "multiplier") for n in (1, 2)},
-    **{f"separable_conv{n}d pointwise_kernel": (*_PLANES[-n:], "in", "out") for n in (1, 2)},
-    **{f"{role}_dense kernel": ("in", "heads", "head") for role in ("query", "key", "value")},
-    "output_dense kernel": ("heads", "head", "out"),
-}
-_ALONG_OUT = {"bias", "scale", "alpha", "kernel_scale", *_SCALES, "moving_mean", "moving_variance"}
 # Classes with an option that leaves out variables in the middle.
 _WHOLE = {"batch_normalization": 4, "layer_normalization": 2, "group_normalization": 2}
 _OPTIMIZER = ("iteration", "learning_rate")
@@ -110,7 +89,7 @@ class Layers:
                 stack += value
 
     def named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return variables with the names of their layers, of themselves, and of their axes."""
+        """Return variables with the names of their layers and of themselves."""
         siblings: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for tensor in tensors.values():
             *group, last = tensor.path or ("",)
@@ -128,7 +107,7 @@ class Layers:
             kind = _NUMBER.sub("", owner)
             layer = self._layers.get(str(name), _Layer(kind))
             # Layers inside a layer have a path, but no configuration.
-            layer = layer._replace(kind=kind) if f"{kind} kernel" in _AXES else layer
+            layer = layer._replace(kind=kind) if "kernel" in _ROLES.get(kind, ()) else layer
             layer = _with_mode(layer, siblings)
             variable = _variable(layer, last, siblings)
             name = name if type(name) is str else None
@@ -136,7 +115,7 @@ class Layers:
             name = self._layer_above(group)
             variable = last.partition(":")[0]
             layer = self._layers.get(name, _Layer(_NUMBER.sub("", name)))
-            if f"{layer.kind} {variable}" not in _AXES and group:
+            if variable not in _ROLES.get(layer.kind, ()) and group:
                 inner = _NUMBER.sub("", group[-1])
                 layer = layer._replace(kind=inner) if inner in _ROLES else layer
             if group[:1] == ["optimizer_weights"]:
@@ -193,15 +172,10 @@ def _described(tensor: Tensor, layer: _Layer, name: str | None, variable: str | 
     attrs["variable"] = variable
     if layer.kind != "optimizer":
         declared |= {"class": layer.kind, "variable": variable}
-    dims = _AXES.get(f"{layer.kind} {variable}")
-    if dims is None and variable in _ALONG_OUT and layer.kind in _ROLES:
-        dims = _BIAS
     is_packed = layer.mode in {"int4", "gptq", "awq"} and variable in _PACKED
     if is_packed and tensor.dtype in {"int8", "uint8"}:
         declared["elements"] = 2 * tensor.size
-    is_fitting = dims is not None and len(dims) == tensor.ndim and tensor.problem is None
-    dims = dims if is_fitting and not is_packed else None
-    return replace(tensor, attrs=attrs, declared=declared or None, dims=dims)
+    return replace(tensor, attrs=attrs, declared=declared or None)
 
 
 def _variable(layer: _Layer, last: str, siblings: Mapping[str, Tensor]) -> str | None:

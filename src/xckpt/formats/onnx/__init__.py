@@ -47,7 +47,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Format, Readable
 from xckpt.formats.foreign import is_versioned_message
 from xckpt.formats.onnx.tensors import TYPES, ProtoReader
-from xckpt.formats.onnx.users import KEPT, Node, Users, axes_by, elements_by
+from xckpt.formats.onnx.users import KEPT, Node, Users, elements_by
 from xckpt.formats.onnx.wire import BYTES, VARINT, signed
 from xckpt.index import Index, Tensor
 
@@ -153,12 +153,14 @@ class _ModelReader(ProtoReader):
                     self._graph(value, ("training_info", position, name), 1)
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors, with their axes and users if operators of a graph use them."""
+        """Return all tensors, with their users if operators of a graph use them."""
         tensors = dict(self._tensors)
         for name, uses in self._users.by_tensor().items():
             tensor = tensors[name]
             declared: dict[str, Any] = {
                 "uses": tuple([(use.operator, use.position, use.others) for use in uses]),
+                "orders": tuple([use.axes for use in uses]),
+                "settings": tuple([use.numbers for use in uses]),
                 "node": next((u.node for u in uses if u.operator not in KEPT), uses[0].node),
             }
             if name in self._values:
@@ -168,9 +170,8 @@ class _ModelReader(ProtoReader):
                 declared["elements"] = elements
             first = uses[0]
             used_by = f"{first.node}: {first.operator}[{first.position}]"
-            dims = axes_by(uses, tensor.ndim)
             attrs = {**tensor.attrs, "used_by": used_by}
-            tensors[name] = replace(tensor, attrs=attrs, dims=dims, declared=declared)
+            tensors[name] = replace(tensor, attrs=attrs, declared=declared)
         return tensors
 
     # --- graphs, nodes, attributes ---

@@ -1,4 +1,4 @@
-"""The operators of a graph that use a tensor, and the names of axes that follow from them."""
+"""The operators of a graph that use a tensor."""
 
 from __future__ import annotations
 
@@ -124,57 +124,6 @@ class Users:
                 if value not in self.tensors
             ]
         )
-
-
-# --- names of axes --------------------------------------------------------------------------------
-
-
-def axes_by(uses: list[Use], ndim: int) -> tuple[str, ...] | None:
-    """Return the axes of a tensor by the operators that use it, None if uncertain."""
-    # A tied embedding is gathered from, and transposed for the output: the first counts.
-    for order in ("kept", "reversed"):
-        axes = {_axes(use, ndim) for use in uses if use.axes == order} - {None}
-        if axes:
-            names = axes.pop()
-            is_certain = not axes and names is not None and (order == "kept" or ndim == 2)
-            return names[:: 1 if order == "kept" else -1] if is_certain and names else None
-    return None
-
-
-def _axes(use: Use, ndim: int) -> tuple[str, ...] | None:
-    operator, position = use.operator, use.position
-    if operator == "Gemm" and position == 1 and ndim == 2:
-        return ("out", "in") if use.numbers.get("transB") else ("in", "out")
-    if operator == "Gather" and (position, ndim, use.numbers.get("axis", 0)) == (0, 2, 0):
-        return ("in", "out")
-    if operator == "Add" and ndim == 1:
-        return ("out",) if "MatMul" in use.others else None
-    weight = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}.get(operator)
-    if weight == position and 3 <= ndim <= 5:
-        spatial = ("depth", "height", "width")[5 - ndim :]
-        return (("in", "out") if operator == "ConvTranspose" else ("out", "in")) + spatial
-    if operator.endswith("Normalization") and position and ndim == 1:
-        return ("out",)
-    return _AXES.get((operator, position, ndim))
-
-
-_AXES = {
-    ("Gemm", 2, 1): ("out",),
-    ("MatMul", 0, 2): ("out", "in"),
-    ("MatMul", 1, 2): ("in", "out"),
-    ("MatMulInteger", 1, 2): ("in", "out"),
-    ("MatMulIntegerToFloat", 1, 2): ("in", "out"),
-    ("DynamicQuantizeMatMul", 1, 2): ("in", "out"),
-    ("QLinearMatMul", 3, 2): ("in", "out"),
-    ("Conv", 2, 1): ("out",),
-    ("ConvTranspose", 2, 1): ("out",),
-    **{
-        (operator, position, 3): ("directions", "out", "in")
-        for operator in ("LSTM", "GRU", "RNN")
-        for position in (1, 2)
-    },
-    **{("DynamicQuantizeLSTM", position, 3): ("directions", "in", "out") for position in (1, 2)},
-}
 
 
 def elements_by(use: Use) -> int | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.torch import containers, deepspeed, distributed
 from xckpt.formats.torch.objects import ObjectWalk
+from xckpt.formats.torch.parameters import with_parameters
 from xckpt.formats.torch.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Torch(Format):
                 objects.walk(part.value, path)
                 tensors |= objects.tensors
                 attrs |= objects.attrs
-        version = content.version
+        tensors, version = with_parameters(tensors, attrs), content.version
         return kit.index_of(self.name, source, tensors, attrs, notes=notes, version=version)
 
     def read_folder(self, source: Readable, *, all_tensors: bool = False) -> Index:

@@ -202,7 +202,10 @@ class _FolderReader:
         except FormatError as error:
             error.hint = _COMPLETE
             raise error.located(path=model.source.name, tensor="param_shapes") from None
-        self._add_model(partitions.tensors(flats), len(ranks), is_cut=is_cut)
+        weights = partitions.tensors(flats)
+        for name, tensor in weights.items():
+            weights[name] = replace(tensor, declared={"parameter_of": "optimizer"})
+        self._add_model(weights, len(ranks), is_cut=is_cut)
         self._add_moments(ranks, states, flats, partitions)
         others = Pairs()
         for name, value in model.fields.items():
@@ -269,7 +272,10 @@ class _FolderReader:
         model = self._model
         buffers = model.fields.get("buffer_names")
         names = {key_text(name) for name in buffers} if type(buffers) is list else set()
-        weights = weights | self._frozen(count, is_cut=is_cut)
+        weights = weights | {
+            name: replace(tensor, declared={"parameter_of": "module"})
+            for name, tensor in self._frozen(count, is_cut=is_cut).items()
+        }
         for alias, key in mapping_of(model.fields.get("shared_params")):
             owner = weights.get(key_text(key))
             if owner is not None:
@@ -280,6 +286,8 @@ class _FolderReader:
             # In stage 3 the other values are empty.
             if tensor is None and (name in names or not is_cut):
                 tensor = model.tensor(value, name)
+                if tensor is not None and name in names:
+                    tensor = replace(tensor, declared={"buffer_of": "module"})
             if tensor is not None:
                 self.tensors[name] = tensor
         for name, tensor in weights.items():

@@ -27,6 +27,7 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, Unsupp
 from xckpt.formats import chunks, kit
 from xckpt.formats.torch.containers import read_zip
 from xckpt.formats.torch.objects import ObjectWalk
+from xckpt.formats.torch.parameters import with_parameters
 from xckpt.formats.torch.pickles import Machine
 from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
@@ -103,7 +104,8 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         reader.read_all()
     version = reader.fields.get("version")
     version = version if type(version) is str else ""
-    tensors, attrs, shards = reader.tensors, reader.attrs, reader.shards
+    attrs, shards = reader.attrs, reader.shards
+    tensors = with_parameters(reader.tensors, attrs)
     return kit.index_of(format, source, tensors, attrs, notes=notes, version=version, shards=shards)
 
 

@@ -58,13 +58,16 @@ _SIZED = {list, tuple, Pairs, PickledSet}
 _WITH_STATE = {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
 _SUBCLASS = "torch._utils._rebuild_wrapper_subclass"
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_FACTS = {"_parameters": {"parameter_of": "module"}, "_buffers": {"buffer_of": "module"}}
 _LEVELS, _TRANSIENT = ("_parameters", "_buffers", "_modules"), "_non_persistent_buffers_set"
 
 
-class _Outside(NamedTuple):
-    """A value of a module that its state_dict does not have."""
+class _Member(NamedTuple):
+    """A value of a module: a parameter, a buffer, or one that its state_dict does not have."""
 
     value: Any
+    facts: dict[str, str] | None = None
+    is_outside: bool = False
 
 
 class _Container(NamedTuple):
@@ -100,6 +103,7 @@ class ObjectWalk:
         self._next_number: dict[str, int] = {}  # of repeated names
         self._all_tensors = all_tensors
         self._is_outside = False
+        self._facts: dict[str, str] | None = None  # of the current value
 
     def walk(self, root: Any, path: tuple[str, ...] = ()) -> None:
         """Collect everything below a value at `path`."""
@@ -114,9 +118,11 @@ class ObjectWalk:
                 inside.discard(identity)
                 continue
             key, value = item
-            self._is_outside = is_outside
-            if type(value) is _Outside:
-                value, self._is_outside = value.value, not self._all_tensors
+            self._is_outside, self._facts = is_outside, None
+            if type(value) is _Member:
+                self._facts = value.facts
+                self._is_outside = not self._all_tensors if value.is_outside else is_outside
+                value = value.value
             name = key_text(key)
             if length + len(name) > _LONGEST_NAME:
                 reason = f"a name has {length + len(name)} characters, more than {_LONGEST_NAME}"
@@ -234,6 +240,8 @@ class ObjectWalk:
             tensor = replace(tensor, name=name)
         if tensor.problem is not None:
             tensor.problem.located(tensor=name, offset=self._base)
+        if self._facts is not None:
+            tensor = replace(tensor, declared=self._facts)
         self.tensors[name] = tensor
 
     def _add_attr(self, path: tuple[str, ...], value: Any) -> None:
@@ -307,10 +315,10 @@ def _of_module(levels: dict[str, Any], state: Any) -> _Items:
         for key, value in (pairs or Pairs()).items():
             if value is not None:
                 is_outside = level == "_buffers" and key in hidden
-                yield key, _Outside(value) if is_outside else value
+                yield key, _Member(value, _FACTS.get(level), is_outside)
     for key, value in items_of(state):
         if type(key) is str and not key.startswith("_"):
-            yield key, _Outside(value)
+            yield key, _Member(value, is_outside=True)
 
 
 def _is_scripted(kind: Any) -> bool:

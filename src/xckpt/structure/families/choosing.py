@@ -14,11 +14,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xckpt.structure.config import normalise, types_in
+from xckpt.structure.facts import ModelFacts
 from xckpt.structure.families.family import AGREEING, Family, Form, Root
-from xckpt.structure.families.tables import load_table, plain, shorten
+from xckpt.structure.families.tables import load_table, normalise, plain, shorten
 from xckpt.structure.forms import masked
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Entry:
     unlike: frozenset[str] = frozenset()
 
     def describes(self, model_type: str) -> bool:
-        """Return whether the table is for a type of model."""
-        return any(fnmatchcase(normalise(model_type), pattern) for pattern in self.types)
+        """Return whether the table is for a type of model, in small letters only."""
+        return any(fnmatchcase(model_type, pattern) for pattern in self.types)
 
 
 @lru_cache(maxsize=1)
@@ -96,7 +96,7 @@ def list_tables() -> tuple[Entry, ...]:
 
 
 def family_of(
-    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None = None
+    shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts | None = None
 ) -> Family | None:
     """Return the family of a checkpoint; None if it is unknown or ambiguous.
 
@@ -104,12 +104,12 @@ def family_of(
     ----------
     shapes : mapping of str to tuple of int
         Shapes of the tensors, by name.
-    config : mapping, optional
-        Config of the model, such as the content of ``config.json``.
+    facts : ModelFacts, optional
+        Facts about the model. Its type outranks the names, and its sizes those of the tensors.
     """
     forms = _forms(shapes)
-    config = config or {}
-    types = list(dict.fromkeys(types_in(config)))
+    facts = facts or ModelFacts()
+    types = list(map(normalise, facts.types))
     entries = list_tables()
     stated = {entry.table: next((t for t in types if entry.describes(t)), "") for entry in entries}
     is_stated = any(model_type and table != "gguf" for table, model_type in stated.items())
@@ -125,11 +125,8 @@ def family_of(
     roots += _twins(roots, shapes)
     _name_components(roots)
     first = max(roots, key=lambda root: (root.component in _MAIN, len(root.matches)))
-    model_type = config.get("model_type")
     name = next(entry.family for entry in entries if entry.table == first.table.name)
-    if isinstance(model_type, str) and first.model_type:
-        name = model_type
-    return Family("" if name == "gguf" else name, roots, shapes, config)
+    return Family("" if name == "gguf" else name, roots, shapes, facts)
 
 
 def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.structure.facts import sizes_in
 from xckpt.structure.families.tables import LOCAL_AXES, evaluate, plain, shorten, stated_sizes
 from xckpt.structure.forms import masked
 from xckpt.structure.numbering import split_leaf
@@ -17,6 +18,7 @@ from xckpt.structure.numbering import split_leaf
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from xckpt.structure.facts import ModelFacts
     from xckpt.structure.families.tables import Axes, Index, Match, Row, Table
 
     Shape = tuple[int, ...]
@@ -74,7 +76,7 @@ class Root:
 
     prefix: str
     table: Table
-    #: Type of the model, as it is stated; empty if it is not.
+    #: Type of the model that is stated, in small letters only; empty if there is none.
     model_type: str
     #: Forms that the table explains, with the rows that fit them, best first.
     matches: dict[Form, list[Match]]
@@ -130,12 +132,12 @@ class Family:
         name: str,
         roots: Collection[Root],
         shapes: Mapping[str, Shape],
-        config: Mapping[str, Any],
+        facts: ModelFacts,
     ) -> None:
         self.name = name
         self.roots = tuple(sorted(roots, key=lambda root: -len(root.prefix)))
         self._shapes = shapes
-        self._config = config
+        self._facts = facts
         self._sizes: dict[str, dict[str, int]] = {}
         # Places by names with zeros for their numbers, and shapes.
         self._places: dict[tuple[str, Shape | None], tuple[Place | None, Positions]] = {}
@@ -145,13 +147,10 @@ class Family:
     # --- sizes -----------------------------------------------------------------------------------
 
     def _measure(self, root: Root) -> None:
-        """Find the sizes of a model, from its config and from the extents of its axes."""
+        """Find the sizes of a model, from facts about it and from the extents of its axes."""
         rows = [match.row for matches in root.matches.values() for match in matches]
         for component in {root.component_of(row) for row in rows} | {root.component}:
-            nested = self._config.get(f"{component}_config") if component else None
-            config = nested if isinstance(nested, dict) else self._config
-            is_about_root = len(self.roots) == 1 or config is nested
-            stated = stated_sizes(root.table, config) if is_about_root else {}
+            stated = self._stated_sizes(root, component)
             axes = {axis for row in rows for axis in row.axes if axis is not None}
             products = {axis: evaluate(axis, stated) for axis in axes}
             sizes = {axis: value for axis, value in products.items() if value is not None}
@@ -161,6 +160,15 @@ class Family:
         # Rows of one name differ in their axes, such as norms of a head or of all heads.
         chosen = {f: self._fitting(root, f.shape, r) for f, r in root.matches.items() if len(r) > 1}
         self._vote(root, chosen)
+
+    def _stated_sizes(self, root: Root, component: str) -> dict[str, int]:
+        """Return the sizes that facts state about a component of a model."""
+        nested = self._facts.config.get(f"{component}_config") if component else None
+        if isinstance(nested, dict):
+            return stated_sizes(root.table, nested, sizes_in(nested))
+        if len(self.roots) > 1:
+            return {}
+        return stated_sizes(root.table, self._facts.config, self._facts.sizes)
 
     def _vote(self, root: Root, matches: Mapping[Form, Match]) -> None:
         """Find the sizes that are still unknown by the extents on which tensors agree."""

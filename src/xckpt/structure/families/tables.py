@@ -4,8 +4,8 @@ A table is a text file in the folder ``tables``. Its lines are
 
 - ``# ...``, a comment with the source of the names;
 - ``use TABLE``: all lines of another table, of which rows with the same pattern are replaced;
-- ``size = a | b``: a size of the model, as the first of several keys of its config, or of
-  expressions over keys and sizes;
+- ``size = a | b``: a size that configs do not state under a usual key (`xckpt.structure.facts`), as
+  the first of several expressions over keys and sizes; ``ff | 4*embd`` is the usual one if stated;
 - ``@trait TYPES SLOTS``: a trait of slots in models of these types (``*`` for all of them);
 - ``over PREFIX=SLOT ...``: prefixes of the patterns below, with prefixes of their slots; ``*`` is
   no prefix;
@@ -49,6 +49,9 @@ _ZEROS = re.compile(r"0+")
 _INDEX = re.compile(r"([^{}]*)\{(\w+)\}([^{}]*)")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
 _MAX_DIGITS = 9
+# The end of the name of a class, after the type of the model: LlamaForCausalLM, CLIPTextModel.
+_SUFFIX = re.compile(r"(For[A-Z]|LMHead|Model|WithProjection).*")
+_SEPARATORS = str.maketrans("", "", "_-")
 # Modules whose bias has the extent of the outputs; other biases are like the weight.
 _WITH_OUTPUTS = frozenset({"linear", "convolution", "router"})
 # Parameters of modules, in the spellings of frameworks.
@@ -238,6 +241,11 @@ def plain(name: str) -> str:
     return name.replace("/", ".").replace(".base_layer.", ".")
 
 
+def normalise(model_type: str) -> str:
+    """Return a type in small letters only: ``gptneox`` for ``gpt_neox`` and ``GPTNeoXModel``."""
+    return _SUFFIX.sub("", model_type).translate(_SEPARATORS).lower()
+
+
 def shorten(key: str) -> str:
     """Return a name, whose digits are zeros, with one zero for each number."""
     return _ZEROS.sub("0", key)
@@ -277,7 +285,7 @@ def parse_table(name: str, text: str) -> Table:
             is_head = section == "heads"
             component = of_heads if is_head else section
         elif words[0].startswith("@"):
-            types = frozenset(words[1].split(","))
+            types = frozenset(map(normalise, words[1].split(",")))
             table.traits.setdefault(words[0][1:], []).append((types, tuple(words[2].split(","))))
         elif words[1] == "=":
             table.sizes[words[0]] = tuple([word for word in words[2:] if word != "|"])
@@ -333,12 +341,14 @@ def evaluate(expression: str, sizes: Mapping[str, int]) -> int | None:
     return total
 
 
-def stated_sizes(table: Table, config: Mapping[str, object]) -> dict[str, int]:
-    """Return the sizes of a model that its config states."""
+def stated_sizes(
+    table: Table, config: Mapping[str, object], usual: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the sizes of a model that its config states, some under `usual` keys."""
     stated = {key: n for key, n in config.items() if type(n) is int and 0 < n < _LARGEST}
-    sizes: dict[str, int] = {}
+    sizes = {name: size for name, size in usual.items() if name not in table.sizes}
     for name, expressions in table.sizes.items():
-        values = (evaluate(expression, {**stated, **sizes}) for expression in expressions)
+        values = (evaluate(text, {**stated, **usual, **sizes}) for text in expressions)
         size = next((value for value in values if value is not None), None)
         if size is not None:
             sizes[name] = size

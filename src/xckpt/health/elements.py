@@ -1,0 +1,274 @@
+"""Rules about the contents and the elements of single tensors."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.formatting import binary_size, counted
+from xckpt.health.evidence import CODED, EVERY, Rule, RuleFinding
+from xckpt.structure import Described, Role, Structure
+from xckpt.structure.emptiness import NO_TENSORS, empty_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from xckpt.health.evidence import Evidence
+
+
+class Empty(Rule):
+    """The checkpoint has no tensors, or weights have no elements."""
+
+    name, severity = "empty", "error"
+
+    def findings(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Return the findings, also in tensors that cannot be read."""
+        return self._judge(evidence)
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if evidence.origin is None:
+            tensors = zip(evidence.names, evidence.dtypes, evidence.shapes, strict=True)
+            structure = Structure([Described(*tensor) for tensor in tensors])
+        else:
+            structure = evidence.origin.structure
+        if not structure:
+            yield RuleFinding(0, "", self.name, 0.0, NO_TENSORS)
+        rows = {name: row for row, name in enumerate(evidence.names)}
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in empty_weights(structure).items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            sentence = reason
+            if len(names) > 1:
+                sentence += f"; {len(names) - 1:,} more like it, such as {names[1]}"
+            row = rows.get(names[0], len(rows))
+            yield RuleFinding(row, names[0], self.name, 0.0, sentence)
+
+
+class _NotFinite(Rule):
+    severity = "error"
+    word = ""
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        for row in np.flatnonzero(evidence[self.name] > 0):
+            if self._is_meant(evidence, int(row)):
+                continue
+            number, count = evidence[self.name][row], evidence["count"][row]
+            verb = "is" if number == 1 else "are"
+            sentence = f"{number:,.0f} of {count:,.0f} elements {verb} {self.word}"
+            yield self.finding(evidence, row, number, sentence)
+
+    def _is_meant(self, evidence: Evidence, row: int) -> bool:
+        raise NotImplementedError
+
+
+class NaN(_NotFinite):
+    """Elements are NaN."""
+
+    name, word = "nan", "NaN"
+    roles = EVERY
+
+    def _is_meant(self, evidence: Evidence, row: int) -> bool:
+        return evidence.is_setting(row)
+
+
+class Infinite(_NotFinite):
+    """Elements are infinite. Masks are made of infinities, and so are rows that mask."""
+
+    name, word = "inf", "infinite"
+    roles = EVERY - {Role.CONSTANT}
+
+    def _is_meant(self, evidence: Evidence, row: int) -> bool:
+        return evidence.has_masked_rows(row)
+
+
+class _OneValue(Rule):
+    """All elements are the same, and this is not how the tensor begins in a new model."""
+
+    #: Moments are zeros before the first step, and scales may all be the same.
+    only_if_unlike_siblings = frozenset({Role.MOMENT, Role.SCALE})
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        count, low = evidence["count"], evidence["min"]
+        is_finite = evidence["nan"] + evidence["inf"] == 0
+        is_constant = (low == evidence["max"]) & (count > 1) & is_finite
+        for siblings in evidence.families.values() if is_constant.any() else ():
+            constants = [row for row in siblings if is_constant[row]]
+            varied = len(siblings) - len(constants)
+            # Most siblings are constant only if they begin so.
+            values = {low[row] for row in constants}
+            is_usual = 2 * len(constants) > len(siblings) and len(values) == 1
+            is_usual |= evidence.is_new and not varied and values <= {0.0, 1.0}
+            if evidence.has_values and _are_untrained(evidence, siblings):
+                continue
+            for row in constants:
+                if self._is_bias_of_initial_norm(evidence, row):
+                    continue
+                if self._is_reported(low[row]) and not (
+                    is_usual and self._is_initial(evidence, row)
+                ):
+                    sentence = f"all {count[row]:,.0f} elements are {low[row] + 0.0:.6g}"
+                    if varied:
+                        sentence += f", unlike those of {counted(varied, 'sibling')}"
+                    yield self.finding(evidence, row, low[row] or count[row], sentence)
+
+    def _is_reported(self, value: float) -> bool:
+        raise NotImplementedError
+
+    @staticmethod
+    def _is_bias_of_initial_norm(evidence: Evidence, row: int) -> bool:
+        """Return whether the finding about the gain of a norm says the same about its bias."""
+        gain = evidence.gain_of(row)
+        is_other = gain is not None and gain != row
+        return is_other and bool(evidence["min"][gain] == 1 == evidence["max"][gain])
+
+    def _is_initial(self, evidence: Evidence, row: int) -> bool:
+        if evidence.is_new or evidence.roles[row] in self.only_if_unlike_siblings:
+            return True
+        name, value = evidence.plain_names[row], evidence["min"][row]
+        # A vector that is the same in most layers, or has no sibling, may be so by design.
+        is_vector = evidence.is_vector(row) or evidence.is_bias(row)
+        return is_vector or (value == 0 and evidence.structure.begins_as_zeros(name))
+
+
+def _are_untrained(evidence: Evidence, siblings: list[int]) -> bool:
+    """Return whether several matrices are all zero, each of them."""
+    is_zero = (evidence.is_zero(row) and not evidence.is_vector(row) for row in siblings)
+    return len(siblings) > 1 and all(is_zero)
+
+
+class Untrained(Rule):
+    """All matrices of a kind are zero, as some are before training."""
+
+    name, severity = "untrained", "info"
+    is_of_kind = True
+    roles = CODED
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        if evidence.is_new or not evidence.has_values:
+            return
+        for siblings in evidence.families.values():
+            if _are_untrained(evidence, siblings):
+                row, number = siblings[0], len(siblings)
+                others = counted(number - 1, "sibling")
+                sentence = f"all elements are 0, and those of its {others}: were they trained?"
+                yield self.finding(evidence, row, number, sentence)
+
+
+class AllZero(_OneValue):
+    """All elements are zero."""
+
+    name, severity = "all_zero", "warning"
+    roles = CODED | {Role.STATISTIC, Role.MOMENT}
+
+    def _is_reported(self, value: float) -> bool:
+        return value == 0
+
+
+class Constant(_OneValue):
+    """All elements are the same number other than zero."""
+
+    name, severity = "constant", "warning"
+    is_of_kind = True
+    roles = CODED | {Role.STATISTIC, Role.SCALE}
+
+    def _is_reported(self, value: float) -> bool:
+        return value != 0
+
+
+class Exploding(Rule):
+    """The largest magnitude is far beyond all but a few elements."""
+
+    name, severity = "exploding", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MOMENT})
+    #: The largest of a billion normally distributed elements is at about 6 standard deviations.
+    #: Trained weights reach some tens, some language models 175, squares of gradients thousands.
+    threshold, threshold_of_moments = 100.0, 10_000.0
+    #: Trained weights reach 55 times the quantiles of 0.1 and 99.9 %, if these leave elements out.
+    threshold_of_tails, fewest_elements = 200.0, 4000
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        std, largest, mean = evidence["std"], evidence["absmax"], evidence["mean"]
+        ratio = largest / std
+        is_moment = np.array([role is Role.MOMENT for role in evidence.roles], bool)
+        limit = np.where(is_moment, self.threshold_of_moments, self.threshold)
+        tail = np.maximum(np.abs(evidence["q0.001"]), np.abs(evidence["q0.999"]))
+        is_tail = ~is_moment & (evidence["count"] >= self.fewest_elements) & (tail > 0)
+        is_far = np.where(is_tail, largest > self.threshold_of_tails * tail, ratio > limit)
+        # Elements far from zero have a small deviation: 100 and 101 do not explode.
+        is_centred = (np.abs(mean) < largest / 2) | np.isnan(mean)
+        for row in np.flatnonzero((std > 0) & is_far & is_centred):
+            sentence = f"the largest magnitude, {largest[row]:.3g}, is {ratio[row]:,.0f}"
+            yield self.finding(evidence, row, ratio[row], f"{sentence} standard deviations")
+
+
+class LoneElement(Rule):
+    """One element is far beyond all others of a matrix."""
+
+    name, severity = "lone_element", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    #: Standard deviations that it has at least, and the next largest channel at most.
+    threshold, others = 12.0, 7.0
+    fewest_channels = 8
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        std, largest, following = evidence["std"], evidence["absmax"], evidence["next_largest"]
+        ratio, rest = largest / std, following / std
+        smaller = np.minimum(evidence["row_count"], evidence["column_count"])
+        is_matrix = smaller >= self.fewest_channels
+        is_lone = (std > 0) & (ratio > self.threshold) & (rest < self.others)
+        # `trunc_normal_` of PyTorch leaves elements at its bounds.
+        is_lone &= not evidence.is_new
+        for row in np.flatnonzero(is_lone & is_matrix):
+            place = f"{evidence['top_row'][row]:,.0f}, {evidence['top_column'][row]:,.0f}"
+            words = " and ".join(evidence.channel_words(int(row)))
+            sentence = (
+                f"the element in {words} {place} is {ratio[row]:.0f} standard deviations, and "
+                f"the largest elsewhere {rest[row]:.1f}"
+            )
+            yield self.finding(evidence, row, ratio[row], sentence)
+
+
+class Subnormal(Rule):
+    """Many elements are too small for all digits of their type."""
+
+    name, severity = "subnormal", "warning"
+    is_of_kind = True
+    #: Share of the elements; for float16, whose subnormal numbers are not tiny, the second one.
+    threshold, threshold_of_float16 = 0.1, 0.5
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        share = evidence["subnormal"] / evidence["count"]
+        is_half = np.array([dtype == "float16" for dtype in evidence.dtypes], bool)
+        limit = np.where(is_half, self.threshold_of_float16, self.threshold)
+        for row in np.flatnonzero(share > limit):
+            sentence = (
+                f"{share[row]:.0%} of the elements are subnormal: few of their digits are left"
+            )
+            yield self.finding(evidence, row, share[row], sentence)
+
+
+class WideType(Rule):
+    """Every element fits into a type of half the size."""
+
+    name, severity = "wide_type", "info"
+    is_of_kind, implied_by = True, frozenset({"nan", "all_zero", "constant"})
+    fewest_elements = 64
+    #: The smaller type that elements may fit.
+    smaller = MappingProxyType({"float32": "bfloat16", "float64": "float32"})
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        spare, count = evidence["spare_bits"], evidence["count"]
+        for row in np.flatnonzero((spare > 0) & (count >= self.fewest_elements)):
+            dtype = evidence.dtypes[row]
+            if dtype not in self.smaller:
+                continue
+            wide, narrow = ELEMENT_TYPES[dtype], ELEMENT_TYPES[self.smaller[dtype]]
+            # If the whole fraction is spare, elements are powers of two, with few distinct values.
+            if wide.fraction_bits - narrow.fraction_bits <= spare[row] < wide.fraction_bits:
+                half = binary_size(int(count[row]) * narrow.bits // 8)
+                sentence = f"every value of this {dtype} is a {narrow.name}: {half} would do"
+                yield self.finding(evidence, row, spare[row], sentence)

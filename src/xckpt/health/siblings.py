@@ -1,0 +1,336 @@
+"""Rules that compare a tensor with its siblings, whose names differ only in their indices.
+
+A bias of zeros is usual in a new model, and odd in a single layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.elements import WIDE_FLOATS
+from xckpt.formatting import counted
+from xckpt.health.evidence import Rule, out_of_line
+from xckpt.structure import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from xckpt.health.evidence import Evidence, RuleFinding
+    from xckpt.typing import Array
+
+# Kinds of modules whose matrices are alike, wherever they are.
+_WITH_KERNELS = frozenset({"linear", "convolution", "recurrent"})
+
+
+class _Norm(Rule):
+    """The gains of a norm are unlike the gains of other norms, which are around 1."""
+
+    #: Largest mean of gains that are centred on 0; range of means that are centred on 1.
+    near_zero, near_one = 0.25, (0.5, 2.0)
+    #: A norm with fewer siblings is compared with all norms.
+    fewest_siblings = 4
+    #: Largest spread of gains that lost 1, as a share of what others are centred on.
+    most_spread = 0.4
+    #: Share of what others are centred on, below zero, from which on a gain is negative; and of the
+    #: norms that have such gains, if they are unusual.
+    least_negative, most_norms = 0.1, 0.25
+    #: Median distance from the centre, as a share of it, up to which norms of all kinds are alike.
+    most_different = 0.2
+
+    def _norms_to_compare(self, evidence: Evidence) -> Iterator[tuple[int, float, str]]:
+        """Yield the rows of norms whose siblings are around 1, their centre, and a phrase."""
+        mean = evidence["mean"]
+        norms = [row for row in evidence.norms if not np.isnan(mean[row])]
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for row in norms:
+            for group in (evidence.family_of(row), (evidence.step_of(row),)):
+                groups.setdefault(group, []).append(row)
+        centres = {key: float(np.median(mean[rows])) for key, rows in groups.items()}
+        for row in norms:
+            key = evidence.family_of(row)
+            if len(groups[key]) < self.fewest_siblings:
+                key = (evidence.step_of(row),)
+            count, centre = len(groups[key]) - 1, centres[key]
+            is_spread = len(key) == 1 and self._are_spread(mean[groups[key]], centre)
+            if count >= 2 and self.near_one[0] <= centre <= self.near_one[1] and not is_spread:
+                yield row, centre, f"those of {count} like it on {centre:.2g}"
+
+    def _are_spread(self, means: Array, centre: float) -> bool:
+        """Return whether norms of several kinds differ too much to be compared."""
+        usual = np.median(np.abs(means - centre))
+        return bool(usual > self.most_different * centre)
+
+    def _is_centred_on_zero(self, evidence: Evidence, row: int) -> bool:
+        mean, std = evidence["mean"][row], evidence["std"][row]
+        is_zero = evidence["min"][row] == evidence["max"][row] == 0
+        return bool(is_zero or abs(mean) <= min(self.near_zero, std))
+
+
+class ZeroCentredNorm(_Norm):
+    """The gains of a norm are centred on 0 where others are centred on 1."""
+
+    name, severity = "zero_centred_norm", "warning"
+    implied_by = frozenset({"all_zero"})
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        for row, centre, norms in self._norms_to_compare(evidence):
+            mean, is_constant = evidence["mean"][row], evidence["std"][row] == 0
+            if evidence["std"][row] > self.most_spread * centre:
+                continue
+            family = evidence.families[evidence.family_of(row)]
+            if len(family) > 1 and all(self._is_centred_on_zero(evidence, r) for r in family):
+                continue  # a convention: the last norm of a residual block begins at zero
+            if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
+                sentence = f"its weights are centred on {mean:.2g}, {norms}: is 1 missing?"
+                yield self.finding(evidence, row, mean, sentence)
+
+
+class DeadGains(_Norm):
+    """Gains of a norm are zero where others are around 1, so that channels are constant."""
+
+    name, severity = "dead_gains", "warning"
+    implied_by = frozenset({"all_zero"})
+    is_of_kind = True
+    threshold = 0.05  # share of the gains
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        zero, count = evidence["zero"], evidence["count"]
+        for row, *_ in self._norms_to_compare(evidence):
+            if self.threshold * count[row] <= zero[row] < count[row]:
+                verb = "is" if zero[row] == 1 else "are"
+                sentence = f"{zero[row]:,.0f} of {count[row]:,.0f} gains of a norm {verb} 0"
+                yield self.finding(evidence, row, zero[row], sentence)
+
+
+class NegativeNorm(_Norm):
+    """A gain of a norm is negative where others are around 1."""
+
+    name, severity = "negative_norm", "info"
+    is_of_kind = True
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        low, mean = evidence["min"], evidence["mean"]
+        norms_around_one = list(self._norms_to_compare(evidence))
+        negative = [
+            (row, norms)
+            for row, centre, norms in norms_around_one
+            if low[row] < -self.least_negative * centre
+        ]
+        # In some models, many gains are negative.
+        if len(negative) > max(1, self.most_norms * len(norms_around_one)):
+            return
+        for row, norms in negative:
+            if not self._is_centred_on_zero(evidence, row):
+                sentence = (
+                    f"its smallest weight is {low[row]:.3g}; it is centred on {mean[row]:.2g}"
+                )
+                yield self.finding(evidence, row, low[row], f"{sentence}, {norms}")
+
+
+class UnlikeLayer(Rule):
+    """The root mean square of a layer is far from its neighbours."""
+
+    name, severity = "unlike_layer", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    implied_by = frozenset({"exploding", "lone_element", "rank_one"})
+    threshold = 6.0  # robust standard deviations of all layers
+    #: Fewest layers that show a trend, and the least spread around it.
+    fewest_layers, least_spread = 5, 0.05
+    #: At most one layer in this many is odd. More are part of the architecture.
+    one_in = 16
+    #: The first and the last layer usually differ from the others: by less than this factor, if the
+    #: others differ among themselves by less than the second.
+    far_end, most_alike = 5.0, 1.5
+    #: Factor between the largest and the second of a kind of module, and the fewest of a kind.
+    far_beyond, fewest_of_kind = 25.0, 4
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        rms, count = evidence["rms"], evidence["count"]
+        yield from self._beyond_all(evidence)
+        yield from self._experts(evidence)
+        for siblings in evidence.series():
+            rows = [row for row in siblings if rms[row] > 0 and np.isfinite(rms[row])]
+            # Numbers of unrelated tensors are no depth.
+            shapes = Counter([evidence.shapes[row] for row in rows])
+            if len(rows) < self.fewest_layers or 2 * max(shapes.values()) < len(rows):
+                continue
+            noise = np.log2(1 + 1 / np.sqrt(2 * count[rows].min()))
+            spread = max(noise, np.log2(1 + self.least_spread))
+            yield from self._ends(evidence, rows)
+            distances = out_of_line(np.log2(rms[rows]), spread, self.threshold)[1:-1]
+            if 0 < np.count_nonzero(distances) <= max(1, len(rows) // self.one_in):
+                for position in (np.flatnonzero(distances) + 1).tolist():
+                    row, distance = rows[position], abs(distances[position - 1])
+                    neighbours = [
+                        neighbour
+                        for neighbour in rows[max(0, position - 2) : position + 3]
+                        if neighbour != row
+                    ]
+                    factor = rms[row] / np.median(rms[neighbours])
+                    sentence = (
+                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                        f"layers next to it: {distance:.0f} robust standard deviations"
+                    )
+                    yield self.finding(evidence, row, distance, sentence)
+
+    def _beyond_all(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Yield matrices without siblings that are far beyond all of the same kind of module."""
+        rms = evidence["rms"]
+        kinds: dict[Any, list[int]] = {}
+        for row in evidence.parameters:
+            kind = evidence.module_type(row)
+            if kind in _WITH_KERNELS and not evidence.is_vector(row) and np.isfinite(rms[row]):
+                kinds.setdefault((evidence.step_of(row), kind), []).append(row)
+        for (_, kind), rows in kinds.items():
+            if len(rows) < self.fewest_of_kind:
+                continue
+            second, first = sorted(rows, key=rms.__getitem__)[-2:]
+            if rms[first] > self.far_beyond * rms[second]:
+                factor = rms[first] / rms[second]
+                sentence = (
+                    f"its root mean square, {rms[first]:.3g}, is {factor:.2g} times that of any "
+                    f"other {kind} weight"
+                )
+                yield self.finding(evidence, first, factor, sentence)
+
+    def _experts(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        """Yield experts that are far from all others of their layer, which are alike."""
+        rms = evidence["rms"]
+        for experts in evidence.experts():
+            rows = [row for row in experts if rms[row] > 0]
+            for row in rows if len(rows) >= self.fewest_layers else ():
+                others = rms[[other for other in rows if other != row]]
+                factor = rms[row] / np.median(others)
+                is_far = max(factor, 1 / factor) > self.far_end
+                if is_far and others.max() <= self.most_alike * others.min():
+                    sentence = (
+                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                        f"other {len(others)} experts"
+                    )
+                    yield self.finding(evidence, row, factor, sentence)
+
+    def _ends(self, evidence: Evidence, rows: list[int]) -> Iterator[RuleFinding]:
+        """Yield the first and the last layer if they are far from all others, which are alike."""
+        rms = evidence["rms"]
+        inner = rms[rows[1:-1]]
+        if evidence.is_vector(rows[0]) or inner.max() > self.most_alike * inner.min():
+            return
+        shapes = {evidence.shapes[row] for row in rows[1:-1]}
+        for row in (rows[0], rows[-1]):
+            if evidence.shapes[row] not in shapes:
+                continue
+            factor = rms[row] / np.median(inner)
+            if max(factor, 1 / factor) > self.far_end:
+                sentence = (
+                    f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                    f"other {len(inner)} layers"
+                )
+                yield self.finding(evidence, row, factor, sentence)
+
+
+class _UnlikeSiblings(Rule):
+    """A matrix has a property that none of its siblings has."""
+
+    # Siblings are those of the same kind of module, if a matrix has few of its own.
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    fewest_siblings, fewest_elements = 3, 256
+
+    def _groups(self, evidence: Evidence) -> Iterator[list[int]]:
+        alone: dict[Any, list[int]] = {}
+        for siblings in evidence.families.values():
+            if len(siblings) > self.fewest_siblings:
+                yield siblings
+                continue
+            for row in siblings:
+                kind = evidence.module_type(row), len(evidence.shapes[row]), evidence.step_of(row)
+                alone.setdefault(kind, []).append(row)
+        yield from (rows for kind, rows in alone.items() if kind[0] in _WITH_KERNELS)
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        count, std = evidence["count"], evidence["std"]
+        for siblings in self._groups(evidence):
+            rows = [
+                row
+                for row in siblings
+                if count[row] >= self.fewest_elements
+                and std[row] > 0
+                and not evidence.is_vector(row)
+            ]
+            if len(rows) <= self.fewest_siblings:
+                continue
+            odd = [row for row in rows if self._is_odd(evidence, row)]
+            if len(odd) == 1 and all(
+                self._is_usual(evidence, row) for row in rows if row != odd[0]
+            ):
+                value, sentence = self._describe(evidence, odd[0])
+                sentence = f"{sentence}, unlike those of {counted(len(rows) - 1, 'sibling')}"
+                yield self.finding(evidence, odd[0], value, sentence)
+
+    def _is_odd(self, evidence: Evidence, row: int) -> bool:
+        raise NotImplementedError
+
+    def _is_usual(self, evidence: Evidence, row: int) -> bool:
+        raise NotImplementedError
+
+    def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
+        raise NotImplementedError
+
+
+class SignsLost(_UnlikeSiblings):
+    """No element of a matrix is negative, as if it had been stored without signs."""
+
+    name, severity = "signs_lost", "warning"
+
+    def _is_odd(self, evidence: Evidence, row: int) -> bool:
+        return bool(evidence["min"][row] >= 0 or evidence["max"][row] <= 0)
+
+    def _is_usual(self, evidence: Evidence, row: int) -> bool:
+        return bool(abs(evidence["mean"][row]) < evidence["std"][row] / 2)
+
+    def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
+        sign = "negative" if evidence["min"][row] >= 0 else "positive"
+        return 1.0, f"none of its {evidence['count'][row]:,.0f} elements is {sign}"
+
+
+class Hole(_UnlikeSiblings):
+    """A part of a matrix is zero, but neither whole rows nor whole columns."""
+
+    name, severity = "hole", "warning"
+    threshold, fewest_zeros = 1e-3, 16
+
+    def _is_odd(self, evidence: Evidence, row: int) -> bool:
+        zero, count = evidence["zero"][row], evidence["count"][row]
+        is_channel = evidence["dead_rows"][row] > 0 or evidence["dead_columns"][row] > 0
+        return bool(zero >= max(self.fewest_zeros, self.threshold * count)) and not is_channel
+
+    def _is_usual(self, evidence: Evidence, row: int) -> bool:
+        return bool(evidence["zero"][row] <= evidence["count"][row] * self.threshold / 100)
+
+    def _describe(self, evidence: Evidence, row: int) -> tuple[float, str]:
+        zero, count = evidence["zero"][row], evidence["count"][row]
+        return zero, f"{zero:,.0f} of its {count:,.0f} elements are exactly 0"
+
+
+class MixedTypes(Rule):
+    """A tensor has another float type than most of its siblings."""
+
+    name, severity = "mixed_types", "warning"
+
+    def _judge(self, evidence: Evidence) -> Iterator[RuleFinding]:
+        for siblings in evidence.families.values():
+            dtypes = [evidence.dtypes[row] for row in siblings]
+            if len(set(dtypes)) < 2 or not WIDE_FLOATS.issuperset(dtypes):
+                continue
+            usual = max(dict.fromkeys(dtypes), key=dtypes.count)
+            number = dtypes.count(usual)
+            shapes = {evidence.shapes[row] for row in siblings if evidence.dtypes[row] == usual}
+            for row in siblings:
+                dtype = evidence.dtypes[row]
+                if dtype != usual and evidence.shapes[row] in shapes:
+                    sentence = (
+                        f"it is {dtype}, and {number} of its {len(siblings) - 1} siblings {usual}"
+                    )
+                    yield self.finding(evidence, row, number, sentence)

@@ -1,0 +1,269 @@
+"""Names of axes that follow from the facts of a file, for tensors whose axes it does not name.
+
+=======================  ===========================================================================
+fact                     names
+=======================  ===========================================================================
+``uses``                 the inputs of an operator: ``out``, ``in``, ``height``, ``directions``
+``class``, ``variable``  a variable of a layer of Keras
+``tree``                 a leaf in a tree of Flax, if the leaves next to it agree
+sizes of the model       tensors of GGUF and gpt.rs, by name (`xckpt.structure.named_axes`)
+=======================  ===========================================================================
+
+Formats can also name axes within a module (`Format.module_axes`). These names are dimensions in
+trees only, and evidence for channels everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xckpt.structure.facts import model_facts
+from xckpt.structure.named_axes import NamedAxes
+from xckpt.structure.numbering import split_leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from xckpt.index import Index
+    from xckpt.structure.facts import ModelFacts
+
+    Axes = tuple[str | None, ...]
+    Shape = tuple[int, ...]
+    ModuleAxes = Callable[[Mapping[str, Shape]], Mapping[str, Axes]]
+
+
+class _Tensor(Protocol):
+    """A tensor of an `Index`, or a row of a listing."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def declared(self) -> Mapping[str, Any] | None: ...
+
+
+def axes_of(index: Index) -> Mapping[str, Axes]:
+    """Return the names of axes that the file does not state, but that follow from its facts."""
+    return index.once(_axes_of)
+
+
+def _axes_of(index: Index) -> dict[str, Axes]:
+    facts = model_facts(index.attrs)
+    tensors = index.tensors.values()
+    # A list first: this runs for every tensor of a file, and most formats state no facts.
+    declared = [tensor.declared for tensor in tensors]
+    if not facts.naming and not any(declared):
+        return {}
+    readable = (tensor for tensor in tensors if tensor.dims is None and tensor.problem is None)
+    return axes_by_facts(readable, facts)
+
+
+# --- modules of a format -------------------------------------------------------------------------
+
+_lookups: list[Callable[[str], ModuleAxes | None]] = []
+# Words of formats for outputs and inputs.
+_CHANNELS = {"d_output": "out", "channels_out": "out", "channels": "out"}
+_CHANNELS |= {"d_input": "in", "channels_in": "in"}
+
+
+def axes_in_modules(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, Axes]:
+    """Return the channels of tensors that their format names the axes of, by their module."""
+    name_axes = next((lookup(facts.format) for lookup in _lookups), None)
+    if name_axes is None:
+        return {}
+    modules: dict[str, dict[str, tuple[str, Shape]]] = {}
+    for tensor in tensors:
+        module, _, leaf = split_leaf(tensor.name)
+        modules.setdefault(module, {})[leaf] = tensor.name, tensor.shape
+    return {
+        leaves[leaf][0]: tuple([_CHANNELS.get(axis or "", axis) for axis in axes])
+        for leaves in modules.values()
+        for leaf, axes in name_axes({leaf: shape for leaf, (_, shape) in leaves.items()}).items()
+    }
+
+
+def name_modules_with(lookup: Callable[[str], ModuleAxes | None]) -> None:
+    """Register the function that returns `Format.module_axes` by the name of the format.
+
+    It is in a room that imports this one.
+    """
+    _lookups[:] = [lookup]
+
+
+# --- facts of tensors ----------------------------------------------------------------------------
+
+
+def axes_by_facts(tensors: Iterable[_Tensor], facts: ModelFacts) -> dict[str, Axes]:
+    """Return the names of the axes of each tensor that the facts name axes of."""
+    model_axes = NamedAxes(facts) if facts.naming else None
+    axes: dict[str, Axes] = {}
+    leaves = []
+    for tensor in tensors:
+        declared = tensor.declared or {}
+        if "axes" in declared:
+            continue
+        names = None
+        if "uses" in declared:
+            names = _by_uses(declared, len(tensor.shape))
+        elif "class" in declared:
+            names = _by_class(declared, len(tensor.shape))
+        elif "tree" in declared:
+            leaves.append(tensor)
+        elif model_axes is not None:
+            names = model_axes.of(tensor.name, tensor.shape)
+        if names:
+            axes[tensor.name] = names
+    return axes | _in_trees(leaves) if leaves else axes
+
+
+# --- operators of a graph ------------------------------------------------------------------------
+
+_PLANES = ("depth", "height", "width")
+_IN_OUT = ("in", "out")
+# Inputs of operators, by their number of axes.
+_OF_INPUTS: dict[tuple[str, int, int], Axes] = {
+    ("Gemm", 2, 1): ("out",),
+    ("MatMul", 0, 2): ("out", "in"),
+    ("MatMul", 1, 2): _IN_OUT,
+    ("MatMulInteger", 1, 2): _IN_OUT,
+    ("MatMulIntegerToFloat", 1, 2): _IN_OUT,
+    ("DynamicQuantizeMatMul", 1, 2): _IN_OUT,
+    ("QLinearMatMul", 3, 2): _IN_OUT,
+    ("Conv", 2, 1): ("out",),
+    ("ConvTranspose", 2, 1): ("out",),
+    **{
+        (operator, position, 3): ("directions", "out", "in")
+        for operator in ("LSTM", "GRU", "RNN")
+        for position in (1, 2)
+    },
+    **{("DynamicQuantizeLSTM", position, 3): ("directions", "in", "out") for position in (1, 2)},
+}
+_KERNELS = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
+
+
+def _by_uses(declared: Mapping[str, Any], ndim: int) -> Axes | None:
+    """Return the axes of a tensor by the operators that use it; None if they disagree."""
+    uses = declared["uses"]
+    orders = declared.get("orders") or ("kept",) * len(uses)
+    settings: Sequence[Mapping[str, int]] = declared.get("settings") or ({},) * len(uses)
+    # A tied embedding is gathered from, and transposed for the output: the first counts.
+    for order in ("kept", "reversed"):
+        axes = {
+            _of_input(use, numbers, ndim)
+            for use, numbers, use_order in zip(uses, settings, orders, strict=True)
+            if use_order == order
+        } - {None}
+        if axes:
+            names = axes.pop()
+            is_certain = not axes and names is not None and (order == "kept" or ndim == 2)
+            return names[:: 1 if order == "kept" else -1] if is_certain and names else None
+    return None
+
+
+def _of_input(
+    use: tuple[str, int, Sequence[str]], numbers: Mapping[str, int], ndim: int
+) -> Axes | None:
+    operator, position, producers = use
+    if operator == "Gemm" and position == 1 and ndim == 2:
+        return ("out", "in") if numbers.get("transB") else _IN_OUT
+    if operator == "Gather" and (position, ndim, numbers.get("axis", 0)) == (0, 2, 0):
+        return _IN_OUT
+    if operator == "Add" and ndim == 1:
+        return ("out",) if "MatMul" in producers else None
+    if _KERNELS.get(operator) == position and 3 <= ndim <= 5:
+        channels = _IN_OUT if operator == "ConvTranspose" else ("out", "in")
+        return channels + _PLANES[5 - ndim :]
+    if operator.endswith("Normalization") and position and ndim == 1:
+        return ("out",)
+    return _OF_INPUTS.get((operator, position, ndim))
+
+
+# --- classes of layers ---------------------------------------------------------------------------
+
+_CELLS = ("cell", "lstm_cell", "gru_cell", "lstm", "gru", "simple_rnn")
+_PROJECTIONS = ("query", "key", "value")
+_OF_VARIABLES: dict[tuple[str, str], Axes] = {
+    ("dense", "kernel"): _IN_OUT,
+    ("embedding", "embeddings"): _IN_OUT,
+    ("reversible_embedding", "embeddings"): _IN_OUT,
+    **{(cell, name): _IN_OUT for cell in _CELLS for name in ("kernel", "recurrent_kernel")},
+    **{(f"conv{n}d", "kernel"): (*_PLANES[-n:], "in", "out") for n in (1, 2, 3)},
+    **{(f"conv{n}d_transpose", "kernel"): (*_PLANES[-n:], "out", "in") for n in (1, 2, 3)},
+    **{(f"depthwise_conv{n}d", "kernel"): (*_PLANES[-n:], "in", "multiplier") for n in (1, 2)},
+    **{
+        (f"separable_conv{n}d", "depthwise_kernel"): (*_PLANES[-n:], "in", "multiplier")
+        for n in (1, 2)
+    },
+    **{(f"separable_conv{n}d", "pointwise_kernel"): (*_PLANES[-n:], *_IN_OUT) for n in (1, 2)},
+    **{(f"{role}_dense", "kernel"): ("in", "heads", "head") for role in _PROJECTIONS},
+    ("output_dense", "kernel"): ("heads", "head", "out"),
+}
+_ALONG_OUT = frozenset({"bias", "scale", "alpha", "kernel_scale", "gamma", "beta"})
+_ALONG_OUT |= {"moving_mean", "moving_variance"}
+# Classes with variables along their outputs, besides those above.
+_WITH_OUTPUTS = frozenset({kind for kind, _ in _OF_VARIABLES} | {"einsum_dense", "p_re_lu"})
+_WITH_OUTPUTS |= {"batch_normalization", "layer_normalization", "group_normalization"}
+_WITH_OUTPUTS |= {"rms_normalization", "normalization", "attention", "additive_attention"}
+
+
+def _by_class(declared: Mapping[str, Any], ndim: int) -> Axes | None:
+    """Return the axes of a variable of a layer; packed codes have other axes than the kernel."""
+    kind, variable = declared["class"], declared.get("variable", "")
+    names = _OF_VARIABLES.get((kind, variable))
+    if names is None and variable in _ALONG_OUT and kind in _WITH_OUTPUTS:
+        names = ("out",)
+    is_fitting = names is not None and len(names) == ndim and "elements" not in declared
+    return names if is_fitting else None
+
+
+# --- trees of Flax -------------------------------------------------------------------------------
+
+_OF_LEAVES: dict[tuple[str, int], Axes] = {
+    ("kernel", 2): _IN_OUT,
+    ("kernel", 4): ("height", "width", "in", "out"),
+    ("kernel", 5): (*_PLANES, "in", "out"),
+    ("embedding", 2): _IN_OUT,
+    ("lora_a", 2): ("in", "rank"),
+    ("lora_b", 2): ("rank", "out"),
+    **{(leaf, 1): ("out",) for leaf in ("scale", "bias", "mean", "var")},
+}
+
+
+def _in_trees(tensors: Sequence[_Tensor]) -> dict[str, Axes]:
+    """Return the axes of leaves by their names and ranks, where their neighbours agree."""
+    shapes = {(tensor.declared or {})["tree"]: tensor.shape for tensor in tensors}
+    # A training state with an axis for devices has it in all tensors.
+    if any(path[-1] == "step" and shape for path, shape in shapes.items()):
+        return {}
+    axes = {path: _of_leaf(path, shape, shapes) for path, shape in shapes.items()}
+    # If `nn.scan` repeats a module, its neighbours have as many layers.
+    layers = {path[:-2]: shapes[path][0] for path, names in axes.items() if names[:1] == _LAYERS}
+    axes_by_name = {}
+    for tensor in tensors:
+        path = (tensor.declared or {})["tree"]
+        names, shape = axes[path], tensor.shape
+        is_vector = len(shape) == 2 and (path[-1], 1) in _OF_LEAVES
+        if is_vector and layers.get(path[:-2]) == shape[0]:
+            names = ("layers", "out")
+        if names:
+            axes_by_name[tensor.name] = names
+    return axes_by_name
+
+
+_LAYERS = ("layers",)
+
+
+def _of_leaf(path: Sequence[str], shape: Shape, shapes: Mapping[Any, Shape]) -> Axes:
+    """Return the names of the axes of a leaf, none if they are not certain."""
+    *module, leaf = path
+    if leaf != "kernel" or len(shape) != 3:
+        return _OF_LEAVES.get((leaf, len(shape)), ())
+    bias = shapes.get((*module, "bias"))
+    if module[-1:] == ["out"] and (*module[:-1], "query", "kernel") in shapes:
+        return ("heads", "head", "out")
+    if module and module[-1] in _PROJECTIONS:
+        return ("in", "heads", "head") if bias == shape[1:] else ()
+    if bias is None or bias == shape[2:]:
+        return ("width", "in", "out")
+    return ("layers", "in", "out") if bias == (shape[0], shape[2]) else ()

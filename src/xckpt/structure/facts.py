@@ -1,0 +1,282 @@
+"""Facts that a file states about its model: the family, the sizes, and the quantised modules.
+
+==========================  ========================================================================
+attribute                   stated by
+==========================  ========================================================================
+``config``                  ``config.json`` of Hugging Face, diffusers or timm; the config of gpt.rs
+``general.architecture``    GGUF, with sizes such as ``llama.embedding_length``
+``kind``                    gpt.rs
+==========================  ========================================================================
+
+Sizes have the names that axes have: ``embd``, ``vocab``, ``head``. All values come from files: one
+of an unexpected type counts as missing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.index import StoredList
+from xckpt.structure.info import Role
+from xckpt.structure.named_axes import KINDS
+from xckpt.structure.numbering import split_leaf, split_name
+from xckpt.structure.parameters import groups_of_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_LARGEST = 1 << 62
+_LONGEST_FAMILY = 100
+_MOST_TYPES = 64
+_MOST_EXCLUDED, _DEEPEST = 10_000, 32
+
+# Keys of configs by the name of the size, best first.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "embd": ("hidden_size", "n_embd", "d_model", "embed_dim"),
+    "layer": ("num_hidden_layers", "n_layer", "num_layers"),
+    "ff": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "mlp_hidden_dim"),
+    "vocab": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "context_length"),
+    "head": ("num_attention_heads", "n_head", "num_heads"),
+    "head_kv": ("num_key_value_heads", "num_kv_heads"),
+    "key": ("head_dim",),
+    "expert": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "ff_exp": ("moe_intermediate_size",),
+    "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",),
+    "classes": ("num_classes",),
+}
+# Keys of GGUF below the name of the architecture.
+_GGUF_KEYS = {
+    "embd": "embedding_length",
+    "layer": "block_count",
+    "ff": "feed_forward_length",
+    "vocab": "vocab_size",
+    "context": "context_length",
+    "head": "attention.head_count",
+    "head_kv": "attention.head_count_kv",
+    "key": "attention.key_length",
+    "value": "attention.value_length",
+    "q_lora": "attention.q_lora_rank",
+    "kv_lora": "attention.kv_lora_rank",
+    "expert": "expert_count",
+    "ff_exp": "expert_feed_forward_length",
+    "ff_shexp": "expert_shared_feed_forward_length",
+    "rope": "rope.dimension_count",
+    "conv": "ssm.conv_kernel",
+    "inner": "ssm.inner_size",
+    "state": "ssm.state_size",
+    "dt": "ssm.time_step_rank",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The family and sizes of a model, and its quantisation."""
+
+    #: As the file spells it: "llama", "gemma3"; empty if it is not stated.
+    family: str = ""
+    #: Types of the model and of its parts, as configs spell them; a table of names may fit one.
+    types: Sequence[str] = ()
+    #: Positive sizes by name; a size that differs between layers is left out.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    quantization: QuantizedModules | None = None
+    #: Sizes of each layer, where these are stated apart.
+    by_layer: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: Whose names and sizes the tensors have: "gguf" or "gptrs"; empty for others.
+    naming: str = ""
+    #: Name of the format of the file.
+    format: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    #: Numbers of the parameters of each optimizer, by group.
+    parameters: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+
+def model_facts(
+    attrs: Mapping[Any, Any], config: Mapping[str, Any] | None = None, format: str = ""
+) -> ModelFacts:
+    """Return the facts about a model, from the attributes of its file and its ``config.json``."""
+    return replace(_facts_in(attrs, config), format=format, parameters=groups_of_numbers(attrs))
+
+
+def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> ModelFacts:
+    architecture = attrs.get("general.architecture")
+    if isinstance(architecture, str):
+        return _of_gguf(architecture, attrs)
+    kind = _family(attrs.get("kind"))
+    config = attrs.get("config") if config is None else config
+    if not isinstance(config, dict):
+        return ModelFacts(kind)
+    family = _family(config.get("model_type")) or kind
+    # Models of several modalities have the sizes of the language model one level deeper.
+    text = config.get("text_config")
+    sections = [config, text] if isinstance(text, dict) else [config]
+    return ModelFacts(
+        family,
+        types=tuple(dict.fromkeys(islice(_types(config), _MOST_TYPES))),
+        sizes=sizes_in(*sections),
+        quantization=_quantized_modules(config),
+        naming="gptrs" if kind in KINDS else "",
+        config=config,
+    )
+
+
+def sizes_in(*sections: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that sections of a config state under their usual keys, first ones first."""
+    sizes = {
+        name: next((s[key] for s in sections for key in keys if type(s.get(key)) is int), None)
+        for name, keys in _KEYS.items()
+    }
+    return _checked(sizes)
+
+
+def _types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of models that a config states: of the whole, then of its parts."""
+    for part in (config, *config.values()):
+        if not isinstance(part, dict):
+            continue
+        types = [part.get(key) for key in ("model_type", "_class_name", "architecture")]
+        architectures = part.get("architectures")
+        if isinstance(architectures, list) and "model_type" not in part:
+            types += architectures
+        yield from filter(None, map(_family, types))
+
+
+def _of_gguf(architecture: str, attrs: Mapping[Any, Any]) -> ModelFacts:
+    sizes = {name: attrs.get(f"{architecture}.{key}") for name, key in _GGUF_KEYS.items()}
+    tokens = attrs.get("tokenizer.ggml.tokens")
+    if sizes["vocab"] is None and isinstance(tokens, list | StoredList):
+        sizes["vocab"] = len(tokens)
+    by_layer = {name: size for name, size in sizes.items() if isinstance(size, list)}
+    checked = _checked(sizes)
+    naming = "gguf" if checked or by_layer else ""
+    family = _family(architecture)
+    return ModelFacts(family, types=(family,), sizes=checked, by_layer=by_layer, naming=naming)
+
+
+def _family(value: Any) -> str:
+    is_name = isinstance(value, str) and len(value) <= _LONGEST_FAMILY and value.isprintable()
+    return value if is_name else ""
+
+
+def _checked(sizes: Mapping[str, Any]) -> dict[str, int]:
+    return {n: size for n, size in sizes.items() if type(size) is int and 0 < size <= _LARGEST}
+
+
+# --- quantisation --------------------------------------------------------------------------------
+
+# Places of the declaration in `config.json`, best first. `compression_config` is a declaration or
+# contains one.
+_PLACES = (
+    ("quantization_config",),
+    ("text_config", "quantization_config"),
+    ("compression_config", "quantization_config"),
+    ("compression_config",),
+    ("quantization",),
+)
+_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
+# Lists of modules that stay as they are.
+_EXCLUDED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "ignore")
+_CODES = re.compile(r"weight|qweight|weight_packed|W_q|\w+_blocks")
+_SCALES = re.compile(
+    r"""(weight|input|output|k|v|q|kv_cache|prob_output)_(global_)?scales?(_inv|_2)?
+    | scales? | qzeros | zeros | biases | (weight|input|output)_zero_point | (weight_)?g_idx
+    | weight_shape | weight_format | SCB | perm | \w+_scales""",
+    re.VERBOSE,
+)
+# Parts of the codes of bitsandbytes: `weight.absmax`, `weight.quant_state.bitsandbytes__nf4`.
+_STATES = re.compile(
+    r"(?P<codes>.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)"
+)
+_NARROW = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
+# Element types of the words of 32 bits that methods pack several codes into.
+_MOST_BITS = 32
+_WORDS = {"gptq": "int32", "awq": "int32", "mlx": "uint32"}
+
+
+class QuantizedModules(NamedTuple):
+    """The quantised modules of a model, as its config declares them."""
+
+    method: str
+    #: Names of modules, or of the last words of their names, that stay as they are.
+    excluded: frozenset[str] = frozenset()
+    #: Bits of a code; 0 if the config does not state one number for all.
+    bits: int = 0
+
+    def roles(self, dtypes: Mapping[str, str]) -> dict[str, Role]:
+        """Return the roles that follow for tensors, given by name with their element types."""
+        codes = {
+            name
+            for name, dtype in dtypes.items()
+            if _NARROW.fullmatch(dtype)
+            and _CODES.fullmatch(split_leaf(name)[2])
+            and not self.excludes(split_leaf(name)[0])
+        }
+        modules = {split_leaf(name)[0] for name in codes}
+        roles = dict.fromkeys(codes, Role.CODES)
+        for name, dtype in dtypes.items():
+            if name in codes:
+                continue
+            module, _, leaf = split_leaf(name)
+            state = _STATES.fullmatch(name)
+            if state is not None and state["codes"] in codes:
+                roles[name] = Role.SCALE
+            elif _SCALES.fullmatch(leaf):
+                if module in modules:
+                    roles[name] = Role.SCALE
+                elif self.excludes(module) and dtype.startswith(("float", "bfloat")):
+                    roles[name] = Role.WEIGHT
+        return roles
+
+    def excludes(self, module: str) -> bool:
+        """Return whether the config lists a module, or one that contains it, as not quantised."""
+        words = split_name(module)[:_DEEPEST] if self.excluded else []
+        return any(
+            ".".join(words[start:stop]) in self.excluded
+            for start in range(len(words))
+            for stop in range(start + 1, len(words) + 1)
+        )
+
+    def elements(self, dtype: str, size: int) -> int | None:
+        """Return the number of codes in a tensor; None if it does not follow from the config."""
+        if _WORDS.get(self.method) == dtype and self.bits and _MOST_BITS % self.bits == 0:
+            return size * _MOST_BITS // self.bits
+        if self.method in {"bitsandbytes", "mxfp4"} and dtype == "uint8":
+            return 2 * size
+        return None
+
+
+def declarations_in(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the declarations of quantisation in a ``config.json``, best first, with their place."""
+    for place in _PLACES:
+        value: Any = config
+        for key in place:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            yield place, value
+
+
+def _quantized_modules(config: Mapping[str, Any]) -> QuantizedModules | None:
+    declarations = declarations_in(config)
+    place, value = next(((p, v) for p, v in declarations if isinstance(v, dict)), ((), {}))
+    by_place = "compressed-tensors" if place[:1] == ("compression_config",) else None
+    method = value.get("quant_method", by_place)
+    if "quant_method" not in value and isinstance(config.get("quantization"), dict):
+        method, value = "mlx", config["quantization"]
+    elif method is None and any(value.get(key) is True for key in _BITSANDBYTES):
+        method = "bitsandbytes"
+    if not isinstance(method, str) or not method:
+        return None
+    bits = value.get("bits")
+    bits = bits if type(bits) is int and 0 < bits <= _MOST_BITS else 0
+    excluded = frozenset([name for key in _EXCLUDED for name in _names(value.get(key))])
+    return QuantizedModules(method, excluded, bits)
+
+
+def _names(value: Any) -> Iterable[str]:
+    """Return the names in a list; patterns of compressed-tensors are left out."""
+    names = value[:_MOST_EXCLUDED] if isinstance(value, list) else ()
+    return [name for name in names if isinstance(name, str) and name and "re:" not in name[:3]]
