@@ -167,9 +167,10 @@ def channel_statistics(sketch: ChannelSketch, std: float, reader: Any) -> list[f
         statistics["first_empty_row"] = _first(patterns[0] == 0)
         statistics["first_dead_column"] = _first(patterns[1] == 0)
         if len(alive) and len(columns):
-            # A matrix of rank 1 is the product of these two vectors.
-            squares = float(np.dot(rows, rows)) * float(np.dot(columns, columns))
-            statistics["product_l2"] = float(np.sqrt(squares) / rows.max())
+            # A matrix of rank 1 is the product of the two, divided by their largest number.
+            largest = float(rows.max())
+            sides = float(np.linalg.norm(rows / largest)), float(np.linalg.norm(columns / largest))
+            statistics["product_l2"] = sides[0] * sides[1] * largest
         if kind.is_float and std > 0:
             statistics["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
             statistics["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))

@@ -34,7 +34,7 @@ from xckpt.structure.info import OF_TRAINING, Role
 from xckpt.structure.numbering import split_leaf, split_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 # --- words in names ------------------------------------------------------------------------------
 
@@ -403,6 +403,26 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
     companions: dict[str, str] = {}
     if not code_types:
         return codes, companions
+    codes = _scales_by_codes(dtypes, code_types)
+    if not codes:
+        return codes, companions
+    modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
+    modules.pop("", None)
+    modules |= codes
+    for name, dtype in dtypes.items():
+        if not dtype.startswith(("int", "uint")) or name in codes:
+            continue
+        # In the module of the codes, or below them: "weight.quant_state.bitsandbytes__nf4".
+        module = split_leaf(name)[0]
+        scales = modules.get(module) or codes.get(split_leaf(module)[0])
+        if scales is not None:
+            companions[name] = scales
+    return codes, companions
+
+
+def _scales_by_codes(dtypes: Mapping[str, str], code_types: Collection[str]) -> dict[str, str]:
+    """Return the name of the scales of each tensor of codes."""
+    codes: dict[str, str] = {}
     # 100,000 names have few masks, and the mask of a name of scales is one of them.
     masks = masked(list(dtypes))
     present = set(masks)
@@ -421,20 +441,7 @@ def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dic
             if scales in dtypes:
                 codes[name] = scales
                 break
-    if not codes:
-        return codes, companions
-    modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
-    modules.pop("", None)
-    modules |= codes
-    for name, dtype in dtypes.items():
-        if not dtype.startswith(("int", "uint")) or name in codes:
-            continue
-        # In the module of the codes, or below them: "weight.quant_state.bitsandbytes__nf4".
-        module = split_leaf(name)[0]
-        scales = modules.get(module) or codes.get(split_leaf(module)[0])
-        if scales is not None:
-            companions[name] = scales
-    return codes, companions
+    return codes
 
 
 def _edits_to_scales(name: str) -> Iterator[tuple[int, str]]:
