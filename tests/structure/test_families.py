@@ -337,6 +337,9 @@ class TestComponents:
         family = known({f"models.{k}.{n}": s for k in range(3) for n, s in llama.items()})
         places = [family.describe(f"models.{k}.lm_head.weight") for k in (0, 2, 1, 5)]
         assert [p and p.component for p in places] == ["models.0", "models.2", "models.1", None]
+        place = family.describe("models.2.model.layers.1.mlp.up_proj.weight")
+        assert place is not None
+        assert place.indices == (("model", 2), ("layer", 1))
 
 
 class TestSizes:
@@ -405,6 +408,20 @@ class TestStructures:
         assert info.axes == ("rows", "columns")
         assert info.module_type == "convolution"
         assert info.slot == "ffn.up"
+
+    @pytest.mark.parametrize(
+        "text",
+        [named.MIXTRAL, named.META_LLAMA, named.MEGATRON, named.GGUF, named.OPENAI_CLIP],
+    )
+    def test_have_the_indices_of_tensors_without_a_family(self, text: str) -> None:
+        tensors = [Described(n, "float32", s) for n, s in shapes_of(text).items()]
+        structure = Structure(tensors)
+        for tensor in tensors:
+            form = re.sub(r"\d+", "0", tensor.name)
+            alike = [t for t in tensors if re.sub(r"\d+", "0", t.name) == form]
+            assert Structure(alike).family == ""
+            expected = Structure(alike).indices(tensor.name)
+            assert structure.indices(tensor.name) == expected, tensor.name
 
     def test_leave_the_state_of_an_optimizer_alone(self) -> None:
         shapes = shapes_of(named.LLAMA)

@@ -123,6 +123,7 @@ def family_of(
     if not roots:
         return None
     roots += _twins(roots, shapes)
+    _mark_members(roots)
     _name_components(roots)
     first = max(roots, key=lambda root: (root.component in _MAIN, len(root.matches)))
     name = next(entry.family for entry in entries if entry.table == first.table.name)
@@ -244,7 +245,7 @@ def _twins(roots: Collection[Root], shapes: Iterable[str]) -> list[Root]:
     """Return the models whose prefixes differ in a number: ``models.1.`` beside ``models.0.``."""
     twins: dict[str, Root] = {}
     for root in roots:
-        pattern = re.sub(r"[0-9]+", "[0-9]+", re.escape(root.prefix))
+        pattern = _pattern(root.prefix)
         if pattern == re.escape(root.prefix):
             continue
         matches = map(re.compile(pattern).match, map(plain, shapes))
@@ -252,6 +253,17 @@ def _twins(roots: Collection[Root], shapes: Iterable[str]) -> list[Root]:
     for root in roots:
         twins.pop(root.prefix, None)
     return [replace(root, prefix=prefix) for prefix, root in [*twins.items()][:_MOST_ROOTS]]
+
+
+def _pattern(prefix: str) -> str:
+    return re.sub(r"[0-9]+", "[0-9]+", re.escape(prefix))
+
+
+def _mark_members(roots: Collection[Root]) -> None:
+    """Mark the models of an ensemble, whose prefixes differ in a number."""
+    patterns = Counter(_pattern(root.prefix) for root in roots)
+    for root in roots:
+        root.is_member = patterns[_pattern(root.prefix)] > 1
 
 
 def _name_components(roots: Collection[Root]) -> None:

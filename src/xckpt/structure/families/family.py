@@ -7,13 +7,14 @@ from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.structure.conventions import repeated_module
 from xckpt.structure.facts import sizes_in
 from xckpt.structure.families.tables import LOCAL_AXES, evaluate, plain, shorten, stated_sizes
 from xckpt.structure.forms import masked
-from xckpt.structure.numbering import split_leaf
+from xckpt.structure.numbering import is_index, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -81,6 +82,15 @@ class Root:
     #: Forms that the table explains, with the rows that fit them, best first.
     matches: dict[Form, list[Match]]
     component: str = ""
+    #: Whether it is one of the models of an ensemble, which the numbers in the prefix tell apart.
+    is_member: bool = False
+
+    @cached_property
+    def indices(self) -> tuple[tuple[str, int], ...]:
+        """Indices of the model in an ensemble: 1 for ``models.1.``."""
+        words = self.prefix.split(".") if self.is_member else []
+        pairs = pairwise(words)
+        return tuple((repeated_module(word), int(n)) for word, n in pairs if is_index(n))
 
     @cached_property
     def prefixes(self) -> tuple[tuple[str, str], ...]:
@@ -248,7 +258,7 @@ class Family:
                 module_type=row.module_type,
                 param=match.param,
                 axes=self._named(match.axes, component, shape),
-                indices=match.indices,
+                indices=root.indices + match.indices,
                 outputs=match.outputs,
                 inputs=match.inputs,
                 cuts=match.cuts,
