@@ -62,7 +62,8 @@ class _Dead(Rule):
         first = evidence[("first_empty_row", "first_dead_column")[side]][row]
         if number == 1 and not np.isnan(first):
             sentence += f": number {first:,.0f}"
-        if block > 1 and evidence.slot(row) == "attention" and number % block == 0:
+        is_attention = evidence.slot(row).partition(".")[0] == "attention"
+        if block > 1 and is_attention and number % block == 0:
             heads = counted(int(number // block), "head")
             return "dead_heads", number // block, f"{sentence}: as many as {heads} of {block:.0f}"
         return f"dead_{('row', 'column')[side]}s", number, sentence

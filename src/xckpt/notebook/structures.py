@@ -23,6 +23,7 @@ _SOURCES = {
     "user": "you",
     "file": "the file",
     "model": "the model",
+    "family": "the family",
     "convention": "a convention",
     "shape": "the shape",
 }

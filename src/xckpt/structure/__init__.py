@@ -2,7 +2,7 @@
 
 Formats hand over facts, and this room draws the conclusions, once for all others: `structure_of` an
 Index, or a `Structure` of tensors from elsewhere. The room imports `index` and `errors` only. Read
-`numbering` first, which takes names apart, then `model`.
+`numbering` first, which takes names apart, then `roles` and `model`.
 """
 
 from __future__ import annotations

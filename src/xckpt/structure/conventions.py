@@ -334,7 +334,8 @@ def names_experts(name: str) -> bool:
     return "expert" in name
 
 
-_SINGULAR = {"blk": "layer", "h": "layer", "block": "layer", "blocks": "layer"}
+# Words for layers. Other repeated modules are called by their word without its "s".
+_LAYERS = frozenset({"blk", "h", "block", "blocks", "resblocks", "transformer_blocks"})
 
 
 _OF_SQUARES = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
@@ -355,7 +356,9 @@ def begins_as_zeros(name: str) -> bool:
 
 def repeated_module(word: str) -> str:
     """Return what a repeated module is called in all conventions: ``"layer"``, ``"expert"``."""
-    return "expert" if names_experts(word) else _SINGULAR.get(word, word.removesuffix("s"))
+    if names_experts(word):
+        return "expert"
+    return "layer" if word in _LAYERS else word.removesuffix("s")
 
 
 def component_by_name(name: str, role: Role) -> str:

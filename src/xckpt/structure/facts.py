@@ -3,7 +3,7 @@
 ==========================  ========================================================================
 attribute                   stated by
 ==========================  ========================================================================
-``config``                  ``config.json`` of Hugging Face, or the config of gpt.rs
+``config``                  ``config.json`` of Hugging Face, diffusers or timm; the config of gpt.rs
 ``general.architecture``    GGUF, with sizes such as ``llama.embedding_length``
 ``kind``                    gpt.rs
 ==========================  ========================================================================
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.index import StoredList
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 1 << 62
 _LONGEST_FAMILY = 100
+_MOST_TYPES = 64
 _MOST_EXCLUDED, _DEEPEST = 10_000, 32
 
 # Keys of configs by the name of the size, best first.
@@ -77,6 +79,8 @@ class ModelFacts:
 
     #: As the file spells it: "llama", "gemma3"; empty if it is not stated.
     family: str = ""
+    #: Types of the model and of its parts, as configs spell them; a table of names may fit one.
+    types: Sequence[str] = ()
     #: Positive sizes by name; a size that differs between layers is left out.
     sizes: Mapping[str, int] = field(default_factory=dict)
     quantization: QuantizedModules | None = None
@@ -110,14 +114,35 @@ def _facts_in(attrs: Mapping[Any, Any], config: Mapping[str, Any] | None) -> Mod
     # Models of several modalities have the sizes of the language model one level deeper.
     text = config.get("text_config")
     sections = [config, text] if isinstance(text, dict) else [config]
+    return ModelFacts(
+        family,
+        types=tuple(dict.fromkeys(islice(_types(config), _MOST_TYPES))),
+        sizes=sizes_in(*sections),
+        quantization=_quantized_modules(config),
+        naming="gptrs" if kind in KINDS else "",
+        config=config,
+    )
+
+
+def sizes_in(*sections: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that sections of a config state under their usual keys, first ones first."""
     sizes = {
         name: next((s[key] for s in sections for key in keys if type(s.get(key)) is int), None)
         for name, keys in _KEYS.items()
     }
-    naming = "gptrs" if kind in KINDS else ""
-    return ModelFacts(
-        family, _checked(sizes), _quantized_modules(config), naming=naming, config=config
-    )
+    return _checked(sizes)
+
+
+def _types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of models that a config states: of the whole, then of its parts."""
+    for part in (config, *config.values()):
+        if not isinstance(part, dict):
+            continue
+        types = [part.get(key) for key in ("model_type", "_class_name", "architecture")]
+        architectures = part.get("architectures")
+        if isinstance(architectures, list) and "model_type" not in part:
+            types += architectures
+        yield from filter(None, map(_family, types))
 
 
 def _of_gguf(architecture: str, attrs: Mapping[Any, Any]) -> ModelFacts:
@@ -128,7 +153,8 @@ def _of_gguf(architecture: str, attrs: Mapping[Any, Any]) -> ModelFacts:
     by_layer = {name: size for name, size in sizes.items() if isinstance(size, list)}
     checked = _checked(sizes)
     naming = "gguf" if checked or by_layer else ""
-    return ModelFacts(_family(architecture), checked, by_layer=by_layer, naming=naming)
+    family = _family(architecture)
+    return ModelFacts(family, types=(family,), sizes=checked, by_layer=by_layer, naming=naming)
 
 
 def _family(value: Any) -> str:

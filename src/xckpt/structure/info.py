@@ -67,7 +67,7 @@ class Described(NamedTuple):
 class Evidence(NamedTuple):
     """A reason for a field of a `TensorInfo`."""
 
-    #: "user", "file", "model", "convention" or "shape", strongest first.
+    #: "user", "file", "model", "family", "convention" or "shape", strongest first.
     source: str
     #: Field that the reason is about.
     field: str
@@ -86,19 +86,20 @@ class TensorInfo(NamedTuple):
     role : Role
         Purpose of the tensor.
     component : str
-        Part of a checkpoint that holds several: ``"optimizer"``, ``"encoder"``; empty for the only
-        one.
+        Part of a checkpoint that holds several: ``"optimizer"``, ``"encoder"``, ``"vision"``; empty
+        for the only one.
     module : str
         Path of the module that owns the tensor.
     module_type : str
         Kind of the module: ``"linear"``, ``"convolution"``, ``"embedding"``, ``"norm"``,
         ``"recurrent"``, ``"attention"``, ``"router"``; empty if unknown.
     slot : str
-        Place in the architecture, such as ``"attention"``; empty if unknown.
+        Place in the architecture, such as ``"attention.query"``; empty if unknown.
     param : str
         Name within the module, such as ``"weight"`` or ``"running_mean"``.
     axes : tuple of (str or None)
-        Name of each axis, such as ``"out"``, ``"in"`` or ``"height"``; None if unknown.
+        Name of each axis, such as ``"out"``, ``"in"``, ``"height"``, or ``"head*key"`` and
+        ``"embd"`` if the family is known; None if unknown.
     indices : tuple of (str, int)
         Number of each repeated module, outermost first: ``("layer", 3)``.
     owner : str or None

@@ -1,8 +1,8 @@
 """`Structure`: the tensors of a model, described from all sources, strongest first.
 
 1. The file states facts about the tensor: operators, classes of layers (`declared`).
-2. The file states facts about the model: its config, the lists of an optimizer.
-3. A family of architectures is known by its names. No tables of families exist yet.
+2. The file states facts about the model: its config, the lists of an optimizer (`facts`).
+3. Names of a family of architectures (`families`).
 4. Conventions of frameworks: words in names (`conventions`).
 5. Shapes: a vector next to a matrix with the same extent is its bias.
 
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.index import paused_collector
 from xckpt.structure import conventions
 from xckpt.structure.axes import axes_by_facts, axes_in_modules
 from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
-from xckpt.structure.declared import TRAINED, Conclusion, conclude, describe_facts, facts_of
+from xckpt.structure.declared import Conclusion, describe_facts, facts_of
 from xckpt.structure.facts import ModelFacts, model_facts
-from xckpt.structure.forms import Form, forms_of_groups, grouped, masked
-from xckpt.structure.info import OF_TRAINING, PARAMETERS, Described, Evidence, Role, TensorInfo
+from xckpt.structure.forms import Form, forms_of_groups
+from xckpt.structure.info import OF_TRAINING, Described, Evidence, Role, TensorInfo
 from xckpt.structure.modules import RepeatedModules
 from xckpt.structure.numbering import (
     ParsedName,
@@ -32,35 +31,25 @@ from xckpt.structure.numbering import (
     parse_name,
     split_leaf,
 )
-from xckpt.structure.parameters import listed_by_number
+from xckpt.structure.roles import Roles
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Container, Iterator, Sequence
 
     from xckpt.index import Index
-    from xckpt.tensor_rows import Row
+    from xckpt.structure.families import Family, Place
 
     Template = tuple[str | None, ...]
 
 _OPEN = Conclusion()
-# Facts from which roles follow.
-_ABOUT_ROLES = frozenset({"uses", "class", "attribute", "parameter_of", "module_class"})
-_OF_NO_GRAPH = OF_TRAINING | {Role.AVERAGE, Role.STATISTIC}
-# Modules that transforms with fixed kernels are made of.
-_OF_TRANSFORMS = frozenset({"convolution", "linear"})
 
 
-class Structure(Mapping[str, TensorInfo]):
+class Structure(Roles, Mapping[str, TensorInfo]):
     """The tensors of a model: a mapping of names to `TensorInfo`.
 
     Roles, repeated modules and scales are worked out for all tensors together, when they are first
     asked for.
     """
-
-    def __init__(self, tensors: Iterable[Described | Row], facts: ModelFacts | None = None) -> None:
-        self._tensors: dict[str, Described | Row] = {tensor.name: tensor for tensor in tensors}
-        #: Facts about the model as a whole.
-        self.facts = facts or ModelFacts()
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
@@ -73,16 +62,6 @@ class Structure(Mapping[str, TensorInfo]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Structure, (list(self._tensors.values()), self.facts)
-
-    @property
-    def family(self) -> str:
-        """Family of architectures that the file states: "llama", "gemma3"; empty if unknown."""
-        return self.facts.family
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes of the model that the file states, such as ``{"embd": 4096, "head": 32}``."""
-        return self.facts.sizes
 
     def with_facts(self, facts: ModelFacts) -> Structure:
         """Return the structure of the same tensors with other facts about their model."""
@@ -103,194 +82,40 @@ class Structure(Mapping[str, TensorInfo]):
         unnamed = [t for t in tensors if not t.declared or "axes" not in t.declared]
         return axes_in_modules(unnamed, self.facts) | axes_by_facts(unnamed, self.facts)
 
-    # --- roles -----------------------------------------------------------------------------------
+    # --- family ----------------------------------------------------------------------------------
 
     @cached_property
-    def _conclusions(self) -> dict[str, Conclusion]:
-        """Conclusions from the facts of the file, for tensors that it states facts about."""
-        stated = {
-            name: (tensor.declared, tensor.dtype, tensor.shape)
-            for name, tensor in self._tensors.items()
-            if tensor.declared and not _ABOUT_ROLES.isdisjoint(tensor.declared)
+    def _family(self) -> Family | None:
+        # Most processes need no tables.
+        from xckpt.structure.families import family_of
+
+        of_model = {
+            n: t.shape for n, t in self._tensors.items() if self.roles[n] not in OF_TRAINING
         }
-        conclusions = {name: conclude(*facts) for name, facts in stated.items()}
-        # Some exporters write initializers, and others store the weights as values of nodes.
-        if any(
-            conclusions[name].module_type in {"convolution", "linear"} and facts[0].get("constant")
-            for name, facts in stated.items()
-        ):
-            return {n: conclude(*facts, has_weights_in_nodes=True) for n, facts in stated.items()}
-        return conclusions
-
-    @cached_property
-    def _named_roles(self) -> dict[str, Role]:
-        """Role of each tensor by its own name."""
-        roles = [Role.WEIGHT] * len(self._tensors)
-        for key, places in self._groups.items():
-            role = conventions.role_by_name(*key)
-            for place in places if role is not Role.WEIGHT else ():
-                roles[place] = role
-        return dict(zip(self._tensors, roles, strict=True))
-
-    @cached_property
-    def _groups(self) -> dict[tuple[str, str, tuple[int, ...]], list[int]]:
-        """Positions of tensors by masked name, type and shape: 100,000 tensors have few groups."""
-        tensors = self._tensors.values()
-        shapes = [tensor.shape for tensor in tensors]
-        return grouped(masked(list(self._tensors)), [tensor.dtype for tensor in tensors], shapes)
-
-    @cached_property
-    def _resolved(self) -> tuple[dict[str, Role], dict[str, str]]:
-        """Roles that do not follow from the name of the tensor alone, and the scales of codes."""
-        declared = {
-            name: role
-            for name, conclusion in self._conclusions.items()
-            if (role := self._declared_role(name, conclusion)) is not None
-        }
-        declared |= {n: Role(text) for n in self._corrected if (text := self._user(n, "role"))}
-        by_model = self._roles_by_config | dict.fromkeys(self._listed, Role.WEIGHT)
-        if not conventions.may_have_codes({tensor.dtype for tensor in self._tensors.values()}):
-            return by_model | self._constant_buffers(()) | declared, {}
-        roles = self._named_roles | by_model | declared
-        dtypes = {name: t.dtype for name, t in self._tensors.items() if name not in declared}
-        changed, scales = conventions.roles_beside_codes(roles, dtypes)
-        if declared:
-            scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
-            dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-            by_name = conventions.roles_beside_codes(roles, dtypes)[1]
-            codes = [name for name, role in declared.items() if role is Role.CODES]
-            scales |= {name: by_name.get(name, "") for name in codes}
-        modules = {split_leaf(name)[0] for name, role in changed.items() if role is Role.CODES}
-        return changed | self._constant_buffers(modules) | by_model | declared, scales
-
-    @cached_property
-    def _roles_by_config(self) -> dict[str, Role]:
-        """Role of each tensor that the quantisation in the config of the model decides about."""
-        if self.facts.quantization is None:
-            return {}
-        return self.facts.quantization.roles({n: t.dtype for n, t in self._tensors.items()})
-
-    @cached_property
-    def _listed(self) -> set[str]:
-        """Names of the tensors that an optimizer lists by number."""
-        if not self.facts.parameters:
-            return set()
-        roles, tensors = self._named_roles, self._tensors.values()
-        excluded = {*OF_TRAINING, Role.AVERAGE}
-        model = [t.name for t in tensors if t.dtype in TRAINED and roles[t.name] not in excluded]
-        buffers = frozenset([n for n in model if roles[n] in {Role.STATISTIC, Role.COUNTER}])
-        shapes = {tensor.name: tensor.shape for tensor in tensors}
-        return listed_by_number(self.facts.parameters, shapes, model, buffers)
-
-    def _constant_buffers(self, modules_with_codes: Container[str]) -> dict[str, Role]:
-        """Return the role of buffers with names of weights; buffers are not trained."""
-        return {
-            name: Role.CONSTANT
-            for name, tensor in self._tensors.items()
-            if tensor.declared and "buffer_of" in tensor.declared
-            if self._named_roles[name] is Role.WEIGHT
-            if split_leaf(name)[0] not in modules_with_codes
-        }
+        return family_of(of_model, self.facts)
 
     @property
-    def special_roles(self) -> dict[str, Role]:
-        """Roles that do not follow from the name, type and shape of the tensor alone."""
-        return self._resolved[0]
+    def family(self) -> str:
+        """Family of architectures: "llama", "gemma3"; empty if it is unknown.
 
-    def role(self, name: str) -> Role:
-        """Return the role of a tensor, without working out those of all tensors."""
-        tensor = self._tensors[name]
-        role = self.special_roles.get(name)
-        if role is None:
-            (form,) = masked([name])
-            role = conventions.role_by_name(form, tensor.dtype, tensor.shape)
-        return self.roles[name] if role is Role.AVERAGE else role
-
-    @cached_property
-    def roles(self) -> dict[str, Role]:
-        """Role of each tensor."""
-        roles = self._named_roles | self.special_roles
-        # Averages are the weights of a checkpoint that has no others.
-        if not any(role in PARAMETERS for role in roles.values()):
-            roles = {n: Role.WEIGHT if r is Role.AVERAGE else r for n, r in roles.items()}
-        return roles
-
-    @cached_property
-    def _corrected(self) -> frozenset[str]:
-        """Names of tensors that the user states something about."""
-        tensors = self._tensors.items()
-        return frozenset([name for name, t in tensors if t.declared and "user" in t.declared])
-
-    def _user(self, name: str, field: str) -> str:
-        """Return what the user states about a field of a tensor; empty if nothing."""
-        if name not in self._corrected:
-            return ""
-        text: str = (self._tensors[name].declared or {})["user"].get(field, "")
-        return text
-
-    @cached_property
-    def _fixed(self) -> frozenset[str]:
-        """Names of kernels of transforms that are never trained, and of their biases."""
-        # An operator does not state whether its kernel was trained; names of nodes often tell.
-        # The class of a layer does.
-        fixed, nodes = set(), set()
-        kernels = [
-            name
-            for name, conclusion in self._conclusions.items()
-            if conclusion.module_type in _OF_TRANSFORMS
-            if "uses" in (self._tensors[name].declared or {})
-        ]
-        for name in kernels:
-            node = (self._tensors[name].declared or {}).get("node", "")
-            if any(map(conventions.is_fixed_by_name, (name, node))):
-                fixed.add(name)
-                nodes.add(node)
-        for name in kernels:
-            if (self._tensors[name].declared or {}).get("node", "") in nodes - {""}:
-                fixed.add(name)
-        return frozenset(fixed)
-
-    def _declared_role(self, name: str, conclusion: Conclusion) -> Role | None:
-        """Return the role that facts decide; None leaves it to names."""
-        if conclusion.role is Role.WEIGHT and name in self._fixed:
-            return Role.CONSTANT
-        # No graph has the state of an optimizer, whatever its tensors are called.
-        if conclusion.role is None and self._named_roles[name] in _OF_NO_GRAPH:
-            uses = (self._tensors[name].declared or {}).get("uses")
-            return Role.WEIGHT if uses else None
-        return conclusion.role
+        It is spelled as in the file, or as the table of names if the file states none.
+        """
+        return self.facts.family or (self._family.name if self._family is not None else "")
 
     @property
-    def scales(self) -> dict[str, str]:
-        """Name of the scales of each tensor of codes; empty if it is unknown."""
-        return self._resolved[1]
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the model by the names of its axes, such as ``{"embd": 4096, "head": 32}``.
 
-    @cached_property
-    def packed(self) -> dict[str, int]:
-        """Number of elements of tensors whose stored elements hold several each."""
-        packed = {
-            name: tensor.declared["elements"]
-            for name, tensor in self._tensors.items()
-            if tensor.declared and "elements" in tensor.declared
-        }
-        quantization = self.facts.quantization
-        if quantization is None:
-            return packed
-        for name, role in self._roles_by_config.items():
-            tensor = self._tensors[name]
-            elements = quantization.elements(tensor.dtype, prod(tensor.shape))
-            if role is Role.CODES and elements is not None:
-                packed.setdefault(name, elements)
-        return packed
+        Those that the file does not state are the extents on which the tensors of a family agree.
+        """
+        by_family = self._family.sizes if self._family is not None else {}
+        return {**self.facts.sizes, **by_family}
 
-    @cached_property
-    def _owners(self) -> dict[str, str]:
-        """Tensor that each scale belongs to."""
-        return {
-            scales: codes
-            for codes, scales in reversed(self.scales.items())
-            if self.roles[codes] is Role.CODES and scales
-        }
+    def place(self, name: str) -> Place | None:
+        """Return the place of a tensor in its family; None if it is unknown."""
+        if self._family is None or self.roles[name] in OF_TRAINING:
+            return None
+        return self._family.describe(name, tuple(self._tensors[name].shape))
 
     # --- modules ---------------------------------------------------------------------------------
 
@@ -323,6 +148,11 @@ class Structure(Mapping[str, TensorInfo]):
 
     def indices(self, name: str) -> tuple[tuple[str, int], ...]:
         """Return the number of each repeated module that a tensor is in, outermost first."""
+        return self._indices(name, self.place(name))
+
+    def _indices(self, name: str, place: Place | None) -> tuple[tuple[str, int], ...]:
+        if place is not None:
+            return place.indices
         parsed = self.parse(name)
         return tuple(
             [
@@ -446,21 +276,34 @@ class Structure(Mapping[str, TensorInfo]):
 
     def module_type(self, name: str) -> str:
         """Return the kind of the module that owns a tensor; empty if it is unknown."""
+        return self._module_type(name, self.place(name))
+
+    def _module_type(self, name: str, place: Place | None) -> str:
         conclusion = self._conclusions.get(name, _OPEN)
         stated = self._user(name, "module_type") or conclusion.module_type
         if stated:
             return stated
+        if place is not None and place.module_type:
+            return place.module_type
         if name in self.norms or split_leaf(name)[0] in self._modules_of_norms:
             return "norm"
         return conventions.module_type_by_name(name, self._tensors[name].shape)
 
     def param(self, name: str) -> str:
         """Return the name of a tensor in its module, as PyTorch calls it if the file states it."""
-        conclusion = self._conclusions.get(name, _OPEN)
-        return conclusion.param or split_leaf(name)[2]
+        return self._param(name, self.place(name))
+
+    def _param(self, name: str, place: Place | None) -> str:
+        stated = self._conclusions.get(name, _OPEN).param
+        return stated or (split_leaf(name)[2] if place is None else place.param)
 
     def slot(self, name: str) -> str:
         """Return the place of a tensor in the architecture; empty if it is unknown."""
+        return self._slot(name, self.place(name))
+
+    def _slot(self, name: str, place: Place | None) -> str:
+        if place is not None:
+            return self._user(name, "slot") or place.slot
         node = (self._tensors[name].declared or {}).get("node", "")
         by_name = conventions.slot_by_name(name) or conventions.slot_by_name(node)
         return self._user(name, "slot") or by_name
@@ -491,7 +334,12 @@ class Structure(Mapping[str, TensorInfo]):
 
     def component(self, name: str) -> str:
         """Return the part of a checkpoint that a tensor belongs to; empty if it has one part."""
+        return self._component(name, self.place(name))
+
+    def _component(self, name: str, place: Place | None) -> str:
         stated = self._user(name, "component")
+        if place is not None:
+            return stated or place.component
         return stated or conventions.component_by_name(name, self.roles[name])
 
     def has_experts(self, name: str) -> bool:
@@ -523,30 +371,52 @@ class Structure(Mapping[str, TensorInfo]):
         name = tensor.name
         role = self.roles[name]
         conclusion = self._conclusions.get(name, _OPEN)
-        module = split_leaf(name)[0]
+        place = self.place(name)
         return TensorInfo(
             role=role,
-            component=self.component(name),
-            module=self._layers.get(name, module),
-            module_type=self.module_type(name),
-            slot=self.slot(name),
-            param=self.param(name),
-            axes=tensor.axes,
-            indices=self.indices(name),
+            component=self._component(name, place),
+            module=self._layers.get(name, split_leaf(name)[0]),
+            module_type=self._module_type(name, place),
+            slot=self._slot(name, place),
+            param=self._param(name, place),
+            axes=self._axes(tensor, place),
+            indices=self._indices(name, place),
             owner=self._owners.get(name),
-            evidence=(
-                *self._evidence(tensor, role, conclusion),
-                *self._evidence_of_axes(tensor, conclusion),
-            ),
+            evidence=tuple(self._evidence(tensor, role, conclusion, place)),
         )
 
+    def _axes(self, tensor: Described, place: Place | None) -> tuple[str | None, ...]:
+        """Return the names of the axes, of which those by facts come first."""
+        if any(tensor.axes) or place is None or place.axes is None:
+            return tensor.axes
+        return place.axes
+
     def _evidence(
-        self, tensor: Described, role: Role, conclusion: Conclusion
+        self, tensor: Described, role: Role, conclusion: Conclusion, place: Place | None
     ) -> Iterator[Evidence]:
-        """Yield the reasons for the role and the type of the module, strongest first."""
-        name, stated = tensor.name, conclusion.role
+        """Yield the reasons for the fields of a tensor, strongest first."""
         for field, value in (tensor.declared or {}).get("user", {}).items():
             yield Evidence("user", field, value, "structure=")
+        by_facts = [
+            *self._evidence_of_facts(tensor, role, conclusion),
+            *self._evidence_of_axes(tensor, conclusion),
+        ]
+        yield from sorted(by_facts, key=lambda evidence: evidence.source == "model")
+        if place is not None:
+            yield from self._evidence_of_family(tensor, conclusion, place)
+        name, by_name = tensor.name, self._named_roles[tensor.name]
+        if name in self.scales and role is Role.CODES and self.scales[name]:
+            yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
+        elif by_name is not role and role is Role.SCALE and conclusion.role is None:
+            yield Evidence("convention", "role", role, "it is next to codes")
+        else:
+            yield Evidence("convention", "role", by_name, "its name", by_name is role)
+
+    def _evidence_of_facts(
+        self, tensor: Described, role: Role, conclusion: Conclusion
+    ) -> Iterator[Evidence]:
+        """Yield the reasons for the role and the type of the module that the file states."""
+        name, stated = tensor.name, conclusion.role
         if stated is not None:
             yield Evidence("file", "role", stated, conclusion.reason, stated is role)
         if conclusion.module_type:
@@ -564,16 +434,9 @@ class Structure(Mapping[str, TensorInfo]):
         if name in self._listed:
             reason = "in the list of an optimizer, by its order and shape"
             yield Evidence("model", "role", Role.WEIGHT, reason, role is Role.WEIGHT)
-        by_name = self._named_roles[name]
-        if name in self.scales and role is Role.CODES and self.scales[name]:
-            yield Evidence("convention", "role", role, f"its scales are {self.scales[name]}")
-        elif by_name is not role and role is Role.SCALE and stated is None:
-            yield Evidence("convention", "role", role, "it is next to codes")
-        else:
-            yield Evidence("convention", "role", by_name, "its name", by_name is role)
 
     def _evidence_of_axes(self, tensor: Described, conclusion: Conclusion) -> Iterator[Evidence]:
-        """Yield the reason for the names of the axes."""
+        """Yield the reason for the names of the axes that the file states or that follow."""
         name = tensor.name
         if any(tensor.axes):
             axes = ", ".join([str(axis) for axis in tensor.axes])
@@ -583,6 +446,20 @@ class Structure(Mapping[str, TensorInfo]):
                 yield Evidence("model", "axes", axes, "sizes of the model")
             else:
                 yield Evidence("file", "axes", axes, reason)
+
+    def _evidence_of_family(
+        self, tensor: Described, conclusion: Conclusion, place: Place
+    ) -> Iterator[Evidence]:
+        """Yield the fields of a tensor that follow from its family."""
+        name = tensor.name
+        yield Evidence("family", "slot", place.slot, place.reason, not self._user(name, "slot"))
+        if place.module_type:
+            is_stated = self._user(name, "module_type") or conclusion.module_type
+            kind = place.module_type
+            yield Evidence("family", "module_type", kind, place.reason, not is_stated)
+        if place.axes is not None and any(place.axes):
+            axes = ", ".join([axis or "?" for axis in place.axes])
+            yield Evidence("family", "axes", axes, place.reason, not any(tensor.axes))
 
 
 def structure_of(index: Index, config: Mapping[str, Any] | None = None) -> Structure:

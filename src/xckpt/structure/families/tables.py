@@ -1,0 +1,358 @@
+"""Tables of families: patterns of names, with the places that they stand for.
+
+A table is a text file in the folder ``tables``. Its lines are
+
+- ``# ...``, a comment with the source of the names;
+- ``use TABLE``: all lines of another table, of which rows with the same pattern are replaced;
+- ``size = a | b``: a size that configs do not state under a usual key (`xckpt.structure.facts`), as
+  the first of several expressions over keys and sizes; ``ff | 4*embd`` is the usual one if stated;
+- ``@trait TYPES SLOTS``: a trait of slots in models of these types (``*`` for all of them);
+- ``over PREFIX=SLOT ...``: prefixes of the patterns below, with prefixes of their slots; ``*`` is
+  no prefix;
+- ``[component]``: rows of one component, such as ``[decoder]``; ``[]`` for the others; ``[heads]``,
+  or ``[heads:component]``, for rows whose names may lack the prefix of the others, as ``model.``;
+- ``PATTERN SLOT TYPE AXES FLAGS``: a row.
+
+A pattern is the path of a module, and stands for its weight, its bias and its buffers; or the name
+of a tensor with its parameter behind a colon: ``experts.down_proj:weight``. ``{layer}`` is an
+index. Axes are those of the weight, in the vocabulary of GGUF: ``head*key,embd``; ``?`` and
+numbers are axes without a name, and ``-`` a scalar. Of several rows with one pattern, the first
+counts whose axes have the sizes of the model.
+
+===============  ===================================================================================
+flag             meaning
+===============  ===================================================================================
+``cut=0``        axis along which tensor parallelism divides the weight; ``cut=0,1`` is either one
+``rotary``       rotary position embeddings turn the outputs
+``in_first``     inputs come before outputs
+``interleaved``  the fused parts alternate, head by head
+``alias``        another name of a tied tensor
+===============  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from xckpt.structure.forms import masked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    Axes = tuple[str | None, ...]
+
+_ZEROS = re.compile(r"0+")
+_INDEX = re.compile(r"([^{}]*)\{(\w+)\}([^{}]*)")
+_PLACEHOLDER = re.compile(r"\{\w+\}")
+_MAX_DIGITS = 9
+# The end of the name of a class, after the type of the model: LlamaForCausalLM, CLIPTextModel.
+_SUFFIX = re.compile(r"(For[A-Z]|LMHead|Model|WithProjection).*")
+_SEPARATORS = str.maketrans("", "", "_-")
+# Modules whose bias has the extent of the outputs; other biases are like the weight.
+_WITH_OUTPUTS = frozenset({"linear", "convolution", "router"})
+# Parameters of modules, in the spellings of frameworks.
+_PARAMS = {
+    **dict.fromkeys(("weight", "kernel", "embedding", "gamma", "scale"), "weight"),
+    **dict.fromkeys(("bias", "beta"), "bias"),
+}
+_OF_BATCH_NORMS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_OF_QUANTISED = frozenset(
+    {
+        *("qweight", "qzeros", "scales", "biases", "g_idx", "SCB", "input_scale", "weight_format"),
+        *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+        *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    }
+)
+# Axes whose extents differ from module to module.
+LOCAL_AXES = frozenset({"out", "in", "height", "width", "channel"})
+
+
+class Index(NamedTuple):
+    """A word of a pattern with an index: ``{layer}``, ``layer{stage}``."""
+
+    before: str
+    name: str
+    after: str
+
+    def number(self, word: str) -> int | None:
+        """Return the index in a word of a name; None if the word is another one."""
+        digits = word[len(self.before) : len(word) - len(self.after)]
+        is_number = digits.isdecimal() and digits.isascii() and len(digits) <= _MAX_DIGITS
+        is_word = word == f"{self.before}{digits}{self.after}"
+        return int(digits) if is_number and is_word else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A pattern of names, and the place of its tensors in the model."""
+
+    pattern: str
+    words: tuple[str | Index, ...]
+    #: Parameter of a tensor; empty for the path of a module.
+    param: str
+    component: str
+    slot: str
+    module_type: str
+    axes: Axes
+    #: Axes along which ranks may divide the weight.
+    cuts: tuple[int, ...]
+    flags: frozenset[str]
+    is_head: bool
+
+    def indices(self, words: Sequence[str]) -> tuple[tuple[str, int], ...] | None:
+        """Return the indices in the words of a name; None if the pattern does not match."""
+        indices = []
+        for part, word in zip(self.words, words, strict=True):
+            if isinstance(part, str):
+                if part != word:
+                    return None
+                continue
+            number = part.number(word)
+            if number is None:
+                return None
+            indices.append((part.name, number))
+        return tuple(indices)
+
+    @property
+    def outputs(self) -> int | None:
+        """Axis of the outputs of the weight; None for tables and vectors."""
+        if self.module_type not in _WITH_OUTPUTS or len(self.axes) < 2:
+            return None
+        if "in_first" in self.flags:
+            return len(self.axes) - 1
+        return 1 if self.axes[0] == "expert" and len(self.axes) > 2 else 0
+
+    @property
+    def inputs(self) -> int | None:
+        """Axis of the inputs of the weight; None for tables and vectors."""
+        if self.outputs is None:
+            return None
+        return self.outputs - 1 if "in_first" in self.flags else self.outputs + 1
+
+
+class Match(NamedTuple):
+    """A row that a name matches, and the parameter of the module that it names."""
+
+    row: Row
+    param: str
+    indices: tuple[tuple[str, int], ...]
+    #: None if they are unknown, as those of codes.
+    axes: Axes | None
+    #: Axes along which ranks may divide it.
+    cuts: tuple[int, ...] = ()
+    #: Axes of the outputs and inputs of a weight.
+    outputs: int | None = None
+    inputs: int | None = None
+
+
+@dataclass
+class Table:
+    """The rows, sizes and traits of a family."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    #: Keys of a config, or expressions, by the name of the size.
+    sizes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Types of models, and patterns of slots, that have a trait.
+    traits: dict[str, list[tuple[frozenset[str], tuple[str, ...]]]] = field(default_factory=dict)
+
+    @cached_property
+    def _rows_by_key(self) -> Mapping[tuple[str, bool], list[Row]]:
+        """Rows by their patterns with zeros for numbers, and whether these are of tensors."""
+        rows: dict[tuple[str, bool], list[Row]] = {}
+        keys = masked([_PLACEHOLDER.sub("0", row.pattern) for row in self.rows])
+        for key, row in zip(keys, self.rows, strict=True):
+            rows.setdefault((shorten(key), bool(row.param)), []).append(row)
+        return rows
+
+    @cached_property
+    def _varying(self) -> frozenset[tuple[str, bool]]:
+        """Keys of several rows: ``downsample.0`` and ``downsample.1``."""
+        return frozenset(
+            key
+            for key, rows in self._rows_by_key.items()
+            if len(rows) > 1
+            or any(word.isdigit() for word in rows[0].words if isinstance(word, str))
+        )
+
+    def varies(self, key: str) -> bool:
+        """Return whether the row of a name depends on more than its form and shape."""
+        path = key[: max(key.rfind("."), 0)]
+        return (key, True) in self._varying or (path, False) in self._varying
+
+    def matches(self, name: str, key: str, ndim: int | None = None) -> list[Match]:
+        """Return the rows of a name without its prefix.
+
+        `key` is the name with a zero for each number. A match has `ndim` axes, or unknown ones.
+        """
+        matches = self._matches(name, key)
+        return [m for m in matches if ndim is None or m.axes is None or len(m.axes) == ndim]
+
+    def _matches(self, name: str, key: str) -> Iterator[Match]:
+        rows = self._rows_by_key.get((key, True))
+        if rows:
+            words = name.split(".")
+            for row in rows:
+                indices = row.indices(words)
+                if indices is not None:
+                    yield Match(row, row.param, indices, *_axes_of_param(row, row.param))
+        rows = self._rows_by_key.get((key[: max(key.rfind("."), 0)], False))
+        if not rows:
+            return
+        path, _, leaf = name.rpartition(".")
+        if not (leaf in _PARAMS or leaf in _OF_BATCH_NORMS or leaf in _OF_QUANTISED):
+            return
+        words = path.split(".")
+        for row in rows:
+            indices = row.indices(words)
+            if indices is not None and (leaf not in _OF_BATCH_NORMS or row.module_type == "norm"):
+                param = _PARAMS.get(leaf, leaf)
+                yield Match(row, param, indices, *_axes_of_param(row, leaf))
+
+
+def _axes_of_param(
+    row: Row, leaf: str
+) -> tuple[Axes | None, tuple[int, ...], int | None, int | None]:
+    """Return the axes of a parameter, those that ranks divide, and its outputs and inputs."""
+    if leaf == "kernel":  # of Flax: the window, inputs, outputs
+        order = (*range(2, len(row.axes)), 1, 0)
+        if row.outputs != 0:
+            return None, (), None, None
+        axes = tuple([row.axes[axis] for axis in order])
+        cuts = tuple([order.index(axis) for axis in row.cuts])
+        return axes, cuts, len(order) - 1, len(order) - 2
+    if _PARAMS.get(leaf) == "weight":
+        return row.axes, row.cuts, row.outputs, row.inputs
+    if leaf == "num_batches_tracked":
+        return (), (), None, None
+    if leaf in _OF_QUANTISED:
+        return None, (), None, None
+    if row.outputs is None or row.param:
+        return row.axes, row.cuts, None, None
+    return (row.axes[row.outputs],), (0,) if row.outputs in row.cuts else (), None, None
+
+
+def plain(name: str) -> str:
+    """Return a name with dots for slashes, and without PEFT's wrapper of a module."""
+    return name.replace("/", ".").replace(".base_layer.", ".")
+
+
+def normalise(model_type: str) -> str:
+    """Return a type in small letters only: ``gptneox`` for ``gpt_neox`` and ``GPTNeoXModel``."""
+    return _SUFFIX.sub("", model_type).translate(_SEPARATORS).lower()
+
+
+def shorten(key: str) -> str:
+    """Return a name, whose digits are zeros, with one zero for each number."""
+    return _ZEROS.sub("0", key)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def load_table(name: str) -> Table:
+    """Read the table of a family."""
+    data = pkgutil.get_data(__package__, f"tables/{name}.txt")
+    if data is None:
+        raise FileNotFoundError(f"xckpt is installed without its table {name}.txt")
+    return parse_table(name, data.decode())
+
+
+def parse_table(name: str, text: str) -> Table:
+    """Parse the lines of a table."""
+    table = Table(name)
+    component, is_head, prefixes = "", False, [("", "")]
+    rows: list[Row] = []
+    for line in text.splitlines():
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if words[0] == "use":
+            base = load_table(words[1])
+            table.rows, table.sizes = list(base.rows), dict(base.sizes)
+            table.traits = {trait: list(values) for trait, values in base.traits.items()}
+        elif words[0] == "over":
+            pairs = [word.partition("=") for word in words[1:]]
+            prefixes = [("" if path == "*" else f"{path}.", slot) for path, _, slot in pairs]
+            prefixes = prefixes or [("", "")]
+        elif words[0].startswith("["):
+            section, _, of_heads = words[0].strip("[]").partition(":")
+            is_head = section == "heads"
+            component = of_heads if is_head else section
+        elif words[0].startswith("@"):
+            types = frozenset(map(normalise, words[1].split(",")))
+            table.traits.setdefault(words[0][1:], []).append((types, tuple(words[2].split(","))))
+        elif words[1] == "=":
+            table.sizes[words[0]] = tuple([word for word in words[2:] if word != "|"])
+        else:
+            for path, slot in prefixes:
+                # A part of a model has no components.
+                of_row = "" if path == "" and len(prefixes) > 1 else component
+                full_slot = f"{slot}.{words[1]}" if slot else words[1]
+                full_words = [path + words[0], full_slot, *words[2:]]
+                rows.append(_row(full_words, of_row, is_head=is_head))
+    replaced = {(row.pattern, row.param) for row in rows}
+    table.rows = [row for row in table.rows if (row.pattern, row.param) not in replaced] + rows
+    return table
+
+
+def _row(words: Sequence[str], component: str, *, is_head: bool) -> Row:
+    full_pattern, slot, module_type, axes, *flags = words
+    pattern, _, param = full_pattern.partition(":")
+    matches = [(word, _INDEX.fullmatch(word)) for word in pattern.split(".")]
+    cuts = next((flag.removeprefix("cut=") for flag in flags if flag.startswith("cut=")), "")
+    names = () if axes == "-" else axes.split(",")
+    return Row(
+        pattern=pattern,
+        words=tuple([word if match is None else Index(*match.groups()) for word, match in matches]),
+        param=param,
+        component=component,
+        slot=slot,
+        module_type="" if module_type == "-" else module_type,
+        axes=tuple([None if axis == "?" or axis.isdecimal() else axis for axis in names]),
+        cuts=tuple(map(int, cuts.split(","))) if cuts else (),
+        flags=frozenset(flag for flag in flags if not flag.startswith("cut=")),
+        is_head=is_head,
+    )
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def evaluate(expression: str, sizes: Mapping[str, int]) -> int | None:
+    """Return the value of a sum of products such as ``a*b+2*c``; None if a size is unknown."""
+    total = 0
+    for term in expression.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            dividend, _, divisor = factor.partition("/")
+            pair = [
+                int(n) if n.isdecimal() else sizes.get(n, 0) for n in (dividend, divisor or "1")
+            ]
+            if 0 in pair:
+                return None
+            product = product * pair[0] // pair[1]
+        total += product
+    return total
+
+
+def stated_sizes(
+    table: Table, config: Mapping[str, object], usual: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the sizes of a model that its config states, some under `usual` keys."""
+    stated = {key: n for key, n in config.items() if type(n) is int and 0 < n < _LARGEST}
+    sizes = {name: size for name, size in usual.items() if name not in table.sizes}
+    for name, expressions in table.sizes.items():
+        values = (evaluate(text, {**stated, **usual, **sizes}) for text in expressions)
+        size = next((value for value in values if value is not None), None)
+        if size is not None:
+            sizes[name] = size
+    return sizes
+
+
+_LARGEST = 1 << 48

@@ -1,0 +1,550 @@
+"""Small models of transformers, timm, torchvision and diffusers, without values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# All sizes differ, so that no axis has another one's extent.
+DECODER = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 112,
+    "vocab_size": 331,
+    "max_position_embeddings": 130,
+    "pad_token_id": 0,
+}
+OF_DECODER = {
+    "embd": 48,
+    "ff": 112,
+    "vocab": 331,
+    "head": 6,
+    "head_kv": 2,
+    "key": 16,
+    "value": 16,
+    "qkv": 160,
+    "context": 130,
+}
+ENCODER = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 112,
+    "vocab_size": 331,
+    "max_position_embeddings": 130,
+    "type_vocab_size": 3,
+}
+OF_ENCODER = {
+    "embd": 48,
+    "ff": 112,
+    "vocab": 331,
+    "head": 4,
+    "head_kv": 4,
+    "key": 12,
+    "value": 12,
+    "context": 130,
+    "type": 3,
+}
+PICTURE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 112,
+    "image_size": 30,
+    "patch_size": 6,
+    "num_channels": 5,
+}
+OF_PICTURE = {
+    "embd": 48,
+    "ff": 112,
+    "head": 4,
+    "head_kv": 4,
+    "key": 12,
+    "value": 12,
+    "colour": 5,
+    "context": 26,
+}
+MLA: dict[str, Any] = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "n_routed_experts": 5,
+    "n_shared_experts": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 6,
+}
+OF_MLA = {
+    **OF_DECODER,
+    "q_lora": 20,
+    "kv_lora": 28,
+    "rope": 6,
+    "nope": 10,
+    "key": 16,
+    "value": 14,
+    "head_kv": 6,
+    "expert": 5,
+    "ff_exp": 24,
+    "ff_shexp": 72,
+}
+
+
+class Case(NamedTuple):
+    """A model to build, and what its family is to know about it."""
+
+    family: str
+    build: Callable[[], Any]
+    #: Sizes of the model; empty if every module has its own.
+    sizes: Mapping[str, int] = {}
+    #: Family by the names alone, if it is another one.
+    by_names: str = ""
+
+
+def of_transformers(name: str, config: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that builds a model of transformers."""
+
+    def build() -> Any:
+        transformers = pytest.importorskip("transformers")
+        nested = {key: n for key, n in options.items() if key.endswith("_config")}
+        parts = {
+            key: getattr(transformers, class_name)(**values)
+            for key, (class_name, values) in nested.items()
+        }
+        settings = getattr(transformers, config)(**{**options, **parts})
+        return getattr(transformers, name)(settings)
+
+    return build
+
+
+def of_timm(name: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that builds a model of timm."""
+    return lambda: pytest.importorskip("timm").create_model(name, **options)
+
+
+def of_torchvision(name: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that builds a model of torchvision."""
+    return lambda: getattr(pytest.importorskip("torchvision.models"), name)(**options)
+
+
+def of_diffusers(name: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that builds a model of diffusers."""
+    return lambda: getattr(pytest.importorskip("diffusers.models"), name)(**options)
+
+
+def decoder(prefix: str, head: str = "ForCausalLM", **options: Any) -> Any:
+    """Return a function that builds a decoder of transformers."""
+    return of_transformers(f"{prefix}{head}", f"{prefix}Config", **{**DECODER, **options})
+
+
+EXPERTS = {**OF_DECODER, "expert": 5, "ff_exp": 24, "ff_shexp": 40}
+GPT2 = {
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_inner": 112,
+    "n_positions": 130,
+    "vocab_size": 331,
+}
+OF_GPT2 = {**OF_ENCODER, "qkv": 144}
+BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4, "vocab_size": 331}
+FALCON = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 331,
+    "ffn_hidden_size": 112,
+}
+T5 = {
+    "d_model": 48,
+    "d_ff": 112,
+    "d_kv": 10,
+    "num_layers": 3,
+    "num_heads": 6,
+    "vocab_size": 331,
+    "relative_attention_num_buckets": 9,
+}
+OF_T5 = {
+    "embd": 48,
+    "ff": 112,
+    "head": 6,
+    "head_kv": 6,
+    "key": 10,
+    "value": 10,
+    "vocab": 331,
+    "bucket": 9,
+}
+WHISPER = {
+    "d_model": 48,
+    "encoder_ffn_dim": 112,
+    "decoder_ffn_dim": 112,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "vocab_size": 331,
+    "num_mel_bins": 20,
+    "max_source_positions": 70,
+    "pad_token_id": 0,
+    "max_target_positions": 130,
+}
+OF_WHISPER = {**OF_ENCODER, "mel": 20, "audio_context": 70}
+OF_VISION = {f"vision.{name}": size for name, size in OF_PICTURE.items()}
+OF_CLIP = {**OF_ENCODER, **OF_VISION, "projection": 36}
+OF_TIMM = {"embd": 192, "ff": 768, "qkv": 576, "head": 3, "value": 64, "colour": 3, "label": 7}
+MAMBA = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": 331, "state_size": 10}
+OF_MAMBA = {"embd": 48, "vocab": 331, "state": 10, "inner": 96, "conv": 4, "dt": 7}
+UNET = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 40,
+    "layers_per_block": 1,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+    "use_linear_projection": True,
+}
+VAE = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
+
+CASES = {
+    "llama": Case("llama", decoder("Llama"), OF_DECODER),
+    "llama base": Case("llama", decoder("Llama", "Model"), OF_DECODER),
+    "llama classifier": Case(
+        "llama", decoder("Llama", "ForSequenceClassification"), OF_DECODER | {"label": 2}
+    ),
+    "mistral": Case("mistral", decoder("Mistral"), OF_DECODER, by_names="llama"),
+    "mixtral": Case(
+        "mixtral",
+        decoder("Mixtral", num_local_experts=5),
+        EXPERTS | {"ff_exp": 112},
+        by_names="llama",
+    ),
+    "qwen2": Case(
+        "qwen2",
+        decoder("Qwen2", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        decoder(
+            "Qwen2Moe",
+            head_dim=8,
+            num_experts=5,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+        ),
+        EXPERTS | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
+    "qwen3": Case("qwen3", decoder("Qwen3"), OF_DECODER, by_names="llama"),
+    "qwen3_moe": Case(
+        "qwen3_moe",
+        decoder("Qwen3Moe", num_experts=5, moe_intermediate_size=24),
+        EXPERTS,
+        by_names="llama",
+    ),
+    "phi": Case(
+        "phi",
+        decoder("Phi", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
+    "phi3": Case(
+        "phi3",
+        decoder("Phi3", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8, "qkv": 80},
+        by_names="llama",
+    ),
+    "gemma": Case("gemma", decoder("Gemma"), OF_DECODER, by_names="llama"),
+    "gemma2": Case("gemma2", decoder("Gemma2"), OF_DECODER),
+    "gemma3": Case(
+        "gemma3_text",
+        of_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER),
+        OF_DECODER,
+        by_names="gemma2",
+    ),
+    "olmo": Case(
+        "olmo",
+        decoder("Olmo", head_dim=8),
+        OF_DECODER | {"key": 8, "value": 8},
+        by_names="llama",
+    ),
+    "olmo2": Case("olmo2", decoder("Olmo2", head_dim=8), OF_DECODER | {"key": 8, "value": 8}),
+    "olmoe": Case(
+        "olmoe",
+        decoder("Olmoe", head_dim=8, num_experts=5),
+        EXPERTS | {"key": 8, "value": 8, "ff_exp": 112},
+        by_names="llama",
+    ),
+    "deepseek_v2": Case("deepseek_v2", decoder("DeepseekV2", **MLA), OF_MLA, by_names="llama"),
+    "deepseek_v3": Case("deepseek_v3", decoder("DeepseekV3", **MLA), OF_MLA, by_names="llama"),
+    "gpt_oss": Case(
+        "gpt_oss",
+        decoder("GptOss", num_local_experts=5),
+        EXPERTS | {"ff_exp": 112},
+    ),
+    "llama4": Case(
+        "llama4_text",
+        of_transformers(
+            "Llama4ForCausalLM",
+            "Llama4TextConfig",
+            **{**DECODER, "intermediate_size": 24},
+            intermediate_size_mlp=112,
+            num_local_experts=5,
+            interleave_moe_layer_step=2,
+        ),
+        EXPERTS | {"ff_shexp": 24},
+        by_names="llama4",
+    ),
+    "gpt2": Case("gpt2", of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), OF_GPT2),
+    "gpt_neox": Case(
+        "gpt_neox", of_transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), OF_GPT2
+    ),
+    "bloom": Case(
+        "bloom",
+        of_transformers("BloomForCausalLM", "BloomConfig", **BLOOM),
+        OF_GPT2 | {"ff": 192},
+    ),
+    "falcon": Case(
+        "falcon",
+        of_transformers("FalconForCausalLM", "FalconConfig", **FALCON),
+        OF_ENCODER | {"qkv": 72},
+    ),
+    "falcon new": Case(
+        "falcon",
+        of_transformers(
+            "FalconForCausalLM",
+            "FalconConfig",
+            **FALCON,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+        ),
+        OF_ENCODER | {"qkv": 96},
+    ),
+    "bert": Case(
+        "bert",
+        of_transformers("BertForPreTraining", "BertConfig", **ENCODER),
+        OF_ENCODER | {"label": 2},
+    ),
+    "roberta": Case(
+        "roberta",
+        of_transformers("RobertaForMaskedLM", "RobertaConfig", **ENCODER),
+        OF_ENCODER,
+        by_names="bert",
+    ),
+    "distilbert": Case(
+        "distilbert",
+        of_transformers(
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            dim=48,
+            hidden_dim=112,
+            n_heads=4,
+            n_layers=3,
+            vocab_size=331,
+            max_position_embeddings=130,
+        ),
+        OF_ENCODER,
+    ),
+    "t5": Case("t5", of_transformers("T5ForConditionalGeneration", "T5Config", **T5), OF_T5),
+    "t5 gated": Case(
+        "t5",
+        of_transformers(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            **T5,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+        ),
+        OF_T5,
+    ),
+    "t5 encoder": Case("t5", of_transformers("T5EncoderModel", "T5Config", **T5), OF_T5),
+    "whisper": Case(
+        "whisper",
+        of_transformers("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER),
+        OF_WHISPER,
+    ),
+    "vit": Case(
+        "vit",
+        of_transformers("ViTForImageClassification", "ViTConfig", **PICTURE),
+        OF_PICTURE | {"label": 2},
+    ),
+    "dinov2": Case(
+        "dinov2",
+        of_transformers("Dinov2Model", "Dinov2Config", **PICTURE, mlp_ratio=2),
+        OF_PICTURE | {"ff": 96},
+        by_names="vit",
+    ),
+    "clip": Case(
+        "clip",
+        of_transformers(
+            "CLIPModel",
+            "CLIPConfig",
+            text_config=("CLIPTextConfig", ENCODER),
+            projection_dim=36,
+            vision_config=("CLIPVisionConfig", PICTURE),
+        ),
+        OF_CLIP,
+    ),
+    "clip text": Case(
+        "clip_text_model",
+        of_transformers("CLIPTextModel", "CLIPTextConfig", **ENCODER),
+        OF_CLIP,
+        by_names="clip",
+    ),
+    "clip text with projection": Case(
+        "clip_text_model",
+        of_transformers(
+            "CLIPTextModelWithProjection", "CLIPTextConfig", **ENCODER, projection_dim=36
+        ),
+        OF_CLIP,
+        by_names="clip",
+    ),
+    "siglip": Case(
+        "siglip",
+        of_transformers(
+            "SiglipModel",
+            "SiglipConfig",
+            text_config=("SiglipTextConfig", ENCODER),
+            vision_config=("SiglipVisionConfig", PICTURE),
+        ),
+        OF_CLIP | {"vision.context": 25},
+    ),
+    "llava": Case(
+        "llava",
+        of_transformers(
+            "LlavaForConditionalGeneration",
+            "LlavaConfig",
+            text_config=("LlamaConfig", DECODER),
+            vision_config=("CLIPVisionConfig", PICTURE),
+        ),
+        OF_DECODER | OF_VISION,
+        by_names="llama",
+    ),
+    "gemma3 with vision": Case(
+        "gemma3",
+        of_transformers(
+            "Gemma3ForConditionalGeneration",
+            "Gemma3Config",
+            text_config=("Gemma3TextConfig", DECODER),
+            vision_config=("SiglipVisionConfig", PICTURE),
+        ),
+        OF_DECODER | OF_VISION | {"vision.context": 25},
+        by_names="gemma2",
+    ),
+    "unet": Case(
+        "UNet2DConditionModel", of_diffusers("UNet2DConditionModel", **UNET), by_names="unet"
+    ),
+    "vae": Case("vae", of_diffusers("AutoencoderKL", **VAE)),
+    "resnet": Case(
+        "resnet",
+        of_transformers(
+            "ResNetForImageClassification",
+            "ResNetConfig",
+            embedding_size=8,
+            hidden_sizes=[12, 20, 28, 36],
+            depths=[2, 2, 2, 2],
+        ),
+        {"label": 2},
+        by_names="resnet",
+    ),
+    "convnext": Case(
+        "convnext",
+        of_transformers(
+            "ConvNextForImageClassification",
+            "ConvNextConfig",
+            hidden_sizes=[12, 20, 28, 36],
+            depths=[2, 2, 2, 2],
+        ),
+        {"label": 2},
+    ),
+    "mobilenet_v1": Case(
+        "mobilenet_v1",
+        of_transformers("MobileNetV1ForImageClassification", "MobileNetV1Config"),
+        {"label": 2},
+        by_names="mobilenet",
+    ),
+    "mobilenet_v2": Case(
+        "mobilenet_v2",
+        of_transformers("MobileNetV2ForImageClassification", "MobileNetV2Config"),
+        {"label": 2},
+        by_names="mobilenet",
+    ),
+    "mamba": Case(
+        "mamba",
+        of_transformers("MambaForCausalLM", "MambaConfig", **MAMBA, time_step_rank=7),
+        OF_MAMBA,
+    ),
+    "mamba2": Case(
+        "mamba2",
+        of_transformers(
+            "Mamba2ForCausalLM", "Mamba2Config", **MAMBA, num_heads=6, head_dim=16, n_groups=2
+        ),
+        OF_MAMBA | {"ssm_head": 6, "group": 2},
+    ),
+    "rwkv": Case(
+        "rwkv",
+        of_transformers(
+            "RwkvForCausalLM",
+            "RwkvConfig",
+            hidden_size=48,
+            attention_hidden_size=56,
+            intermediate_size=112,
+            num_hidden_layers=3,
+            vocab_size=331,
+        ),
+        {"embd": 48, "ff": 112, "vocab": 331, "inner": 56},
+    ),
+    **{
+        f"timm {name}": Case(family, of_timm(name, num_classes=7), sizes, by_names=family)
+        for family, sizes, names in (
+            ("resnet", {"label": 7}, ("resnet18", "resnet50", "resnet50d", "seresnet50")),
+            ("convnext", {"label": 7}, ("convnext_atto", "convnextv2_atto", "convnext_tiny")),
+            (
+                "mobilenet",
+                {"label": 7},
+                ("mobilenetv2_100", "mobilenetv3_small_100", "efficientnet_b0"),
+            ),
+        )
+        for name in names
+    },
+    **{
+        f"timm {name}": Case(
+            "vit", of_timm(name, num_classes=7), {**OF_TIMM, "context": n}, by_names="vit"
+        )
+        for name, n in (
+            ("vit_tiny_patch16_224", 197),
+            ("deit_tiny_distilled_patch16_224", 198),
+            ("vit_tiny_patch16_384", 577),
+        )
+    },
+    **{
+        f"torchvision {name}": Case(
+            family, of_torchvision(name, num_classes=7), {"label": 7}, by_names=family
+        )
+        for family, name in (
+            ("resnet", "resnet18"),
+            ("resnet", "resnext50_32x4d"),
+            ("mobilenet", "mobilenet_v2"),
+            ("mobilenet", "mobilenet_v3_small"),
+            ("convnext", "convnext_tiny"),
+        )
+    },
+}
