@@ -115,6 +115,70 @@ def test_after_ctrl_c_at_each_import_the_next_call_works(tmp_path: Path, first: 
     assert all(int(line.split()[0]) < 100 for line in done.stdout.splitlines()), done.stdout
 
 
+# Sends SIGINT before each of the last lines that run at the end of the last import of a call.
+AT_THE_END = """
+import os, signal, sys, time
+import xckpt
+
+path = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Interrupting:
+    def __init__(self, moment):
+        self.moment, self.lines = moment, 0
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.endswith("interrupts.py"):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.moment:
+                sys.settrace(None)
+                os.kill(os.getpid(), signal.SIGINT)
+        return self
+
+
+def in_a_fork(moment):
+    \"\"\"Call in a fork; return the number of lines, or whether it was interrupted.\"\"\"
+    read, write = os.pipe()
+    if not os.fork():
+        signal.alarm(60)
+        interrupting = Interrupting(moment)
+        sys.settrace(interrupting)
+        try:
+            xckpt.read_index(path)
+            sys.settrace(None)
+            time.sleep(0.2)
+        except KeyboardInterrupt:
+            interrupting.lines = -1
+        finally:
+            os.write(write, str(interrupting.lines).encode())
+            os._exit(0)
+    os.wait()
+    return int(os.read(read, 100))
+
+
+lines = in_a_fork(None)
+assert lines > 20
+moments = range(lines - 8, lines + 1)
+assert [moment for moment in moments if in_a_fork(moment) != -1] == []
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process cannot send SIGINT to itself")
+def test_ctrl_c_at_the_end_of_the_last_import_is_not_lost(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", w=np.ones(3))
+    done = subprocess.run(  # noqa: S603  our own
+        [sys.executable, "-c", AT_THE_END, str(tmp_path / "m.npz")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_half_imported_distributed_package_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

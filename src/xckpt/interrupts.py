@@ -123,13 +123,14 @@ def begin_import(importer: FrameType) -> bool:
 
 def end_import() -> None:
     """Deliver a deferred Ctrl-C as soon as the import system has returned to the importer."""
-    if _Deferred.since is None and not _Deferred.depth:
+    if not (_Deferred.depth or is_pending()):
         _restore()
-        _Deferred.importer = None
-    elif _Deferred.depth:
-        _Deferred.importer = None
-    else:
+        if is_pending():  # it came before the handler was restored
+            signal.signal(signal.SIGINT, _hold)
+    if not _Deferred.depth and is_pending():
         _Deferred.is_due = True
+    else:
+        _Deferred.importer = None
 
 
 def _deliver() -> None:
