@@ -102,6 +102,8 @@ def verify(path: Path) -> None:
 def stats(path: Path) -> None:
     """Describe all values."""
     table = xckpt.stats(opened(path), cache=False, progress=False)
+    if table.data_vars.keys() < VALUES.keys():  # it was cut before it was opened
+        raise CheckpointError(f"{path}: tensors are left out, with a warning")
     for name, array in VALUES.items():
         mean = float(table[name].sel(statistic="mean"))
         np.testing.assert_allclose(mean, array.mean(dtype=np.float64), 1e-6)
@@ -111,8 +113,10 @@ def compare(path: Path) -> None:
     """Compare with an unchanged checkpoint."""
     second = path.with_name("other" + path.suffix)
     table = xckpt.compare(opened(path), opened(second), cache=False, progress=False)
-    for name in VALUES:
-        assert float(table[name].sel(statistic="max_abs")) == 0
+    differences = [float(table[name].sel(statistic="max_abs")) for name in VALUES]
+    if np.isnan(differences).any():  # it was cut before it was opened
+        raise CheckpointError(f"{path}: tensors are not compared, with a warning")
+    assert differences == [0, 0, 0]
 
 
 CASES = [

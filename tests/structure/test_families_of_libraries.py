@@ -14,6 +14,7 @@ from xckpt.structure import Described, Structure
 from xckpt.structure.facts import model_facts
 from xckpt.structure.families import Family, family_of
 
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -21,7 +22,6 @@ class Model:
     """A model without values: the shapes of its tensors, and the classes of its modules."""
 
     def __init__(self, case: str) -> None:
-        torch = pytest.importorskip("torch")
         with torch.device("meta"):
             module = CASES[case].build()
         self.module = module
@@ -156,7 +156,6 @@ class TestFamilies:
     ],
 )
 def test_norms_add_one_where_the_library_does(case: str, adding: set[str]) -> None:
-    torch = pytest.importorskip("torch")
     chosen = family(case, with_config=True)
     components = set()
     for name, part in model(case).module.named_modules():

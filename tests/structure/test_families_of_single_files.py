@@ -10,6 +10,7 @@ import pytest
 from tests.structure.libraries import CASES
 from xckpt.structure.families import family_of
 
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RESIDUAL = {
@@ -81,7 +82,6 @@ def renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 def test_places_are_those_after_a_conversion(
     case: str, prefix: str, rules: Any, converter: str
 ) -> None:
-    torch = pytest.importorskip("torch")
     single_files = pytest.importorskip("diffusers.loaders.single_file_utils")
     with torch.device("meta"):
         model = CASES[case].build()
