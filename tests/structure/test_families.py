@@ -15,7 +15,7 @@ from tests.structure.named_models import shapes_of
 from xckpt.structure import Described, Structure
 from xckpt.structure.facts import model_facts
 from xckpt.structure.families import Family, family_of
-from xckpt.structure.families.choosing import Entry, list_tables
+from xckpt.structure.families.choosing import ListedTable, list_tables
 from xckpt.structure.families.tables import load_table
 
 Shapes = named.Shapes
@@ -145,14 +145,14 @@ class TestTables:
     """The list of tables and the tables fit together."""
 
     @pytest.mark.parametrize("entry", list_tables(), ids=lambda entry: entry.table)
-    def test_a_table_has_the_paths_by_which_it_is_recognised(self, entry: Entry) -> None:
+    def test_a_table_has_the_paths_by_which_it_is_recognised(self, entry: ListedTable) -> None:
         table = load_table(entry.table)
         for sign in entry.signs:
             keys = (re.sub(r"\{\w+\}|\d+", "0", row.pattern) for row in table.rows)
             assert any(f".{key}".endswith(f".{sign}") for key in keys), sign
 
     @pytest.mark.parametrize("entry", list_tables(), ids=lambda entry: entry.table)
-    def test_a_row_stands_for_names_of_its_pattern(self, entry: Entry) -> None:
+    def test_a_row_stands_for_names_of_its_pattern(self, entry: ListedTable) -> None:
         table = load_table(entry.table)
         for row in table.rows:
             name = re.sub(r"\{\w+\}", "7", row.pattern) + ("" if row.param else ".weight")
@@ -160,7 +160,7 @@ class TestTables:
             assert row in [match.row for match in matches]
 
     @pytest.mark.parametrize("entry", list_tables(), ids=lambda entry: entry.table)
-    def test_a_table_names_its_sources(self, entry: Entry) -> None:
+    def test_a_table_names_its_sources(self, entry: ListedTable) -> None:
         path = files("xckpt.structure.families") / "tables" / f"{entry.table}.txt"
         head = path.read_text().partition("\n\n")[0]
         assert re.search(r"\d\.\d|github\.com", head)

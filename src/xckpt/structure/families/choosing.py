@@ -17,14 +17,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xckpt.structure.facts import ModelFacts
-from xckpt.structure.families.family import AGREEING, Family, Form, Root
+from xckpt.structure.families.family import AGREEING, Family, Root, ShapedForm
 from xckpt.structure.families.tables import load_table, normalise, plain, shorten
 from xckpt.structure.forms import masked
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from xckpt.structure.families.tables import Match
+    from xckpt.structure.families.tables import RowMatch
 
 # Share of the names of a model that a table has to explain.
 _OF_STATED, _OF_NAMES = 0.5, 0.9
@@ -57,7 +57,7 @@ _WRAPPERS = frozenset(
 
 
 @dataclass
-class Entry:
+class ListedTable:
     """A table in the list of tables."""
 
     table: str
@@ -72,17 +72,17 @@ class Entry:
 
 
 @lru_cache(maxsize=1)
-def list_tables() -> tuple[Entry, ...]:
+def list_tables() -> tuple[ListedTable, ...]:
     """Return the list of tables."""
     data = pkgutil.get_data(__package__, "tables/index.txt") or b""
-    entries: list[Entry] = []
+    entries: list[ListedTable] = []
     for line in data.decode().splitlines():
         words = line.partition("#")[0].split()
         if not words:
             continue
         if words[0].startswith("["):
             table = words[0].strip("[]")
-            entries.append(Entry(table, words[-1] if len(words) > 1 else table))
+            entries.append(ListedTable(table, words[-1] if len(words) > 1 else table))
         elif words[0] == "types":
             entries[-1].types += tuple(map(normalise, words[1:]))
         elif words[0] == "signs":
@@ -130,7 +130,7 @@ def family_of(
     return Family("" if name == "gguf" else name, roots, shapes, facts)
 
 
-def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:
+def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[ShapedForm]:
     """Group tensors whose names differ in numbers only, by their shapes."""
     names = list(shapes)
     keys = masked(names)
@@ -139,12 +139,12 @@ def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[Form]:
     if len(counts) > _MOST:
         return []
     first = dict(zip(reversed(groups), reversed(names), strict=True))
-    forms: dict[tuple[str, tuple[int, ...]], Form] = {}
+    forms: dict[tuple[str, tuple[int, ...]], ShapedForm] = {}
     for (key, shape), count in counts.items():
         if ".lora_" in key:  # an adapter, beside the model
             continue
         name, short = plain(first[key, shape]), plain(shorten(key))
-        same = forms.get((short, shape), Form(name, short, shape, 0))
+        same = forms.get((short, shape), ShapedForm(name, short, shape, 0))
         forms[short, shape] = same._replace(total=same.total + count)
     return list(forms.values())
 
@@ -166,11 +166,11 @@ def _paths(keys: Iterable[str]) -> set[str]:
     return tails | {tail.rpartition(".")[0] for tail in tails}
 
 
-def _roots(entry: Entry, forms: Iterable[Form], model_type: str) -> list[Root]:
+def _roots(entry: ListedTable, forms: Iterable[ShapedForm], model_type: str) -> list[Root]:
     """Return the models in a checkpoint that a table explains."""
     table = load_table(entry.table)
-    by_prefix: dict[str, dict[Form, list[Match]]] = {}
-    heads: list[tuple[str, Form, list[Match]]] = []
+    by_prefix: dict[str, dict[ShapedForm, list[RowMatch]]] = {}
+    heads: list[tuple[str, ShapedForm, list[RowMatch]]] = []
     for form in forms:
         words = form.name.split(".")
         for tail, number in _tails(form.key):
@@ -187,7 +187,7 @@ def _roots(entry: Entry, forms: Iterable[Form], model_type: str) -> list[Root]:
     # A selection of a model that is stated may be one tensor.
     fewest = 1 if model_type and entry.table != "gguf" else _FEWEST
     roots = []
-    used: set[Form] = set()
+    used: set[ShapedForm] = set()
     ordered = sorted(by_prefix.items(), key=lambda item: -len(item[1]))
     for prefix, explained in ordered[:_MOST_ROOTS]:
         explained |= {form: rows for before, form, rows in heads if prefix.startswith(before)}
@@ -200,7 +200,7 @@ def _roots(entry: Entry, forms: Iterable[Form], model_type: str) -> list[Root]:
     return roots
 
 
-def _explains(root: Root, entry: Entry, forms: Iterable[Form]) -> bool:
+def _explains(root: Root, entry: ListedTable, forms: Iterable[ShapedForm]) -> bool:
     """Return whether a table explains the names below a prefix."""
     region = {form.key for form in forms if form.name.startswith(root.prefix)}
     explained = {form.key for form in root.matches}

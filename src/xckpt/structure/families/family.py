@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from xckpt.structure.facts import ModelFacts
-    from xckpt.structure.families.tables import Axes, Index, Match, Row, Table
+    from xckpt.structure.families.tables import Axes, NameRow, NameTable, NumberedWord, RowMatch
 
     Shape = tuple[int, ...]
-    Positions = tuple[tuple[int, Index], ...]
+    Positions = tuple[tuple[int, NumberedWord], ...]
 
 # Share of the tensors with an axis that have the same extent, for it to be a size of the model.
 AGREEING = 0.9
@@ -61,7 +61,7 @@ class Place(NamedTuple):
     reason: str
 
 
-class Form(NamedTuple):
+class ShapedForm(NamedTuple):
     """Tensors of one shape whose names differ in numbers only."""
 
     name: str
@@ -76,11 +76,11 @@ class Root:
     """One model in a checkpoint: the text before its names, and its table."""
 
     prefix: str
-    table: Table
+    table: NameTable
     #: Type of the model that is stated, in small letters only; empty if there is none.
     model_type: str
     #: Forms that the table explains, with the rows that fit them, best first.
-    matches: dict[Form, list[Match]]
+    matches: dict[ShapedForm, list[RowMatch]]
     component: str = ""
     #: Whether it is one of the models of an ensemble, which the numbers in the prefix tell apart.
     is_member: bool = False
@@ -100,11 +100,11 @@ class Root:
         keys = [shorten(key) for key in masked(prefixes)]
         return tuple(reversed(list(zip(prefixes, keys, strict=True))))
 
-    def component_of(self, row: Row) -> str:
+    def component_of(self, row: NameRow) -> str:
         """Return the component of a row."""
         return row.component if row.is_head and row.component else self.component or row.component
 
-    def matches_of(self, name: str, key: str, ndim: int | None) -> list[Match]:
+    def matches_of(self, name: str, key: str, ndim: int | None) -> list[RowMatch]:
         """Return the rows of a tensor by its whole name."""
         for prefix, start in self.prefixes:
             if not name.startswith(prefix):
@@ -121,7 +121,7 @@ class Root:
         has_number = "0" in self.prefixes[0][1]
         return has_number or any(self.table.varies(key[len(s) :]) for _, s in self.prefixes)
 
-    def trait(self, trait: str, row: Row) -> bool | None:
+    def trait(self, trait: str, row: NameRow) -> bool | None:
         """Return whether a row has a trait; None if that depends on an unknown type."""
         entries = self.table.traits.get(trait, ())
         fitting = [
@@ -180,7 +180,7 @@ class Family:
             return {}
         return stated_sizes(root.table, self._facts.config, self._facts.sizes)
 
-    def _vote(self, root: Root, matches: Mapping[Form, Match]) -> None:
+    def _vote(self, root: Root, matches: Mapping[ShapedForm, RowMatch]) -> None:
         """Find the sizes that are still unknown by the extents on which tensors agree."""
         votes: dict[tuple[str, str], Counter[int]] = {}
         for form, match in matches.items():
@@ -193,7 +193,7 @@ class Family:
             if count >= AGREEING * extents.total():
                 self._sizes[component].setdefault(axis, extent)
 
-    def _fitting(self, root: Root, shape: Shape | None, matches: Sequence[Match]) -> Match:
+    def _fitting(self, root: Root, shape: Shape | None, matches: Sequence[RowMatch]) -> RowMatch:
         """Return the first row whose axes have the sizes of the model, or unknown sizes."""
         unknown = []
         for match in matches if shape is not None and len(matches) > 1 else ():
@@ -273,7 +273,7 @@ class Family:
             return place, tuple([(n, word) for n, word in indexed if not isinstance(word, str)])
         return None, ()
 
-    def _of_module(self, name: str, matches: list[Match]) -> list[Match]:
+    def _of_module(self, name: str, matches: list[RowMatch]) -> list[RowMatch]:
         """Return the rows of a bias that have as many axes as the weight of its module."""
         path, separator, _ = split_leaf(name)
         weight = self._shapes.get(f"{path}{separator}weight") if len(matches) > 1 else None

@@ -71,7 +71,7 @@ _OF_QUANTISED = frozenset(
 LOCAL_AXES = frozenset({"out", "in", "height", "width", "channel"})
 
 
-class Index(NamedTuple):
+class NumberedWord(NamedTuple):
     """A word of a pattern with an index: ``{layer}``, ``layer{stage}``."""
 
     before: str
@@ -87,11 +87,11 @@ class Index(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class NameRow:
     """A pattern of names, and the place of its tensors in the model."""
 
     pattern: str
-    words: tuple[str | Index, ...]
+    words: tuple[str | NumberedWord, ...]
     #: Parameter of a tensor; empty for the path of a module.
     param: str
     component: str
@@ -134,10 +134,10 @@ class Row:
         return self.outputs - 1 if "in_first" in self.flags else self.outputs + 1
 
 
-class Match(NamedTuple):
+class RowMatch(NamedTuple):
     """A row that a name matches, and the parameter of the module that it names."""
 
-    row: Row
+    row: NameRow
     param: str
     indices: tuple[tuple[str, int], ...]
     #: None if they are unknown, as those of codes.
@@ -150,20 +150,20 @@ class Match(NamedTuple):
 
 
 @dataclass
-class Table:
+class NameTable:
     """The rows, sizes and traits of a family."""
 
     name: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[NameRow] = field(default_factory=list)
     #: Keys of a config, or expressions, by the name of the size.
     sizes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Types of models, and patterns of slots, that have a trait.
     traits: dict[str, list[tuple[frozenset[str], tuple[str, ...]]]] = field(default_factory=dict)
 
     @cached_property
-    def _rows_by_key(self) -> Mapping[tuple[str, bool], list[Row]]:
+    def _rows_by_key(self) -> Mapping[tuple[str, bool], list[NameRow]]:
         """Rows by their patterns with zeros for numbers, and whether these are of tensors."""
-        rows: dict[tuple[str, bool], list[Row]] = {}
+        rows: dict[tuple[str, bool], list[NameRow]] = {}
         keys = masked([_PLACEHOLDER.sub("0", row.pattern) for row in self.rows])
         for key, row in zip(keys, self.rows, strict=True):
             rows.setdefault((shorten(key), bool(row.param)), []).append(row)
@@ -184,7 +184,7 @@ class Table:
         path = key[: max(key.rfind("."), 0)]
         return (key, True) in self._varying or (path, False) in self._varying
 
-    def matches(self, name: str, key: str, ndim: int | None = None) -> list[Match]:
+    def matches(self, name: str, key: str, ndim: int | None = None) -> list[RowMatch]:
         """Return the rows of a name without its prefix.
 
         `key` is the name with a zero for each number. A match has `ndim` axes, or unknown ones.
@@ -192,14 +192,14 @@ class Table:
         matches = self._matches(name, key)
         return [m for m in matches if ndim is None or m.axes is None or len(m.axes) == ndim]
 
-    def _matches(self, name: str, key: str) -> Iterator[Match]:
+    def _matches(self, name: str, key: str) -> Iterator[RowMatch]:
         rows = self._rows_by_key.get((key, True))
         if rows:
             words = name.split(".")
             for row in rows:
                 indices = row.indices(words)
                 if indices is not None:
-                    yield Match(row, row.param, indices, *_axes_of_param(row, row.param))
+                    yield RowMatch(row, row.param, indices, *_axes_of_param(row, row.param))
         rows = self._rows_by_key.get((key[: max(key.rfind("."), 0)], False))
         if not rows:
             return
@@ -211,11 +211,11 @@ class Table:
             indices = row.indices(words)
             if indices is not None and (leaf not in _OF_BATCH_NORMS or row.module_type == "norm"):
                 param = _PARAMS.get(leaf, leaf)
-                yield Match(row, param, indices, *_axes_of_param(row, leaf))
+                yield RowMatch(row, param, indices, *_axes_of_param(row, leaf))
 
 
 def _axes_of_param(
-    row: Row, leaf: str
+    row: NameRow, leaf: str
 ) -> tuple[Axes | None, tuple[int, ...], int | None, int | None]:
     """Return the axes of a parameter, those that ranks divide, and its outputs and inputs."""
     if leaf == "kernel":  # of Flax: the window, inputs, outputs
@@ -255,7 +255,7 @@ def shorten(key: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def load_table(name: str) -> Table:
+def load_table(name: str) -> NameTable:
     """Read the table of a family."""
     data = pkgutil.get_data(__package__, f"tables/{name}.txt")
     if data is None:
@@ -263,11 +263,11 @@ def load_table(name: str) -> Table:
     return parse_table(name, data.decode())
 
 
-def parse_table(name: str, text: str) -> Table:
+def parse_table(name: str, text: str) -> NameTable:
     """Parse the lines of a table."""
-    table = Table(name)
+    table = NameTable(name)
     component, is_head, prefixes = "", False, [("", "")]
-    rows: list[Row] = []
+    rows: list[NameRow] = []
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if not words:
@@ -301,15 +301,17 @@ def parse_table(name: str, text: str) -> Table:
     return table
 
 
-def _row(words: Sequence[str], component: str, *, is_head: bool) -> Row:
+def _row(words: Sequence[str], component: str, *, is_head: bool) -> NameRow:
     full_pattern, slot, module_type, axes, *flags = words
     pattern, _, param = full_pattern.partition(":")
     matches = [(word, _INDEX.fullmatch(word)) for word in pattern.split(".")]
     cuts = next((flag.removeprefix("cut=") for flag in flags if flag.startswith("cut=")), "")
     names = () if axes == "-" else axes.split(",")
-    return Row(
+    return NameRow(
         pattern=pattern,
-        words=tuple([word if match is None else Index(*match.groups()) for word, match in matches]),
+        words=tuple(
+            [word if match is None else NumberedWord(*match.groups()) for word, match in matches]
+        ),
         param=param,
         component=component,
         slot=slot,
@@ -342,7 +344,7 @@ def evaluate(expression: str, sizes: Mapping[str, int]) -> int | None:
 
 
 def stated_sizes(
-    table: Table, config: Mapping[str, object], usual: Mapping[str, int]
+    table: NameTable, config: Mapping[str, object], usual: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of a model that its config states, some under `usual` keys."""
     stated = {key: n for key, n in config.items() if type(n) is int and 0 < n < _LARGEST}
