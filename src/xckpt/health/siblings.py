@@ -170,10 +170,8 @@ class UnlikeLayer(Rule):
                         if neighbour != row
                     ]
                     factor = rms[row] / np.median(rms[neighbours])
-                    sentence = (
-                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
-                        f"layers next to it: {distance:.0f} robust standard deviations"
-                    )
+                    sentence = self._sentence(rms[row], factor, "the layers next to it")
+                    sentence += f": {distance:.0f} robust standard deviations"
                     yield self.finding(evidence, row, distance, sentence)
 
     def _beyond_all(self, evidence: Evidence) -> Iterator[RuleFinding]:
@@ -190,10 +188,7 @@ class UnlikeLayer(Rule):
             second, first = sorted(rows, key=rms.__getitem__)[-2:]
             if rms[first] > self.far_beyond * rms[second]:
                 factor = rms[first] / rms[second]
-                sentence = (
-                    f"its root mean square, {rms[first]:.3g}, is {factor:.2g} times that of any "
-                    f"other {kind} weight"
-                )
+                sentence = self._sentence(rms[first], factor, f"any other {kind} weight")
                 yield self.finding(evidence, first, factor, sentence)
 
     def _experts(self, evidence: Evidence) -> Iterator[RuleFinding]:
@@ -206,10 +201,7 @@ class UnlikeLayer(Rule):
                 factor = rms[row] / np.median(others)
                 is_far = max(factor, 1 / factor) > self.far_end
                 if is_far and others.max() <= self.most_alike * others.min():
-                    sentence = (
-                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
-                        f"other {len(others)} experts"
-                    )
+                    sentence = self._sentence(rms[row], factor, f"the other {len(others)} experts")
                     yield self.finding(evidence, row, factor, sentence)
 
     def _ends(self, evidence: Evidence, rows: list[int]) -> Iterator[RuleFinding]:
@@ -224,11 +216,12 @@ class UnlikeLayer(Rule):
                 continue
             factor = rms[row] / np.median(inner)
             if max(factor, 1 / factor) > self.far_end:
-                sentence = (
-                    f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
-                    f"other {len(inner)} layers"
-                )
+                sentence = self._sentence(rms[row], factor, f"the other {len(inner)} layers")
                 yield self.finding(evidence, row, factor, sentence)
+
+    @staticmethod
+    def _sentence(rms: float, factor: float, others: str) -> str:
+        return f"its root mean square, {rms:.3g}, is {factor:.2g} times that of {others}"
 
 
 class _UnlikeSiblings(Rule):

@@ -86,9 +86,10 @@ class Roles:
         if declared:
             scales = {n: s for n, s in scales.items() if declared.get(n) in {None, Role.CODES}}
             dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-            by_name = conventions.roles_beside_codes(roles, dtypes)[1]
-            codes = [name for name, role in declared.items() if role is Role.CODES]
-            scales |= {name: by_name.get(name, "") for name in codes}
+            codes, companions = conventions.codes_and_companions(dtypes)
+            by_name = codes | companions
+            stated = [name for name, role in declared.items() if role is Role.CODES]
+            scales |= {name: by_name.get(name, "") for name in stated}
         modules = {split_leaf(name)[0] for name, role in changed.items() if role is Role.CODES}
         return changed | self._constant_buffers(modules) | by_model | declared, scales
 
