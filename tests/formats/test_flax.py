@@ -16,7 +16,7 @@ from tests.formats.flax_files import CHUNKED, array, chunked, extension, flax_fi
 from tests.sources import CountingSource
 from tests.storage.web_server import WebServer
 from xckpt import formats
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import axes_of
 
 if TYPE_CHECKING:
     from pathlib import Path

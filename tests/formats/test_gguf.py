@@ -30,7 +30,7 @@ from xckpt.arrays.blocks import byteswapped
 from xckpt.elements import BLOCK_TYPES
 from xckpt.errors import UnreadableWarning
 from xckpt.opening import read_index
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from tests.contracts.declared import golden_json
 from tests.formats.gptrs_files import GPT, indexed_file, record, tagged
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,7 @@ import xckpt
 from tests.conftest import golden_files
 from tests.contracts.keras import archive, hdf5
 from tests.storage.web_server import assert_row_is_one_request
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import axes_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from tests.storage.web_server import WebServer
 from xckpt import formats
 from xckpt.elements import stored_dtype
 from xckpt.errors import UnreadableWarning
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import axes_of
 
 if TYPE_CHECKING:
     from pathlib import Path

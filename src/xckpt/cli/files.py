@@ -70,7 +70,7 @@ def info(
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure import structure_of
-    from xckpt.structure.axes import axes_of
+    from xckpt.structure.dims import axes_of
 
     with warnings.catch_warnings():
         # Both kinds of output include the warnings.

@@ -12,7 +12,7 @@ from xckpt.labels.filters import suggest_filters
 from xckpt.labels.grids import Stack, find_stacks
 from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import axes_of
 from xckpt.structure.numbering import modules_by_frequency, split_words
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def list_arrays(
             by_facts = axes.get(tensor.name) if role is None else None
             arrays.append(Listed(stack.name, grid, tensor, role, Stacked(stack, stacked), by_facts))
     arrays = [array for array in _name_parts(arrays, tensors) if array.name not in drop]
-    if options.dims and arrays:
-        _warn_of_unused_names(index, arrays, options.dims)
+    if options.globs_of_dims and arrays:
+        _warn_of_unused_names(index, arrays, options.globs_of_dims)
     return Listing(arrays, *_orders(arrays, tensors), sources, index.shared)
 
 
@@ -263,7 +263,7 @@ def stacking_key(
         tensor.quantization,
         tensor.problem is None,
         parts,
-        names.users_names(tensor.name) if options.dims else None,
+        names.users_names(tensor.name) if options.globs_of_dims else None,
     )
 
 

@@ -27,6 +27,7 @@ from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
 from xckpt.storage.source import ShardedSource, sources_of
+from xckpt.structure.dims import axes_of, dims_of
 from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     coord_dims = coords.dims(arrays)
     names = AxisNamer(options.dims, arrays.keys() - coord_dims)
     _claim(names, listing.arrays, coord_dims)
+    suggested = _suggested(index, {} if names.by_size else dims_of(index))
+    stacks = {array.name: array.lazy for array in listing.arrays if array.stacked is not None}
+    names.survey({**stacks, **index.tensors} if stacks else index.tensors, suggested)
     maker = VariableMaker.of(source, listing, options)
-    group = _make_group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
+    group = _make_group(arrays, arrays, maker, names, suggested, coords=coords, marks=StackMarks())
+    names.warn_of_refused(source.name)
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
     if listing.file_order != listing.flat_order:
@@ -98,28 +103,42 @@ def make_groups(
     coords = _Coordinates(index.arrangement.coords, top)
     repeated = _repeated_below(places) if index.arrangement.coords else set()
     names = {"": top}
+    suggested = _suggested(index, {} if top.by_size else axes_of(index))
+    members = _members(index, by_name)
     dropped: dict[str, list[str]] = {}
     marks = StackMarks()
     datasets: dict[str, xr.Dataset] = {}
     # Children have precedence over coordinates of stacks with the same name.
     children = child_nodes(nodes) if any(array.stacked for array in listing.arrays) else {}
-    # Parents come first: the names of their axes keep their sizes in children.
-    for path in sorted(nodes, key=len):
+    # Parents come first: the names of their axes keep their sizes in children. Modules without an
+    # open tensor count, so that names do not depend on the tensors that are opened.
+    for path in sorted({*nodes, *members}, key=len):
         above = path.rpartition("/")[0]
         while above not in names:  # the root is the empty path, which is always there
             above = above.rpartition("/")[0]
-        key, node = path.rstrip("/"), nodes[path]
+        key, node = path.rstrip("/"), nodes.get(path, {})
         # Nodes inherit the indexes of their parents: no other variable may have such a name.
         free = {leaf: array for leaf, array in node.items() if (key, leaf) not in repeated}
         names[key] = names[above].for_child(coords.dims(free, names[above]))
-        roles: Mapping[str, tuple[str | None, ...]] = {}
-        if axis_names is not None:
-            shapes = {leaf: a.lazy.shape[len(a.stacked_dims) :] for leaf, a in node.items()}
-            roles = axis_names(shapes)
-        taken = {*node, *children.get(path, ())}
-        group = _make_group(node, taken, maker, names[key], coords=coords, roles=roles, marks=marks)
-        datasets[path] = assemble_dataset(group.variables, group.coords)
-        dropped |= group.dropped_attrs
+        by_module = {}
+        module = members.get(path, {})
+        if axis_names is not None and not top.by_size:
+            axes = axis_names({leaf: member.shape for leaf, member in module.items()})
+            by_module = {module[leaf].name: names for leaf, names in axes.items()}
+        in_module = {
+            name: _either(suggested.get(name), by_module.get(name))
+            for name in [member.name for member in module.values()]
+            if name in suggested or name in by_module
+        }
+        names[key].survey({m.name: m for m in module.values()}, in_module)
+        if path in nodes:
+            taken = {*node, *children.get(path, ())}
+            group = _make_group(
+                node, taken, maker, names[key], in_module, coords=coords, marks=marks
+            )
+            datasets[path] = assemble_dataset(group.variables, group.coords)
+            dropped |= group.dropped_attrs
+    top.warn_of_refused(source.name)
     # The order of nodes is not the order of the file.
     encoding = _stack_encoding(listing, dropped)
     datasets["/"].encoding = {"file_order": listing.file_order, **encoding}
@@ -133,6 +152,35 @@ def make_groups(
             if ds is not None and leaf not in ds.variables:
                 made[path] = xr.Dataset(attrs=attrs)
     return made
+
+
+class _Member(NamedTuple):
+    """A tensor in a module of a tree, or a stack under the name of its first tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def _members(index: Index, arrays: Mapping[str, Listed]) -> dict[str, dict[str, _Member]]:
+    """Return the tensors in each module of the whole file, by their names there."""
+    stacks = [array for array in arrays.values() if array.stacked is not None]
+    # Each stack is in one module, in which its tensors have the names of its first one.
+    stacked = {name for array in stacks for name in array.members}
+    paths = {name: t.path for name, t in index.tensors.items() if name not in stacked}
+    paths |= {array.name: array.path for array in stacks}
+    members: dict[str, dict[str, _Member]] = {}
+    for name, (path, leaf) in tree_paths(paths).items():
+        tensor = index.tensors[name] if name in index.tensors else arrays[name].tensor
+        members.setdefault(path, {})[leaf] = _Member(tensor.name, tensor.shape)
+    return members
+
+
+def _suggested(
+    index: Index, inferred: Mapping[str, tuple[str | None, ...]]
+) -> Mapping[str, tuple[str | None, ...]]:
+    """Return the names of axes that the file states, and the inferred ones of other tensors."""
+    stated = {name: t.dims for name, t in index.tensors.items() if t.dims is not None}
+    return {**inferred, **stated} if stated else inferred
 
 
 def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:
@@ -203,23 +251,19 @@ def _make_group(
     taken: Collection[str],
     maker: VariableMaker,
     names: AxisNamer,
+    suggested: Mapping[str, tuple[str | None, ...]],
     *,
     coords: _Coordinates,
-    roles: Mapping[str, tuple[str | None, ...]] | None = None,
     marks: StackMarks,
 ) -> _Group:
     """Make the variables of one Dataset from arrays by their names in it."""
     group = _Group({}, {}, {})
     for leaf, array in arrays.items():
-        suggested = array.suggested
-        if array.by_facts is not None:
-            suggested = _either(suggested, array.by_facts)
-        if roles and leaf in roles:
-            suggested = _either(suggested, roles[leaf])
+        axis_names = suggested.get(array.tensor.name) if array.role is None else None
         dims = names.name_axes(
-            array.name, array.lazy.shape, suggested, array.stacked_dims, array.tensor.name
+            array.name, array.lazy.shape, axis_names, array.stacked_dims, array.tensor.name
         )
-        axes = _axis_encoding(array, dims, suggested, names)
+        axes = _axis_encoding(array, dims, axis_names, names)
         if array.stacked is None:
             kind = group.coords if coords.has(array) else group.variables
             kind[leaf] = maker.variable(array, dims, axes)
@@ -235,10 +279,12 @@ def _make_group(
 
 
 def _either(
-    first: tuple[str | None, ...] | None, second: tuple[str | None, ...]
+    first: tuple[str | None, ...] | None, second: tuple[str | None, ...] | None
 ) -> tuple[str | None, ...]:
     """Return the first names of axes, and the second ones of axes without a first."""
-    return tuple([a or b for a, b in zip(first or second, second, strict=True)])
+    if first is None or second is None:
+        return first or second or ()
+    return tuple([a or b for a, b in zip(first, second, strict=True)])
 
 
 def _axis_encoding(
@@ -249,9 +295,9 @@ def _axis_encoding(
 ) -> dict[str, dict[str, str | None]]:
     """Return the entries of the encoding about axes that the file names otherwise, or not at all.
 
-    ``axes`` has the names in the file, ``axes_by_facts`` names that did not fit into the Dataset.
+    ``axes`` has the names in the file, ``axes_by_facts`` names that the Dataset has otherwise.
     """
-    if suggested is None:
+    if suggested is None and array.by_facts is None:
         return {}
     inner = dims[len(array.stacked_dims) :]
     users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
@@ -266,7 +312,7 @@ def _axis_encoding(
         shown = explicit_name(dim)
         if stated != shown:
             in_file[dim] = stated
-        elif name is not None and shown is None:
+        if stated is None and name not in {None, shown}:
             by_facts[dim] = name
     entries = {"axes": in_file, "axes_by_facts": by_facts}
     return {key: entry for key, entry in entries.items() if entry}

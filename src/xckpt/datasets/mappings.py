@@ -13,6 +13,7 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import shown, some, warn
 from xckpt.index import Index
 from xckpt.labels import AxisNamer
+from xckpt.structure.dims import infer_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,11 @@ def as_dataset(obj: Any) -> Any:
     if skipped:
         warn(f"{some(skipped, 'values')} of the mapping left out: neither arrays nor numbers")
     names = AxisNamer(None, arrays.keys())
-    variables = {name: _variable(name, value, names) for name, value in arrays.items()}
+    dims = infer_dims({name: tuple(value.shape) for name, value in arrays.items()}, attrs)
+    names.survey(arrays, dims)
+    variables = {
+        name: _variable(name, value, names, dims.get(name)) for name, value in arrays.items()
+    }
     return xr.Dataset(variables, attrs=attrs)
 
 
@@ -78,7 +83,9 @@ def _flattened(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from _flattened(inner, (*path, key))
 
 
-def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:
+def _variable(
+    name: str, value: Any, names: AxisNamer, dims: tuple[str | None, ...] | None
+) -> xr.Variable:
     if isinstance(value, xr.DataArray | xr.Variable):
         return xr.as_variable(value)
     # Keep arrays that xarray can compute with, such as arrays of dask and sparse.
@@ -89,7 +96,7 @@ def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:
             kind = type(value)
             text = f"{shown(name)} is a {kind.__module__}.{kind.__name__} that numpy cannot read"
             raise TypeError(f"{text}: {error}") from error
-    return xr.Variable(names.name_axes(name, value.shape), value)
+    return xr.Variable(names.name_axes(name, value.shape, dims), value)
 
 
 def _as_numpy(value: Any) -> Array:

@@ -10,7 +10,7 @@ from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.variables import structure_of_variables
 from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
-from xckpt.labels import AxisNamer
+from xckpt.labels import AxisNamer, explicit_name
 from xckpt.structure import Role
 from xckpt.structure.parameters import WHOLE
 
@@ -223,12 +223,13 @@ def _attached(model: xr.Dataset, states: Sequence[_State]) -> dict[str, xr.Varia
     variables = {str(name) for name in model.variables}
     # Axes may have the name of a coordinate along them.
     axes = AxisNamer(reserved={*variables, *named} - {str(dim) for dim in model.dims})
-    axes.name_axes("", tuple(model.sizes.values()), [str(dim) for dim in model.sizes])
+    for dim, size in model.sizes.items():
+        axes.claim(str(dim), size)
     attached = {}
     for name, state in named.items():
         same = state.owner is not None and state.owner.shape == state.variable.shape
         dims = state.owner.dims if state.owner is not None and same else state.variable.dims
-        chosen = axes.name_axes(name, state.variable.shape, [str(dim) for dim in dims])
+        chosen = axes.name_axes(name, state.variable.shape, tuple(map(explicit_name, dims)))
         # The copy shares the data.
         variable = attached[name] = state.variable.copy(deep=False)
         if state.parameter is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,11 +27,14 @@ class OpenOptions:
     tensors : str, iterable of str, re.Pattern or callable, optional
         Tensors to open: a glob of whole names, several globs, a regular expression to search for,
         or a function from a name to a bool. All by default.
-    dims : mapping of str to sequence of (str or None), optional
+    dims : mapping of str to sequence of (str or None), or "size", optional
         Names of axes: a glob of tensor names to a name for each axis, None for the default name;
         the last match wins. For stacked tensors, a glob matches their names or the name of the
-        variable, and names their own axes or all. Default names come from the file, or from the
-        sizes (``d768``).
+        variable, and names their own axes or all. If axes of several extents are to have one name,
+        those of the extent that most tensors have get it, and the others have the extent appended
+        (``out_352``). Default names come from the file, from the family of the model
+        (``head*key``, ``embd``), or from the extents (``d768``). With ``"size"``, they come from
+        the extents unless the file states names.
     stack : bool, str, or list of str, default False
         Whether numbered modules become dimensions: ``layers.0.w``, ``layers.1.w``, ... of one
         kind become the variable ``layers.w`` with a dimension ``layers``. Names of modules restrict
@@ -71,7 +74,7 @@ class OpenOptions:
 
     drop_variables: str | Iterable[str] | None = None
     tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None
-    dims: Mapping[str, Sequence[str | None]] | None = None
+    dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None
     stack: bool | str | Sequence[str] = False
     join: Literal["exact", "outer"] = "exact"
     decode: bool = True
@@ -101,6 +104,15 @@ class OpenOptions:
         """The names in `drop_variables`."""
         dropped = self.drop_variables
         return {dropped} if isinstance(dropped, str) else set(dropped or ())
+
+    @property
+    def globs_of_dims(self) -> Mapping[str, Sequence[str | None]]:
+        """The globs in `dims`, with the names of axes."""
+        return {} if self.dims is None or isinstance(self.dims, str) else self.dims
+
+    def with_dims(self, globs: Mapping[str, Sequence[str | None]]) -> OpenOptions:
+        """Return the options with other globs in `dims`."""
+        return self if isinstance(self.dims, str) else replace(self, dims=globs or None)
 
     @classmethod
     def keywords(cls) -> tuple[str, ...]:

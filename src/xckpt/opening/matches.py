@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +46,10 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
     # tensors of other files.
     dims = {
         glob: axes
-        for glob, axes in (options.dims or {}).items()
+        for glob, axes in options.globs_of_dims.items()
         if glob in unmatched or glob not in absent
     }
-    return replace(options, dims=dims or None)
+    return options.with_dims(dims)
 
 
 def _opened_together(path: Any) -> list[Any]:

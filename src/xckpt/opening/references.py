@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import json
 from math import isqrt, log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from xckpt.addresses import real
 from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
@@ -23,7 +23,7 @@ from xckpt.labels import AxisNamer, TensorFilter, select
 from xckpt.labels.filters import no_match
 from xckpt.opening import open_index
 from xckpt.storage.source import sources_of
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import dims_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def references(
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
-    dims: Mapping[str, Sequence[str | None]] | None = None,
+    dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
 ) -> dict[str, Any]:
@@ -100,7 +100,10 @@ def references(
         ".zgroup": _json({"zarr_format": 2}),
         ".zattrs": _json(_plain(index.attrs)),
     }
-    names, by_facts = AxisNamer(dims, set(index.tensors)), axes_of(index)
+    names = AxisNamer(dims, set(index.tensors))
+    stated = {name: tensor.dims for name, tensor in index.tensors.items() if tensor.dims}
+    suggested = {**({} if names.by_size else dims_of(index)), **stated}
+    names.survey(index.tensors, suggested)
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
     selected = select(index.tensors, tensors)
@@ -119,7 +122,7 @@ def references(
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
-        axes = names.name_axes(name, tensor.shape, tensor.dims or by_facts.get(name), (), name)
+        axes = names.name_axes(name, tensor.shape, suggested.get(name), (), name)
         refs.update(_array(tensor, axes, url, target))
     for reason, omitted in left_out.items():
         names_text = ", ".join(map(shown, omitted[:_MOST_NAMES]))

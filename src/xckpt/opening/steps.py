@@ -32,7 +32,7 @@ from xckpt.opening.runs import Run, run_in
 from xckpt.registration import register_formatter
 from xckpt.storage import Location
 from xckpt.structure import structure_of
-from xckpt.structure.axes import axes_of
+from xckpt.structure.dims import dims_of
 from xckpt.structure.numbering import is_index as is_number
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _combined(
     renamed = []
     for file, tensors, prefix in zip(opened, chosen, prefixes, strict=True):
         # Move tensors into the module of the step: ``step.100.embed``.
-        axes = axes_of(file.index)
+        axes = {} if options.dims == "size" else dims_of(file.index)
         moved = {
             prefix + name: replace(
                 tensor.named(prefix + name), path=None, dims=tensor.dims or axes.get(name)
@@ -363,12 +363,12 @@ def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
     variables = [array.name for array in listing.arrays]
     tensors = [array.tensor.name for array in listing.arrays]
     dims: dict[str, Sequence[str | None]] = {}
-    for glob, names in (options.dims or {}).items():
+    for glob, names in options.globs_of_dims.items():
         if select(variables, glob):
             dims[f"{dim}.{glob}"] = names
         if select(tensors, glob):
             dims[f"{dim}.*.{glob}"] = names
-    return replace(options, dims=dims or None, stack=stack)
+    return replace(options.with_dims(dims), stack=stack)
 
 
 def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xckpt.structure.facts import model_facts
 from xckpt.structure.named_axes import NamedAxes
 from xckpt.structure.numbering import split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from xckpt.index import Index
     from xckpt.structure.facts import ModelFacts
 
     Axes = tuple[str | None, ...]
@@ -41,22 +39,6 @@ class _Tensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def declared(self) -> Mapping[str, Any] | None: ...
-
-
-def axes_of(index: Index) -> Mapping[str, Axes]:
-    """Return the names of axes that the file does not state, but that follow from its facts."""
-    return index.once(_axes_of)
-
-
-def _axes_of(index: Index) -> dict[str, Axes]:
-    facts = model_facts(index.attrs)
-    tensors = index.tensors.values()
-    # A list first: this runs for every tensor of a file, and most formats state no facts.
-    declared = [tensor.declared for tensor in tensors]
-    if not facts.naming and not any(declared):
-        return {}
-    readable = (tensor for tensor in tensors if tensor.dims is None and tensor.problem is None)
-    return axes_by_facts(readable, facts)
 
 
 # --- modules of a format -------------------------------------------------------------------------

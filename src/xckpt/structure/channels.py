@@ -40,6 +40,12 @@ def channels_by_axes(axes: Sequence[str | None]) -> Channels | None:
     return None
 
 
+def channels_of_family(axes: Sequence[str | None], outputs: int, inputs: int) -> Channels:
+    """Return the channels of a weight whose family states its outputs and inputs."""
+    several = [position for position, name in enumerate(axes) if name in _SEVERAL]
+    return Channels((*several, outputs), (inputs,), are_known=True)
+
+
 def channels_by_name(name: str, ndim: int) -> Channels | None:
     """Return the channels of a kernel of PyTorch, which begins with its outputs."""
     is_kernel = ndim in {4, 5} or (ndim == 3 and _CONV.search(name) is not None)

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 from xckpt.index import paused_collector
 from xckpt.structure import conventions
 from xckpt.structure.axes import axes_by_facts, axes_in_modules
-from xckpt.structure.channels import Channels, channels_by_axes, channels_by_name
+from xckpt.structure.channels import (
+    Channels,
+    channels_by_axes,
+    channels_by_name,
+    channels_of_family,
+)
 from xckpt.structure.declared import Conclusion, describe_facts, facts_of
 from xckpt.structure.facts import ModelFacts, model_facts
 from xckpt.structure.forms import Form, forms_of_groups
@@ -34,10 +39,11 @@ from xckpt.structure.numbering import (
 from xckpt.structure.roles import Roles
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterator, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
     from xckpt.index import Index
     from xckpt.structure.families import Family, Place
+    from xckpt.tensor_rows import Row
 
     Template = tuple[str | None, ...]
 
@@ -50,6 +56,15 @@ class Structure(Roles, Mapping[str, TensorInfo]):
     Roles, repeated modules and scales are worked out for all tensors together, when they are first
     asked for.
     """
+
+    def __init__(
+        self,
+        tensors: Iterable[Described | Row],
+        facts: ModelFacts | None = None,
+        find_family: Callable[[], Family | None] | None = None,
+    ) -> None:
+        super().__init__(tensors, facts)
+        self._find_family = find_family
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._info(self.described(name))
@@ -85,7 +100,10 @@ class Structure(Roles, Mapping[str, TensorInfo]):
     # --- family ----------------------------------------------------------------------------------
 
     @cached_property
-    def _family(self) -> Family | None:
+    def models(self) -> Family | None:
+        """The family of the models in the file; None if it is unknown."""
+        if self._find_family is not None:
+            return self._find_family()
         # Most processes need no tables.
         from xckpt.structure.families import family_of
 
@@ -100,7 +118,7 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
         It is spelled as in the file, or as the table of names if the file states none.
         """
-        return self.facts.family or (self._family.name if self._family is not None else "")
+        return self.facts.family or (self.models.name if self.models is not None else "")
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -108,14 +126,14 @@ class Structure(Roles, Mapping[str, TensorInfo]):
 
         Those that the file does not state are the extents on which the tensors of a family agree.
         """
-        by_family = self._family.sizes if self._family is not None else {}
+        by_family = self.models.sizes if self.models is not None else {}
         return {**self.facts.sizes, **by_family}
 
     def place(self, name: str) -> Place | None:
         """Return the place of a tensor in its family; None if it is unknown."""
-        if self._family is None or self.roles[name] in OF_TRAINING:
+        if self.models is None or self.roles[name] in OF_TRAINING:
             return None
-        return self._family.describe(name, tuple(self._tensors[name].shape))
+        return self.models.describe(name, tuple(self._tensors[name].shape))
 
     # --- modules ---------------------------------------------------------------------------------
 
@@ -361,9 +379,13 @@ class Structure(Roles, Mapping[str, TensorInfo]):
             return None
         if self.module_type(name) == "embedding":  # a row for each token
             return Channels((0,), (1,)) if len(tensor.shape) == 2 else None
-        if any(tensor.axes):
-            return channels_by_axes(tensor.axes)
-        return channels_by_name(name, len(tensor.shape))
+        by_facts = channels_by_axes(tensor.axes)
+        if by_facts is not None:
+            return by_facts
+        place = self.place(name)
+        if place is not None and place.outputs is not None and place.inputs is not None:
+            return channels_of_family(place.axes or (), place.outputs, place.inputs)
+        return None if any(tensor.axes) else channels_by_name(name, len(tensor.shape))
 
     # --- one tensor ------------------------------------------------------------------------------
 
@@ -478,14 +500,32 @@ def structure_of(index: Index, config: Mapping[str, Any] | None = None) -> Struc
     return structure.with_facts(model_facts(index.attrs, config, index.format))
 
 
+def family_of_index(index: Index) -> Family | None:
+    """Return the family of the models in a file; None if it is unknown."""
+    return index.once(_family)
+
+
+def _family(index: Index) -> Family | None:
+    # Roles that follow from facts tell the tensors of a model from those of its training.
+    declared = [tensor.declared for tensor in index.tensors.values()]
+    if any(declared):
+        return structure_of(index).models
+    from xckpt.structure.families import family_of
+
+    shapes = {name: tensor.shape for name, tensor in index.tensors.items()}
+    return family_of(shapes, model_facts(index.attrs, format=index.format))
+
+
 def _structure(index: Index) -> Structure:
     tensors = index.tensors.values()
     # A loop over up to 100,000 tensors, most of which are dense and have no facts.
     dtypes = [t.dtype if t.layout == "dense" else t.scheme or t.dtype for t in tensors]
     facts = [facts_of(t) if t.attrs or t.declared or t.dims else None for t in tensors]
     shapes = [t.shape for t in tensors]
+    declared = [t.declared for t in tensors]
     with paused_collector():
         return Structure(
             map(Described._make, zip(index.tensors, dtypes, shapes, facts, strict=True)),
             model_facts(index.attrs, format=index.format),
+            None if any(declared) else lambda: family_of_index(index),
         )

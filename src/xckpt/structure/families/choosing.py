@@ -16,10 +16,12 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from xckpt.structure.conventions import role_by_name
 from xckpt.structure.facts import ModelFacts
 from xckpt.structure.families.family import AGREEING, Family, Root, ShapedForm
 from xckpt.structure.families.tables import load_table, normalise, plain, shorten
 from xckpt.structure.forms import masked
+from xckpt.structure.info import OF_TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -141,7 +143,8 @@ def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[ShapedForm]:
     first = dict(zip(reversed(groups), reversed(names), strict=True))
     forms: dict[tuple[str, tuple[int, ...]], ShapedForm] = {}
     for (key, shape), count in counts.items():
-        if ".lora_" in key:  # an adapter, beside the model
+        # An adapter or an optimizer, beside the model.
+        if ".lora_" in key or role_by_name(key, "float32", shape) in OF_TRAINING:
             continue
         name, short = plain(first[key, shape]), plain(shorten(key))
         same = forms.get((short, shape), ShapedForm(name, short, shape, 0))

@@ -210,16 +210,59 @@ class Family:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the model; with its component if components differ: ``vision.embd``."""
-        if len(self._sizes) == 1:
-            return dict(*self._sizes.values())
-        sizes: dict[str, int] = {}
-        for axis in dict.fromkeys(axis for local in self._sizes.values() for axis in local):
-            values = {c: local[axis] for c, local in self._sizes.items() if axis in local}
-            if len(set(values.values())) == 1:
-                sizes[axis] = next(iter(values.values()))
+        return {
+            self._dim(component, axis): size
+            for component, sizes in self._sizes.items()
+            for axis, size in sizes.items()
+        }
+
+    # --- names of dimensions ---------------------------------------------------------------------
+
+    def dims(self, names: Sequence[str], shapes: Sequence[Shape]) -> dict[str, Axes]:
+        """Return names for the axes of tensors, by name, of those that the family has.
+
+        They are those of the places, with the component before a size that differs by component.
+        """
+        keys = masked(names)
+        kinds = list(zip(keys, shapes, strict=True))
+        # A model of 100,000 tensors has a few dozen kinds.
+        first = dict(zip(reversed(kinds), reversed(names), strict=True))
+        axes: dict[tuple[str, Shape], Axes | None] = {}
+        varied = set()
+        for (key, shape), name in first.items():
+            if any(root.varies(shorten(key)) for root in self.roots):
+                varied.add((key, shape))
             else:
-                sizes |= {f"{c}.{axis}" if c else axis: value for c, value in values.items()}
-        return sizes
+                axes[key, shape] = self._dims(name, shape)
+        dims = {
+            name: found
+            for name, kind in zip(names, kinds, strict=True)
+            if (found := axes.get(kind)) is not None
+        }
+        for name, (key, shape) in zip(names, kinds, strict=True) if varied else ():
+            found = self._dims(name, shape) if (key, shape) in varied else None
+            if found is not None:
+                dims[name] = found
+        return dims
+
+    def _dims(self, name: str, shape: Shape) -> Axes | None:
+        place = self.describe(name, shape)
+        if place is None or place.axes is None or not any(place.axes):
+            return None
+        component = place.component
+        return tuple([axis and self._dim(component, axis) for axis in place.axes])
+
+    def _dim(self, component: str, axis: str) -> str:
+        return f"{component}.{axis}" if component and axis in self._differing else axis
+
+    @cached_property
+    def _differing(self) -> frozenset[str]:
+        """Axes whose sizes differ by component."""
+        extents: dict[str, set[int]] = {}
+        for sizes in self._sizes.values():
+            for axis, size in sizes.items():
+                extents.setdefault(axis, set()).add(size)
+        return frozenset([axis for axis, sizes in extents.items() if len(sizes) > 1])
 
     # --- places ----------------------------------------------------------------------------------
 

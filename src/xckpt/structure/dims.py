@@ -1,0 +1,115 @@
+"""Names of the dimensions of a file, decided over all of its tensors.
+
+The names of an axis come from the strongest source that has one: the file, facts about the tensor
+or the sizes of the model (`xckpt.structure.axes`), or its family (`xckpt.structure.families`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xckpt.structure.axes import axes_by_facts
+from xckpt.structure.facts import model_facts
+from xckpt.structure.info import Described
+from xckpt.structure.model import family_of_index
+from xckpt.structure.numbering import split_leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from xckpt.index import Index, Tensor
+    from xckpt.structure.facts import ModelFacts
+    from xckpt.structure.families import Family, Place
+
+    Axes = tuple[str | None, ...]
+    Shape = tuple[int, ...]
+
+
+def axes_of(index: Index) -> Mapping[str, Axes]:
+    """Return the names of axes that the file does not state, but that follow from it.
+
+    They say what an axis is in its module: ``out``, ``in``, ``embd``. The same name can have
+    another extent in another module.
+    """
+    return index.once(_axes_of)
+
+
+def dims_of(index: Index) -> Mapping[str, Axes]:
+    """Return the names of `axes_of` for a Dataset of all tensors, where a name has one extent.
+
+    A name with several extents gets the extent appended: ``out_64``.
+    """
+    return index.once(_dims_of)
+
+
+def infer_dims(shapes: Mapping[str, Shape], attrs: Mapping[Any, Any]) -> Mapping[str, Axes]:
+    """Return the names of dimensions that follow from the names of tensors and from attributes."""
+    from xckpt.structure.families import family_of
+
+    facts = model_facts(attrs)
+    tensors = [Described(name, "float32", shape) for name, shape in shapes.items()]
+    return _with_extents(_infer(tensors, facts, family_of(shapes, facts)), shapes)
+
+
+def _axes_of(index: Index) -> Mapping[str, Axes]:
+    tensors = [t for t in index.tensors.values() if t.dims is None and t.problem is None]
+    return _infer(tensors, model_facts(index.attrs), family_of_index(index))
+
+
+def _dims_of(index: Index) -> Mapping[str, Axes]:
+    axes = axes_of(index)
+    # A vector has the outputs of the weight next to it. That of another module, such as a norm,
+    # may belong to the inputs.
+    vectors = [name for name, names in axes.items() if names == ("out",)]
+    if vectors:
+        modules = {split_leaf(name)[0] for name, names in axes.items() if len(names) > 1}
+        unclear = {name for name in vectors if split_leaf(name)[0] not in modules}
+        axes = {name: names for name, names in axes.items() if name not in unclear}
+    return _with_extents(axes, {name: index.tensors[name].shape for name in axes})
+
+
+def _infer(
+    tensors: Sequence[Tensor | Described], facts: ModelFacts, family: Family | None
+) -> Mapping[str, Axes]:
+    """Return the names of the axes of tensors, by name, where there are any."""
+    # A list first: this runs for every tensor of a file, and a generator takes longer.
+    declared = [tensor.declared for tensor in tensors]
+    has_facts = facts.naming or any(declared)
+    by_facts = axes_by_facts(tensors, facts) if has_facts else {}
+    if family is None:
+        return by_facts
+    by_family = family.dims([t.name for t in tensors], [t.shape for t in tensors])
+    for name, axes in by_facts.items():
+        if name not in by_family:
+            continue
+        names = by_family[name]
+        # Sizes of the model outrank the family, which says more than "out" and "in".
+        if facts.naming:
+            by_facts[name] = tuple([a or b for a, b in zip(axes, names, strict=True)])
+        elif _have_same_outputs(axes, family.describe(name)):
+            by_facts[name] = tuple([b or a for a, b in zip(axes, names, strict=True)])
+    return by_family | by_facts
+
+
+def _have_same_outputs(axes: Axes, place: Place | None) -> bool:
+    outputs = None if place is None else place.outputs
+    return outputs is None or "out" not in axes or axes.index("out") == outputs
+
+
+def _with_extents(axes: Mapping[str, Axes], shapes: Mapping[str, Shape]) -> Mapping[str, Axes]:
+    """Append the extent to each name that has several extents."""
+    kinds = set(zip(axes.values(), map(shapes.__getitem__, axes), strict=True))
+    extents: dict[str | None, set[int]] = {}
+    for names, shape in kinds:
+        for name, extent in zip(names, shape, strict=True):
+            extents.setdefault(name, set()).add(extent)
+    several = {name for name, values in extents.items() if name and len(values) > 1}
+    if not several:
+        return axes
+    unique = {
+        (names, shape): tuple(
+            [f"{n}_{extent}" if n in several else n for n, extent in zip(names, shape, strict=True)]
+        )
+        for names, shape in kinds
+    }
+    return {name: unique[names, shapes[name]] for name, names in axes.items()}
