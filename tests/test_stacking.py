@@ -507,7 +507,7 @@ def test_layers_of_flax_are_a_dimension(flax: Path) -> None:
     roles = ("attn/q/kernel", "attn/k/kernel", "mlp/wi_0/kernel", "mlp/wi_1/kernel", "norm_1/scale")
     assert list(ds)[1:] == [f"params/encoder/layers/{role}" for role in roles]
     kernel = ds["params/encoder/layers/mlp/wi_1/kernel"]
-    assert kernel.sizes == {"layers": 12, "d4": 4, "d4_1": 4}
+    assert kernel.sizes == {"layers": 12, "d4_1": 4, "d4_2": 4}
     assert kernel.mean(["d4", "d4_1"]).values.tolist() == list(range(12))
     assert_same(ds.ckpt.unstack(), flat)
     assert_same(flat.ckpt.stack().ckpt.unstack(), flat)
@@ -534,7 +534,7 @@ def test_written_names_have_their_slashes(flax: Path, tmp_path: Path) -> None:
 
 def test_modules_of_flax_are_nodes(flax: Path) -> None:
     tree: Any = xr.open_datatree(flax, engine="npz", stack=True)
-    assert tree["params/encoder/layers/attn/q/kernel"].sizes == {"layers": 12, "d4": 4, "d4_1": 4}
+    assert tree["params/encoder/layers/attn/q/kernel"].sizes == {"layers": 12, "d4_1": 4, "d4_2": 4}
     flat: Any = xr.open_datatree(flax, engine="npz")
     assert float(flat["params/encoder/layers_7/norm_1/scale"][0]) == 7
     for obj in (tree, flat):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xckpt import CheckpointWarning
 from xckpt.labels import AxisNamer
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -17,7 +19,7 @@ SUGGESTED = st.sampled_from(["a", "b", "d2", "d2_1", "v", None])
 def test_unnamed_axes_are_named_after_their_sizes() -> None:
     namer = AxisNamer()
     assert namer.name_axes("a", (768, 3072)) == ("d768", "d3072")
-    assert namer.name_axes("b", (768, 768, 768)) == ("d768", "d768_1", "d768_2")
+    assert namer.name_axes("b", (768, 768, 768)) == ("d768_1", "d768_2", "d768_3")
     assert namer.name_axes("c", ()) == ()
 
 
@@ -38,10 +40,48 @@ def test_wrong_number_of_names_raises() -> None:
         AxisNamer({"*.w": ("out", "in")}).name_axes("a.w", (1, 2, 3))
 
 
-def test_axis_of_another_size_does_not_get_the_name() -> None:
+def test_axis_of_another_size_gets_its_extent_appended() -> None:
     namer = AxisNamer({"*": ("out", "in")})
-    assert namer.name_axes("a", (3, 4)) == ("out", "in")
-    assert namer.name_axes("b", (3, 5)) == ("out", "d5")
+    tensors = {"a": np.ones((3, 5)), "b": np.ones((3, 4)), "c": np.ones((3, 4))}
+    namer.survey(tensors, {})
+    assert namer.name_axes("a", (3, 5)) == ("out", "in_5")
+    assert namer.name_axes("b", (3, 4)) == ("out", "in")
+    with pytest.warns(CheckpointWarning, match=r"'in' \(in_5\)"):
+        namer.warn_of_refused("m")
+
+
+@given(st.permutations(range(6)))
+def test_names_do_not_depend_on_the_order_of_tensors(order: list[int]) -> None:
+    shapes = [(3, 4), (4, 3), (3, 5), (5,), (4, 4), (3, 3)]
+    tensors = {f"t{n}": np.empty(shapes[n]) for n in order}
+    namer = AxisNamer({"t?": ("out", "in"), "t3": ("in",), "t5": ("x", None)})
+    namer.survey(tensors, {"t4": ("y", "y")})
+    names = {name: namer.name_axes(name, array.shape) for name, array in tensors.items()}
+    assert names == {
+        "t0": ("out_3", "in_4"),
+        "t1": ("out", "in_3"),
+        "t2": ("out_3", "in"),
+        "t3": ("in",),
+        "t4": ("out", "in_4"),
+        "t5": ("x", "d3_1"),
+    }
+
+
+def test_equal_axes_share_no_name_with_a_vector() -> None:
+    namer = AxisNamer()
+    assert namer.name_axes("w", (8, 8)) == ("d8_1", "d8_2")
+    assert namer.name_axes("norm", (8,)) == ("d8",)
+    assert namer.name_axes("pooler", (8, 8), ("embd", "embd")) == ("embd_1", "embd_2")
+    assert namer.name_axes("mixed", (8, 8), ("embd", None)) == ("embd", "d8_1")
+    # The axis of a stack is no axis of its tensors.
+    assert namer.name_axes("stack", (8, 8), None, ("layers",)) == ("layers", "d8")
+
+
+def test_names_from_extents_on_request() -> None:
+    namer = AxisNamer("size")
+    assert namer.name_axes("w", (8, 8)) == ("d8", "d8_1")
+    with pytest.raises(ValueError, match="expected 'size'"):
+        AxisNamer("sizes")  # type: ignore[arg-type]
 
 
 def test_axes_never_have_names_of_variables() -> None:

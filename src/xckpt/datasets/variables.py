@@ -11,6 +11,8 @@ import xarray as xr
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
+from xckpt.errors import shown
+from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
 from xckpt.upstream.xarray_variables import IS_FAST, ExplicitlyIndexed, data_of, make_variable
 
@@ -66,6 +68,12 @@ class LazyVariable(xr.Variable):
         encoding = dict(self._encoding or {})
         return make_variable(type(self), self._dims, self._data, attrs, encoding)
 
+    # xarray would make an outer product of a tensor with named axes and its copy without.
+    def _binary_op(self, other: Any, f: Any, reflexive: bool = False) -> Any:  # noqa: FBT001, FBT002
+        if isinstance(other, xr.Variable) and self.dims != other.dims:
+            _require_same_names(self, other)
+        return super()._binary_op(other, f, reflexive=reflexive)  # type: ignore[no-untyped-call]
+
     @property
     def values(self) -> Any:
         """The elements as a numpy array."""
@@ -90,6 +98,25 @@ class LazyVariable(xr.Variable):
     def data(self, value: Any) -> None:
         if not isinstance(value, ExplicitlyIndexed):
             _DATA.fset(self, value)
+
+
+def _require_same_names(first: xr.Variable, second: xr.Variable) -> None:
+    """Raise if only one of two copies of a tensor has names for its axes."""
+    if first.shape != second.shape or not first.ndim:
+        return
+    names = {str(variable.encoding.get("tensor")) for variable in (first, second)}
+    unnamed = [
+        (a, b)
+        for a, b in zip(first.dims, second.dims, strict=True)
+        if a != b and (explicit_name(a) is None) != (explicit_name(b) is None)
+    ]
+    is_outer = set(first.dims).isdisjoint(second.dims)
+    if unnamed and (len(names) == 1 or (is_outer and first.ndim > 1)):
+        raise ValueError(
+            f"{shown(min(names))}: the dimensions {first.dims} of one copy have other names in the "
+            f"other: {second.dims}, so that the result would be an outer product. Open both with "
+            "dims='size', or give one the names of the other: b.rename(dict(zip(b.dims, a.dims)))"
+        )
 
 
 def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:

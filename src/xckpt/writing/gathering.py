@@ -28,6 +28,7 @@ from xckpt.formats.plan import WantedPart
 from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNamer, explicit_name
 from xckpt.storage.source import files_of
+from xckpt.structure.dims import infer_dims
 from xckpt.upstream.xarray_variables import ExplicitlyIndexed, data_of, is_in_memory
 from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
 from xckpt.writing.data import Gathered, Payload, stored_payload
@@ -148,7 +149,19 @@ def listed(
     root = obj.root if isinstance(obj, xr.DataTree) else obj
     # Axes without a name in a file of the same format stay unnamed.
     same_format = format is not None and root.encoding.get("format") == format
-    return _iter_tensors(variables, changes, same_format=same_format), coords
+    inferred = _inferred_dims(variables, obj.attrs)
+    return _iter_tensors(variables, changes, inferred, same_format=same_format), coords
+
+
+def _inferred_dims(
+    variables: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the names of the axes of variables that reading infers from the names of tensors."""
+    shapes = {name: variable.shape for name, variable in variables.items()}
+    dims = infer_dims(shapes, attrs)
+    names = AxisNamer(reserved=variables.keys())
+    names.survey(variables, dims)
+    return {name: names.name_axes(name, shapes[name], axes) for name, axes in dims.items()}
 
 
 def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
@@ -190,7 +203,11 @@ def unmodified_array(variable: xr.Variable) -> LazyArray | None:
 
 
 def _iter_tensors(
-    variables: Mapping[str, xr.Variable], changes: Changes, *, same_format: bool
+    variables: Mapping[str, xr.Variable],
+    changes: Changes,
+    inferred: Mapping[str, tuple[str, ...]],
+    *,
+    same_format: bool,
 ) -> Iterator[Unchanged | Computed]:
     """Yield the tensors of all variables; variables for all parts of a tensor are joined.
 
@@ -205,7 +222,8 @@ def _iter_tensors(
             if isinstance(lazy, UnreadableArray):
                 changes.lost[name] = lazy.error().located(path=lazy.source.name)
             else:
-                yield _tensor(name, variable, changes, same_format=same_format)
+                dims = _dims(name, variable, inferred.get(name, ()), same_format=same_format)
+                yield _tensor(name, variable, dims, changes)
         elif tensor_name in joined:
             parts = joined.pop(tensor_name)
             arrays: dict[str, Any] = {
@@ -244,12 +262,11 @@ def _join_parts(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str
 
 
 def _tensor(
-    name: str, variable: xr.Variable, changes: Changes, *, same_format: bool
+    name: str, variable: xr.Variable, dims: tuple[str | None, ...] | None, changes: Changes
 ) -> Unchanged | Computed:
     """Return the tensor of a variable; raise if its values cannot be written."""
     lazy: Any = unmodified_array(variable)
     attrs, path = variable.attrs, variable.encoding.get("path")
-    dims = _dims(name, variable, same_format=same_format)
     origin = None if lazy is None else lazy.origin
     if origin is not None and origin.role is None:
         tensor = replace(origin.tensor.named(name), attrs=attrs, dims=dims, path=path)
@@ -268,18 +285,30 @@ def _tensor(
     return _computed(name, variable, dims)
 
 
-def _dims(name: str, variable: xr.Variable, *, same_format: bool) -> tuple[str | None, ...] | None:
-    """Return the names of axes, as in the old file if xckpt showed other ones; None if unnamed."""
+def _dims(
+    name: str, variable: xr.Variable, inferred: tuple[str, ...], *, same_format: bool
+) -> tuple[str | None, ...] | None:
+    """Return the names of axes, as in the old file if xckpt showed other ones; None if unnamed.
+
+    Names that reading infers again are not written, unless the file or the user states them.
+    """
     stated = variable.encoding.get("axes", {})
     by_facts = {} if same_format else variable.encoding.get("axes_by_facts", {})
+    was_opened = "layout" in variable.encoding
     dims = []
-    for dim in variable.dims:
+    for position, dim in enumerate(variable.dims):
         # None: the file has no name for the axis, and its facts or the module of the tensor gave
         # one, which it gives again when the copy is opened in the same format.
         is_stated = dim in stated and (same_format or stated[dim] is not None)
-        dims.append(stated[dim] if is_stated else by_facts.get(dim) or explicit_name(dim))
+        is_inferred = inferred[position : position + 1] == (dim,)
+        if is_stated:
+            dims.append(stated[dim])
+        elif is_inferred and (not was_opened or dim in stated):
+            dims.append(None)
+        else:
+            dims.append(by_facts.get(dim) or explicit_name(dim))
     # If xckpt did not open the Dataset, the user gave all names, even those like xckpt's own.
-    if "layout" not in variable.encoding and None in dims:
+    if not was_opened and None in dims and not inferred:
         shown = _shown_dims(variable.shape, tuple(dims))
         if shown != variable.dims or not {name, name.rpartition(".")[2]}.isdisjoint(shown):
             return tuple(map(str, variable.dims))
