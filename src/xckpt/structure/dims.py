@@ -35,9 +35,10 @@ def axes_of(index: Index) -> Mapping[str, Axes]:
 
 
 def dims_of(index: Index) -> Mapping[str, Axes]:
-    """Return the names of `axes_of` for a Dataset of all tensors, where a name has one extent.
+    """Return the names of `axes_of` for a Dataset of all modules.
 
-    A name with several extents gets the extent appended: ``out_64``.
+    A vector has the outputs of the weight next to it. That of another module, such as a norm, may
+    belong to the inputs, and has no name.
     """
     return index.once(_dims_of)
 
@@ -48,7 +49,7 @@ def infer_dims(shapes: Mapping[str, Shape], attrs: Mapping[Any, Any]) -> Mapping
 
     facts = model_facts(attrs)
     tensors = [Described(name, "float32", shape) for name, shape in shapes.items()]
-    return _with_extents(_infer(tensors, facts, family_of(shapes, facts)), shapes)
+    return _infer(tensors, facts, family_of(shapes, facts))
 
 
 def _axes_of(index: Index) -> Mapping[str, Axes]:
@@ -58,14 +59,12 @@ def _axes_of(index: Index) -> Mapping[str, Axes]:
 
 def _dims_of(index: Index) -> Mapping[str, Axes]:
     axes = axes_of(index)
-    # A vector has the outputs of the weight next to it. That of another module, such as a norm,
-    # may belong to the inputs.
     vectors = [name for name, names in axes.items() if names == ("out",)]
-    if vectors:
-        modules = {split_leaf(name)[0] for name, names in axes.items() if len(names) > 1}
-        unclear = {name for name in vectors if split_leaf(name)[0] not in modules}
-        axes = {name: names for name, names in axes.items() if name not in unclear}
-    return _with_extents(axes, {name: index.tensors[name].shape for name in axes})
+    if not vectors:
+        return axes
+    modules = {split_leaf(name)[0] for name, names in axes.items() if len(names) > 1}
+    unclear = {name for name in vectors if split_leaf(name)[0] not in modules}
+    return {name: names for name, names in axes.items() if name not in unclear}
 
 
 def _infer(
@@ -94,22 +93,3 @@ def _infer(
 def _have_same_outputs(axes: Axes, place: Place | None) -> bool:
     outputs = None if place is None else place.outputs
     return outputs is None or "out" not in axes or axes.index("out") == outputs
-
-
-def _with_extents(axes: Mapping[str, Axes], shapes: Mapping[str, Shape]) -> Mapping[str, Axes]:
-    """Append the extent to each name that has several extents."""
-    kinds = set(zip(axes.values(), map(shapes.__getitem__, axes), strict=True))
-    extents: dict[str | None, set[int]] = {}
-    for names, shape in kinds:
-        for name, extent in zip(names, shape, strict=True):
-            extents.setdefault(name, set()).add(extent)
-    several = {name for name, values in extents.items() if name and len(values) > 1}
-    if not several:
-        return axes
-    unique = {
-        (names, shape): tuple(
-            [f"{n}_{extent}" if n in several else n for n, extent in zip(names, shape, strict=True)]
-        )
-        for names, shape in kinds
-    }
-    return {name: unique[names, shapes[name]] for name, names in axes.items()}

@@ -210,11 +210,14 @@ class Family:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the model; with its component if components differ: ``vision.embd``."""
-        return {
-            self._dim(component, axis): size
-            for component, sizes in self._sizes.items()
-            for axis, size in sizes.items()
-        }
+        sizes: dict[str, int] = {}
+        for axis in dict.fromkeys(axis for local in self._sizes.values() for axis in local):
+            values = {c: local[axis] for c, local in self._sizes.items() if axis in local}
+            if len(set(values.values())) == 1:
+                sizes[axis] = next(iter(values.values()))
+            else:
+                sizes |= {f"{c}.{axis}" if c else axis: value for c, value in values.items()}
+        return sizes
 
     # --- names of dimensions ---------------------------------------------------------------------
 
@@ -257,11 +260,15 @@ class Family:
 
     @cached_property
     def _differing(self) -> frozenset[str]:
-        """Axes whose sizes differ by component."""
+        """Axes of tensors whose sizes differ by component."""
         extents: dict[str, set[int]] = {}
-        for sizes in self._sizes.values():
-            for axis, size in sizes.items():
-                extents.setdefault(axis, set()).add(size)
+        for root in self.roots:
+            for form, matches in root.matches.items():
+                match = self._fitting(root, form.shape, matches)
+                sizes = self._sizes[root.component_of(match.row)]
+                for axis, extent in zip(match.axes or (), form.shape, strict=False):
+                    if axis is not None and sizes.get(axis) == extent:
+                        extents.setdefault(axis, set()).add(extent)
         return frozenset([axis for axis, sizes in extents.items() if len(sizes) > 1])
 
     # --- places ----------------------------------------------------------------------------------
