@@ -50,7 +50,7 @@ def open(  # noqa: A001  as gzip.open and others
     *,
     tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None,
     drop_variables: str | Iterable[str] | None = None,
-    dims: Mapping[str, Sequence[str | None]] | None = None,
+    dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None,
     stack: bool | str | Sequence[str] = False,
     join: Literal["exact", "outer"] = "exact",
     decode: bool = True,
@@ -79,8 +79,9 @@ def open(  # noqa: A001  as gzip.open and others
         or a function from a name to a bool; all by default.
     drop_variables : str or iterable of str, optional
         Tensors to leave out, by their exact names.
-    dims : mapping of str to sequence of (str or None), optional
-        Names of axes, by globs of tensor names; the last match wins.
+    dims : mapping of str to sequence of (str or None), or "size", optional
+        Names of axes, by globs of tensor names; the last match wins. "size" names all axes that the
+        file does not name after their sizes: ``d768``.
     stack : bool, str or sequence of str, default False
         Turn numbered modules into dimensions: all that the model repeats, or those with these
         names.

@@ -57,7 +57,7 @@ def references(
         Name of the engine; detected from the content by default.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Tensors to describe; see `xckpt.datasets.options.OpenOptions`.
-    dims : mapping of str to sequence of (str or None), optional
+    dims : mapping of str to sequence of (str or None), or "size", optional
         Names of axes, as for ``xarray.open_dataset``.
     storage_options : dict, optional
         Options for the storage of a URL. They are not part of the result.

@@ -54,7 +54,10 @@ def infer_dims(shapes: Mapping[str, Shape], attrs: Mapping[Any, Any]) -> Mapping
 
 def _axes_of(index: Index) -> Mapping[str, Axes]:
     tensors = [t for t in index.tensors.values() if t.dims is None and t.problem is None]
-    return _infer(tensors, model_facts(index.attrs), family_of_index(index))
+    axes = _infer(tensors, model_facts(index.attrs), family_of_index(index))
+    if len(tensors) == len(index.tensors):
+        return axes
+    return {tensor.name: axes[tensor.name] for tensor in tensors if tensor.name in axes}
 
 
 def _dims_of(index: Index) -> Mapping[str, Axes]:
@@ -77,7 +80,7 @@ def _infer(
     by_facts = axes_by_facts(tensors, facts) if has_facts else {}
     if family is None:
         return by_facts
-    by_family = family.dims([t.name for t in tensors], [t.shape for t in tensors])
+    by_family: Mapping[str, Axes] = family.dims
     for name, axes in by_facts.items():
         if name not in by_family:
             continue
@@ -87,7 +90,7 @@ def _infer(
             by_facts[name] = tuple([a or b for a, b in zip(axes, names, strict=True)])
         elif _have_same_outputs(axes, family.describe(name)):
             by_facts[name] = tuple([b or a for a, b in zip(axes, names, strict=True)])
-    return by_family | by_facts
+    return {**by_family, **by_facts} if by_facts else by_family
 
 
 def _have_same_outputs(axes: Axes, place: Place | None) -> bool:

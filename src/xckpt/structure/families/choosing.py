@@ -24,8 +24,9 @@ from xckpt.structure.forms import masked
 from xckpt.structure.info import OF_TRAINING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from xckpt.structure.families.family import Kind
     from xckpt.structure.families.tables import RowMatch
 
 # Share of the names of a model that a table has to explain.
@@ -109,7 +110,8 @@ def family_of(
     facts : ModelFacts, optional
         Facts about the model. Its type outranks the names, and its sizes those of the tensors.
     """
-    forms = _forms(shapes)
+    kinds = list(zip(masked(list(shapes)), shapes.values(), strict=True))
+    forms = _forms(shapes, kinds)
     facts = facts or ModelFacts()
     types = list(map(normalise, facts.types))
     entries = list_tables()
@@ -129,18 +131,15 @@ def family_of(
     _name_components(roots)
     first = max(roots, key=lambda root: (root.component in _MAIN, len(root.matches)))
     name = next(entry.family for entry in entries if entry.table == first.table.name)
-    return Family("" if name == "gguf" else name, roots, shapes, facts)
+    return Family("" if name == "gguf" else name, roots, shapes, facts, kinds)
 
 
-def _forms(shapes: Mapping[str, tuple[int, ...]]) -> list[ShapedForm]:
+def _forms(names: Collection[str], kinds: Sequence[Kind]) -> list[ShapedForm]:
     """Group tensors whose names differ in numbers only, by their shapes."""
-    names = list(shapes)
-    keys = masked(names)
-    groups = list(zip(keys, shapes.values(), strict=True))
-    counts = Counter(groups)
+    counts = Counter(kinds)
     if len(counts) > _MOST:
         return []
-    first = dict(zip(reversed(groups), reversed(names), strict=True))
+    first = dict(zip(kinds, names, strict=True))
     forms: dict[tuple[str, tuple[int, ...]], ShapedForm] = {}
     for (key, shape), count in counts.items():
         # An adapter or an optimizer, beside the model.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from xckpt.structure.families.tables import Axes, NameRow, NameTable, NumberedWord, RowMatch
 
     Shape = tuple[int, ...]
+    Kind = tuple[str, Shape]
     Positions = tuple[tuple[int, NumberedWord], ...]
 
 # Share of the tensors with an axis that have the same extent, for it to be a size of the model.
@@ -143,11 +144,14 @@ class Family:
         roots: Collection[Root],
         shapes: Mapping[str, Shape],
         facts: ModelFacts,
+        kinds: Sequence[Kind],
     ) -> None:
         self.name = name
         self.roots = tuple(sorted(roots, key=lambda root: -len(root.prefix)))
         self._shapes = shapes
         self._facts = facts
+        # Names with zeros for digits, and shapes.
+        self._kinds = kinds
         self._sizes: dict[str, dict[str, int]] = {}
         # Places by names with zeros for their numbers, and shapes.
         self._places: dict[tuple[str, Shape | None], tuple[Place | None, Positions]] = {}
@@ -221,31 +225,26 @@ class Family:
 
     # --- names of dimensions ---------------------------------------------------------------------
 
-    def dims(self, names: Sequence[str], shapes: Sequence[Shape]) -> dict[str, Axes]:
-        """Return names for the axes of tensors, by name, of those that the family has.
+    @cached_property
+    def dims(self) -> dict[str, Axes]:
+        """Names for the axes of the tensors that the family has.
 
         They are those of the places, with the component before a size that differs by component.
         """
-        keys = masked(names)
-        kinds = list(zip(keys, shapes, strict=True))
         # A model of 100,000 tensors has a few dozen kinds.
-        first = dict(zip(reversed(kinds), reversed(names), strict=True))
-        axes: dict[tuple[str, Shape], Axes | None] = {}
+        axes: dict[Kind, Axes | None] = {}
         varied = set()
-        for (key, shape), name in first.items():
-            if any(root.varies(shorten(key)) for root in self.roots):
-                varied.add((key, shape))
+        for kind, name in dict(zip(self._kinds, self._shapes, strict=True)).items():
+            if any(root.varies(shorten(kind[0])) for root in self.roots):
+                varied.add(kind)
             else:
-                axes[key, shape] = self._dims(name, shape)
-        dims = {
-            name: found
-            for name, kind in zip(names, kinds, strict=True)
-            if (found := axes.get(kind)) is not None
-        }
-        for name, (key, shape) in zip(names, kinds, strict=True) if varied else ():
-            found = self._dims(name, shape) if (key, shape) in varied else None
-            if found is not None:
-                dims[name] = found
+                axes[kind] = self._dims(name, kind[1])
+        names = zip(self._shapes, map(axes.get, self._kinds), strict=True)
+        dims = {name: axes_of_kind for name, axes_of_kind in names if axes_of_kind is not None}
+        for name, kind in zip(self._shapes, self._kinds, strict=True) if varied else ():
+            own_axes = self._dims(name, kind[1]) if kind in varied else None
+            if own_axes is not None:
+                dims[name] = own_axes
         return dims
 
     def _dims(self, name: str, shape: Shape) -> Axes | None:
