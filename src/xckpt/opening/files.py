@@ -60,10 +60,6 @@ __all__ = [
     "unfinished_in",
 ]
 
-_SIDE_BY_SIDE = (
-    "the files are ranks of one model, opened side by side, because they do not state along which "
-    "axes the ranks split the tensors"
-)
 # Names of parts that are looked for because the names of others imply them.
 _MOST_PARTS = 64
 # Files with the name, or the number, of the newest step: DeepSpeed, Megatron-LM.
@@ -144,8 +140,6 @@ def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> 
         rank = rank_of(_file_name(path)) if by == "ranks" else None
         number, count = (None, None) if part is None else (part.number, part.total)
         files.append(CheckpointFile(path, number, count, "" if rank is None else rank.rank))
-    if by == "ranks":
-        facts["warnings"] = (_SIDE_BY_SIDE,)
     if by == "single" and files[0].of not in {None, 1}:
         text = (
             f"part {files[0].number} of {files[0].of} of a checkpoint; its folder opens all parts"
