@@ -34,6 +34,7 @@ from xckpt.opening.files import SeveralFilesError, files_of, set_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, merge
 from xckpt.opening.ranks import join_ranks as joined_ranks
+from xckpt.opening.ranks import look_for_others
 from xckpt.opening.reading import open_place, read_file, read_sibling
 from xckpt.quantization import assemble_weights, may_be_quantized
 from xckpt.quantization.config import find_declaration, parse_json
@@ -109,6 +110,8 @@ def open_index(
     if files.by == "ranks":
         with paused_collector():
             index = joined_ranks(index, opened[1], join_ranks)
+    elif files.by == "single" and files.name != opened[1][0].label:
+        index = look_for_others(index, opened[1][0])
     if index.shards and source.is_free_to_check:
         index = _without_missing_shards(source, index)
     if whole and may_be_quantized(index):  # list weights instead of the tensors that store them

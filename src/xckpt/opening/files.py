@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SeveralFilesError",
     "are_ranks",
+    "file_name",
     "files_of",
     "has_checkpoint",
     "indexed",
@@ -136,8 +137,8 @@ def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> 
     """Return files that are all present, with the numbers in their names."""
     files = []
     for path in places:
-        part = part_of(_file_name(path))
-        rank = rank_of(_file_name(path)) if by == "ranks" else None
+        part = part_of(file_name(path))
+        rank = rank_of(file_name(path)) if by == "ranks" else None
         number, count = (None, None) if part is None else (part.number, part.total)
         files.append(CheckpointFile(path, number, count, "" if rank is None else rank.rank))
     if by == "single" and files[0].of not in {None, 1}:
@@ -148,7 +149,8 @@ def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> 
     return CheckpointFiles(name, tuple(files), by, places=places, **facts)
 
 
-def _file_name(path: str) -> str:
+def file_name(path: str) -> str:
+    """Return the name of the file at a path or URL."""
     return path.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 

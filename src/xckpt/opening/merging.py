@@ -43,8 +43,9 @@ def merge(files: CheckpointFiles, opened: Sequence[Opened]) -> tuple[Source, Ind
     merged = _MergedTensors(files)
     for file in opened:
         arrangement = arrangement.grown(file.index.arrangement, ())
-        sources[file.label] = file.source
-        shards[file.label] = Shard(file.source.size, None, (file.label,))
+        if not isinstance(file.source, ShardedSource):
+            sources[file.label] = file.source
+            shards[file.label] = Shard(file.source.size, None, (file.label,))
         for name, shard in file.index.shards.items():
             sources[_within(file.label, name)] = file.source.shard(name, shard)
             shards[_within(file.label, name)] = shard

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from xckpt.errors import CheckpointError, UnsupportedError, shown, some
 from xckpt.formats import chunks
-from xckpt.opening.names import numbers_of
+from xckpt.opening.files import file_name
+from xckpt.opening.names import numbers_of, rank_of
 from xckpt.opening.reading import read_sibling
 from xckpt.quantization.config import parse_json
 from xckpt.storage.source import first_file
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     JoinRanks = bool | Literal["auto"]
 
-__all__ = ["join_ranks"]
+__all__ = ["join_ranks", "look_for_others"]
 
 _SIDE_BY_SIDE = "the files are ranks of one model, opened side by side: "
 # Files with the sizes of a model: of Llama, of transformers.
@@ -60,6 +61,18 @@ def join_ranks(index: Index, opened: Sequence[Opened], mode: JoinRanks) -> Index
         return replace(index, warnings=(_SIDE_BY_SIDE + text, *index.warnings))
 
 
+def look_for_others(index: Index, opened: Opened) -> Index:
+    """Add a warning to the Index of the only file in a folder if it is one of several ranks."""
+    if rank_of(file_name(opened.label)) is None:
+        return index
+    layout = Layout(index.attrs, _config_of(index, opened.source))
+    count = layout.count_of({name: tensor.shape for name, tensor in index.tensors.items()})
+    if not count:
+        return index
+    text = f"the file is one of {count} ranks by the sizes of the model: the others are missing"
+    return replace(index, warnings=(*index.warnings, text))
+
+
 def _joined(index: Index, opened: Sequence[Opened]) -> Index:
     stages = _stages_of(index)
     count = len(stages[0])
@@ -90,9 +103,14 @@ def _joined(index: Index, opened: Sequence[Opened]) -> Index:
                 copies += _names_of([pieces])
             tensors[whole] = _join(whole, name, pieces, divisions[whole])
     joined = {piece.name for pieces in pieces_by_name.values() for piece in pieces}
-    tensors |= {name: tensor for name, tensor in index.tensors.items() if name not in joined}
+    apart = [name for name in index.tensors if name not in joined]
+    tensors |= {name: index.tensors[name] for name in apart}
+    notes = [f"not joined, because they are of single ranks: {some(apart)}"] if apart else []
     checkpoint = index.checkpoint and replace(
-        index.checkpoint, joined_along=family, copies=tuple(copies)
+        index.checkpoint,
+        joined_along=family,
+        copies=tuple(copies),
+        notes=(*index.checkpoint.notes, *notes),
     )
     arrangement = index.arrangement.of(tensors)
     return replace(index, tensors=tensors, arrangement=arrangement, checkpoint=checkpoint)

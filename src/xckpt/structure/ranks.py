@@ -10,6 +10,7 @@ every rank have the same ones.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from xckpt.errors import UnsupportedError, shown
@@ -44,6 +45,8 @@ _LAYER = re.compile(r"(?P<path>(?:.*?\.)?layers)\.(?P<number>[0-9]{1,6})\.(?P<na
 # State of a module that is no weight, such as the scales of Transformer Engine: of one rank only.
 _EXTRA_STATE = "_extra_state"
 _LARGEST = 1 << 40
+# Powers of two, as numbers of heads are.
+_USUAL_COUNTS = (2, 4, 8, 16, 32, 64)
 # Ends of slots whose tensors consist of several parts.
 _FUSED = (".qkv", ".kv", ".gate_up", ".kv_a", ".kv_b")
 
@@ -130,18 +133,23 @@ class Layout:
                 "Megatron-LM saves",
             )
         self._check_version(shapes)
-        names = _names_of_model(root, shapes)
+        matches = _matches(root, shapes)
+        unknown = next((name for name, rows in matches.items() if not rows), None)
+        if unknown is not None:
+            _refuse(f"the family {family.name!r} does not have {shown(unknown)}")
         known = _Sizes(root, self._facts, count, self._args)
-        by_name: dict[str, list[RowMatch]] = {}
-        keys = map(shorten, masked(list(map(plain, names))))
-        for name, key in zip(names, keys, strict=True):
-            by_name[name] = root.matches_of(plain(name), key, len(shapes[name]))
-            if not by_name[name]:
-                _refuse(f"the family {family.name!r} does not have {shown(name)}")
-        divisions = known.divide(by_name, shapes)
+        divisions = known.divide(matches, shapes)
         if all(division.axis is None for division in divisions.values()):
             _refuse("every rank has all of every tensor, so they may be copies of one model")
         return family.name, divisions
+
+    def count_of(self, shapes: Mapping[str, Shape]) -> int:
+        """Return the number of ranks of which the tensors are those of one; 0 if it is unknown."""
+        for count in _USUAL_COUNTS:
+            with suppress(UnsupportedError):
+                self.divisions(shapes, count)
+                return count
+        return 0
 
     def _check_version(self, names: Collection[str]) -> None:
         """Raise for old checkpoints of Megatron-LM, in which other parts of a tensor alternate."""
@@ -265,14 +273,16 @@ class _Sizes:
         return axis or "?" if size is None else f"{axis} = {size}"
 
 
-def _names_of_model(root: Root, names: Iterable[str]) -> list[str]:
-    """Return the tensors of the model; others belong to an optimizer or to one rank."""
+def _matches(root: Root, shapes: Mapping[str, Shape]) -> dict[str, list[RowMatch]]:
+    """Return the rows of the tensors of the model; others belong to an optimizer or to one rank."""
     container, dot, _ = root.prefix.partition(".")
-    return [
-        name
-        for name in names
-        if name.startswith(container + dot) and not name.endswith(f".{_EXTRA_STATE}")
-    ]
+    names = [name for name in shapes if not name.endswith(f".{_EXTRA_STATE}")]
+    matches = {}
+    for name, key in zip(names, masked(list(map(plain, names))), strict=True):
+        rows = root.matches_of(plain(name), shorten(key), len(shapes[name]))
+        if rows or name.startswith(container + dot):
+            matches[name] = rows
+    return matches
 
 
 def _with_hidden_dim(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,14 +291,13 @@ def _with_hidden_dim(config: Mapping[str, Any]) -> dict[str, Any]:
     It follows from other sizes, as in ``FeedForward`` of github.com/meta-llama/llama, model.py.
     """
     dim, multiple = config.get("dim"), config.get("multiple_of")
+    factor = config.get("ffn_dim_multiplier") or 1
     if type(dim) is not int or type(multiple) is not int or "hidden_dim" in config:
         return dict(config)
-    factor = config.get("ffn_dim_multiplier")
-    hidden = int(2 * (4 * dim) / 3) if 0 < dim < _LARGEST else 0
-    if type(factor) in {int, float} and 0 < factor < _LARGEST:
-        hidden = int(factor * hidden)
-    if not 0 < hidden < _LARGEST or not 0 < multiple < _LARGEST:
+    is_plausible = 0 < dim < _LARGEST and 0 < multiple < _LARGEST
+    if type(factor) not in {int, float} or not 0 < factor < _LARGEST or not is_plausible:
         return dict(config)
+    hidden = int(factor * int(2 * (4 * dim) / 3))
     return {**config, "hidden_dim": -(-hidden // multiple) * multiple}
 
 
