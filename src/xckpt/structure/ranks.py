@@ -139,7 +139,7 @@ class Layout:
             _refuse(f"the family {family.name!r} does not have {shown(unknown)}")
         known = _Sizes(root, self._facts, count, self._args)
         divisions = known.divide(matches, shapes)
-        if all(division.axis is None for division in divisions.values()):
+        if count > 1 and all(division.axis is None for division in divisions.values()):
             _refuse("every rank has all of every tensor, so they may be copies of one model")
         return family.name, divisions
 
@@ -201,8 +201,8 @@ class _Sizes:
             axes = match.axes
             if axes is None:  # codes of a quantised tensor
                 continue
-            is_whole_possible = not (self._is_parallel and match.cuts)
-            for axis in (*([None] if is_whole_possible else []), *match.cuts):
+            cuts = match.cuts if self._count > 1 else ()
+            for axis in cuts if cuts and self._is_parallel else (None, *cuts):
                 whole = tuple([n * self._count if a == axis else n for a, n in enumerate(shape)])
                 if any(self._refutes(name, n) for name, n in zip(axes, whole, strict=True)):
                     continue
@@ -318,10 +318,10 @@ def stage_names(stages: Sequence[Collection[str]], layers: int | None) -> list[d
     Every stage counts its layers from 0. Raise `UnsupportedError` unless they are as many as
     `layers`, the number that is stated.
     """
-    numbers = [sorted({int(m["number"]) for m in _layers_in(names)}) for names in stages]
-    paths = {m["path"] for names in stages for m in _layers_in(names)}
     if len(stages) == 1:
         return [{name: name for name in stages[0]}]
+    numbers = [sorted({int(m["number"]) for m in _layers_in(names)}) for names in stages]
+    paths = {m["path"] for names in stages for m in _layers_in(names)}
     if len(paths) != 1:
         _refuse(f"the stages of the pipeline have layers of several kinds: {sorted(paths)[:5]}")
     total = sum(map(len, numbers))
