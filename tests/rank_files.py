@@ -17,7 +17,7 @@ from tests.formats import torch_files
 from tests.formats.torch_files import mapping, number, real, text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     Array = np.ndarray[Any, Any]
 
@@ -83,7 +83,11 @@ class Llama:
 
     @property
     def params(self) -> dict[str, Any]:
-        params: dict[str, Any] = {"dim": self.dim, "multiple_of": self.multiple_of, "n_heads": self.n_heads}
+        params: dict[str, Any] = {
+            "dim": self.dim,
+            "multiple_of": self.multiple_of,
+            "n_heads": self.n_heads,
+        }
         params |= {"n_layers": self.n_layers, "norm_eps": 1e-05}
         params["vocab_size"] = -1 if self.generation < 3 else self.vocab
         more = {"n_kv_heads": self.n_kv_heads, "ffn_dim_multiplier": self.ffn_dim_multiplier}

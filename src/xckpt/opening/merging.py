@@ -280,7 +280,7 @@ def _merged_attrs(
             if is_alone and (type(first), first) != (type(value), value):
                 differing[key] = None
             merged.setdefault(key, value)
-    # Each rank has a number of its own among the arguments of its training.
+    # The arguments of a training contain the number of the rank.
     if differing and files.by != "ranks":
         names = ", ".join(shown(str(key)) for key in differing)
         warnings.append(f"files disagree on the attributes {names}: the first one's are kept")

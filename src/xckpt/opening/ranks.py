@@ -1,6 +1,6 @@
-"""Ranks of one model as whole tensors: their pieces, joined along the axes that a family states.
+"""Tensors of one model, joined from the pieces of its ranks along the axes that a family states.
 
-Nothing is read for it. A joined tensor is a chunked one, with its pieces in several files.
+A joined tensor is chunked, with its chunks in several files. Joining reads nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _joined(index: Index, opened: Sequence[Opened]) -> Index:
     _check_attrs(opened)
     layout = Layout(index.attrs, _config_of(index, opened[0].source))
     layout.check(count, len(stages))
-    # Names in the whole model, by those in the files of a stage.
+    # Names in the model, by those in the files of a stage.
     names_by_stage = stage_names([ranks[0].tensors for ranks in stages], layout.layers)
     shapes: dict[str, tuple[int, ...]] = {}
     for names, ranks in zip(names_by_stage, stages, strict=True):
@@ -89,23 +89,23 @@ def _joined(index: Index, opened: Sequence[Opened]) -> Index:
     pieces_by_name: dict[str, list[Tensor]] = {}
     copies: list[tuple[str, ...]] = []
     for names, ranks in zip(names_by_stage, stages, strict=True):
-        own = {name: whole for name, whole in names.items() if whole in divisions}
-        _check_equal(ranks, own)
-        for name, whole in own.items():
-            pieces = [rank.tensors[name] for rank in ranks]
-            if whole in tensors:  # an embedding that several stages have
-                _check_copies(pieces_by_name[whole], pieces)
-                copies += _names_of(zip(pieces_by_name[whole], pieces, strict=True))
-                pieces_by_name[whole] += pieces
+        selected = {key: name for key, name in names.items() if name in divisions}
+        _check_equal(ranks, selected)
+        for key, name in selected.items():
+            pieces = [rank.tensors[key] for rank in ranks]
+            if name in tensors:  # an embedding that several stages have
+                _check_copies(pieces_by_name[name], pieces)
+                copies += _names_of(zip(pieces_by_name[name], pieces, strict=False))
+                pieces_by_name[name] += pieces
                 continue
-            pieces_by_name[whole] = pieces
-            if divisions[whole].axis is None:
+            pieces_by_name[name] = pieces
+            if divisions[name].axis is None:
                 copies += _names_of([pieces])
-            tensors[whole] = _join(whole, name, pieces, divisions[whole])
+            tensors[name] = _join(name, key, pieces, divisions[name])
     joined = {piece.name for pieces in pieces_by_name.values() for piece in pieces}
-    apart = [name for name in index.tensors if name not in joined]
-    tensors |= {name: index.tensors[name] for name in apart}
-    notes = [f"not joined, because they are of single ranks: {some(apart)}"] if apart else []
+    unjoined = [name for name in index.tensors if name not in joined]
+    tensors |= {name: index.tensors[name] for name in unjoined}
+    notes = [f"not joined, because they are of single ranks: {some(unjoined)}"] if unjoined else []
     checkpoint = index.checkpoint and replace(
         index.checkpoint,
         joined_along=family,
@@ -149,20 +149,20 @@ def _check_attrs(opened: Sequence[Opened]) -> None:
     """Raise if ranks are of different steps or models by their attributes."""
     for name in SHARED_ATTRS:
         values = [file.index.attrs.get(name) for file in opened]
-        other = next((n for n, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
+        position = next((n for n, value in enumerate(values) if value != values[0]), None)
+        if position is not None:
             _refuse(
-                f"{name} is {values[0]} in {shown(opened[0].rank)}, but {values[other]} in "
-                f"{shown(opened[other].rank)}"
+                f"{name} is {values[0]} in {shown(opened[0].rank)}, but {values[position]} in "
+                f"{shown(opened[position].rank)}"
             )
 
 
 def _config_of(index: Index, source: Source) -> Mapping[str, Any] | None:
     """Return the config among the attributes, or beside the first file."""
     config = index.attrs.get("config")
+    if isinstance(config, dict) or Layout(index.attrs, None).has_sizes:
+        return config if isinstance(config, dict) else None
     first = first_file(source)
-    if isinstance(config, dict):
-        return config
     for name in _CONFIGS:
         try:
             content = read_sibling(first, name)
@@ -182,21 +182,27 @@ def _check_equal(ranks: Sequence[_Rank], names: Mapping[str, str]) -> None:
         if extra:
             _refuse(f"{some(extra)} in {shown(rank.name)}, but not in {shown(first.name)}")
         for name in names:
-            tensor, other = first.tensors[name], rank.tensors.get(name)
-            if other is None:
+            if name not in rank.tensors:
                 _refuse(f"{shown(name)} is in {shown(first.name)}, but not in {shown(rank.name)}")
-            if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
-                _refuse(
-                    f"{shown(name)} has {tensor.dtype} {list(tensor.shape)} in "
-                    f"{shown(first.name)}, but {other.dtype} {list(other.shape)} in "
-                    f"{shown(rank.name)}"
-                )
+            if not _are_alike(first.tensors[name], rank.tensors[name]):
+                texts = [_text_of(first, name), _text_of(rank, name)]
+                _refuse(f"{shown(name)} has {', but '.join(texts)}")
 
 
-def _check_copies(pieces: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for piece, other in zip(pieces, others, strict=False):
-        if (piece.shape, piece.dtype) != (other.shape, other.dtype):
-            _refuse(f"{shown(piece.name)} and {shown(other.name)} differ in shape or type")
+def _text_of(rank: _Rank, name: str) -> str:
+    tensor = rank.tensors[name]
+    return f"{tensor.dtype} {list(tensor.shape)} in {shown(rank.name)}"
+
+
+def _are_alike(tensor: Tensor, copy: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype)
+
+
+def _check_copies(pieces: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Raise unless pieces in two stages of a pipeline may be equal."""
+    for piece, copy in zip(pieces, copies, strict=False):
+        if not _are_alike(piece, copy):
+            _refuse(f"{shown(piece.name)} and {shown(copy.name)} differ in shape or type")
 
 
 def _names_of(groups: Iterable[Iterable[Tensor]]) -> list[tuple[str, ...]]:

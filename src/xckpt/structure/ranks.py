@@ -1,10 +1,9 @@
-"""How ranks of tensor parallelism divide the tensors of a model, by evidence.
+"""The division of a model's tensors over ranks of tensor parallelism, by evidence.
 
-A tensor is whole on every rank, or divided along one of the axes that its family states. Each of
-these is a hypothesis, which is refuted by an extent other than the stated size of the model.
-Exactly one has to remain. Sizes are those of a config (``config.json``, ``params.json`` of Llama,
-the arguments in a checkpoint of Megatron-LM); extents alone prove nothing, because whole copies on
-every rank have the same ones.
+Every rank has the entire tensor, or a piece along an axis that the family states. Each of these is
+a hypothesis, which is refuted by an extent other than the stated size of the model. Exactly one has
+to remain. Configs state sizes (``config.json``, ``params.json`` of Llama, the arguments in a
+checkpoint of Megatron-LM). Extents alone prove nothing: copies of the entire model have them, too.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ARGS = "args."
 # Order of queries, keys and values in `query_key_value`: before this version it is not by head.
 _FIRST_VERSION = 1
 _LAYER = re.compile(r"(?P<path>(?:.*?\.)?layers)\.(?P<number>[0-9]{1,6})\.(?P<name>.+)")
-# State of a module that is no weight, such as the scales of Transformer Engine: of one rank only.
+# State of a module on one rank, such as the scales of Transformer Engine; it has no weights.
 _EXTRA_STATE = "_extra_state"
 _LARGEST = 1 << 40
 # Powers of two, as numbers of heads are.
@@ -52,24 +51,25 @@ _FUSED = (".qkv", ".kv", ".gate_up", ".kv_a", ".kv_b")
 
 
 class Division(NamedTuple):
-    """How ranks divide a tensor."""
+    """The axis along which ranks divide a tensor, and its fused parts."""
 
-    #: Axis along which they divide it; None if every rank has all of it.
+    #: None if every rank has the entire tensor.
     axis: int | None
-    #: Extents along the axis, on one rank, of fused parts that are divided one by one.
+    #: Extents along the axis, on one rank, of fused parts that are divided one by one; empty if
+    #: they are unknown, or without an axis.
     blocks: tuple[int, ...] = ()
 
 
 class _Hypothesis(NamedTuple):
-    """A division, the shape of the whole tensor, and expressions for its extents."""
+    """A division, the shape of the joined tensor, and expressions for its extents."""
 
     division: Division
-    whole: Shape
+    shape: Shape
     axes: tuple[str | None, ...]
 
 
 class Layout:
-    """What a checkpoint states about its model and its ranks.
+    """The statements of a checkpoint about its model and its ranks.
 
     Parameters
     ----------
@@ -86,18 +86,23 @@ class Layout:
         self._facts: ModelFacts = model_facts({}, stated)
 
     @property
+    def has_sizes(self) -> bool:
+        """True if sizes of the model are stated."""
+        return bool(self._facts.sizes)
+
+    @property
     def layers(self) -> int | None:
-        """Number of layers of the model, if it is stated."""
+        """Stated number of layers of the model, or None."""
         return self._facts.sizes.get("layer")
 
     def check(self, tensor_ranks: int, stages: int) -> None:
-        """Raise `UnsupportedError` if the statements about ranks are others."""
+        """Raise `UnsupportedError` unless the ranks are those that the checkpoint states."""
         present = {"tensor": tensor_ranks, "pipeline": stages}
         for kind, count in present.items():
             stated = self._args.get(f"{kind}_model_parallel_size", count)
             if type(stated) is not int or stated != count:
-                what = "ranks" if kind == "tensor" else "stages"
-                _refuse(f"the checkpoint states {stated} {what}, but {count} are here")
+                noun = "ranks" if kind == "tensor" else "stages"
+                _refuse(f"the checkpoint states {stated} {noun}, but {count} are here")
         if stages > 1 and "pipeline_model_parallel_size" not in self._args:
             _refuse("nothing states that the second number of a rank is a stage of a pipeline")
         for name, usual in {
@@ -111,7 +116,9 @@ class Layout:
                 _refuse(f"{name} = {self._args[name]} is not supported")
 
     def divisions(self, shapes: Mapping[str, Shape], count: int) -> tuple[str, dict[str, Division]]:
-        """Return the family, and how each tensor of the model is divided; raise if that is unknown.
+        """Return the family, and the division of each tensor of the model.
+
+        Raise `UnsupportedError` if one is unknown.
 
         Parameters
         ----------
@@ -137,14 +144,14 @@ class Layout:
         unknown = next((name for name, rows in matches.items() if not rows), None)
         if unknown is not None:
             _refuse(f"the family {family.name!r} does not have {shown(unknown)}")
-        known = _Sizes(root, self._facts, count, self._args)
-        divisions = known.divide(matches, shapes)
+        sizes = _Sizes(root, self._facts, count, self._args)
+        divisions = sizes.divide(matches, shapes)
         if count > 1 and all(division.axis is None for division in divisions.values()):
             _refuse("every rank has all of every tensor, so they may be copies of one model")
         return family.name, divisions
 
     def count_of(self, shapes: Mapping[str, Shape]) -> int:
-        """Return the number of ranks of which the tensors are those of one; 0 if it is unknown."""
+        """Return a number of ranks, one of which has tensors of these shapes; 0 without any."""
         for count in _USUAL_COUNTS:
             with suppress(UnsupportedError):
                 self.divisions(shapes, count)
@@ -152,7 +159,7 @@ class Layout:
         return 0
 
     def _check_version(self, names: Collection[str]) -> None:
-        """Raise for old checkpoints of Megatron-LM, in which other parts of a tensor alternate."""
+        """Raise for old checkpoints of Megatron-LM, whose queries, keys and values alternate."""
         version = self._version if type(self._version) in {int, float} else 0
         if self._args and version < _FIRST_VERSION:
             name = next((name for name in names if ".query_key_value." in name), None)
@@ -161,7 +168,7 @@ class Layout:
 
 
 class _Sizes:
-    """The sizes of a model: stated ones, and those that follow from divided tensors."""
+    """The sizes of a model: stated ones, and others that follow from joined tensors."""
 
     def __init__(
         self, root: Root, facts: ModelFacts, count: int, args: Mapping[str, object]
@@ -175,7 +182,7 @@ class _Sizes:
     def divide(
         self, matches: Mapping[str, Sequence[RowMatch]], shapes: Mapping[str, Shape]
     ) -> dict[str, Division]:
-        """Return the only hypothesis for each tensor; raise if there is none, or another one."""
+        """Return the division of each tensor; raise unless exactly one hypothesis remains."""
         divisions: dict[str, Division] = {}
         undecided = list(matches)
         while undecided:
@@ -187,7 +194,9 @@ class _Sizes:
                 if len({hypothesis.division for hypothesis in hypotheses}) > 1:
                     remaining.append(name)
                     continue
-                divisions[name] = hypotheses[0].division
+                division = divisions[name] = hypotheses[0].division
+                if division.axis is not None and not division.blocks:
+                    _refuse(f"nothing states how ranks divide the fused parts of {shown(name)}")
                 self._learn(hypotheses)
             if len(remaining) == len(undecided):
                 self._refuse_several(remaining[0], matches[remaining[0]], shapes[remaining[0]])
@@ -195,7 +204,7 @@ class _Sizes:
         return {name: divisions[name] for name in matches}
 
     def _hypotheses(self, matches: Iterable[RowMatch], shape: Shape) -> list[_Hypothesis]:
-        """Return what no size refutes."""
+        """Return the hypotheses that no size refutes."""
         hypotheses = []
         for match in matches:
             axes = match.axes
@@ -203,30 +212,29 @@ class _Sizes:
                 continue
             cuts = match.cuts if self._count > 1 else ()
             for axis in cuts if cuts and self._is_parallel else (None, *cuts):
-                whole = tuple([n * self._count if a == axis else n for a, n in enumerate(shape)])
-                if any(self._refutes(name, n) for name, n in zip(axes, whole, strict=True)):
+                joined = tuple([n * self._count if a == axis else n for a, n in enumerate(shape)])
+                if any(self._refutes(name, n) for name, n in zip(axes, joined, strict=True)):
                     continue
                 blocks = () if axis is None else self._blocks(match, axis, shape[axis])
-                if blocks is not None:
-                    hypotheses.append(_Hypothesis(Division(axis, blocks), whole, axes))
+                hypotheses.append(_Hypothesis(Division(axis, blocks), joined, axes))
         return hypotheses
 
     def _refutes(self, axis: str | None, extent: int) -> bool:
         size = None if axis is None or axis in LOCAL_AXES else evaluate(axis, self._sizes)
         return size is not None and size != extent
 
-    def _blocks(self, match: RowMatch, axis: int, extent: int) -> tuple[int, ...] | None:
-        """Return the extents of fused parts on a rank; None if their division is unknown."""
+    def _blocks(self, match: RowMatch, axis: int, extent: int) -> tuple[int, ...]:
+        """Return the extents of fused parts on a rank, none if their division is unknown."""
         expression, flags = (match.axes or ())[axis] or "", match.row.flags
         if "fused" in flags:
-            sizes = [evaluate(part, self._sizes) for part in self._parts(expression)]
-            if len(set(self._parts(expression))) == 1 and extent % len(sizes) == 0:
-                return (extent // len(sizes),) * len(sizes)
-            if any(size is None or size % self._count for size in sizes):
-                return None
-            return tuple([size // self._count for size in sizes if size is not None])
+            parts = self._parts(expression)
+            if len(set(parts)) == 1 and extent % len(parts) == 0:
+                return (extent // len(parts),) * len(parts)
+            sizes = [evaluate(part, self._sizes) or 0 for part in parts]
+            is_divisible = all(size and size % self._count == 0 for size in sizes)
+            return tuple([size // self._count for size in sizes]) if is_divisible else ()
         is_fused = match.row.slot.endswith(_FUSED) or "+" in expression or expression[:1].isdigit()
-        return (extent,) if "interleaved" in flags or not is_fused else None
+        return (extent,) if "interleaved" in flags or not is_fused else ()
 
     def _parts(self, expression: str) -> list[str]:
         """Return the parts of a sum, ``ff`` twice for ``2*ff``."""
@@ -237,11 +245,11 @@ class _Sizes:
         return parts
 
     def _learn(self, hypotheses: Iterable[_Hypothesis]) -> None:
-        """Take over sizes that are not stated, but follow from the shape of a whole tensor."""
-        shapes = {hypothesis[1:] for hypothesis in hypotheses}
+        """Add sizes that are not stated, but follow from the shape of a joined tensor."""
+        shapes = {(hypothesis.shape, hypothesis.axes) for hypothesis in hypotheses}
         if len(shapes) == 1:
-            whole, axes = shapes.pop()
-            for axis, extent in zip(axes, whole, strict=True):
+            shape, axes = shapes.pop()
+            for axis, extent in zip(axes, shape, strict=True):
                 if axis is not None and axis.isidentifier() and axis not in LOCAL_AXES:
                     self._sizes.setdefault(axis, extent)
 
@@ -260,11 +268,11 @@ class _Sizes:
 
     def _refuse_several(self, name: str, matches: Sequence[RowMatch], shape: Shape) -> NoReturn:
         axes = {h.division.axis for h in self._hypotheses(matches, shape)}
-        ways = [f"along axis {axis}" for axis in sorted(a for a in axes if a is not None)]
-        ways += ["not at all"] if None in axes else []
+        texts = [f"along axis {axis}" for axis in sorted(a for a in axes if a is not None)]
+        texts += ["not at all"] if None in axes else []
         unknown = [axis for axis in matches[0].axes or () if axis and self._size_text(axis) == axis]
         _refuse(
-            f"{shown(name)} with shape {list(shape)} may be divided {' or '.join(ways)}: nothing "
+            f"{shown(name)} with shape {list(shape)} may be divided {' or '.join(texts)}: nothing "
             f"states the size of {', '.join(unknown) or 'its parts'}"
         )
 
@@ -274,7 +282,7 @@ class _Sizes:
 
 
 def _matches(root: Root, shapes: Mapping[str, Shape]) -> dict[str, list[RowMatch]]:
-    """Return the rows of the tensors of the model; others belong to an optimizer or to one rank."""
+    """Return the rows of the model's tensors, without those of an optimizer or a single rank."""
     container, dot, _ = root.prefix.partition(".")
     names = [name for name in shapes if not name.endswith(f".{_EXTRA_STATE}")]
     matches = {}
@@ -313,10 +321,10 @@ def _of_megatron(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stage_names(stages: Sequence[Collection[str]], layers: int | None) -> list[dict[str, str]]:
-    """Return the names in the whole model of the tensors in each stage of a pipeline.
+    """Return the names in the model, by those in each stage of a pipeline.
 
-    Every stage counts its layers from 0. Raise `UnsupportedError` unless they are as many as
-    `layers`, the number that is stated.
+    A stage counts its layers from 0. Raise `UnsupportedError` unless all stages have `layers` in
+    total, the stated number.
     """
     if len(stages) == 1:
         return [{name: name for name in stages[0]}]

@@ -342,10 +342,10 @@ def _copies_on_ranks(
         names = dict.fromkeys(name for group in groups for name in group)
         digests = manifest_of(source, side_by_side, list(names))
     names_by_rank: dict[str, list[str]] = defaultdict(list)
-    for first, *others in groups:
-        for other in others:
-            if digests.get(other) != digests.get(first):
-                rank, _, name = other.partition(".")
+    for first, *copies in groups:
+        for copy in copies:
+            if digests.get(copy) != digests.get(first):
+                rank, _, name = copy.partition(".")
                 names_by_rank[rank].append(name)
     for rank, differing in names_by_rank.items():
         text = (
@@ -509,7 +509,7 @@ def _check(
                 contents += stored_contents(tensor, part_readers(tensor, sources), verify=None)
             # Hashing the stored bytes also checks their digest in the file.
             is_hashed = len(contents) == 1 and contents[0].is_plain
-            wholes: list[Part] = []
+            longer: list[Part] = []
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
@@ -518,8 +518,8 @@ def _check(
                 digests += is_compared
                 # Values in the header are covered by the checks of the structure.
                 is_in_header = not part.nbytes or part.inline is not None
-                is_covered &= is_compared or is_in_header or _lies_in(part, wholes)
-                wholes += [part.within] if is_compared and part.within is not None else []
+                is_covered &= is_compared or is_in_header or _lies_in(part, longer)
+                longer += [part.within] if is_compared and part.within is not None else []
                 progress.advance(0 if is_hashed else part.nbytes)
             _check_values(tensor, sources)
             if compared is not None:
@@ -535,13 +535,13 @@ def _check(
     return _Checked(None, digests, is_covered=is_covered or compared is not None)
 
 
-def _lies_in(part: Part, wholes: Iterable[Part]) -> bool:
-    """Return whether the bytes of a part are among those of one of others."""
+def _lies_in(part: Part, longer: Iterable[Part]) -> bool:
+    """Return whether one of several longer parts has the bytes of a part."""
     return any(
-        (part.shard, part.encoding) == (whole.shard, whole.encoding)
-        and whole.offset <= part.offset
-        and part.offset + part.nbytes <= whole.offset + whole.nbytes
-        for whole in wholes
+        (part.shard, part.encoding) == (candidate.shard, candidate.encoding)
+        and candidate.offset <= part.offset
+        and part.offset + part.nbytes <= candidate.offset + candidate.nbytes
+        for candidate in longer
     )
 
 
