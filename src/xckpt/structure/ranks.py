@@ -152,7 +152,7 @@ class Layout:
 
     def count_of(self, shapes: Mapping[str, Shape]) -> int:
         """Return a number of ranks, one of which has tensors of these shapes; 0 without any."""
-        for count in _USUAL_COUNTS:
+        for count in _USUAL_COUNTS if self._facts.config else ():
             with suppress(UnsupportedError):
                 self.divisions(shapes, count)
                 return count
