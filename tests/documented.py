@@ -19,6 +19,7 @@ from tests.formats.burnpack_files import burnpack, dense
 from tests.formats.deepspeed_files import Run
 from tests.formats.gguf_files import listed, text
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
+from tests.rank_files import Llama, Megatron
 from tests.test_optimizer_numbers import Saved
 from xckpt.sample import write_checkpoint
 
@@ -59,6 +60,7 @@ def write_files(folder: Path) -> None:
         merged = folder / "Llama-3.1-8B" / "model.safetensors"
         encoding = {"*": {"layout": "dense"}}
         xckpt.convert(folder / name, merged, encoding=encoding, cast="allow", overwrite=True)
+    _write_ranks(folder)
     (folder / "run").mkdir()
     shutil.copy(folder / "m.zt", folder / "run/m.zt")
     for step in (500, 1000):
@@ -74,6 +76,15 @@ def write_files(folder: Path) -> None:
     _write_conversion(folder, clean)
     _write_training(folder / "training")
     _write_formats(folder)
+
+
+def _write_ranks(folder: Path) -> None:
+    """Write a model of Llama and one of Megatron-LM, each divided over two ranks."""
+    files = {f"Llama-2-70b/{name}": data for name, data in Llama().files(2).items()}
+    steps = {f"megatron/iter_0100000/{name}": data for name, data in Megatron().files(2).items()}
+    for name, data in (files | steps).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _write_adapter(folder: Path, base: xr.Dataset) -> None:

@@ -227,6 +227,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             whole=options.decode,
             tensors=options.tensors,
             missing=options.missing,
+            join_ranks=options.join_ranks,
             **options.format_options,
         )
         if options.structure is not None:

@@ -58,6 +58,7 @@ def open(  # noqa: A001  as gzip.open and others
     verify: bool | None = None,
     mmap: bool = False,
     missing: Literal["warn", "raise"] = "warn",
+    join_ranks: bool | Literal["auto"] = "auto",
     structure: Mapping[str, Mapping[str, str]] | None = None,
     storage_options: dict[str, Any] | None = None,
     **options: Any,
@@ -99,6 +100,9 @@ def open(  # noqa: A001  as gzip.open and others
     missing : {"warn", "raise"}, default "warn"
         Warn of tensors that cannot be read, because a shard is missing or a file is damaged, or
         raise the error of the first one.
+    join_ranks : bool or "auto", default "auto"
+        Join the files of tensor-parallel ranks into whole tensors. "auto" leaves them side by side,
+        with a warning, if it is not known how, and True raises an error.
     structure : mapping of str to mapping, optional
         Corrections of what tensors are, by globs of their names:
         ``{"*.window": {"role": "constant"}}``.
@@ -146,6 +150,7 @@ def open(  # noqa: A001  as gzip.open and others
         "verify": verify,
         "mmap": mmap,
         "missing": missing,
+        "join_ranks": join_ranks,
         "structure": structure,
         "storage_options": storage_options,
     }

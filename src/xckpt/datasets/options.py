@@ -62,6 +62,12 @@ class OpenOptions:
     missing : {"warn", "raise"}, default "warn"
         What to do if tensors cannot be read, because a shard is missing or a file is damaged: warn
         once, and raise the error when one of them is computed, or raise it on opening.
+    join_ranks : bool or "auto", default "auto"
+        Whether the files of tensor-parallel ranks, such as ``consolidated.00.pth`` of Llama and
+        ``mp_rank_00`` of Megatron-LM, become whole tensors. "auto": if the family and the stated
+        sizes of the model explain each tensor; otherwise ranks stay side by side, with a prefix to
+        the names of their tensors, and a warning gives the reason. True raises an error instead,
+        and False keeps them side by side.
     structure : mapping of str to mapping, optional
         Corrections of what tensors are: a glob of tensor names to fields of
         `xckpt.structure.TensorInfo`, such as ``{"*.window": {"role": "constant"}}``; fields are
@@ -82,6 +88,7 @@ class OpenOptions:
     verify: bool | None = None
     mmap: bool = False
     missing: Literal["warn", "raise"] = "warn"
+    join_ranks: bool | Literal["auto"] = "auto"
     structure: Mapping[str, Mapping[str, str]] | None = None
     storage_options: dict[str, Any] | None = None
     format_options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,6 +96,8 @@ class OpenOptions:
     def __post_init__(self) -> None:
         if self.missing not in {"warn", "raise"}:
             raise ValueError(f"missing={self.missing!r}: expected 'warn' or 'raise'")
+        if not isinstance(self.join_ranks, bool) and self.join_ranks != "auto":
+            raise ValueError(f"join_ranks={self.join_ranks!r}: expected True, False or 'auto'")
         if isinstance(self.tensors, Iterator):  # several readers apply the filter
             object.__setattr__(self, "tensors", tuple(self.tensors))
 

@@ -7,8 +7,9 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
-from xckpt.index import Tensor, strides_of
+from xckpt.index import Tensor, span_of, strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -90,6 +91,38 @@ def joined(name: str, shape: Shape, chunks: Mapping[Shape, Tensor]) -> Tensor:
             part = replace(part, strides=strides_of(chunk.shape, "F"), digest=None)
         parts[str(number)] = replace(part, origin=origin)
     return Tensor(name, first.dtype, shape, parts, "chunked", attrs=first.attrs)
+
+
+def sliced(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
+    """Return a dense tensor between two positions along an axis, which has the same bytes."""
+    shape = tuple([stop - start if a == axis else n for a, n in enumerate(tensor.shape)])
+    if tensor.problem is not None:
+        return replace(tensor, shape=shape)
+    part = tensor.parts["data"]
+    itemsize = nbytes_of(part.dtype, 1)
+    if nbytes_of(part.dtype, 2) < 2 * itemsize:
+        reason = f"elements of {shown(tensor.name)} share bytes"
+        raise UnsupportedError(reason, tensor=tensor.name, rule="Chunks")
+    strides = part.strides or strides_of(tensor.shape, tensor.order)
+    is_run = part.strides is None and strides[axis] == max(strides)
+    first, nbytes = start * strides[axis] * itemsize, span_of(shape, strides) * itemsize
+    # A digest covers all bytes of the tensor, and is checked with the slice that begins them.
+    within = part.within or (None if part.digest is None else part)
+    piece = replace(
+        part,
+        shape=shape,
+        digest=None,
+        within=None if first else within,
+        strides=None if is_run else strides,
+    )
+    if part.encoding is not None:
+        piece = replace(piece, skip=(part.skip or 0) + first, decoded_nbytes=nbytes)
+    elif part.inline is not None:
+        piece = replace(piece, inline=part.inline[first : first + nbytes], nbytes=nbytes)
+    else:
+        piece = replace(piece, offset=part.offset + first, nbytes=nbytes)
+    order = tensor.order if is_run else "C"
+    return replace(tensor, shape=shape, parts={"data": piece}, order=order)
 
 
 def _cover_error(reason: str) -> FormatError:

@@ -33,12 +33,14 @@ from xckpt.labels.filters import select
 from xckpt.opening.files import SeveralFilesError, files_of, set_of
 from xckpt.opening.hints import advising
 from xckpt.opening.merging import Opened, merge
+from xckpt.opening.ranks import join_ranks as joined_ranks
+from xckpt.opening.ranks import look_for_others
 from xckpt.opening.reading import open_place, read_file, read_sibling
 from xckpt.quantization import assemble_weights, may_be_quantized
 from xckpt.quantization.config import find_declaration, parse_json
 from xckpt.storage import Location, Source
 from xckpt.storage.limits import Pool
-from xckpt.storage.source import ShardedSource, sources_of
+from xckpt.storage.source import first_file, sources_of
 from xckpt.structure.axes import name_modules_with
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from xckpt.index import FileSet, Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
+    from xckpt.opening.ranks import JoinRanks
     from xckpt.structure.axes import ModuleAxes
 
     Missing = Literal["warn", "raise", "ignore"]
@@ -90,18 +93,25 @@ def open_index(
     silent: bool = False,
     tensors: TensorFilter | None = None,
     missing: Missing = "warn",
+    join_ranks: JoinRanks = "auto",
     **format_options: Any,
 ) -> tuple[Source, Index]:
     """Open a checkpoint, read its index, and issue the warnings of the index unless `silent`.
 
     `missing` is what to do about tensors among `tensors` that cannot be read: warn or raise, or
-    nothing (``"ignore"``) if the caller reports them.
+    nothing (``"ignore"``) if the caller reports them. `join_ranks` is whether ranks of one model
+    become whole tensors; with ``"auto"`` a warning gives the reason if that is not known.
     """
     location = Location.of(obj, storage_options)
     with advising(location):
         files = files_of(location, format)
         opened = open_each(files, format, format_options, mmap=mmap)
     source, index = _joined(*opened, format_options)
+    if files.by == "ranks":
+        with paused_collector():
+            index = joined_ranks(index, opened[1], join_ranks)
+    elif files.by == "single" and files.name != opened[1][0].label:
+        index = look_for_others(index, opened[1][0])
     if index.shards and source.is_free_to_check:
         index = _without_missing_shards(source, index)
     if whole and may_be_quantized(index):  # list weights instead of the tensors that store them
@@ -191,9 +201,7 @@ def _open_set(
 
 def _with_weights(source: Source, index: Index) -> Index:
     """List quantised weights, described by a file next to the model."""
-    first = source
-    while isinstance(first, ShardedSource):
-        first = next(iter(first.files.values()))
+    first = first_file(source)
 
     def look(name: str) -> dict[str, Any] | None:
         attr = index.attrs.get(name)

@@ -66,6 +66,10 @@ class CheckpointFiles:
         Facts that change no value, such as a wrong ``total_size``.
     duplicates : mapping of str to tuple of str
         Files with a copy of a tensor that does not count, by the name of the tensor.
+    joined_along : str
+        Family whose axes state how ranks are joined; empty if they are not.
+    copies : tuple of tuple of str
+        Names, with the ranks side by side, of tensors that have to be equal; the first one counts.
     warnings : tuple of str
         Irregularities that change what is opened.
     attrs : mapping
@@ -87,6 +91,8 @@ class CheckpointFiles:
     incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined_along: str = ""
+    copies: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     warnings: tuple[str, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     weight_map: Mapping[str, str] | None = field(default=None, repr=False)
@@ -127,6 +133,7 @@ class CheckpointFiles:
         return {
             "by": self.by,
             "files": files,
+            "joined_along": self.joined_along or None,
             "missing": list(self.missing),
             "competing": list(self.competing),
             "unfinished": list(self.unfinished),

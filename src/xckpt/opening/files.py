@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SeveralFilesError",
     "are_ranks",
+    "file_name",
     "files_of",
     "has_checkpoint",
     "indexed",
@@ -60,10 +61,6 @@ __all__ = [
     "unfinished_in",
 ]
 
-_SIDE_BY_SIDE = (
-    "the files are ranks of one model, opened side by side, because they do not state along which "
-    "axes the ranks split the tensors"
-)
 # Names of parts that are looked for because the names of others imply them.
 _MOST_PARTS = 64
 # Files with the name, or the number, of the newest step: DeepSpeed, Megatron-LM.
@@ -140,12 +137,10 @@ def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> 
     """Return files that are all present, with the numbers in their names."""
     files = []
     for path in places:
-        part = part_of(_file_name(path))
-        rank = rank_of(_file_name(path)) if by == "ranks" else None
+        part = part_of(file_name(path))
+        rank = rank_of(file_name(path)) if by == "ranks" else None
         number, count = (None, None) if part is None else (part.number, part.total)
         files.append(CheckpointFile(path, number, count, "" if rank is None else rank.rank))
-    if by == "ranks":
-        facts["warnings"] = (_SIDE_BY_SIDE,)
     if by == "single" and files[0].of not in {None, 1}:
         text = (
             f"part {files[0].number} of {files[0].of} of a checkpoint; its folder opens all parts"
@@ -154,7 +149,8 @@ def listed_as(by: Any, name: str, places: Mapping[str, Place], **facts: Any) -> 
     return CheckpointFiles(name, tuple(files), by, places=places, **facts)
 
 
-def _file_name(path: str) -> str:
+def file_name(path: str) -> str:
+    """Return the name of the file at a path or URL."""
     return path.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 

@@ -43,8 +43,9 @@ def merge(files: CheckpointFiles, opened: Sequence[Opened]) -> tuple[Source, Ind
     merged = _MergedTensors(files)
     for file in opened:
         arrangement = arrangement.grown(file.index.arrangement, ())
-        sources[file.label] = file.source
-        shards[file.label] = Shard(file.source.size, None, (file.label,))
+        if not isinstance(file.source, ShardedSource):
+            sources[file.label] = file.source
+            shards[file.label] = Shard(file.source.size, None, (file.label,))
         for name, shard in file.index.shards.items():
             sources[_within(file.label, name)] = file.source.shard(name, shard)
             shards[_within(file.label, name)] = shard
@@ -279,7 +280,8 @@ def _merged_attrs(
             if is_alone and (type(first), first) != (type(value), value):
                 differing[key] = None
             merged.setdefault(key, value)
-    if differing:
+    # The arguments of a training contain the number of the rank.
+    if differing and files.by != "ranks":
         names = ", ".join(shown(str(key)) for key in differing)
         warnings.append(f"files disagree on the attributes {names}: the first one's are kept")
     return merged

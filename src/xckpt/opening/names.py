@@ -24,6 +24,7 @@ __all__ = [
     "is_companion",
     "is_index",
     "is_unfinished",
+    "numbers_of",
     "part_of",
     "preference",
     "preferred",
@@ -53,6 +54,7 @@ _RANK = re.compile(
     rf"(?:[-_](?:{_RANK_WORD}[-_]?)?[0-9]{{1,6}})*)(?P<suffix>(?:[-_.][A-Za-z][^/]*)?)",
     re.IGNORECASE,
 )
+_NUMBER_OF_RANK = re.compile(r"[-_]?(?P<words>[a-z]+(?:[-_][a-z]+)*)?[-_]?(?P<number>[0-9]+)")
 _CONSOLIDATED = re.compile(
     r"(?P<stem>consolidated)\.(?P<rank>[0-9]{2,4})(?P<suffix>\.[a-z]+)", re.IGNORECASE
 )
@@ -131,6 +133,12 @@ def rank_of(name: str) -> RankName | None:
         return None
     words = re.sub(r"[0-9]+", "", match["rank"])
     return RankName(match["rank"], (match["stem"], words, match["suffix"]))
+
+
+def numbers_of(rank: str) -> list[tuple[str, int]]:
+    """Return the numbers in the name of a rank, each with the words before it, or none."""
+    matches = _NUMBER_OF_RANK.finditer(rank.lower())
+    return [(match["words"] or "", int(match["number"])) for match in matches]
 
 
 def is_chunked(name: str) -> bool:

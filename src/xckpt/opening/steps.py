@@ -133,6 +133,7 @@ def open_steps(
                 silent=True,
                 tensors=parsed.tensors,
                 missing=parsed.missing,
+                join_ranks=parsed.join_ranks,
                 **parsed.format_options,
             )
         except FileChangedError:

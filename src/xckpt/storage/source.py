@@ -361,6 +361,13 @@ class ShardedSource(Source):
             file.close()
 
 
+def first_file(source: Source) -> Source:
+    """Return a source, or the first of the files that it consists of."""
+    while isinstance(source, ShardedSource):
+        source = next(iter(source.files.values()))
+    return source
+
+
 def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, Source]:
     """Return the files that contain parts, by `Part.shard`; None is the source itself."""
     sources: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}

@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,9 +64,10 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
+    from xckpt.storage import Source
     from xckpt.writing.contents import TensorContent
 
-__all__ = ["Manifest", "differences", "manifest"]
+__all__ = ["Manifest", "differences", "manifest", "manifest_of"]
 
 _FORMAT, _VERSION = "xckpt-manifest", 1
 # 100,000 tensors take 20 MB.
@@ -356,9 +357,16 @@ def manifest(
     source, index = open_index(
         path, engine, storage_options=storage_options, whole=False, missing="ignore"
     )
-    with closing(source), locating(path=source.name):
+    with closing(source):
+        return manifest_of(source, index, select_or_raise(index.tensors, tensors), progress)
+
+
+def manifest_of(
+    source: Source, index: Index, names: Collection[str], progress: ProgressOption = None
+) -> Manifest:
+    """Return the manifest of tensors of an open checkpoint; warn of those that cannot be read."""
+    with locating(path=source.name):
         sources = sources_of(source, index.shards)
-        names = select_or_raise(index.tensors, tensors)
         selected_tensors = [index.tensors[name] for name in names]
         problems = {t.name: t.problem for t in selected_tensors if t.problem is not None}
         _warn_of_unreadable(index.source, problems, len(names) - len(problems))

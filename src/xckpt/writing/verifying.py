@@ -38,7 +38,7 @@ from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
 from xckpt.structure.emptiness import NO_TENSORS, empty_weights
 from xckpt.writing.contents import digest, side_by_side, stored_contents
-from xckpt.writing.manifests import Manifest, differences
+from xckpt.writing.manifests import Manifest, differences, manifest_of
 from xckpt.writing.manifests import manifest as make_manifest
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from xckpt.errors import Cause
-    from xckpt.index import Index, Tensor
+    from xckpt.index import Index, Part, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
@@ -267,6 +267,7 @@ def verify(
         reason = "a download into the file did not end: its contents may have holes"
         findings.append(Finding("error", None, None, None, reason, name))
     findings += _copies(source, index, storage_options)
+    findings += _copies_on_ranks(path, engine, index, storage_options)
     errors: list[tuple[str, CheckpointError]] = []
     digests = unchecked = 0
     with closing(source):
@@ -325,6 +326,33 @@ def _copies(
             verb = "equals" if is_equal else "differs from"
             text = f"its copy in {shown(file)}, which does not count, {verb} it"
             yield Finding("warning", name, "DuplicateTensor", None, text, path)
+
+
+def _copies_on_ranks(
+    path: OpenPath, engine: str | None, index: Index, storage_options: dict[str, Any] | None
+) -> Iterator[Finding]:
+    """Compare tensors that every rank has."""
+    groups = () if index.checkpoint is None else index.checkpoint.copies
+    if not groups:
+        return
+    source, side_by_side = open_index(
+        path, engine, storage_options=storage_options, whole=False, silent=True, join_ranks=False
+    )
+    with closing(source):
+        names = dict.fromkeys(name for group in groups for name in group)
+        digests = manifest_of(source, side_by_side, list(names))
+    names_by_rank: dict[str, list[str]] = defaultdict(list)
+    for first, *copies in groups:
+        for copy in copies:
+            if digests.get(copy) != digests.get(first):
+                rank, _, name = copy.partition(".")
+                names_by_rank[rank].append(name)
+    for rank, differing in names_by_rank.items():
+        text = (
+            f"{some(differing)} in {shown(rank)} differ from the copies that count: the ranks may "
+            "be of different steps"
+        )
+        yield Finding("warning", None, "Ranks", None, text)
 
 
 def _change(file: Source) -> Finding | None:
@@ -481,6 +509,7 @@ def _check(
                 contents += stored_contents(tensor, part_readers(tensor, sources), verify=None)
             # Hashing the stored bytes also checks their digest in the file.
             is_hashed = len(contents) == 1 and contents[0].is_plain
+            longer: list[Part] = []
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
@@ -488,7 +517,9 @@ def _check(
                 is_compared = reader.is_checked if is_hashed else _check_part(reader, nbytes)
                 digests += is_compared
                 # Values in the header are covered by the checks of the structure.
-                is_covered &= is_compared or not part.nbytes or part.inline is not None
+                is_in_header = not part.nbytes or part.inline is not None
+                is_covered &= is_compared or is_in_header or _lies_in(part, longer)
+                longer += [part.within] if is_compared and part.within is not None else []
                 progress.advance(0 if is_hashed else part.nbytes)
             _check_values(tensor, sources)
             if compared is not None:
@@ -502,6 +533,16 @@ def _check(
             compared.failed[tensor.name] = _finding(error, tensor.name)
         return _Checked(error.with_traceback(None), digests, is_covered=False)
     return _Checked(None, digests, is_covered=is_covered or compared is not None)
+
+
+def _lies_in(part: Part, longer: Iterable[Part]) -> bool:
+    """Return whether one of several longer parts has the bytes of a part."""
+    return any(
+        (part.shard, part.encoding) == (candidate.shard, candidate.encoding)
+        and candidate.offset <= part.offset
+        and part.offset + part.nbytes <= candidate.offset + candidate.nbytes
+        for candidate in longer
+    )
 
 
 def _check_part(reader: PartReader, nbytes: int) -> bool:

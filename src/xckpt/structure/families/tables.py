@@ -26,6 +26,7 @@ flag             meaning
 ``rotary``       rotary position embeddings turn the outputs
 ``in_first``     inputs come before outputs
 ``interleaved``  the fused parts alternate, head by head
+``fused``        the fused parts follow one another, and tensor parallelism divides each of them
 ``alias``        another name of a tied tensor
 ===============  ===================================================================================
 """
