@@ -252,4 +252,4 @@ class TestRequests:
     def test_misspelled_raise(self, tmp_path: Path) -> None:
         xckpt.save(VALUES, tmp_path / "m.zt")
         with pytest.raises(ValueError, match="expected 'size'"):
-            xckpt.open(tmp_path / "m.zt", dims="sizes")
+            xckpt.open(tmp_path / "m.zt", dims="sizes")  # type: ignore[arg-type]

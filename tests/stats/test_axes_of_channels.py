@@ -91,3 +91,21 @@ def test_channels_follow_from_the_names_of_axes(
     channels = structure.channels("w")
     assert channels is not None
     assert (channels.rows, channels.columns) == expected
+
+
+def test_channels_follow_from_the_family() -> None:
+    """GPT-2 stores inputs first, and names of its weights do not tell."""
+    shapes = {"wte.weight": (50, 8), "wpe.weight": (16, 8), "ln_f.weight": (8,)}
+    for n in range(2):
+        shapes |= {
+            f"h.{n}.attn.c_attn.weight": (8, 24),
+            f"h.{n}.attn.c_proj.weight": (8, 8),
+            f"h.{n}.mlp.c_fc.weight": (8, 32),
+            f"h.{n}.mlp.c_proj.weight": (32, 8),
+            f"h.{n}.ln_1.weight": (8,),
+            f"h.{n}.ln_2.weight": (8,),
+        }
+    structure = Structure([Described(name, "float32", shape) for name, shape in shapes.items()])
+    assert structure.channels("h.1.mlp.c_fc.weight") == ((1,), (0,), True)
+    few = Structure([Described("h.1.mlp.c_fc.weight", "float32", (8, 32))])
+    assert few.channels("h.1.mlp.c_fc.weight") is None
