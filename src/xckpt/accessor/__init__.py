@@ -365,7 +365,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xckpt.open("adapter/adapter_model.safetensors")
         >>> ds.ckpt.adapters().groupby("rank").size()
         """
-        from xckpt.datasets.adapters import adapter_table
+        from xckpt.datasets.adapter_updates import adapter_table
 
         return adapter_table(self._adapters()[1])
 
@@ -401,7 +401,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xckpt.open("adapter/adapter_model.safetensors")
         >>> ds.ckpt.updates().ckpt.spectrum().ckpt.table()
         """
-        from xckpt.datasets.adapters import update_dataset
+        from xckpt.datasets.adapter_updates import update_dataset
 
         tensors, adapters = self._adapters()
         return cast("Dataset", update_dataset(adapters, tensors, scale))

@@ -281,7 +281,7 @@ def compare(
             from xckpt.comparison.merges import open_merges
 
             ours_names = {row.name for matches in rows for row in matches if row.ours is not None}
-            merges = open_merges(adapter, ours_names, storage_options)
+            merges = open_merges(adapter, ours, ours_names, storage_options)
         summary = _add_explanations(
             entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges
         )

@@ -10,7 +10,10 @@ merge if each element of ``b`` is within the rounding of the sum:
 - the rounding of float32 in the sums of the product.
 
 DoRA divides by norms and multiplies by magnitudes, which may be rounded to the type of ``b`` as
-well: two more steps of the result.
+well: two more steps of the result; so are the factors of (IA)³.
+
+The rows of an adapter may be in another order than those of the model, as llama.cpp permutes the
+heads of queries and keys, and the model may have them in one tensor with others (`_Part`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.comparison.arrangements import RopePermuted
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
-from xckpt.datasets.adapters import factors_of, find_adapters, match_bases
+from xckpt.datasets.adapter_updates import matrices_of, update_rows
+from xckpt.datasets.adapters import find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.configs import adapter_in, read_config
@@ -31,6 +36,7 @@ from xckpt.scan.entries import contents_of_all
 from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
+from xckpt.structure.facts import model_facts
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
@@ -38,11 +44,14 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.datasets.adapters import Adapter
-    from xckpt.datasets.tensors import OpenTensors
+    from xckpt.datasets.tensors import DescribedTensors, OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
     from xckpt.scan.readers import Reader
+    from xckpt.structure.counterparts import Counterpart
     from xckpt.typing import Array
+
+    Shape = tuple[int, ...]
 
 __all__ = ["Merges", "open_merges"]
 
@@ -52,12 +61,19 @@ _MORE_ROUNDINGS = 4
 _FLOAT32_STEP = 2.0**-23
 # Another scale is suggested if it leaves at most this share of the norm of the difference.
 _FITTED = 0.05
-
-
-def is_turned(adapter: Adapter, reader: Reader) -> bool:
-    """Return whether a linear layer has the axes of the adapter in the other order."""
-    shape = tuple(reader.array.shape)
-    return adapter.is_linear and adapter.shape == shape[::-1] != shape
+# Products of one element, by kind.
+_FACTORS = {"loha": 2, "lokr": 2}
+_FORMULAS = {
+    "lora": "a + {scale:.6g} * B @ A of rank {rank}",
+    "dora": "a + {scale:.6g} * B @ A of rank {rank}, with the norms of DoRA",
+    "loha": "a + {scale:.6g} * the update of LoHa",
+    "lokr": "a + {scale:.6g} * the update of LoKr",
+    "adalora": "a + {scale:.6g} * B @ E @ A of rank {rank}",
+    "ia3": "a times the factors of (IA)³",
+    "bias": "a + {scale:.6g} * bias of the adapter",
+    "saved": "the tensor of the adapter",
+    "rows": "a with {rows:,} rows of the adapter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +81,33 @@ class Merges:
     """An adapter, and its changes by the names of tensors in ``a``."""
 
     tensors: OpenTensors
-    adapters: Mapping[str, Adapter]
+    adapters: Mapping[str, list[tuple[Adapter, Counterpart]]]
+    #: Number of the rows of these tensors.
+    extents: Mapping[str, int]
 
     def explain(self, cases: Sequence[Case], bar: Progress) -> dict[int, Explanation]:
         """Explain the cases that the adapter changes, by their numbers."""
         tasks = []
         explanations = {}
-        pairs = [(self.adapters.get(case.match.name), case.match.both) for case in cases]
+        pairs = [
+            (self.adapters[case.match.name], case.match.both, number)
+            for number, case in enumerate(cases)
+            if case.match.name in self.adapters
+        ]
         # PEFT's config has one `fan_in_fan_out`, even for a model with linear layers of both kinds.
-        is_mixed = any(a and both and is_turned(a, both[0]) for a, both in pairs)
-        for number, (adapter, readers) in enumerate(pairs):
-            if adapter is None or readers is None:
+        is_mixed = any(_is_turned(*c, *both[:1]) for cs, both, _ in pairs if both for c in cs)
+        for changes, readers, number in pairs:
+            if readers is None:
                 continue
-            problem = adapter.note
-            update = adapter.turned() if is_turned(adapter, readers[0]) else adapter
-            if not problem and update.shape != tuple(readers[0].array.shape):
-                problem = f"its update has the shape {list(update.shape)}"
+            parts = [_part_of(*change, readers, self) for change in changes]
+            problem = next((part.problem for part in parts if part.problem), "")
+            if not problem and len(parts) > 1 and any(not part.is_fused for part in parts):
+                problem = "the adapter changes it as a whole and in parts"
             if problem:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
                 explanations[number] = Explanation(("changed",), text, holds=False)
             else:
-                tasks.append(_Merge(number, update, *readers, self.tensors, is_mixed))
+                tasks.append(_Merge(number, parts, *readers, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
@@ -95,7 +117,10 @@ class Merges:
 
 
 def open_merges(
-    adapter: Describable, names: Collection[str], storage_options: dict[str, Any] | None
+    adapter: Describable,
+    base: DescribedTensors | OpenTensors,
+    names: Collection[str],
+    storage_options: dict[str, Any] | None,
 ) -> Merges:
     """Open an adapter; warn of changes of tensors that the base model lacks."""
     [tensors] = contents_of_all([adapter_in(adapter, storage_options)], storage_options)
@@ -109,118 +134,285 @@ def open_merges(
     if all(adapter.kind == "unsupported" for adapter in adapters):
         notes = dict.fromkeys(adapter.note for adapter in adapters)
         raise UnsupportedError("; ".join(notes), path=tensors.source or None)
-    matches, missing = match_bases(adapters, names)
+    structure = base.structure
+    if base.source and not structure.facts.types:
+        stated = read_config(base.source, base.attrs, "config", storage_options)
+        if stated is not None:
+            structure = structure.with_facts(model_facts(base.attrs, stated))
+    matches, missing = match_bases(adapters, structure, names, base.source)
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
-    return Merges(tensors, matches)
+    extents = {name: (*structure.described(name).shape, 1)[0] for name in matches}
+    return Merges(tensors, matches, extents)
+
+
+def _is_turned(adapter: Adapter, counterpart: Counterpart, ours: Reader) -> bool:
+    """Return whether a linear layer has the axes of the adapter in the other order."""
+    shape = tuple(ours.array.shape)
+    if not adapter.is_linear or len(shape) != 2:
+        return False
+    if shape[0] == shape[1] and counterpart.outputs is not None and not counterpart.slot:
+        return adapter.out_axis != counterpart.outputs
+    return adapter.shape == shape[::-1] != shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An adapter, and the rows of a tensor of ``a`` that it changes."""
+
+    adapter: Adapter
+    #: For each row of the tensor, the row of the adapter; negative for rows that it leaves.
+    rows: Array | None = None
+    #: Rows of the adapter in the other order that heads may have.
+    other_rows: Array | None = None
+    #: Slot of the adapter, if the tensor has several.
+    slot: str = ""
+    problem: str = ""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the tensor has other parts."""
+        return bool(self.slot)
+
+
+def _part_of(
+    adapter: Adapter, counterpart: Counterpart, readers: tuple[Reader, Reader], merges: Merges
+) -> _Part:
+    """Return the rows of a tensor that an adapter changes, or why that cannot be verified."""
+    ours, theirs = readers
+    shape = tuple(ours.array.shape)
+    update = adapter.turned() if _is_turned(adapter, counterpart, ours) else adapter
+    problem = adapter.note if adapter.scale is None and adapter.kind != "lora" else ""
+    problem = problem or counterpart.problem
+    is_by_rows = bool(counterpart.slot or counterpart.split[1] or counterpart.heads)
+    if adapter.kind == "saved":  # an embedding may have been resized
+        shape = tuple(theirs.array.shape)
+    if is_by_rows and (update.kind in {"dora", "ia3", "rows"} or update.out_axis):
+        kind = f"{update.kind} adapters" if not update.out_axis else "transposed weights"
+        problem = problem or f"{kind} are not verified in tensors with rows in another order"
+    if problem:
+        return _Part(update, problem=problem)
+    count, rows = update.shape[0] if update.shape else 1, None
+    if counterpart.slot:
+        rows, problem = _rows_in(counterpart.slot, count, shape[0])
+    elif counterpart.split[1]:
+        rows, problem = _rows_out(counterpart, count, merges)
+    other_rows = None
+    if update.kind == "rows":
+        rows = np.full(shape[0], -1)
+        inside = [row for row in update.rows if row < shape[0]]
+        rows[inside] = np.arange(len(inside))
+    if not problem and counterpart.heads:
+        if count % (2 * counterpart.heads):
+            problem = f"{count} rows are not {counterpart.heads} heads of an even size"
+        else:
+            order = RopePermuted(0, counterpart.heads, counterpart.is_undone).positions(count)
+            rows = np.arange(count) if rows is None else rows
+            other_rows = np.where(rows < 0, -1, order[rows])
+    expected = shape if rows is None or update.kind == "rows" else (count, *shape[1:])
+    if not problem and not _has_extents(update, expected):
+        problem = f"its update has the shape {list(update.shape)}"
+    return _Part(update, rows, other_rows, counterpart.slot, problem)
+
+
+def _has_extents(adapter: Adapter, shape: Shape) -> bool:
+    """Return whether an update has as many rows and columns as a tensor."""
+    if adapter.kind == "ia3":
+        return adapter.shape in {(shape[0], 1), (1, prod(shape[1:]))}
+    if adapter.kind == "rows":
+        return adapter.shape[1:] == shape[1:] and max(adapter.rows) < shape[0]
+    is_matrix = len(shape) > 1 and bool(adapter.shape)
+    matrix = (shape[0], prod(shape[1:])) if is_matrix else shape
+    extents = (adapter.shape[0], prod(adapter.shape[1:])) if is_matrix else adapter.shape
+    return extents == matrix
+
+
+def _rows_in(slot: str, count: int, total: int) -> tuple[Array | None, str]:
+    """Return the rows of an adapter of one part, for each row of the whole tensor."""
+    # Keys and values have equally many rows, and so have a gate and its partner.
+    starts = {"key": total - 2 * count, "value": total - count, "up": total - count}
+    start = starts.get(slot.rpartition(".")[2], 0)
+    is_half = slot.startswith("ffn.")
+    if start < 0 or count > total or (is_half and 2 * count != total):
+        return None, f"its update has {count} rows of {total}, which is not the part {slot}"
+    rows = np.full(total, -1)
+    rows[start : start + count] = np.arange(count)
+    return rows, ""
+
+
+def _rows_out(counterpart: Counterpart, count: int, merges: Merges) -> tuple[Array | None, str]:
+    """Return the rows of a fused adapter that belong to one tensor of several."""
+    number, names = counterpart.split
+    extents = [merges.extents.get(name, 0) for name in names]
+    if sum(extents) != count:
+        return None, f"its update has {count} rows, and {some(names)} have {sum(extents)}"
+    start = sum(extents[:number])
+    return np.arange(start, start + extents[number]), ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The factors or values of an adapter for one tensor, in memory."""
+    """The matrices or values of an adapter for one tensor, in memory."""
 
-    left: Array
-    #: None if `left` is the whole change.
-    right: Array | None
+    part: _Part
+    matrices: Mapping[str, Array]
     scale: float
+    #: Magnitudes of the factors, or None if there are none.
     magnitude: Array | None = None
 
     def product(self, rows: slice) -> Array:
         """Return rows of the product, without the scale."""
-        left: Array = self.left[rows]
-        return left if self.right is None else left @ self.right
+        return self._rows(self.matrices, rows)
 
-    def product_bound(self, rows: slice) -> Array | float:
+    def bound(self, rows: slice) -> Array | float:
         """Return a bound on the sums of the magnitudes of the terms of each element."""
-        if self.right is None:
+        kind = self.part.adapter.kind
+        if not self.part.adapter.is_product:
             return 0.0
-        left, right = np.linalg.norm(self.left[rows], axis=1), np.linalg.norm(self.right, axis=0)
-        bound: Array = abs(self.scale) * np.multiply.outer(left, right)
-        return bound
+        if kind in {"lora", "dora"}:
+            sides = self.matrices["left"], self.matrices["right"]
+            norms = [np.linalg.norm(side, axis=1 - axis) for axis, side in enumerate(sides)]
+            matrices = {"left": norms[0][:, None], "right": norms[1][None]}
+        else:
+            matrices = {name: np.abs(matrix) for name, matrix in self.matrices.items()}
+        return abs(self.scale) * self._rows(matrices, rows)
+
+    def _rows(self, matrices: Mapping[str, Array], rows: slice) -> Array:
+        own_rows = self.part.rows
+        if own_rows is None:
+            return self._update(matrices, rows)
+        numbers = own_rows[rows]
+        changed = numbers >= 0
+        update = self._update(matrices, numbers[changed])
+        product: Array = np.zeros((len(numbers), update.shape[1]))
+        product[changed] = update
+        return product
+
+    def _update(self, matrices: Mapping[str, Array], rows: Any) -> Array:
+        if self.part.adapter.is_product:
+            update: Array = update_rows(self.part.adapter.kind, matrices, rows)
+            return update
+        values = next(iter(matrices.values()))
+        # Factors of the columns are the same for all rows.
+        return values if self.part.adapter.kind == "ia3" and len(values) == 1 else values[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """A tensor on both sides, and the adapter that may explain its difference."""
+    """A tensor on both sides, and the adapters that may explain its difference."""
 
     number: int
-    adapter: Adapter
+    parts: list[_Part]
     ours: Reader
     theirs: Reader
     tensors: OpenTensors
     is_mixed: bool  # whether the order of the axes of a square matrix is unknown
 
     def explain(self) -> Explanation:
-        """Verify the merge, for a square matrix of a mixed model in both orders of axes."""
-        adapter, explanation = self.adapter, self.verify()
-        is_square = adapter.is_linear and adapter.shape == adapter.shape[::-1]
-        if self.is_mixed and is_square and not explanation.holds:
-            turned = replace(self, adapter=adapter.turned()).verify()
-            return turned if turned.holds else explanation
+        """Verify the merge, with all orders of rows or axes that the adapter may have."""
+        explanation = self.verify()
+        for parts in () if explanation.holds else self._other_orders():
+            other = replace(self, parts=parts).verify()
+            if other.holds:
+                return other
         return explanation
 
+    def _other_orders(self) -> Iterator[list[_Part]]:
+        if any(part.other_rows is not None for part in self.parts):
+            yield [
+                part if part.other_rows is None else replace(part, rows=part.other_rows)
+                for part in self.parts
+            ]
+        [part] = self.parts if len(self.parts) == 1 else [None]
+        adapter = None if part is None else part.adapter
+        if part and adapter and self.is_mixed and adapter.is_linear and part.rows is None:
+            if adapter.shape == adapter.shape[::-1]:
+                yield [replace(part, adapter=adapter.turned())]
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter, or the first of several."""
+        return self.parts[0].adapter
+
     def verify(self) -> Explanation:
-        """Verify the merge with the axes of the adapter."""
+        """Verify the merge with the rows and axes of the adapter."""
         with locating(tensor=self.ours.name), np.errstate(all="ignore"):
             if self.theirs.kind.name not in FRACTION_BITS:
                 text = f"the adapter changes it; merges of {self.theirs.kind.name} are not verified"
                 return Explanation(("changed",), text, holds=False)
-            change = self._change()
-            norms = None if change.magnitude is None else self._norms(change)
-            off, largest, products = 0, 0.0, np.zeros(3)
-            for rows, x, y in self._blocks():
-                product = change.product(rows)
-                expected, bound = self._expected(change, norms, rows, x, product)
-                bound += _step(np.maximum(np.abs(expected), np.abs(y)), self.theirs.kind.name) / 2
-                error = np.abs(y - expected)
-                off += int(np.count_nonzero(~(error <= bound)))
-                largest = max(largest, float(error.max(initial=0.0)))
-                difference = y - x
-                products += [
-                    *(np.vdot(difference, difference), np.vdot(difference, product)),
-                    np.vdot(product, product),
-                ]
+            changes = [self._change(part) for part in self.parts]
+            if self.adapter.scale is not None:
+                return self._verify(changes)
+            return self._verify_without_scale(changes[0])
+
+    def _verify(self, changes: Sequence[_Change]) -> Explanation:
+        change = changes[0]
+        norms = None if change.magnitude is None else self._norms(change)
+        off, largest, products = 0, 0.0, np.zeros(3)
+        for rows, x, y in self._blocks():
+            updates = [change.scale * change.product(rows) for change in changes]
+            expected, bound = self._expected(changes, updates, norms, rows, x)
+            bound += _step(np.maximum(np.abs(expected), np.abs(y)), self.theirs.kind.name) / 2
+            error = np.abs(y - expected)
+            off += int(np.count_nonzero(~(error <= bound)))
+            largest = max(largest, float(error.max(initial=0.0)))
+            products += _inner_products(y - x, sum(updates))
         return self._describe(change.scale, off, largest, products.tolist())
 
-    def _change(self) -> _Change:
-        adapter = self.adapter
-        if not adapter.is_product:
-            value = self._read("value").reshape(adapter.shape[0] if adapter.shape else 1, -1)
-            scale = 1.0 if adapter.scale is None else adapter.scale
-            return _Change(value, None, scale)
-        factors = factors_of(adapter, self.tensors, adapter.scale or 0.0)
-        left, right = factors.arrays()
-        magnitude = self._read("magnitude").reshape(-1) if "magnitude" in adapter.tensors else None
-        return _Change(left, right, factors.scale, magnitude)
+    def _verify_without_scale(self, change: _Change) -> Explanation:
+        """Verify the merge with the scale that fits."""
+        products = np.zeros(3)
+        for rows, x, y in self._blocks():
+            products += _inner_products(y - x, change.product(rows))
+        note, rank = self.adapter.note, self.adapter.rank or 1
+        _, mixed, squares = products.tolist()
+        fitted = mixed / squares if squares else 0.0
+        # The quotient of two numbers with few digits, or any number.
+        for scale in dict.fromkeys((float(f"{fitted * rank:.4g}") / rank, fitted)):
+            explanation = self._verify([replace(change, scale=scale)])
+            if explanation.holds and scale:
+                text = f"{explanation.text}; {scale:.6g} is the scale that fits, as {note}"
+                return replace(explanation, text=text)
+        text = f"the adapter changes it, which cannot be verified: {note}"
+        text += "; b is equal to a" if not products[0] else f", and no scale fits ({fitted:.4g})"
+        return Explanation(("changed",), text, holds=False, rank=self.adapter.rank)
 
-    def _read(self, purpose: str) -> Array:
-        array = in_memory(self.tensors.variable(self.adapter.tensors[purpose]).data)
-        return np.asarray(array).astype(np.float64)
+    def _change(self, part: _Part) -> _Change:
+        adapter = part.adapter
+        matrices = {
+            name: np.asarray(in_memory(matrix)).astype(np.float64)
+            for name, matrix in matrices_of(adapter, self.tensors).items()
+        }
+        magnitude = matrices.pop("magnitude").reshape(-1) if "magnitude" in matrices else None
+        if "value" in matrices and len(adapter.shape) < 2:
+            matrices["value"] = matrices["value"].reshape(-1, 1)
+        return _Change(part, matrices, 1.0 if adapter.scale is None else adapter.scale, magnitude)
 
     @property
     def _adapter_kind(self) -> str:
         """The stored element type of the adapter."""
-        name = self.adapter.tensors.get("left") or self.adapter.tensors["value"]
-        variable = self.tensors.variable(name)
+        variable = self.tensors.variable(next(iter(self.adapter.tensors.values())))
         kind = kind_of(variable.encoding.get("stored_dtype", variable.dtype))
         return "float32" if kind is None else kind.name
 
     def _blocks(self) -> Iterator[tuple[slice, Array, Array]]:
         """Yield slices of rows, and these rows of both sides as float64 matrices."""
-        shape = self.ours.array.shape or (1,)
+        shape = self.theirs.array.shape or (1,)
         columns = prod(shape[1:])
         step = max(1, _BLOCK_NBYTES // (8 * max(1, columns)))
-        is_whole = self.ours.whole or self.theirs.whole or not self.ours.array.shape
-        sides: list[Any] = [self.ours.array, self.theirs.array]
+        is_whole = self.ours.whole or self.theirs.whole or not self.theirs.array.shape
+        is_saved = self.adapter.kind == "saved"  # the adapter has the whole tensor
+        sides: list[Any] = [None if is_saved else self.ours.array, self.theirs.array]
         if is_whole:
-            sides = [in_memory(side[...]).reshape(shape) for side in sides]
+            sides = [side if side is None else in_memory(side[...]).reshape(shape) for side in sides]
         for start in range(0, shape[0], step):
             rows = slice(start, min(start + step, shape[0]))
             key = (rows, *(slice(None),) * (len(shape) - 1))
-            x, y = (in_memory(side[key]).astype(np.float64) for side in sides)
-            if self.adapter.kind == "saved":  # the adapter has the whole tensor
-                x = np.zeros_like(x)
-            yield rows, x.reshape(len(x), -1), y.reshape(len(y), -1)
+            y = in_memory(sides[1][key]).astype(np.float64).reshape(rows.stop - start, -1)
+            x = np.zeros_like(y)
+            if sides[0] is not None:
+                x = in_memory(sides[0][key]).astype(np.float64).reshape(y.shape)
+            yield rows, x, y
 
     def _norms(self, change: _Change) -> Array:
         """Return the norms of the outputs of the sum, along the axis that DoRA normalises."""
@@ -233,18 +425,30 @@ class _Merge:
         return norms
 
     def _expected(
-        self, change: _Change, norms: Array | None, rows: slice, x: Array, product: Array
+        self,
+        changes: Sequence[_Change],
+        updates: Sequence[Array],
+        norms: Array | None,
+        rows: slice,
+        x: Array,
     ) -> tuple[Array, Array]:
         """Return the merged elements of a block, and the error that roundings before may cause."""
         kind = self.theirs.kind.name
-        update = change.scale * product
-        expected = x + update
+        update = sum(updates[1:], updates[0])
+        expected = x * update if self.adapter.kind == "ia3" else x + update
+        own_rows = self.parts[0].rows
+        if self.adapter.kind == "rows" and own_rows is not None:
+            expected = np.where(own_rows[rows, None] < 0, x, update)
         coarser_kind = min(kind, self._adapter_kind, key=lambda name: FRACTION_BITS.get(name, 99))
         bound = _step(update, coarser_kind)
-        terms = (self.adapter.rank or 0) + _MORE_ROUNDINGS
-        bound += terms * _FLOAT32_STEP * change.product_bound(rows)
+        for change in changes:
+            terms = (change.part.adapter.rank or 1) * _FACTORS.get(self.adapter.kind, 1)
+            bound += (terms + _MORE_ROUNDINGS) * _FLOAT32_STEP * change.bound(rows)
         if FRACTION_BITS.get(self.ours.kind.name, 0) > FRACTION_BITS[kind]:
             bound += _step(x, kind) / 2
+        if self.adapter.kind == "ia3":
+            bound = bound * np.abs(x) + 2 * _step(expected, kind)
+        change = changes[0]
         if change.magnitude is not None and norms is not None:
             factor = change.magnitude / norms
             factor = factor[None] if self.adapter.out_axis else factor[rows, None]
@@ -257,30 +461,37 @@ class _Merge:
         self, scale: float, off: int, largest: float, products: Sequence[float]
     ) -> Explanation:
         """Explain the tensor; `off` is the number of the elements that are not the sum."""
-        # Inner products of the difference and the product of the factors.
+        # Inner products of the difference and the update.
         squares, mixed, product_squares = products
         adapter, kind, rank = self.adapter, self.theirs.kind.name, self.adapter.rank
-        formula = {
-            "lora": f"a + {scale:.6g} * B @ A of rank {rank}",
-            "dora": f"a + {scale:.6g} * B @ A of rank {rank}, with the norms of DoRA",
-            "bias": f"a + {scale:.6g} * bias of the adapter",
-            "saved": "the tensor of the adapter",
-        }[adapter.kind]
+        formula = _FORMULAS[adapter.kind].format(scale=scale, rank=rank, rows=len(adapter.rows))
+        if self.parts[0].is_fused:
+            slots = [part.slot.rpartition(".")[2] for part in self.parts]
+            formula += f" in the rows of {', '.join(slots)}"
+        elif self.parts[0].rows is self.parts[0].other_rows is not None:
+            formula += ", with the rows of each head permuted"
         if not off:
             text = f"b is {formula}, within the rounding of {kind}"
             if not squares:
                 text += "; b is equal to a, as the change is smaller than the rounding"
             return Explanation(("merged",), text, rank=rank)
-        share = f"{100 * off / self.ours.size:.3g} % of the elements are further off"
+        share = f"{100 * off / self.theirs.size:.3g} % of the elements are further off"
         text = f"b is not {formula}: {share} than the rounding of {kind}, by up to {largest:.3g}"
         if not squares:
             text += "; b is equal to a"
-        elif adapter.kind == "lora" and product_squares:
+        elif adapter.is_product and adapter.kind != "dora" and product_squares:
             fitted = mixed / product_squares
             remaining = 1 - mixed * fitted / squares
             if remaining <= _FITTED**2:
-                text += f"; {fitted:.4g} * B @ A fits best"
+                factors = "B @ A" if adapter.kind == "lora" else "the update"
+                text += f"; {fitted * scale:.4g} * {factors} fits best"
         return Explanation(("changed",), text, holds=False, rank=rank)
+
+
+def _inner_products(difference: Array, update: Array | float) -> Array:
+    """Return the inner products of a difference and an update."""
+    pairs = ((difference, difference), (difference, update), (update, update))
+    return np.array([np.vdot(first, second) for first, second in pairs])
 
 
 def _step(values: Array, kind: str) -> Array:

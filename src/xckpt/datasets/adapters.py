@@ -2,7 +2,8 @@
 
 An adapter changes tensors of a base model. For most of them it holds two factors, ``B @ A``, which
 are multiplied by a scale and added; `find_adapters` pairs the factors and takes the scale from the
-config, the attributes or a tensor ``alpha``. A scale that is not stated is never assumed.
+config, the attributes or a tensor ``alpha``. Without ``alpha``, kohya and diffusers take the rank; a
+scale that others do not state is never assumed. `match_bases` finds the tensors of a model.
 
 ========================================  ========================================================
 names of factors                          written by
@@ -10,7 +11,7 @@ names of factors                          written by
 ``*.lora_A.weight``, ``*.lora_B.weight``  PEFT, diffusers; also with the name of the adapter
 ``*.lora_embedding_A``                    PEFT, embeddings: the base has the transpose
 ``*.lora_down.weight``, ``*.alpha``       kohya; the module has underscores instead of dots
-``*.lora.down.weight``                    diffusers before 0.22
+``*.lora.down.weight``                    diffusers before 0.22, also with ``lora_linear_layer``
 ``*.lora_a``, ``*.lora_b``                MLX, transposed; llama.cpp after ``.weight``
 ========================================  ========================================================
 
@@ -27,30 +28,26 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import dask.array as da
 import numpy as np
 
-from xckpt.arrays.keys import target_nbytes
 from xckpt.datasets.adapter_methods import (
     FLAT_PREFIX,
+    FORMULAS,
     method_of_config,
     method_of_name,
     problem_of_options,
 )
-from xckpt.datasets.mappings import as_dataset
-from xckpt.errors import shown, some, warn
+from xckpt.errors import shown, some
 from xckpt.quantization.config import is_match
-from xckpt.upstream.xarray_variables import data_of
+from xckpt.structure.counterparts import Counterparts, Requested, part_of_pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    import pandas as pd
-    import xarray as xr
-
-    from xckpt.datasets.adapter_methods import Method
+    from xckpt.datasets.adapter_methods import Formula, Method
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.typing import Array
+    from xckpt.structure import Structure
+    from xckpt.structure.counterparts import Counterpart
 
 # Ends of the names of tensors, by the purpose of the tensor. A transposed factor ends in "T".
 _ENDINGS = {
@@ -59,6 +56,7 @@ _ENDINGS = {
     ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude",
     ".lora_down.weight": "A", ".lora_up.weight": "B", ".dora_scale": "magnitude",
     ".lora.down.weight": "A", ".lora.up.weight": "B",
+    ".lora_linear_layer.down.weight": "A", ".lora_linear_layer.up.weight": "B",
     "_lora.down.weight": "A", "_lora.up.weight": "B",
     ".weight.lora_a": "A", ".weight.lora_b": "B",
     ".lora_a": "A.T", ".lora_b": "B.T", ".m": "magnitude", ".alpha": "alpha",
@@ -68,6 +66,13 @@ _ADAPTER_NAME = re.compile(
     r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[^.]+"
 )
 _PREFIXES = ("base_model.model.", "base_model.")
+# Names of diffusers before 0.22, after the names of attention processors are removed.
+_TEXT_ENCODER_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+# The part of a pipeline in front of a name; the files of diffusers have no other one.
+_PART = re.compile(
+    r"(lora_(?:unet|transformer|prior_unet)_|(?:unet|diffusion_model)\.|transformer(?=\.\w*blocks\.)\.)"
+    r"|lora_(te[0-9]?)_|(?:lora_prior_(te)_)|(text_encoder(?:_[23])?)\."
+)
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -77,10 +82,12 @@ class Adapter:
     """A change of one tensor of a base model."""
 
     base: str  # name of the tensor in the base model, as far as the adapter states it
-    # "lora": product of factors; "dora": the same with new norms of the outputs; "bias": number
-    # added to a bias; "saved": whole tensor instead of the one of the base model; "unsupported"
+    # "lora": product of factors; "dora": the same with new norms of the outputs; "loha", "lokr",
+    # "adalora": other products; "ia3": factors of rows or columns; "bias": number added to a bias;
+    # "saved": whole tensor instead of the one of the base model; "rows": some of its rows;
+    # "unsupported"
     kind: str
-    tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value
+    tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value, hada_w1_a
     shape: tuple[int, ...]  # of the change
     rank: int | None = None
     alpha: float | None = None  # None if it is not stated, like the scale
@@ -89,11 +96,13 @@ class Adapter:
     is_transposed: bool = False  # whether the product is of the transposed factors
     out_axis: int = 0  # axis of the outputs, whose norms DoRA sets
     is_linear: bool = False  # whether the config states the order of the axes
+    rows: tuple[int, ...] = ()  # of the tensor, for "rows"
+    is_optional: bool = False  # whether the base model may lack the tensor
 
     @property
     def is_product(self) -> bool:
-        """Whether the adapter has factors."""
-        return self.kind in {"lora", "dora"}
+        """Whether the adapter has factors, whose product is added."""
+        return self.kind in {"lora", "dora", "loha", "lokr", "adalora"}
 
     def turned(self) -> Adapter:
         """Return the adapter of a linear layer with the other order of axes."""
@@ -107,23 +116,6 @@ class Adapter:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """The factors of a product, for functions that need not form it."""
-
-    left: da.Array  # matrix of `rank` columns
-    right: da.Array  # matrix of `rank` rows
-    scale: float
-    shape: tuple[int, ...]  # of the product; the axes after the first may be several
-    product: str = ""  # name of the dask array of the product, which shows that it is unchanged
-    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
-
-    def arrays(self) -> tuple[Array, Array]:
-        """Read both factors, as float64."""
-        left, right = da.compute(self.left, self.right)
-        return left.astype(np.float64), right.astype(np.float64)
-
-
 # --- names ---------------------------------------------------------------------------------------
 
 
@@ -132,7 +124,14 @@ class _AdaptedModule:
     """The tensors of an adapter for one module, by purpose."""
 
     tensors: dict[str, str] = field(default_factory=dict)
-    method: Method | None = None  # if it is unsupported
+    method: Method | None = None  # other than LoRA
+
+    @property
+    def formula(self) -> Formula | None:
+        """The formula of the update, if the module has all of its factors and no others."""
+        names = self.tensors.keys() - {"alpha"}
+        formulas = FORMULAS.get(self.method.name, ()) if self.method else ()
+        return next((formula for formula in formulas if formula.names == names), None)
 
 
 def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> list[Adapter]:
@@ -148,11 +147,14 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
     adapters = [_adapter(name, module, shapes, scales) for name, module in modules.items()]
     bases = {adapter.base for adapter in adapters}
     for (name, module), adapter in zip(modules.items(), list(adapters), strict=True):
+        base = f"{_base_module(name)}.bias"
         if "bias" in module.tensors:
-            base, bias = f"{_base_module(name)}.bias", module.tensors["bias"]
+            bias = module.tensors["bias"]
             tensor = {"value": bias}
             scale, note = adapter.scale, adapter.note
             adapters.append(Adapter(base, "bias", tensor, shapes[bias], scale=scale, note=note))
+        elif adapter.kind == "ia3" and adapter.shape[1:] == (1,):
+            adapters.append(replace(adapter, base=base, is_optional=True))
     for name in remaining_names:
         base = _base_of(name)
         if base not in bases:  # PEFT saves trained embeddings next to their factors
@@ -176,11 +178,13 @@ def _modules_of(
     for name in names:
         plain = _ADAPTER_NAME.sub(r".\1", name) if len(name) <= _LONGEST_NAME else name
         ending = next((ending for ending in _ENDINGS if plain.endswith(ending)), None)
-        unsupported = method_of_name(plain, prefixes) if methods else None
-        if unsupported is not None:
-            stem, method = unsupported
+        other = method_of_name(plain, prefixes) if methods else None
+        if other is not None:
+            stem, method = other
+            word = plain[len(stem) + 1 :]
             if _base_module(stem):  # not a tensor that all modules share
-                modules.setdefault(stem, _AdaptedModule()).method = method
+                module = modules.setdefault(stem, _AdaptedModule())
+                module.method, module.tensors[word] = method, name
         elif ending is None:
             remaining_names.append(name)
         else:
@@ -191,9 +195,9 @@ def _modules_of(
                 both = some([module.tensors[purpose], name], "tensors")
                 raise ValueError(f"the file has several adapters of one module: {both}")
             module.tensors[purpose] = name
-    unsupported_stems = {stem for stem, module in modules.items() if module.method}
+    other_stems = {stem for stem, module in modules.items() if module.method}
     remaining_names = [
-        name for name in remaining_names if name.rpartition(".")[0] not in unsupported_stems
+        name for name in remaining_names if name.rpartition(".")[0] not in other_stems
     ]
     # Names such as "alpha" belong to an adapter only if the module has factors.
     for stem, module in list(modules.items()):
@@ -215,13 +219,19 @@ def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
 def _base_of(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    for wrapper in (".base_layer.", ".modules_to_save.", ".token_adapter."):
+    for wrapper in (".base_layer.", ".modules_to_save.", ".token_adapter.", ".processor."):
         name = name.replace(wrapper, ".")
     return name
 
 
 def _base_module(name: str) -> str:
-    return _base_of(f"{name}.").rstrip(".")
+    """Return the module of the base model, by its name in an adapter."""
+    module = _base_of(f"{name}.").rstrip(".")
+    path, _, last = module.rpartition(".")
+    # Attention processors of diffusers before 0.22 have no modules of their own.
+    if path.endswith("self_attn"):
+        return f"{path}.{_TEXT_ENCODER_NAMES.get(last, last)}"
+    return f"{module}.0" if last == "to_out" and ".processor." in name else module
 
 
 def _adapter(
@@ -236,6 +246,8 @@ def _adapter(
     def unsupported(reason: str) -> Adapter:
         return Adapter(base, "unsupported", dict(module.tensors), (), note=reason)
 
+    if module.formula is not None:
+        return _by_formula(base, base_module, module, module.formula, shapes, scales)
     problem = scales.problem_of(module)
     if problem:
         return unsupported(problem)
@@ -272,6 +284,39 @@ def _adapter(
     )
 
 
+def _by_formula(
+    base: str,
+    base_module: str,
+    module: _AdaptedModule,
+    formula: Formula,
+    shapes: Mapping[str, tuple[int, ...]],
+    scales: _Scales,
+) -> Adapter:
+    """Return the adapter of a module whose method has a formula."""
+    tensors = {word: name for word, name in module.tensors.items() if word != "alpha"}
+    of_words = {word: shapes[name] for word, name in tensors.items()}
+    shape, rank = formula.shape_and_rank(of_words)
+    rows: tuple[int, ...] = ()
+    problem = "" if shape else f"its tensors have the shapes {list(map(list, of_words.values()))}"
+    if scales.is_transposed:
+        problem = f"{formula.kind} with fan_in_fan_out is unsupported"
+    alpha, scale, note = None, 1.0, ""
+    if formula.has_scale:
+        alpha, scale, note = scales.find(base_module, module, rank, formula)
+    if formula.kind == "rows":
+        tensors = {"value": next(iter(tensors.values()))}
+        rows = scales.rows(base_module)
+        if not problem and len(rows) != shape[0]:
+            problem = (
+                f"adapter_config.json states {len(rows):,} indices of tokens for {shape[0]:,} rows"
+                if rows
+                else "the indices of its tokens are stated in adapter_config.json only"
+            )
+    if problem:
+        return Adapter(base, "unsupported", tensors, (), note=problem)
+    return Adapter(base, formula.kind, tensors, shape, rank, alpha, scale, note, rows=rows)
+
+
 # --- scales --------------------------------------------------------------------------------------
 
 
@@ -302,22 +347,39 @@ class _Scales:
             return "the config states DoRA, but its magnitude is missing"
         return self.problem
 
+    def rows(self, name: str) -> tuple[int, ...]:
+        """Return the indices of the trained tokens of an embedding, as the config states them."""
+        config = self.config or {}
+        stated = config.get("trainable_token_indices", config.get("token_indices"))
+        if isinstance(stated, dict):
+            ends = [key for key in stated if f".{name}".endswith(f".{key}")]
+            stated = stated[max(ends, key=len)] if ends else ()
+        is_list = isinstance(stated, list) and all(type(n) is int and n >= 0 for n in stated)
+        return tuple(stated) if is_list and len(set(stated)) == len(stated) else ()
+
     def find(
-        self, name: str, module: _AdaptedModule, rank: int
+        self, name: str, module: _AdaptedModule, rank: int | None, formula: Formula | None = None
     ) -> tuple[float | None, float | None, str]:
         """Return alpha, the scale, and why there is no scale."""
+        config = self.config
+        if rank is None:  # of factors that are whole matrices
+            stated = _number((config or {}).get("r"))
+            if not config or not stated:
+                return None, 1.0, ""
+            rank = int(stated)
         if "alpha" in module.tensors:
             values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
             alpha = _number(float(values.reshape(-1)[0]) if values.size == 1 else None)
-            return self._divided(alpha, rank, {})
+            return self._divided(alpha, rank, {}, formula)
         alpha = _number(self.tensors.attrs.get("adapter.lora.alpha"))
         if alpha is not None:
-            return self._divided(alpha, rank, {})
-        config = self.config
+            return self._divided(alpha, rank, {}, formula)
         if config is None and self.metadata:
             part = name.partition(".")[0] + "."
             config = {k[len(part) :]: v for k, v in self.metadata.items() if k.startswith(part)}
             name = name.removeprefix(part)
+        if not config and self._is_of_pipeline(module):
+            return None, 1.0, ""
         if not config:
             return None, None, "adapter_config.json is missing, and no tensor states alpha"
         parameters = config.get("lora_parameters")
@@ -329,16 +391,23 @@ class _Scales:
             if fits is None:
                 return None, None, f"the pattern {shown(str(pattern))} of alpha is too complex"
             if fits:
-                return self._divided(_number(value), rank, config)
-        return self._divided(_number(config.get("lora_alpha")), rank, config)
+                return self._divided(_number(value), rank, config, formula)
+        alpha = _number(config.get("lora_alpha" if formula is None else formula.alpha))
+        return self._divided(alpha, rank, config, formula)
+
+    @staticmethod
+    def _is_of_pipeline(module: _AdaptedModule) -> bool:
+        """Return whether kohya or diffusers wrote a module, for which alpha is the rank."""
+        return any(_PART.match(n) or FLAT_PREFIX.match(n) for n in module.tensors.values())
 
     @staticmethod
     def _divided(
-        alpha: float | None, rank: int, config: Mapping[str, Any]
+        alpha: float | None, rank: int, config: Mapping[str, Any], formula: Formula | None
     ) -> tuple[float | None, float | None, str]:
         if alpha is None:
             return None, None, "alpha is not a number"
-        return alpha, alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank), ""
+        divisor = math.sqrt(rank) if config.get("use_rslora") is True else rank
+        return alpha, alpha / (divisor + (formula.divisor if formula else 0)), ""
 
 
 def _is_pattern_of(pattern: str, name: str) -> bool | None:
@@ -362,107 +431,38 @@ def _number(value: Any) -> float | None:
 
 
 def match_bases(
-    adapters: Sequence[Adapter], names: Collection[str]
-) -> tuple[dict[str, Adapter], list[str]]:
-    """Return adapters by the names of their tensors in a base model, and the bases it lacks."""
-    # Names match if they are equal, if one is the end of exactly one other, or, for kohya, if they
-    # are equal with underscores instead of dots.
-    base_names = set(names)
-    by_end: dict[str, list[str]] = {}
-    by_flat: dict[str, list[str]] = {}
-    for name in names:
-        for end in _ends(name):
-            by_end.setdefault(end, []).append(name)
-        by_flat.setdefault(name.removesuffix(".weight").replace(".", "_"), []).append(name)
-    matches: dict[str, Adapter] = {}
+    adapters: Sequence[Adapter], structure: Structure, names: Collection[str], source: str = ""
+) -> tuple[dict[str, list[tuple[Adapter, Counterpart]]], list[str]]:
+    """Return adapters by the names of their tensors in a base model, and the bases it lacks.
+
+    Raises
+    ------
+    ValueError
+        If an adapter fits several tensors, or several adapters fit one.
+    """
+    folder = re.split(r"[/\\]", source)[-2:]
+    counterparts = Counterparts(structure, names, part_of_pipeline(folder))
+    lists = counterparts.find([_requested(adapter) for adapter in adapters])
+    matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
     missing = []
-    for adapter in adapters:
-        base = adapter.base
-        candidates = [base] if base in base_names else by_end.get(base, [])
-        if not candidates and FLAT_PREFIX.match(base):
-            candidates = by_flat.get(FLAT_PREFIX.sub("", base, count=1), [])
-        if not candidates:
-            candidates = next(([end] for end in _ends(base) if end in base_names), [])
-        if len(candidates) == 1 and candidates[0] not in matches:
-            matches[candidates[0]] = adapter
-        else:
-            missing.append(base)
+    for adapter, of_adapter in zip(adapters, lists, strict=True):
+        for counterpart in of_adapter:
+            matches.setdefault(counterpart.name, []).append((adapter, counterpart))
+        if not of_adapter and not adapter.is_optional:
+            missing.append(adapter.base)
     return matches, missing
 
 
-def _ends(name: str) -> Iterator[str]:
-    """Yield the ends of a name after each dot, the longest first; they have two words or more."""
-    words = name.split(".")
-    for first in range(1, min(len(words) - 1, 8)):
-        yield ".".join(words[first:])
-
-
-# --- results -------------------------------------------------------------------------------------
-
-
-def adapter_table(adapters: Sequence[Adapter]) -> pd.DataFrame:
-    """Return a table with one row for each adapter."""
-    import pandas as pd
-
-    columns = ("kind", "rank", "alpha", "scale", "shape", "note")
-    rows = [[getattr(adapter, column) for column in columns] for adapter in adapters]
-    index = pd.Index([adapter.base for adapter in adapters], name="base", dtype=object)
-    frame = pd.DataFrame(rows, index, list(columns))
-    frame["rank"] = frame["rank"].astype("Int64")
-    return frame.astype({"alpha": float, "scale": float})
-
-
-def factors_of(adapter: Adapter, tensors: OpenTensors, scale: float) -> Factors:
-    """Return the factors of an adapter, unread."""
-    matrices = []
-    for side in ("left", "right"):
-        matrix = da.asarray(tensors.variable(adapter.tensors[side]).data)
-        if matrix.dtype not in {np.dtype("f4"), np.dtype("f8")}:
-            matrix = matrix.astype(np.float32)
-        if adapter.is_transposed:
-            matrix = matrix.T
-        # A convolution is a matrix with one row for each output.
-        matrices.append(matrix.reshape(len(matrix), -1))
-    left, right = matrices
-    rows = max(1, target_nbytes() // (max(1, right.shape[1]) * left.dtype.itemsize))
-    return Factors(left.rechunk((rows, -1)), right.rechunk(-1), scale, adapter.shape)
-
-
-def factors_in(variable: xr.Variable) -> Factors | None:
-    """Return the factors of a variable of `update_dataset` that is unchanged, or None."""
-    factors = variable.encoding.get("factors")
-    is_unchanged = isinstance(factors, Factors) and (
-        getattr(data_of(variable), "name", None) == factors.product
-    )
-    return factors if is_unchanged else None
-
-
-def update_dataset(
-    adapters: Sequence[Adapter], tensors: OpenTensors, scale: float | None
-) -> xr.Dataset:
-    """Return the products of all adapters as lazy variables, by the names of their bases."""
-    arrays: dict[str, da.Array] = {}
-    factors: dict[str, Factors] = {}
-    left_out: dict[str, list[str]] = {}
-    for adapter in adapters:
-        factor = adapter.scale if adapter.scale is not None else scale
-        if not adapter.is_product:
-            if adapter.kind == "unsupported":
-                left_out.setdefault(adapter.note, []).append(adapter.base)
-        elif factor is None:
-            reason = f"{adapter.note}; pass updates(scale=...)"
-            left_out.setdefault(reason, []).append(adapter.base)
-        else:
-            parts = factors_of(adapter, tensors, factor)
-            product = da.matmul(parts.left, parts.right) * parts.left.dtype.type(factor)
-            arrays[adapter.base] = product.reshape(adapter.shape)
-            factors[adapter.base] = parts
-    for reason, bases in left_out.items():
-        warn(f"no update of {some(bases, 'tensors')}: {reason}")
-    dataset: xr.Dataset = as_dataset(arrays)
-    by_base = {adapter.base: adapter for adapter in adapters}
-    for base, parts in factors.items():
-        variable, adapter = dataset.variables[base], by_base[base]
-        variable.attrs |= {"kind": adapter.kind, "rank": adapter.rank, "scale": parts.scale}
-        variable.encoding["factors"] = replace(parts, product=arrays[base].name)
-    return dataset
+def _requested(adapter: Adapter) -> Requested:
+    """Return the tensor that an adapter changes, as the adapter names it."""
+    base = adapter.base
+    match = _PART.match(base)
+    prefix, part = "", ""
+    if match is not None:
+        prefix, part = match[0], part_of_pipeline(["unet" if match[1] else match[match.lastindex]])
+    if FLAT_PREFIX.match(base):
+        prefix = prefix or "lycoris_"
+        path = base.removeprefix(prefix)
+        return Requested(path, "weight", part, prefix, is_flat=True, shape=adapter.shape)
+    path, _, param = base.removeprefix(prefix).rpartition(".")
+    return Requested(path, param, part, prefix, shape=adapter.shape)

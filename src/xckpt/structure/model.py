@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
     from xckpt.structure.families import Family, Place
+    from xckpt.structure.families.tables import NameTable
 
     Template = tuple[str | None, ...]
 
@@ -116,6 +117,13 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         if self._family is None or self.roles[name] in OF_TRAINING:
             return None
         return self._family.describe(name, tuple(self._tensors[name].shape))
+
+    @property
+    def tables(self) -> Sequence[NameTable]:
+        """Tables of all names that libraries give to models of the family."""
+        from xckpt.structure.families.choosing import related_tables
+
+        return related_tables(self._family, self.facts.types)
 
     # --- modules ---------------------------------------------------------------------------------
 

@@ -57,8 +57,14 @@ class Place(NamedTuple):
     is_interleaved: bool
     #: Whether it is another name of a tied tensor.
     is_alias: bool
-    #: Table and pattern.
-    reason: str
+    #: Name of the table, and the pattern in it.
+    table: str
+    pattern: str
+
+    @property
+    def reason(self) -> str:
+        """Table and pattern."""
+        return f"{self.table}: {self.pattern}"
 
 
 class ShapedForm(NamedTuple):
@@ -266,7 +272,8 @@ class Family:
                 adds_one=root.trait("add_one", row) if match.param == "weight" else False,
                 is_interleaved="interleaved" in row.flags,
                 is_alias="alias" in row.flags,
-                reason=f"{root.table.name}: {row.pattern}",
+                table=root.table.name,
+                pattern=row.pattern,
             )
             start = dotted.count(".") + (1 if row.param else 0) - len(row.words)
             indexed = enumerate(row.words, start)

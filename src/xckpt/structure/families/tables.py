@@ -170,6 +170,28 @@ class NameTable:
         return rows
 
     @cached_property
+    def _flat_patterns(self) -> Mapping[str, list[re.Pattern[str]]]:
+        """Patterns of modules with underscores for dots and zeros for numbers."""
+        patterns: dict[str, list[re.Pattern[str]]] = {}
+        for (key, is_tensor), of_key in self._rows_by_key.items():
+            for row in () if is_tensor else of_key:
+                words = [
+                    re.escape(word)
+                    if isinstance(word, str)
+                    else f"{re.escape(word.before)}[0-9]{{1,{_MAX_DIGITS}}}{re.escape(word.after)}"
+                    for word in row.words
+                ]
+                pattern = re.compile("_".join([f"({word})" for word in words]))
+                patterns.setdefault(key.replace(".", "_"), []).append(pattern)
+        return patterns
+
+    def dotted(self, flat: str) -> list[str]:
+        """Return the paths of modules that are equal to a text with underscores for dots."""
+        patterns = self._flat_patterns.get(shorten(masked([flat])[0]), [])
+        matches = [pattern.fullmatch(flat) for pattern in patterns]
+        return list(dict.fromkeys(".".join(match.groups()) for match in matches if match))
+
+    @cached_property
     def _varying(self) -> frozenset[tuple[str, bool]]:
         """Keys of several rows: ``downsample.0`` and ``downsample.1``."""
         return frozenset(
