@@ -163,8 +163,8 @@ class _Part:
     adapter: Adapter
     #: For each row of the tensor, the row of the adapter; negative for rows that it leaves.
     rows: Array | None = None
-    #: Rows of the adapter in the other order that heads may have.
-    other_rows: Array | None = None
+    #: Rows of the adapter in other orders that heads may have.
+    orders: tuple[Array, ...] = ()
     #: Slot of the adapter, if the tensor has several.
     slot: str = ""
     problem: str = ""
@@ -184,7 +184,7 @@ def _part_of(
     update = adapter.turned() if _is_turned(adapter, counterpart, ours) else adapter
     problem = adapter.note if adapter.scale is None and adapter.kind != "lora" else ""
     problem = problem or counterpart.problem
-    is_by_rows = bool(counterpart.slot or counterpart.split[1] or counterpart.heads)
+    is_by_rows = bool(counterpart.slot or counterpart.split[1] or counterpart.is_permuted)
     if adapter.kind == "saved":  # an embedding may have been resized
         shape = tuple(theirs.array.shape)
     if is_by_rows and (update.kind in {"dora", "ia3", "rows"} or update.out_axis):
@@ -197,22 +197,21 @@ def _part_of(
         rows, problem = _rows_in(counterpart.slot, count, shape[0])
     elif counterpart.split[1]:
         rows, problem = _rows_out(counterpart, count, merges)
-    other_rows = None
     if update.kind == "rows":
         rows = np.full(shape[0], -1)
         inside = [row for row in update.rows if row < shape[0]]
         rows[inside] = np.arange(len(inside))
-    if not problem and counterpart.heads:
-        if count % (2 * counterpart.heads):
-            problem = f"{count} rows are not {counterpart.heads} heads of an even size"
-        else:
-            order = RopePermuted(0, counterpart.heads, counterpart.is_undone).positions(count)
-            rows = np.arange(count) if rows is None else rows
-            other_rows = np.where(rows < 0, -1, order[rows])
+    orders: tuple[Array, ...] = ()
+    if not problem and counterpart.is_permuted:
+        rows = np.arange(count) if rows is None else rows
+        orders = tuple(
+            np.where(rows < 0, -1, RopePermuted(0, heads, counterpart.is_undone).positions(count)[rows])
+            for heads in _numbers_of_heads(count, counterpart.heads)
+        )
     expected = shape if rows is None or update.kind == "rows" else (count, *shape[1:])
     if not problem and not _has_extents(update, expected):
         problem = f"its update has the shape {list(update.shape)}"
-    return _Part(update, rows, other_rows, counterpart.slot, problem)
+    return _Part(update, rows, orders, counterpart.slot, problem)
 
 
 def _has_extents(adapter: Adapter, shape: Shape) -> bool:
@@ -229,6 +228,8 @@ def _has_extents(adapter: Adapter, shape: Shape) -> bool:
 
 def _rows_in(slot: str, count: int, total: int) -> tuple[Array | None, str]:
     """Return the rows of an adapter of one part, for each row of the whole tensor."""
+    if count == total:
+        return None, ""
     # Keys and values have equally many rows, and so have a gate and its partner.
     starts = {"key": total - 2 * count, "value": total - count, "up": total - count}
     start = starts.get(slot.rpartition(".")[2], 0)
@@ -238,6 +239,11 @@ def _rows_in(slot: str, count: int, total: int) -> tuple[Array | None, str]:
     rows = np.full(total, -1)
     rows[start : start + count] = np.arange(count)
     return rows, ""
+
+
+def _numbers_of_heads(rows: int, stated: int) -> list[int]:
+    """Return the numbers of heads that a matrix may have, which have an even number of rows."""
+    return [n for n in ([stated] if stated else range(1, rows // 4 + 1)) if rows % (2 * n) == 0]
 
 
 def _rows_out(counterpart: Counterpart, count: int, merges: Merges) -> tuple[Array | None, str]:
@@ -318,9 +324,9 @@ class _Merge:
         return explanation
 
     def _other_orders(self) -> Iterator[list[_Part]]:
-        if any(part.other_rows is not None for part in self.parts):
+        for number in range(max(len(part.orders) for part in self.parts)):
             yield [
-                part if part.other_rows is None else replace(part, rows=part.other_rows)
+                replace(part, rows=part.orders[number]) if part.orders else part
                 for part in self.parts
             ]
         [part] = self.parts if len(self.parts) == 1 else [None]
@@ -356,7 +362,7 @@ class _Merge:
             error = np.abs(y - expected)
             off += int(np.count_nonzero(~(error <= bound)))
             largest = max(largest, float(error.max(initial=0.0)))
-            products += _inner_products(y - x, sum(updates))
+            products += _inner_products(y - x, np.broadcast_to(sum(updates), x.shape))
         return self._describe(change.scale, off, largest, products.tolist())
 
     def _verify_without_scale(self, change: _Change) -> Explanation:
@@ -468,7 +474,7 @@ class _Merge:
         if self.parts[0].is_fused:
             slots = [part.slot.rpartition(".")[2] for part in self.parts]
             formula += f" in the rows of {', '.join(slots)}"
-        elif self.parts[0].rows is self.parts[0].other_rows is not None:
+        elif any(self.parts[0].rows is order for order in self.parts[0].orders):
             formula += ", with the rows of each head permuted"
         if not off:
             text = f"b is {formula}, within the rounding of {kind}"

@@ -297,9 +297,12 @@ def _by_formula(
     of_words = {word: shapes[name] for word, name in tensors.items()}
     shape, rank = formula.shape_and_rank(of_words)
     rows: tuple[int, ...] = ()
-    problem = "" if shape else f"its tensors have the shapes {list(map(list, of_words.values()))}"
-    if scales.is_transposed:
-        problem = f"{formula.kind} with fan_in_fan_out is unsupported"
+    method = module.method.name if module.method else ""
+    problem = ""
+    if not shape:
+        problem = f"its tensors of {method} have the shapes {list(map(list, of_words.values()))}"
+    elif scales.is_transposed:
+        problem = f"{method} with fan_in_fan_out is unsupported"
     alpha, scale, note = None, 1.0, ""
     if formula.has_scale:
         alpha, scale, note = scales.find(base_module, module, rank, formula)

@@ -49,6 +49,8 @@ _FUSED = {
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
 }
 _WHOLE_OF = {slot: whole for whole, slots in _FUSED.items() for slot in slots}
+# Slots that hold a tensor if the model has none in its own slot: a tied head, and Phi-3 in GGUF.
+_INSTEAD = {"output": "token_embedding", "ffn.gate_up": "ffn.up"}
 # Tables of names under which the halves of each head of rotary models alternate.
 _ALTERNATING = frozenset({"gguf", "meta_llama"})
 # Blocks of one stage of the UNet of Stable Diffusion in single files, the downsampling included.
@@ -84,7 +86,9 @@ class Counterpart(NamedTuple):
     slot: str = ""
     #: Number of this part and names of all parts, if the requested tensor is fused and these are not.
     split: tuple[int, tuple[str, ...]] = (0, ())
-    #: Number of heads whose rows may be in another order than those of the requested tensor.
+    #: Whether the rows of its heads may be in another order than those of the requested tensor.
+    is_permuted: bool = False
+    #: Number of these heads; 0 if it is unknown.
     heads: int = 0
     #: Whether the halves of these heads alternate in the requested tensor, instead of the model.
     is_undone: bool = False
@@ -282,7 +286,7 @@ class Counterparts:
                 names = [member[0][0] for member in members]
                 if not parts:
                     counterparts |= {
-                        name: self._counterpart(request, spelling, *member[0])._replace(
+                        name: self._counterpart(spelling, *member[0])._replace(
                             split=(number, tuple(names))
                         )
                         for number, (name, member) in enumerate(zip(names, members, strict=True))
@@ -290,11 +294,11 @@ class Counterparts:
                 parts = tuple(names)
             for slot in (spelling.slot, _WHOLE_OF.get(spelling.slot)):
                 for name, place in self._at(request, spelling, slot):
-                    counterpart = self._counterpart(request, spelling, name, place)
+                    counterpart = self._counterpart(spelling, name, place)
                     counterparts.setdefault(name, counterpart)
-            if spelling.slot == "output" and not counterparts:  # a tied head
-                for name, place in self._at(request, spelling, "token_embedding"):
-                    counterparts[name] = self._counterpart(request, spelling, name, place)
+            if not counterparts:
+                for name, place in self._at(request, spelling, _INSTEAD.get(spelling.slot)):
+                    counterparts[name] = self._counterpart(spelling, name, place)
         if len(parts) == len(counterparts):
             return list(counterparts.values())
         names = self._fitting(request, list(counterparts))
@@ -310,32 +314,30 @@ class Counterparts:
         return [pair for pair in places if self._agree(request, pair[0], spelling.inner)]
 
     def _counterpart(
-        self, request: Requested, spelling: _Spelling, name: str, place: Place
+        self, spelling: _Spelling, name: str, place: Place
     ) -> Counterpart:
-        is_fused = place.slot != spelling.slot and place.slot in _FUSED
-        heads, is_undone, problem = 0, False, ""
+        is_fused = place.slot == _WHOLE_OF.get(spelling.slot)
         is_alternating = place.table in _ALTERNATING
-        if place.is_rotary and is_alternating != (spelling.table in _ALTERNATING):
-            size = "head_kv" if spelling.slot == "attention.key" else "head"
-            heads, is_undone = self._heads(size), not is_alternating
-            is_turned = spelling.slot in {"attention.query", "attention.key"}
-            heads = heads if is_turned else 0
-            if is_turned and not heads:
-                problem = f"{request.name} may have its rows in another order, and the number of heads is unknown"
-        if (is_fused or place.slot != spelling.slot) and place.is_interleaved:
-            problem = f"the parts of {name} alternate, head by head"
+        is_permuted = (
+            place.is_rotary
+            and is_alternating != (spelling.table in _ALTERNATING)
+            and spelling.slot in {"attention.query", "attention.key"}
+        )
+        is_split = place.slot != spelling.slot
         return Counterpart(
             name,
             slot=spelling.slot if is_fused else "",
-            heads=heads,
-            is_undone=is_undone,
+            is_permuted=is_permuted,
+            heads=self._heads(spelling.slot) if is_permuted else 0,
+            is_undone=not is_alternating,
             outputs=place.outputs,
-            problem=problem,
+            problem=f"the parts of {name} alternate" if is_split and place.is_interleaved else "",
         )
 
-    def _heads(self, size: str) -> int:
+    def _heads(self, slot: str) -> int:
         sizes = self.structure.sizes
-        return sizes.get(size, sizes.get("head", 0) if size == "head_kv" else 0)
+        heads = sizes.get("head", 0)
+        return sizes.get("head_kv", heads) if slot == "attention.key" else heads
 
     def _spellings(self, request: Requested) -> Iterator[_Spelling]:
         """Yield the places that a requested name has in the tables of the model's family."""
