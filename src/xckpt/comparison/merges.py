@@ -63,6 +63,8 @@ _FLOAT32_STEP = 2.0**-23
 _FITTED = 0.05
 # Products of one element, by kind.
 _FACTORS = {"loha": 2, "lokr": 2}
+# Kinds of which a tensor can have one.
+_WHOLE = {"saved", "rows"}
 _FORMULAS = {
     "lora": "a + {scale:.6g} * B @ A of rank {rank}",
     "dora": "a + {scale:.6g} * B @ A of rank {rank}, with the norms of DoRA",
@@ -101,8 +103,9 @@ class Merges:
                 continue
             parts = [_part_of(*change, readers, self) for change in changes]
             problem = next((part.problem for part in parts if part.problem), "")
-            if not problem and len(parts) > 1 and any(not part.is_fused for part in parts):
-                problem = "the adapter changes it as a whole and in parts"
+            kinds = {part.adapter.kind for part in parts}
+            if not problem and len(parts) > 1 and (len(kinds) > 1 or kinds & _WHOLE):
+                problem = f"the adapter changes it in several ways ({', '.join(sorted(kinds))})"
             if problem:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
                 explanations[number] = Explanation(("changed",), text, holds=False)
@@ -182,14 +185,15 @@ def _part_of(
     ours, theirs = readers
     shape = tuple(ours.array.shape)
     update = adapter.turned() if _is_turned(adapter, counterpart, ours) else adapter
-    problem = adapter.note if adapter.scale is None and adapter.kind != "lora" else ""
+    problem = adapter.note if adapter.kind != "lora" else ""
     problem = problem or counterpart.problem
     is_by_rows = bool(counterpart.slot or counterpart.split[1] or counterpart.is_permuted)
     if adapter.kind == "saved":  # an embedding may have been resized
         shape = tuple(theirs.array.shape)
-    if is_by_rows and (update.kind in {"dora", "ia3", "rows"} or update.out_axis):
-        kind = f"{update.kind} adapters" if not update.out_axis else "transposed weights"
-        problem = problem or f"{kind} are not verified in tensors with rows in another order"
+    if counterpart.slot and update.kind == "saved":
+        problem = problem or f"the adapter has the whole {counterpart.slot} only"
+    if is_by_rows and update.out_axis:
+        problem = problem or "transposed weights are not verified if rows are in another order"
     if problem:
         return _Part(update, problem=problem)
     count, rows = update.shape[0] if update.shape else 1, None
@@ -290,7 +294,9 @@ class _Change:
         numbers = own_rows[rows]
         changed = numbers >= 0
         update = self._update(matrices, numbers[changed])
-        product: Array = np.zeros((len(numbers), update.shape[1]))
+        # Rows that the adapter leaves are multiplied by one, or have nothing added.
+        unchanged = 1.0 if self.part.adapter.kind == "ia3" else 0.0
+        product: Array = np.full((len(numbers), update.shape[1]), unchanged)
         product[changed] = update
         return product
 
@@ -347,35 +353,34 @@ class _Merge:
                 text = f"the adapter changes it; merges of {self.theirs.kind.name} are not verified"
                 return Explanation(("changed",), text, holds=False)
             changes = [self._change(part) for part in self.parts]
-            if self.adapter.scale is not None:
-                return self._verify(changes)
-            return self._verify_without_scale(changes[0])
+            if self.adapter.kind == "lora" and self.adapter.scale is None:
+                return self._verify_without_scale(changes)
+            return self._verify(changes)
 
     def _verify(self, changes: Sequence[_Change]) -> Explanation:
-        change = changes[0]
-        norms = None if change.magnitude is None else self._norms(change)
+        factors = self._factors(changes) if self.adapter.kind == "dora" else None
         off, largest, products = 0, 0.0, np.zeros(3)
         for rows, x, y in self._blocks():
             updates = [change.scale * change.product(rows) for change in changes]
-            expected, bound = self._expected(changes, updates, norms, rows, x)
+            expected, bound = self._expected(changes, updates, factors, rows, x)
             bound += _step(np.maximum(np.abs(expected), np.abs(y)), self.theirs.kind.name) / 2
             error = np.abs(y - expected)
             off += int(np.count_nonzero(~(error <= bound)))
             largest = max(largest, float(error.max(initial=0.0)))
             products += _inner_products(y - x, np.broadcast_to(sum(updates), x.shape))
-        return self._describe(change.scale, off, largest, products.tolist())
+        return self._describe(changes[0].scale, off, largest, products.tolist())
 
-    def _verify_without_scale(self, change: _Change) -> Explanation:
+    def _verify_without_scale(self, changes: Sequence[_Change]) -> Explanation:
         """Verify the merge with the scale that fits."""
         products = np.zeros(3)
         for rows, x, y in self._blocks():
-            products += _inner_products(y - x, change.product(rows))
+            products += _inner_products(y - x, sum(change.product(rows) for change in changes))
         note, rank = self.adapter.note, self.adapter.rank or 1
         _, mixed, squares = products.tolist()
         fitted = mixed / squares if squares else 0.0
         # The quotient of two numbers with few digits, or any number.
         for scale in dict.fromkeys((float(f"{fitted * rank:.4g}") / rank, fitted)):
-            explanation = self._verify([replace(change, scale=scale)])
+            explanation = self._verify([replace(change, scale=scale) for change in changes])
             if explanation.holds and scale:
                 text = f"{explanation.text}; {scale:.6g} is the scale that fits, as {note}"
                 return replace(explanation, text=text)
@@ -420,28 +425,38 @@ class _Merge:
                 x = in_memory(sides[0][key]).astype(np.float64).reshape(y.shape)
             yield rows, x, y
 
-    def _norms(self, change: _Change) -> Array:
-        """Return the norms of the outputs of the sum, along the axis that DoRA normalises."""
+    def _factors(self, changes: Sequence[_Change]) -> Array:
+        """Return the factors of the sum by DoRA: magnitudes over norms, along the outputs."""
         squares: list[Array] = []
+        magnitudes = np.full(self.theirs.array.shape[self.adapter.out_axis], np.nan)
         for rows, x, _ in self._blocks():
-            expected = np.square(x + change.scale * change.product(rows))
-            squares.append(expected.sum(axis=0 if self.adapter.out_axis else 1))
-        total = np.sum(squares, axis=0) if self.adapter.out_axis else np.concatenate(squares)
-        norms: Array = np.sqrt(total)
-        return norms
+            total = np.square(x + sum(change.scale * change.product(rows) for change in changes))
+            squares.append(total.sum(axis=0 if self.adapter.out_axis else 1))
+        for change in changes:
+            own_rows = change.part.rows
+            if own_rows is None:
+                magnitudes = change.magnitude
+            else:
+                magnitudes[own_rows >= 0] = change.magnitude[own_rows[own_rows >= 0]]
+        norms = np.sqrt(np.sum(squares, axis=0) if self.adapter.out_axis else np.concatenate(squares))
+        factors: Array = np.where(np.isnan(magnitudes), 1.0, magnitudes / norms)
+        return factors
 
     def _expected(
         self,
         changes: Sequence[_Change],
         updates: Sequence[Array],
-        norms: Array | None,
+        factors: Array | None,
         rows: slice,
         x: Array,
     ) -> tuple[Array, Array]:
         """Return the merged elements of a block, and the error that roundings before may cause."""
         kind = self.theirs.kind.name
-        update = sum(updates[1:], updates[0])
-        expected = x * update if self.adapter.kind == "ia3" else x + update
+        update: Array = sum(updates[1:], updates[0])
+        expected = x + update
+        if self.adapter.kind == "ia3":
+            update = update - (len(updates) - 1)
+            expected = x * update
         own_rows = self.parts[0].rows
         if self.adapter.kind == "rows" and own_rows is not None:
             expected = np.where(own_rows[rows, None] < 0, x, update)
@@ -454,10 +469,8 @@ class _Merge:
             bound += _step(x, kind) / 2
         if self.adapter.kind == "ia3":
             bound = bound * np.abs(x) + 2 * _step(expected, kind)
-        change = changes[0]
-        if change.magnitude is not None and norms is not None:
-            factor = change.magnitude / norms
-            factor = factor[None] if self.adapter.out_axis else factor[rows, None]
+        if factors is not None:
+            factor = factors[None] if self.adapter.out_axis else factors[rows, None]
             bound += _step(expected, kind) / 2
             expected = expected * factor
             bound = bound * np.abs(factor) + 2 * _step(expected, kind)

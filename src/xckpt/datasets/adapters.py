@@ -448,10 +448,15 @@ def match_bases(
     lists = counterparts.find([_requested(adapter) for adapter in adapters])
     matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
     missing = []
+    with_adapters = {c.name for of_adapter in lists for c in of_adapter if not c.is_tied}
     for adapter, of_adapter in zip(adapters, lists, strict=True):
-        for counterpart in of_adapter:
-            matches.setdefault(counterpart.name, []).append((adapter, counterpart))
-        if not of_adapter and not adapter.is_optional:
+        # A head that was trained and saved as a whole is no longer tied.
+        used = [c for c in of_adapter if not c.is_tied or adapter.kind != "saved"]
+        for counterpart in used:
+            is_twin = counterpart.is_tied and counterpart.name in with_adapters
+            if not is_twin or adapter.is_product:
+                matches.setdefault(counterpart.name, []).append((adapter, counterpart))
+        if not used and not adapter.is_optional:
             missing.append(adapter.base)
     return matches, missing
 

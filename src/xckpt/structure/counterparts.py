@@ -92,6 +92,8 @@ class Counterpart(NamedTuple):
     heads: int = 0
     #: Whether the halves of these heads alternate in the requested tensor, instead of the model.
     is_undone: bool = False
+    #: Whether it is the embedding that the requested head is tied to.
+    is_tied: bool = False
     #: Axis of the outputs of the weight; None if it is unknown.
     outputs: int | None = None
     #: Why it cannot be used.
@@ -223,11 +225,11 @@ class Counterparts:
         self, requested: Sequence[Requested], lists: list[list[Counterpart]]
     ) -> list[list[Counterpart]]:
         """Leave one requested tensor for each tensor of the model."""
-        rivals: dict[tuple[str, str], list[int]] = {}
+        rivals: dict[tuple[str, str, bool], list[int]] = {}
         for number, counterparts in enumerate(lists):
-            for counterpart in counterparts:
-                rivals.setdefault((counterpart.name, counterpart.slot), []).append(number)
-        for (name, _), numbers in rivals.items():
+            for c in counterparts:
+                rivals.setdefault((c.name, c.slot, c.is_tied), []).append(number)
+        for (name, *_), numbers in rivals.items():
             if len(numbers) < 2:
                 continue
             best = [n for n in numbers if requested[n].name == name]
@@ -330,6 +332,7 @@ class Counterparts:
             is_permuted=is_permuted,
             heads=self._heads(spelling.slot) if is_permuted else 0,
             is_undone=not is_alternating,
+            is_tied=spelling.slot == "output" and place.slot == "token_embedding",
             outputs=place.outputs,
             problem=f"the parts of {name} alternate" if is_split and place.is_interleaved else "",
         )
