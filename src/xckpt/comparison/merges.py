@@ -142,7 +142,8 @@ def open_merges(
         stated = read_config(base.source, base.attrs, "config", storage_options)
         if stated is not None:
             structure = structure.with_facts(model_facts(base.attrs, stated))
-    matches, missing = match_bases(adapters, structure, names, base.source)
+    types = model_facts(tensors.attrs).types
+    matches, missing = match_bases(adapters, structure, names, base.source, types)
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
     extents = {name: (*structure.described(name).shape, 1)[0] for name in matches}
@@ -187,7 +188,8 @@ def _part_of(
     update = adapter.turned() if _is_turned(adapter, counterpart, ours) else adapter
     problem = adapter.note if adapter.kind != "lora" else ""
     problem = problem or counterpart.problem
-    is_by_rows = bool(counterpart.slot or counterpart.split[1] or counterpart.is_permuted)
+    may_be_permuted = counterpart.is_permuted is not False
+    is_by_rows = bool(counterpart.slot or counterpart.split[1] or may_be_permuted)
     if adapter.kind == "saved":  # an embedding may have been resized
         shape = tuple(theirs.array.shape)
     if counterpart.slot and update.kind == "saved":
@@ -206,12 +208,16 @@ def _part_of(
         inside = [row for row in update.rows if row < shape[0]]
         rows[inside] = np.arange(len(inside))
     orders: tuple[Array, ...] = ()
-    if not problem and counterpart.is_permuted:
+    if not problem and may_be_permuted:
         rows = np.arange(count) if rows is None else rows
         orders = tuple(
-            np.where(rows < 0, -1, RopePermuted(0, heads, counterpart.is_undone).positions(count)[rows])
+            np.where(
+                rows < 0, -1, RopePermuted(0, heads, counterpart.is_undone).positions(count)[rows]
+            )
             for heads in _numbers_of_heads(count, counterpart.heads)
         )
+    if orders and counterpart.is_permuted:
+        rows, orders = orders[0], orders
     expected = shape if rows is None or update.kind == "rows" else (count, *shape[1:])
     if not problem and not _has_extents(update, expected):
         problem = f"its update has the shape {list(update.shape)}"
@@ -415,7 +421,9 @@ class _Merge:
         is_saved = self.adapter.kind == "saved"  # the adapter has the whole tensor
         sides: list[Any] = [None if is_saved else self.ours.array, self.theirs.array]
         if is_whole:
-            sides = [side if side is None else in_memory(side[...]).reshape(shape) for side in sides]
+            sides = [
+                side if side is None else in_memory(side[...]).reshape(shape) for side in sides
+            ]
         for start in range(0, shape[0], step):
             rows = slice(start, min(start + step, shape[0]))
             key = (rows, *(slice(None),) * (len(shape) - 1))
@@ -438,7 +446,9 @@ class _Merge:
                 magnitudes = change.magnitude
             else:
                 magnitudes[own_rows >= 0] = change.magnitude[own_rows[own_rows >= 0]]
-        norms = np.sqrt(np.sum(squares, axis=0) if self.adapter.out_axis else np.concatenate(squares))
+        norms = np.sqrt(
+            np.sum(squares, axis=0) if self.adapter.out_axis else np.concatenate(squares)
+        )
         factors: Array = np.where(np.isnan(magnitudes), 1.0, magnitudes / norms)
         return factors
 

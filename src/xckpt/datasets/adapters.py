@@ -434,9 +434,16 @@ def _number(value: Any) -> float | None:
 
 
 def match_bases(
-    adapters: Sequence[Adapter], structure: Structure, names: Collection[str], source: str = ""
+    adapters: Sequence[Adapter],
+    structure: Structure,
+    names: Collection[str],
+    source: str = "",
+    types: Sequence[str] = (),
 ) -> tuple[dict[str, list[tuple[Adapter, Counterpart]]], list[str]]:
     """Return adapters by the names of their tensors in a base model, and the bases it lacks.
+
+    The folder in `source` may name the part of a pipeline that the model is, and `types` has the
+    types of the model that the adapter states.
 
     Raises
     ------
@@ -444,7 +451,7 @@ def match_bases(
         If an adapter fits several tensors, or several adapters fit one.
     """
     folder = re.split(r"[/\\]", source)[-2:]
-    counterparts = Counterparts(structure, names, part_of_pipeline(folder))
+    counterparts = Counterparts(structure, names, part_of_pipeline(folder), types)
     lists = counterparts.find([_requested(adapter) for adapter in adapters])
     matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
     missing = []

@@ -51,8 +51,6 @@ _FUSED = {
 _WHOLE_OF = {slot: whole for whole, slots in _FUSED.items() for slot in slots}
 # Slots that hold a tensor if the model has none in its own slot: a tied head, and Phi-3 in GGUF.
 _INSTEAD = {"output": "token_embedding", "ffn.gate_up": "ffn.up"}
-# Tables of names under which the halves of each head of rotary models alternate.
-_ALTERNATING = frozenset({"gguf", "meta_llama"})
 # Blocks of one stage of the UNet of Stable Diffusion in single files, the downsampling included.
 _USUAL_PERIOD = 3
 _MOST_WORDS = 32
@@ -86,8 +84,9 @@ class Counterpart(NamedTuple):
     slot: str = ""
     #: Number of this part and names of all parts, if the requested tensor is fused and these are not.
     split: tuple[int, tuple[str, ...]] = (0, ())
-    #: Whether the rows of its heads may be in another order than those of the requested tensor.
-    is_permuted: bool = False
+    #: Whether the rows of its heads are in another order than those of the requested tensor; None
+    #: if that is unknown.
+    is_permuted: bool | None = False
     #: Number of these heads; 0 if it is unknown.
     heads: int = 0
     #: Whether the halves of these heads alternate in the requested tensor, instead of the model.
@@ -126,6 +125,7 @@ class _Spelling:
     param: str
     position: Position
     inner: str
+    alternates: bool | None
 
 
 @dataclass
@@ -136,6 +136,8 @@ class Counterparts:
     names: Collection[str]
     #: Part of a pipeline that the model is.
     part: str = ""
+    #: Types of the model that the other file states.
+    types: Sequence[str] = ()
 
     def find(self, requested: Sequence[Requested]) -> list[list[Counterpart]]:
         """Return the counterparts of each requested tensor; none if the model lacks it.
@@ -315,23 +317,19 @@ class Counterparts:
         places = self._places.get((slot or "", spelling.param, spelling.position), [])
         return [pair for pair in places if self._agree(request, pair[0], spelling.inner)]
 
-    def _counterpart(
-        self, spelling: _Spelling, name: str, place: Place
-    ) -> Counterpart:
+    def _counterpart(self, spelling: _Spelling, name: str, place: Place) -> Counterpart:
         is_fused = place.slot == _WHOLE_OF.get(spelling.slot)
-        is_alternating = place.table in _ALTERNATING
-        is_permuted = (
-            place.is_rotary
-            and is_alternating != (spelling.table in _ALTERNATING)
-            and spelling.slot in {"attention.query", "attention.key"}
-        )
+        orders = (spelling.alternates, place.alternates)
+        is_permuted = None if None in orders else orders[0] != orders[1]
+        if not (place.is_rotary and spelling.slot in {"attention.query", "attention.key"}):
+            is_permuted = False
         is_split = place.slot != spelling.slot
         return Counterpart(
             name,
             slot=spelling.slot if is_fused else "",
             is_permuted=is_permuted,
-            heads=self._heads(spelling.slot) if is_permuted else 0,
-            is_undone=not is_alternating,
+            heads=0 if is_permuted is False else self._heads(spelling.slot),
+            is_undone=spelling.alternates is True or place.alternates is False,
             is_tied=spelling.slot == "output" and place.slot == "token_embedding",
             outputs=place.outputs,
             problem=f"the parts of {name} alternate" if is_split and place.is_interleaved else "",
@@ -347,6 +345,7 @@ class Counterparts:
         from xckpt.structure.families.tables import plain, shorten
         from xckpt.structure.forms import masked
 
+        types = [*self.structure.facts.types, *self.types]
         for table in self._tables:
             paths = table.dotted(request.path) if request.is_flat else [request.path]
             for path in paths:
@@ -357,7 +356,9 @@ class Counterparts:
                         slot, param, indices = match.row.slot, match.param, match.indices
                         position = self._key(table.name, slot, param, indices)
                         inner = match.row.component
-                        yield _Spelling(table.name, *position, inner if inner in _INNER else "")
+                        inner = inner if inner in _INNER else ""
+                        alternates = table.alternates(match.row, types)
+                        yield _Spelling(table.name, *position, inner, alternates)
 
 
 def _ambiguous(request: Requested, names: Sequence[str]) -> ValueError:

@@ -35,13 +35,14 @@ from __future__ import annotations
 import pkgutil
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.structure.forms import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     Axes = tuple[str | None, ...]
 
@@ -159,6 +160,28 @@ class NameTable:
     sizes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Types of models, and patterns of slots, that have a trait.
     traits: dict[str, list[tuple[frozenset[str], tuple[str, ...]]]] = field(default_factory=dict)
+
+    def trait(self, trait: str, row: NameRow, model_type: str) -> bool | None:
+        """Return whether a row has a trait; None if that depends on an unknown type."""
+        fitting = [
+            types
+            for types, slots in self.traits.get(trait, ())
+            if any(fnmatchcase(row.slot, slot) for slot in slots)
+        ]
+        if not fitting:
+            return False
+        if any("*" in types or model_type in types for types in fitting):
+            return True
+        return False if model_type else None
+
+    def alternates(self, row: NameRow, model_types: Iterable[str]) -> bool | None:
+        """Return whether rows of the halves of heads alternate; None if that is unknown."""
+        if not ("rotary" in row.flags and "alternating" in self.traits):
+            return False
+        types = set(map(normalise, model_types))
+        if any(self.trait("alternating", row, model_type) for model_type in types):
+            return True
+        return False if any(self.trait("in_halves", row, t) for t in types) else None
 
     @cached_property
     def _rows_by_key(self) -> Mapping[tuple[str, bool], list[NameRow]]:
