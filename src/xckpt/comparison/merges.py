@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from xckpt.comparison.explaining.outcome import Case
+    from xckpt.comparison.matching import Match
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import DescribedTensors, OpenTensors
     from xckpt.progress import Progress
@@ -87,12 +88,19 @@ class Merges:
     #: Number of the rows of these tensors.
     extents: Mapping[str, int]
 
+    def _sides(self, match: Match) -> tuple[Reader, Reader] | None:
+        """Return both tensors, if they can be compared; a saved one may have another shape."""
+        is_saved = any(adapter.kind == "saved" for adapter, _ in self.adapters[match.name])
+        if is_saved and match.ours is not None and match.theirs is not None:
+            return match.ours, match.theirs
+        return match.both
+
     def explain(self, cases: Sequence[Case], bar: Progress) -> dict[int, Explanation]:
         """Explain the cases that the adapter changes, by their numbers."""
         tasks = []
         explanations = {}
         pairs = [
-            (self.adapters[case.match.name], case.match.both, number)
+            (self.adapters[case.match.name], self._sides(case.match), number)
             for number, case in enumerate(cases)
             if case.match.name in self.adapters
         ]
@@ -216,8 +224,8 @@ def _part_of(
             )
             for heads in _numbers_of_heads(count, counterpart.heads)
         )
-    if orders and counterpart.is_permuted:
-        rows, orders = orders[0], orders
+    if counterpart.is_permuted and not problem:
+        rows, problem = (orders[0], "") if orders else (rows, f"{count} rows are no heads")
     expected = shape if rows is None or update.kind == "rows" else (count, *shape[1:])
     if not problem and not _has_extents(update, expected):
         problem = f"its update has the shape {list(update.shape)}"

@@ -48,6 +48,8 @@ _FUSED = {
     "attention.qkv": ("attention.query", "attention.key", "attention.value"),
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
 }
+# Slots with rows that rotary position embeddings turn, in the order of the library.
+_TURNED = frozenset({"attention.query", "attention.key", "attention.qkv"})
 _WHOLE_OF = {slot: whole for whole, slots in _FUSED.items() for slot in slots}
 # Slots that hold a tensor if the model has none in its own slot: a tied head, and Phi-3 in GGUF.
 _INSTEAD = {"output": "token_embedding", "ffn.gate_up": "ffn.up"}
@@ -321,9 +323,13 @@ class Counterparts:
         is_fused = place.slot == _WHOLE_OF.get(spelling.slot)
         orders = (spelling.alternates, place.alternates)
         is_permuted = None if None in orders else orders[0] != orders[1]
-        if not (place.is_rotary and spelling.slot in {"attention.query", "attention.key"}):
+        if not (place.is_rotary and place.slot in _TURNED):
             is_permuted = False
-        is_split = place.slot != spelling.slot
+        problem = ""
+        if place.slot != spelling.slot and place.is_interleaved:
+            problem = f"{name} has its parts head by head"
+        elif place.slot != spelling.slot and is_permuted is not False:
+            problem = f"{name} has the rows of each head in another order"
         return Counterpart(
             name,
             slot=spelling.slot if is_fused else "",
@@ -332,7 +338,7 @@ class Counterparts:
             is_undone=spelling.alternates is True or place.alternates is False,
             is_tied=spelling.slot == "output" and place.slot == "token_embedding",
             outputs=place.outputs,
-            problem=f"the parts of {name} alternate" if is_split and place.is_interleaved else "",
+            problem=problem,
         )
 
     def _heads(self, slot: str) -> int:
