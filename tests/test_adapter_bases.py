@@ -326,10 +326,14 @@ class TestEmbeddings:
         table = table_of(wrap(base, "llama"), wrap(other, "llama"), ds)
         assert list(causes(table).values()) == ["merged"]
         other[name][7] += 1
-        assert table_of(wrap(base, "llama"), wrap(other, "llama"), ds)["outcome"].eq("changed").any()
+        assert (
+            table_of(wrap(base, "llama"), wrap(other, "llama"), ds)["outcome"].eq("changed").any()
+        )
         other[name] = base[name].copy()
         other[name][[7, 3, 31]] = delta
-        assert table_of(wrap(base, "llama"), wrap(other, "llama"), ds)["outcome"].eq("changed").any()
+        assert (
+            table_of(wrap(base, "llama"), wrap(other, "llama"), ds)["outcome"].eq("changed").any()
+        )
 
     def test_a_resized_embedding_is_the_one_of_the_adapter(self) -> None:
         base, name = llama(), "model.embed_tokens.weight"
@@ -441,7 +445,9 @@ class Pipeline:
             layer, block = f"text_model.encoder.layers.{n}", f"{start}transformer.resblocks.{n}"
             qkv = [second[f"{layer}.self_attn.{x}_proj"] for x in "qkv"]
             result[f"{block}.attn.in_proj_weight"] = np.concatenate(qkv)
-            result |= {f"{block}.{to}.weight": second[f"{layer}.{n}"] for n, to in TEXT.items() if to}
+            result |= {
+                f"{block}.{to}.weight": second[f"{layer}.{n}"] for n, to in TEXT.items() if to
+            }
             result |= {f"{block}.ln_{m}.weight": second[f"{layer}.layer_norm{m}"] for m in (1, 2)}
         return result
 
@@ -599,7 +605,9 @@ class TestEvidence:
         names = [f"layers.{n}.q_proj" for n in range(3)]
         keys = [f"language_model.model.{name}.weight" for name in names]
         other = merged(base, dict(zip(keys, keys, strict=True)))
-        assert causes(table_of(base, other, adapter_of(names, keys))) == dict.fromkeys(keys, "merged")
+        assert causes(table_of(base, other, adapter_of(names, keys))) == dict.fromkeys(
+            keys, "merged"
+        )
 
     def test_an_end_that_several_modules_share_is_an_error_that_names_them(self) -> None:
         base = two_towers((3, 2))
@@ -634,7 +642,7 @@ class TestEvidence:
 
 
 class TestScalesThatFit:
-    @pytest.mark.parametrize("scale", [1.5, 0.7, 2 ** -0.5, -3])
+    @pytest.mark.parametrize("scale", [1.5, 0.7, 2**-0.5, -3])
     def test_a_scale_that_is_not_stated_is_found(self, scale: float) -> None:
         base = llama()
         other = merged(base, {name: name for name in ADAPTED}, scale)

@@ -13,18 +13,18 @@ DoRA divides by norms and multiplies by magnitudes, which may be rounded to the 
 well: two more steps of the result; so are the factors of (IA)³.
 
 The rows of an adapter may be in another order than those of the model, as llama.cpp permutes the
-heads of queries and keys, and the model may have them in one tensor with others (`_Part`).
+heads of queries and keys, and the model may have them in one tensor with others (`adapted_rows`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from xckpt.comparison.arrangements import RopePermuted
+from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows, is_turned
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
@@ -45,14 +45,12 @@ if TYPE_CHECKING:
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.matching import Match
     from xckpt.datasets.adapters import Adapter
-    from xckpt.datasets.tensors import DescribedTensors, OpenTensors
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
     from xckpt.scan.readers import Reader
     from xckpt.structure.counterparts import Counterpart
     from xckpt.typing import Array
-
-    Shape = tuple[int, ...]
 
 __all__ = ["Merges", "open_merges"]
 
@@ -91,8 +89,9 @@ class Merges:
     def _sides(self, match: Match) -> tuple[Reader, Reader] | None:
         """Return both tensors, if they can be compared; a saved one may have another shape."""
         is_saved = any(adapter.kind == "saved" for adapter, _ in self.adapters[match.name])
-        if is_saved and match.ours is not None and match.theirs is not None:
-            return match.ours, match.theirs
+        sides = match.ours, match.theirs
+        if is_saved and all(side is not None and side.problem is None for side in sides):
+            return cast("tuple[Reader, Reader]", sides)
         return match.both
 
     def explain(self, cases: Sequence[Case], bar: Progress) -> dict[int, Explanation]:
@@ -105,11 +104,11 @@ class Merges:
             if case.match.name in self.adapters
         ]
         # PEFT's config has one `fan_in_fan_out`, even for a model with linear layers of both kinds.
-        is_mixed = any(_is_turned(*c, *both[:1]) for cs, both, _ in pairs if both for c in cs)
+        is_mixed = any(is_turned(*c, *both[:1]) for cs, both, _ in pairs if both for c in cs)
         for changes, readers, number in pairs:
             if readers is None:
                 continue
-            parts = [_part_of(*change, readers, self) for change in changes]
+            parts = [adapted_rows(*change, readers, self.extents) for change in changes]
             problem = next((part.problem for part in parts if part.problem), "")
             kinds = {part.adapter.kind for part in parts}
             if not problem and len(parts) > 1 and (len(kinds) > 1 or kinds & _WHOLE):
@@ -129,7 +128,7 @@ class Merges:
 
 def open_merges(
     adapter: Describable,
-    base: DescribedTensors | OpenTensors,
+    base: OpenTensors,
     names: Collection[str],
     storage_options: dict[str, Any] | None,
 ) -> Merges:
@@ -158,127 +157,11 @@ def open_merges(
     return Merges(tensors, matches, extents)
 
 
-def _is_turned(adapter: Adapter, counterpart: Counterpart, ours: Reader) -> bool:
-    """Return whether a linear layer has the axes of the adapter in the other order."""
-    shape = tuple(ours.array.shape)
-    if not adapter.is_linear or len(shape) != 2:
-        return False
-    if shape[0] == shape[1] and counterpart.outputs is not None and not counterpart.slot:
-        return adapter.out_axis != counterpart.outputs
-    return adapter.shape == shape[::-1] != shape
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """An adapter, and the rows of a tensor of ``a`` that it changes."""
-
-    adapter: Adapter
-    #: For each row of the tensor, the row of the adapter; negative for rows that it leaves.
-    rows: Array | None = None
-    #: Rows of the adapter in other orders that heads may have.
-    orders: tuple[Array, ...] = ()
-    #: Slot of the adapter, if the tensor has several.
-    slot: str = ""
-    problem: str = ""
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the tensor has other parts."""
-        return bool(self.slot)
-
-
-def _part_of(
-    adapter: Adapter, counterpart: Counterpart, readers: tuple[Reader, Reader], merges: Merges
-) -> _Part:
-    """Return the rows of a tensor that an adapter changes, or why that cannot be verified."""
-    ours, theirs = readers
-    shape = tuple(ours.array.shape)
-    update = adapter.turned() if _is_turned(adapter, counterpart, ours) else adapter
-    problem = adapter.note if adapter.kind != "lora" else ""
-    problem = problem or counterpart.problem
-    may_be_permuted = counterpart.is_permuted is not False
-    is_by_rows = bool(counterpart.slot or counterpart.split[1] or may_be_permuted)
-    if adapter.kind == "saved":  # an embedding may have been resized
-        shape = tuple(theirs.array.shape)
-    if counterpart.slot and update.kind == "saved":
-        problem = problem or f"the adapter has the whole {counterpart.slot} only"
-    if is_by_rows and update.out_axis:
-        problem = problem or "transposed weights are not verified if rows are in another order"
-    if problem:
-        return _Part(update, problem=problem)
-    count, rows = update.shape[0] if update.shape else 1, None
-    if counterpart.slot:
-        rows, problem = _rows_in(counterpart.slot, count, shape[0])
-    elif counterpart.split[1]:
-        rows, problem = _rows_out(counterpart, count, merges)
-    if update.kind == "rows":
-        rows = np.full(shape[0], -1)
-        inside = [row for row in update.rows if row < shape[0]]
-        rows[inside] = np.arange(len(inside))
-    orders: tuple[Array, ...] = ()
-    if not problem and may_be_permuted:
-        rows = np.arange(count) if rows is None else rows
-        orders = tuple(
-            np.where(
-                rows < 0, -1, RopePermuted(0, heads, counterpart.is_undone).positions(count)[rows]
-            )
-            for heads in _numbers_of_heads(count, counterpart.heads)
-        )
-    if counterpart.is_permuted and not problem:
-        rows, problem = (orders[0], "") if orders else (rows, f"{count} rows are no heads")
-    expected = shape if rows is None or update.kind == "rows" else (count, *shape[1:])
-    if not problem and not _has_extents(update, expected):
-        problem = f"its update has the shape {list(update.shape)}"
-    return _Part(update, rows, orders, counterpart.slot, problem)
-
-
-def _has_extents(adapter: Adapter, shape: Shape) -> bool:
-    """Return whether an update has as many rows and columns as a tensor."""
-    if adapter.kind == "ia3":
-        return adapter.shape in {(shape[0], 1), (1, prod(shape[1:]))}
-    if adapter.kind == "rows":
-        return adapter.shape[1:] == shape[1:] and max(adapter.rows) < shape[0]
-    is_matrix = len(shape) > 1 and bool(adapter.shape)
-    matrix = (shape[0], prod(shape[1:])) if is_matrix else shape
-    extents = (adapter.shape[0], prod(adapter.shape[1:])) if is_matrix else adapter.shape
-    return extents == matrix
-
-
-def _rows_in(slot: str, count: int, total: int) -> tuple[Array | None, str]:
-    """Return the rows of an adapter of one part, for each row of the whole tensor."""
-    if count == total:
-        return None, ""
-    # Keys and values have equally many rows, and so have a gate and its partner.
-    starts = {"key": total - 2 * count, "value": total - count, "up": total - count}
-    start = starts.get(slot.rpartition(".")[2], 0)
-    is_half = slot.startswith("ffn.")
-    if start < 0 or count > total or (is_half and 2 * count != total):
-        return None, f"its update has {count} rows of {total}, which is not the part {slot}"
-    rows = np.full(total, -1)
-    rows[start : start + count] = np.arange(count)
-    return rows, ""
-
-
-def _numbers_of_heads(rows: int, stated: int) -> list[int]:
-    """Return the numbers of heads that a matrix may have, which have an even number of rows."""
-    return [n for n in ([stated] if stated else range(1, rows // 4 + 1)) if rows % (2 * n) == 0]
-
-
-def _rows_out(counterpart: Counterpart, count: int, merges: Merges) -> tuple[Array | None, str]:
-    """Return the rows of a fused adapter that belong to one tensor of several."""
-    number, names = counterpart.split
-    extents = [merges.extents.get(name, 0) for name in names]
-    if sum(extents) != count:
-        return None, f"its update has {count} rows, and {some(names)} have {sum(extents)}"
-    start = sum(extents[:number])
-    return np.arange(start, start + extents[number]), ""
-
-
 @dataclass(frozen=True, slots=True)
 class _Change:
     """The matrices or values of an adapter for one tensor, in memory."""
 
-    part: _Part
+    part: AdaptedRows
     matrices: Mapping[str, Array]
     scale: float
     #: Magnitudes of the factors, or None if there are none.
@@ -328,7 +211,7 @@ class _Merge:
     """A tensor on both sides, and the adapters that may explain its difference."""
 
     number: int
-    parts: list[_Part]
+    parts: list[AdaptedRows]
     ours: Reader
     theirs: Reader
     tensors: OpenTensors
@@ -343,7 +226,7 @@ class _Merge:
                 return other
         return explanation
 
-    def _other_orders(self) -> Iterator[list[_Part]]:
+    def _other_orders(self) -> Iterator[list[AdaptedRows]]:
         for number in range(max(len(part.orders) for part in self.parts)):
             yield [
                 replace(part, rows=part.orders[number]) if part.orders else part
@@ -402,7 +285,7 @@ class _Merge:
         text += "; b is equal to a" if not products[0] else f", and no scale fits ({fitted:.4g})"
         return Explanation(("changed",), text, holds=False, rank=self.adapter.rank)
 
-    def _change(self, part: _Part) -> _Change:
+    def _change(self, part: AdaptedRows) -> _Change:
         adapter = part.adapter
         matrices = {
             name: np.asarray(in_memory(matrix)).astype(np.float64)
@@ -502,7 +385,7 @@ class _Merge:
         squares, mixed, product_squares = products
         adapter, kind, rank = self.adapter, self.theirs.kind.name, self.adapter.rank
         formula = _FORMULAS[adapter.kind].format(scale=scale, rank=rank, rows=len(adapter.rows))
-        if self.parts[0].is_fused:
+        if self.parts[0].slot:
             slots = [part.slot.rpartition(".")[2] for part in self.parts]
             formula += f" in the rows of {', '.join(slots)}"
         elif any(self.parts[0].rows is order for order in self.parts[0].orders):
