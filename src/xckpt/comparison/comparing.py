@@ -280,7 +280,9 @@ def compare(
         if adapter is not None:
             from xckpt.comparison.merges import open_merges
 
-            ours_names = {row.name for matches in rows for row in matches if row.ours is not None}
+            ours_names = dict.fromkeys(
+                row.name for matches in rows for row in matches if row.ours is not None
+            )
             merges = open_merges(adapter, ours, ours_names, storage_options)
         summary = _add_explanations(
             entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from xckpt.comparison.explaining.outcome import Case
-    from xckpt.comparison.matching import Match
+    from xckpt.comparison.pairs import Match
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
@@ -164,8 +164,6 @@ class _Change:
     part: AdaptedRows
     matrices: Mapping[str, Array]
     scale: float
-    #: Magnitudes of the factors, or None if there are none.
-    magnitude: Array | None = None
 
     def product(self, rows: slice) -> Array:
         """Return rows of the product, without the scale."""
@@ -232,11 +230,10 @@ class _Merge:
                 replace(part, rows=part.orders[number]) if part.orders else part
                 for part in self.parts
             ]
-        [part] = self.parts if len(self.parts) == 1 else [None]
-        adapter = None if part is None else part.adapter
-        if part and adapter and self.is_mixed and adapter.is_linear and part.rows is None:
-            if adapter.shape == adapter.shape[::-1]:
-                yield [replace(part, adapter=adapter.turned())]
+        part, adapter = self.parts[0], self.adapter
+        is_square = adapter.is_linear and adapter.shape == adapter.shape[::-1]
+        if self.is_mixed and is_square and part.rows is None and len(self.parts) == 1:
+            yield [replace(part, adapter=adapter.turned())]
 
     @property
     def adapter(self) -> Adapter:
@@ -291,10 +288,9 @@ class _Merge:
             name: np.asarray(in_memory(matrix)).astype(np.float64)
             for name, matrix in matrices_of(adapter, self.tensors).items()
         }
-        magnitude = matrices.pop("magnitude").reshape(-1) if "magnitude" in matrices else None
         if "value" in matrices and len(adapter.shape) < 2:
             matrices["value"] = matrices["value"].reshape(-1, 1)
-        return _Change(part, matrices, 1.0 if adapter.scale is None else adapter.scale, magnitude)
+        return _Change(part, matrices, 1.0 if adapter.scale is None else adapter.scale)
 
     @property
     def _adapter_kind(self) -> str:
@@ -326,21 +322,20 @@ class _Merge:
 
     def _factors(self, changes: Sequence[_Change]) -> Array:
         """Return the factors of the sum by DoRA: magnitudes over norms, along the outputs."""
+        axis = self.adapter.out_axis
         squares: list[Array] = []
-        magnitudes = np.full(self.theirs.array.shape[self.adapter.out_axis], np.nan)
         for rows, x, _ in self._blocks():
             total = np.square(x + sum(change.scale * change.product(rows) for change in changes))
-            squares.append(total.sum(axis=0 if self.adapter.out_axis else 1))
+            squares.append(total.sum(axis=0 if axis else 1))
+        norms = np.sqrt(np.sum(squares, axis=0) if axis else np.concatenate(squares))
+        factors: Array = np.ones(len(norms))
         for change in changes:
-            own_rows = change.part.rows
-            if own_rows is None:
-                magnitudes = change.magnitude
-            else:
-                magnitudes[own_rows >= 0] = change.magnitude[own_rows[own_rows >= 0]]
-        norms = np.sqrt(
-            np.sum(squares, axis=0) if self.adapter.out_axis else np.concatenate(squares)
-        )
-        factors: Array = np.where(np.isnan(magnitudes), 1.0, magnitudes / norms)
+            rows_of_adapter = change.part.rows
+            if rows_of_adapter is None:
+                rows_of_adapter = np.arange(len(norms))
+            changed = rows_of_adapter >= 0
+            magnitudes = change.matrices["magnitude"].reshape(-1)
+            factors[changed] = magnitudes[rows_of_adapter[changed]] / norms[changed]
         return factors
 
     def _expected(

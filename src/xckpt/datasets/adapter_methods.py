@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAT_PREFIX",
     "FORMULAS",
+    "LORA",
     "Formula",
     "Method",
+    "Scale",
     "method_of_config",
     "method_of_name",
     "problem_of_options",
@@ -205,10 +207,20 @@ def problem_of_options(config: Mapping[str, Any]) -> str:
 # --- formulas ------------------------------------------------------------------------------------
 
 
+class Scale(NamedTuple):
+    """A number by which an update is multiplied."""
+
+    alpha: float | None = None
+    scale: float | None = None
+    #: Why there is no scale.
+    note: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """The tensors from which an update follows, by the ends of their names."""
 
+    method: str
     kind: str
     names: frozenset[str]
     has_scale: bool = True
@@ -216,6 +228,12 @@ class Formula:
     alpha: str = "alpha"
     #: Number that is added to the rank by which alpha is divided.
     divisor: float = 0.0
+
+    def scale(self, alpha: float, rank: int, *, is_root: bool = False) -> Scale:
+        """Return the scale by `alpha` and the rank, or its root; NaN is no number."""
+        if math.isnan(alpha):
+            return Scale(note="alpha is not a number")
+        return Scale(alpha, alpha / ((math.sqrt(rank) if is_root else rank) + self.divisor))
 
     def shape_and_rank(self, shapes: Mapping[str, Shape]) -> tuple[Shape, int | None]:
         """Return the shape of the update, with one axis of inputs, and the rank.
@@ -235,7 +253,8 @@ class Formula:
                     return (), None
             factors.append((rows, columns if whole not in shapes else inner))
         if self.kind == "lokr":
-            factors = [(math.prod(rows), math.prod(columns)) for rows, columns in [zip(*factors)]]
+            (a, b), (c, d) = factors
+            factors = [(a * c, b * d)]
         fits = len(set(factors)) == 1 and (len(ranks) < 2 or self.kind == "lokr")
         return (factors[0], min(ranks, default=None)) if fits else ((), None)
 
@@ -250,24 +269,23 @@ _MATRICES = {
 }
 
 
-def _formula(kind: str, *names: str, **options: Any) -> Formula:
-    return Formula(kind, frozenset(names), **options)
+def _formula(method: str, kind: str, *names: str, **options: Any) -> Formula:
+    return Formula(method, kind, frozenset(names), **options)
 
 
+LORA = _formula("LoRA", "lora", alpha="lora_alpha")
+_LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 _PARTS_OF_LOKR = [
     (*w1, *w2)
     for w1 in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
     for w2 in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
 ]
-_LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-#: By the name of the method, one for each set of tensors.
-FORMULAS = {
-    "LoHa": (_formula("loha", *_LOHA),),
-    "LoKr": tuple([_formula("lokr", *names) for names in _PARTS_OF_LOKR]),
+#: One for each set of tensors.
+FORMULAS = (
+    _formula("LoHa", "loha", *_LOHA),
+    *[_formula("LoKr", "lokr", *names) for names in _PARTS_OF_LOKR],
     # PEFT adds 1e-5 to the rank.
-    "AdaLoRA": (
-        _formula("adalora", "lora_A", "lora_B", "lora_E", alpha="lora_alpha", divisor=1e-5),
-    ),
-    "(IA)³": (_formula("ia3", "ia3_l", has_scale=False),),
-    "Trainable-token": (_formula("rows", "trainable_tokens_delta", has_scale=False),),
-}
+    _formula("AdaLoRA", "adalora", "lora_A", "lora_B", "lora_E", alpha="lora_alpha", divisor=1e-5),
+    _formula("(IA)³", "ia3", "ia3_l", has_scale=False),
+    _formula("Trainable-token", "rows", "trainable_tokens_delta", has_scale=False),
+)

@@ -2,8 +2,8 @@
 
 An adapter changes tensors of a base model. For most of them it holds two factors, ``B @ A``, which
 are multiplied by a scale and added; `find_adapters` pairs the factors and takes the scale from the
-config, the attributes or a tensor ``alpha``. Without ``alpha``, kohya and diffusers take the rank; a
-scale that others do not state is never assumed. `match_bases` finds the tensors of a model.
+config, the attributes or a tensor ``alpha``. Without ``alpha``, kohya and diffusers take the rank;
+a scale that others do not state is never assumed. `match_bases` finds the tensors of a model.
 
 ========================================  ========================================================
 names of factors                          written by
@@ -33,13 +33,20 @@ import numpy as np
 from xckpt.datasets.adapter_methods import (
     FLAT_PREFIX,
     FORMULAS,
+    LORA,
+    Scale,
     method_of_config,
     method_of_name,
     problem_of_options,
 )
 from xckpt.errors import shown, some
 from xckpt.quantization.config import is_match
-from xckpt.structure.counterparts import Counterparts, Requested, part_of_pipeline
+from xckpt.structure.counterparts import (
+    PIPELINE_PARTS,
+    Counterparts,
+    Requested,
+    part_of_pipeline,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -68,13 +75,27 @@ _ADAPTER_NAME = re.compile(
 _PREFIXES = ("base_model.model.", "base_model.")
 # Names of diffusers before 0.22, after the names of attention processors are removed.
 _TEXT_ENCODER_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-# The part of a pipeline in front of a name; the files of diffusers have no other one.
+# The part of a pipeline in front of a name. Models call other modules `transformer`.
 _PART = re.compile(
-    r"(lora_(?:unet|transformer|prior_unet)_|(?:unet|diffusion_model)\.|transformer(?=\.\w*blocks\.)\.)"
-    r"|lora_(te[0-9]?)_|(?:lora_prior_(te)_)|(text_encoder(?:_[23])?)\."
+    r"lora_(unet|transformer|te[123]?|prior_unet|prior_te)_"
+    r"|(unet|diffusion_model|text_encoder(?:_[23])?|transformer(?=\.\w*blocks\.))\."
 )
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
+
+#: Kinds of changes.
+KINDS = {
+    "lora": "product of factors that is added",
+    "dora": "the same, with new norms of the outputs",
+    "loha": "elementwise product of two products that is added",
+    "lokr": "Kronecker product that is added",
+    "adalora": "product of factors and singular values that is added",
+    "ia3": "factors of rows or columns",
+    "bias": "numbers that are added to a bias",
+    "saved": "tensor instead of the one of the base model",
+    "rows": "rows instead of some of the base model",
+    "unsupported": "another change",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +103,7 @@ class Adapter:
     """A change of one tensor of a base model."""
 
     base: str  # name of the tensor in the base model, as far as the adapter states it
-    # "lora": product of factors; "dora": the same with new norms of the outputs; "loha", "lokr",
-    # "adalora": other products; "ia3": factors of rows or columns; "bias": number added to a bias;
-    # "saved": whole tensor instead of the one of the base model; "rows": some of its rows;
-    # "unsupported"
-    kind: str
+    kind: str  # a key of `KINDS`
     tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value, hada_w1_a
     shape: tuple[int, ...]  # of the change
     rank: int | None = None
@@ -129,9 +146,8 @@ class _AdaptedModule:
     @property
     def formula(self) -> Formula | None:
         """The formula of the update, if the module has all of its factors and no others."""
-        names = self.tensors.keys() - {"alpha"}
-        formulas = FORMULAS.get(self.method.name, ()) if self.method else ()
-        return next((formula for formula in formulas if formula.names == names), None)
+        names = self.tensors.keys() - {"alpha"} if self.method is not None else frozenset()
+        return next((formula for formula in FORMULAS if formula.names == names), None)
 
 
 def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> list[Adapter]:
@@ -246,8 +262,9 @@ def _adapter(
     def unsupported(reason: str) -> Adapter:
         return Adapter(base, "unsupported", dict(module.tensors), (), note=reason)
 
-    if module.formula is not None:
-        return _by_formula(base, base_module, module, module.formula, shapes, scales)
+    formula = module.formula
+    if formula is not None:
+        return _by_formula(base, base_module, module, formula, shapes=shapes, scales=scales)
     problem = scales.problem_of(module)
     if problem:
         return unsupported(problem)
@@ -289,35 +306,27 @@ def _by_formula(
     base_module: str,
     module: _AdaptedModule,
     formula: Formula,
+    *,
     shapes: Mapping[str, tuple[int, ...]],
     scales: _Scales,
 ) -> Adapter:
     """Return the adapter of a module whose method has a formula."""
-    tensors = {word: name for word, name in module.tensors.items() if word != "alpha"}
-    of_words = {word: shapes[name] for word, name in tensors.items()}
+    tensors = {word: tensor for word, tensor in module.tensors.items() if word != "alpha"}
+    of_words = {word: shapes[tensor] for word, tensor in tensors.items()}
     shape, rank = formula.shape_and_rank(of_words)
-    rows: tuple[int, ...] = ()
-    method = module.method.name if module.method else ""
-    problem = ""
+    rows = scales.rows(base_module) if formula.kind == "rows" else ()
     if not shape:
-        problem = f"its tensors of {method} have the shapes {list(map(list, of_words.values()))}"
+        problem = (
+            f"its tensors of {formula.method} have the shapes {list(map(list, of_words.values()))}"
+        )
     elif scales.is_transposed:
-        problem = f"{method} with fan_in_fan_out is unsupported"
-    alpha, scale, note = None, 1.0, ""
-    if formula.has_scale:
-        alpha, scale, note = scales.find(base_module, module, rank, formula)
-    if formula.kind == "rows":
-        tensors = {"value": next(iter(tensors.values()))}
-        rows = scales.rows(base_module)
-        if not problem and len(rows) != shape[0]:
-            problem = (
-                f"adapter_config.json states {len(rows):,} indices of tokens for {shape[0]:,} rows"
-                if rows
-                else "the indices of its tokens are stated in adapter_config.json only"
-            )
-    if problem:
-        return Adapter(base, "unsupported", tensors, (), note=problem)
-    return Adapter(base, formula.kind, tensors, shape, rank, alpha, scale, note, rows=rows)
+        problem = f"{formula.method} with fan_in_fan_out is unsupported"
+    elif formula.kind == "rows" and len(rows) != shape[0]:
+        problem = f"adapter_config.json has to state the indices of its {shape[0]:,} tokens"
+    else:
+        scale = scales.find(base_module, module, rank, formula)
+        return Adapter(base, formula.kind, tensors, shape, rank, *scale, rows=rows)
+    return Adapter(base, "unsupported", tensors, (), note=problem)
 
 
 # --- scales --------------------------------------------------------------------------------------
@@ -361,56 +370,54 @@ class _Scales:
         return tuple(stated) if is_list and len(set(stated)) == len(stated) else ()
 
     def find(
-        self, name: str, module: _AdaptedModule, rank: int | None, formula: Formula | None = None
-    ) -> tuple[float | None, float | None, str]:
+        self, name: str, module: _AdaptedModule, rank: int | None, formula: Formula = LORA
+    ) -> Scale:
         """Return alpha, the scale, and why there is no scale."""
-        config = self.config
-        if rank is None:  # of factors that are whole matrices
-            stated = _number((config or {}).get("r"))
-            if not config or not stated:
-                return None, 1.0, ""
-            rank = int(stated)
-        if "alpha" in module.tensors:
-            values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
-            alpha = _number(float(values.reshape(-1)[0]) if values.size == 1 else None)
-            return self._divided(alpha, rank, {}, formula)
-        alpha = _number(self.tensors.attrs.get("adapter.lora.alpha"))
+        config = self.config or {}
+        if rank is None and formula.has_scale:  # PEFT divides by a rank that no factor has
+            rank = config.get("r") if type(config.get("r")) is int else None
+        if not (rank and formula.has_scale):
+            return Scale(None, 1.0)
+        alpha = self._alpha_of_file(module)
         if alpha is not None:
-            return self._divided(alpha, rank, {}, formula)
-        if config is None and self.metadata:
+            return formula.scale(alpha, rank)
+        if self.config is None and self.metadata:
             part = name.partition(".")[0] + "."
             config = {k[len(part) :]: v for k, v in self.metadata.items() if k.startswith(part)}
             name = name.removeprefix(part)
-        if not config and self._is_of_pipeline(module):
-            return None, 1.0, ""
+        is_of_pipeline = any(
+            FLAT_PREFIX.match(n) or _PART.match(n) for n in module.tensors.values()
+        )
+        if not config and is_of_pipeline:
+            return Scale(None, 1.0)  # as kohya and diffusers do
         if not config:
-            return None, None, "adapter_config.json is missing, and no tensor states alpha"
-        parameters = config.get("lora_parameters")
+            return Scale(note="adapter_config.json is missing, and no tensor states alpha")
+        return self._of_config(name, rank, config, formula)
+
+    def _alpha_of_file(self, module: _AdaptedModule) -> float | None:
+        """Return alpha as a tensor or the attributes state it, NaN if it is not a number."""
+        alpha = self.tensors.attrs.get("adapter.lora.alpha")
+        if "alpha" in module.tensors:
+            values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
+            alpha = float(values.reshape(-1)[0]) if values.size == 1 else math.nan
+        return None if alpha is None else _number(alpha, math.nan)
+
+    @staticmethod
+    def _of_config(name: str, rank: int, config: Mapping[str, Any], formula: Formula) -> Scale:
+        parameters = config.get("lora_parameters")  # of MLX
         if isinstance(parameters, dict) and _number(parameters.get("scale")) is not None:
-            return None, _number(parameters["scale"]), ""
+            return Scale(None, _number(parameters["scale"]))
         alphas = config.get("alpha_pattern")
+        alpha = config.get(formula.alpha)
         for pattern, value in alphas.items() if isinstance(alphas, dict) else ():
             fits = _is_pattern_of(str(pattern), name)
             if fits is None:
-                return None, None, f"the pattern {shown(str(pattern))} of alpha is too complex"
+                return Scale(note=f"the pattern {shown(str(pattern))} of alpha is too complex")
             if fits:
-                return self._divided(_number(value), rank, config, formula)
-        alpha = _number(config.get("lora_alpha" if formula is None else formula.alpha))
-        return self._divided(alpha, rank, config, formula)
-
-    @staticmethod
-    def _is_of_pipeline(module: _AdaptedModule) -> bool:
-        """Return whether kohya or diffusers wrote a module, for which alpha is the rank."""
-        return any(_PART.match(n) or FLAT_PREFIX.match(n) for n in module.tensors.values())
-
-    @staticmethod
-    def _divided(
-        alpha: float | None, rank: int, config: Mapping[str, Any], formula: Formula | None
-    ) -> tuple[float | None, float | None, str]:
-        if alpha is None:
-            return None, None, "alpha is not a number"
-        divisor = math.sqrt(rank) if config.get("use_rslora") is True else rank
-        return alpha, alpha / (divisor + (formula.divisor if formula else 0)), ""
+                alpha = value
+                break
+        is_root = config.get("use_rslora") is True
+        return formula.scale(_number(alpha, math.nan), rank, is_root=is_root)
 
 
 def _is_pattern_of(pattern: str, name: str) -> bool | None:
@@ -423,10 +430,10 @@ def _is_pattern_of(pattern: str, name: str) -> bool | None:
     return None if None in matches else any(matches)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any, default: Any = None) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not -_LARGEST <= value <= _LARGEST:  # nor NaN
-        return None
+        return default
     return float(value)
 
 
@@ -471,13 +478,11 @@ def match_bases(
 def _requested(adapter: Adapter) -> Requested:
     """Return the tensor that an adapter changes, as the adapter names it."""
     base = adapter.base
+    is_flat = FLAT_PREFIX.match(base) is not None
     match = _PART.match(base)
-    prefix, part = "", ""
-    if match is not None:
-        prefix, part = match[0], part_of_pipeline(["unet" if match[1] else match[match.lastindex]])
-    if FLAT_PREFIX.match(base):
-        prefix = prefix or "lycoris_"
-        path = base.removeprefix(prefix)
-        return Requested(path, "weight", part, prefix, is_flat=True, shape=adapter.shape)
-    path, _, param = base.removeprefix(prefix).rpartition(".")
-    return Requested(path, param, part, prefix, shape=adapter.shape)
+    part = "" if match is None else PIPELINE_PARTS[match[1] or match[2]]
+    prefix = match[0] if match else "lycoris_" if is_flat else ""
+    path, param = base.removeprefix(prefix), "weight"
+    if not is_flat:
+        path, _, param = path.rpartition(".")
+    return Requested(path, param, part, prefix, is_flat, adapter.shape)

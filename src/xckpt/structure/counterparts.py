@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 
     Position = tuple[tuple[str, int], ...]
 
-__all__ = ["Counterpart", "Counterparts", "Requested", "part_of_pipeline"]
+__all__ = ["PIPELINE_PARTS", "Counterpart", "Counterparts", "Requested", "part_of_pipeline"]
 
-# Parts of a pipeline, whose models have names in common.
-_PARTS = {
-    **dict.fromkeys(("unet", "diffusion_model", "transformer"), "unet"),
-    **dict.fromkeys(("text_encoder", "cond_stage_model", "clip_l", "te", "te1"), "text_encoder"),
+#: Parts of a pipeline, whose models have names in common, by words for them.
+PIPELINE_PARTS = {
+    **dict.fromkeys(("unet", "diffusion_model", "transformer", "prior_unet"), "unet"),
+    **dict.fromkeys(("text_encoder", "cond_stage_model", "clip_l"), "text_encoder"),
+    **dict.fromkeys(("te", "te1", "prior_te"), "text_encoder"),
     **dict.fromkeys(("text_encoder_2", "clip_g", "te2"), "text_encoder_2"),
     **dict.fromkeys(("text_encoder_3", "t5xxl", "te3"), "text_encoder_3"),
     **dict.fromkeys(("vae", "first_stage_model"), "vae"),
 }
+_WORDS = PIPELINE_PARTS.keys() - {"transformer"}  # which is any module of other models
 # Parts of one model whose modules have the same slots.
 _INNER = frozenset({"vision", "text", "audio", "encoder", "decoder"})
 _TEXT_ENCODERS = ("text", "text_encoder")
@@ -84,7 +86,7 @@ class Counterpart(NamedTuple):
     name: str
     #: Slot of the requested tensor, if it is fused with others in the model.
     slot: str = ""
-    #: Number of this part and names of all parts, if the requested tensor is fused and these are not.
+    #: Number of this part and names of all parts, if the requested tensor is fused of them.
     split: tuple[int, tuple[str, ...]] = (0, ())
     #: Whether the rows of its heads are in another order than those of the requested tensor; None
     #: if that is unknown.
@@ -106,8 +108,7 @@ def part_of_pipeline(words: Iterable[str]) -> str:
     words = list(words)
     if "conditioner" in words:  # Stable Diffusion XL in a single file
         return "text_encoder_2" if "1" in words[:4] else "text_encoder"
-    # In other models, a transformer is any module.
-    return next((_PARTS[w] for w in words if w in _PARTS and w != "transformer"), "")
+    return next((PIPELINE_PARTS[word] for word in words if word in _WORDS), "")
 
 
 class _Candidate(NamedTuple):
@@ -190,11 +191,13 @@ class Counterparts:
             tails.setdefault(path, []).append(number)
             if request.name != path and not request.is_flat:
                 tails.setdefault(request.name, []).append(number)
-            for start in _starts(path) if not request.is_flat else ():
-                # A wrapper that only the requested name has; one word is no evidence.
-                if start and "." in path[start:].removesuffix(f".{request.param}"):
-                    if path[start:] in self.names and self._agree(request, path[start:]):
-                        candidates[number].append(_Candidate(path[start:], "", path[:start]))
+            # Wrappers that only the requested name has; one word is no evidence.
+            shortened = [path[n:] for n in _starts(path) if n and not request.is_flat]
+            candidates[number] += [
+                _Candidate(end, "", path.removesuffix(end))
+                for end in shortened
+                if end.count(".") > 1 and end in self.names and self._agree(request, end)
+            ]
         for name in self.names:
             flat = name.removesuffix(".weight").replace(".", "_")
             for start in _starts(name):
@@ -208,7 +211,9 @@ class Counterparts:
         """Return whether a tensor may be in the part of the model that is requested."""
         place = self.structure.place(name)
         component = "" if place is None else place.component
-        part = part_of_pipeline(name.split(".", _MOST_WORDS)) or _PARTS.get(component, self.part)
+        part = part_of_pipeline(name.split(".", _MOST_WORDS)) or PIPELINE_PARTS.get(
+            component, self.part
+        )
         if request.part and part and request.part != part:
             return False
         if request.part and component == "vision" and request.part.startswith("text"):
@@ -241,8 +246,8 @@ class Counterparts:
             if len(best) != 1:
                 texts = [requested[n].name for n in best or numbers]
                 raise ValueError(
-                    f"the model has one tensor {shown(name)} for {some(texts, 'modules')}; open the "
-                    "whole model, or the component that is meant with the name of its folder"
+                    f"the model has one tensor {shown(name)} for {some(texts, 'modules')}; pass "
+                    "the whole model, or the folder of the component that is meant"
                 )
             for number in set(numbers) - set(best):
                 lists[number] = []
