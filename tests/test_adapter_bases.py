@@ -47,7 +47,8 @@ def table_of(base: Any, other: Any, adapter: Any) -> Any:
 
 
 def causes(table: Any) -> dict[str, str]:
-    return table[table["cause"] != "equal"]["cause"].to_dict()
+    found: dict[str, str] = table[table["cause"] != "equal"]["cause"].to_dict()
+    return found
 
 
 # --- language models ------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ def in_pairs(name: str, rows: Array) -> Array:
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
     path, _, leaf = name.removeprefix("model.").rpartition(".")
-    front, module = re.fullmatch(r"(layers\.\d+\.)?(.+)", path).groups("")  # type: ignore[union-attr]
+    module = re.sub(r"^layers\.\d+\.", "", path)
+    front = path.removesuffix(module)
     if names is GGUF:
         front = front.replace("layers", "blk")
     return f"{front}{names[module]}.{leaf}"
@@ -127,9 +129,9 @@ def by_meta(tensors: Tensors, kind: str) -> Any:
 
 CONTAINERS: dict[str, Callable[[Tensors, str], Any]] = {
     "with config": in_folder,
-    "state dict": lambda tensors, kind: dict(tensors),
-    "wrapped": lambda tensors, kind: {f"module.{name}": t for name, t in tensors.items()},
-    "bare": lambda tensors, kind: {n.removeprefix("model."): t for n, t in tensors.items()},
+    "state dict": lambda tensors, _: dict(tensors),
+    "wrapped": lambda tensors, _: {f"module.{name}": t for name, t in tensors.items()},
+    "bare": lambda tensors, _: {n.removeprefix("model."): t for n, t in tensors.items()},
     "GGUF": in_gguf,
     "Meta": by_meta,
 }
@@ -167,9 +169,9 @@ def by_llama_cpp(kind: str) -> Any:
 
 
 ADAPTERS: dict[str, Callable[[str], Any]] = {
-    "PEFT": lambda kind: by_peft("base_model.model."),
-    "PEFT, without its prefix": lambda kind: by_peft(""),
-    "PEFT, with the adapter's name": lambda kind: by_peft("base_model.model.", "default."),
+    "PEFT": lambda _: by_peft("base_model.model."),
+    "PEFT, without its prefix": lambda _: by_peft(""),
+    "PEFT, with the adapter's name": lambda _: by_peft("base_model.model.", "default."),
     "MLX": by_mlx,
     "llama.cpp": by_llama_cpp,
 }
@@ -260,7 +262,7 @@ class TestFusedProjections:
         whole = fused(base)
         names = {name: name for name in whole if "qkv" in name or "gate_up" in name}
         other = merged(whole, names)
-        split = {}
+        split: Tensors = {}
         for name, array in other.items():
             if "qkv" in name:
                 parts = np.split(array, [EMBD, EMBD + EMBD // 2])
@@ -270,7 +272,7 @@ class TestFusedProjections:
                     split[name.replace("gate_up", x)] = part
             else:
                 split[name] = array
-        adapter = {}
+        adapter: Tensors = {}
         for name in names:
             a, b = factors(name, *whole[name].shape)
             module = name.removesuffix(".weight")
@@ -465,7 +467,7 @@ def kohya(
             key = f"lora_{prefixes[part]}_{path.replace('.', '_')}"
             tensors |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
             if alpha:
-                tensors[f"{key}.alpha"] = np.float32(ALPHA)
+                tensors[f"{key}.alpha"] = np.array(ALPHA, np.float32)
     return tensors
 
 
@@ -570,12 +572,12 @@ class TestStableDiffusion:
                  "single_blocks.11.linear1"]  # fmt: skip
         base = {f"model.diffusion_model.{n}.weight": numbers(8, 8, seed=n) for n in names}
         other = merged(base, {name: name for name in base})
-        adapter = {}
+        adapter: Tensors = {}
         for name in base:
             key = "lora_unet_" + name[22:-7].replace(".", "_")
             a, b = factors(name, 8, 8)
             adapter |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b,
-                        f"{key}.alpha": np.float32(ALPHA)}  # fmt: skip
+                        f"{key}.alpha": np.array(ALPHA, np.float32)}  # fmt: skip
         assert set(table_of(base, other, adapter)["cause"]) == {"merged"}
 
 

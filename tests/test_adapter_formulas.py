@@ -25,7 +25,8 @@ def numbers(*shape: int, seed: int = 0) -> Array:
 
 
 def loha(t: dict[str, Array]) -> Array:
-    return (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
+    product: Array = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
+    return product
 
 
 def lokr(t: dict[str, Array]) -> Array:
@@ -33,11 +34,14 @@ def lokr(t: dict[str, Array]) -> Array:
         t[f"lokr_w{n}"] if f"lokr_w{n}" in t else t[f"lokr_w{n}_a"] @ t[f"lokr_w{n}_b"]
         for n in (1, 2)
     )
-    return np.kron(first, second)
+    product: Array = np.kron(first, second)
+    return product
 
 
-HADA = {"hada_w1_a": (ROWS, RANK), "hada_w1_b": (RANK, COLUMNS), "hada_w2_a": (ROWS, RANK),
-        "hada_w2_b": (RANK, COLUMNS)}  # fmt: skip
+HADA: dict[str, tuple[int, ...]] = {
+    "hada_w1_a": (ROWS, RANK), "hada_w1_b": (RANK, COLUMNS),
+    "hada_w2_a": (ROWS, RANK), "hada_w2_b": (RANK, COLUMNS),
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, tuple[int, ...]], Callable[..., Array], float]] = {
     "LoHa": ("LOHA", HADA, loha, ALPHA / RANK),
     "LoKr": (
@@ -128,11 +132,11 @@ def test_factors_of_lycoris_have_the_rank_or_no_scale() -> None:
     module = "lycoris_model_fc"
     shapes = {"lokr_w1": (4, 2), "lokr_w2": (3, 4)}
     whole = {f"{module}.{name}": numbers(*shape) for name, shape in shapes.items()}
-    whole[f"{module}.alpha"] = np.float32(ALPHA)  # without a rank, it is not used
+    whole[f"{module}.alpha"] = np.array(ALPHA, np.float32)  # without a rank, it is not used
     assert xckpt.open(whole).ckpt.adapters()["scale"].item() == 1
     factors = {f"{module}.{name}": numbers(*shape) for name, shape in HADA.items()}
     assert xckpt.open(factors).ckpt.adapters()["scale"].item() == 1
-    factors[f"{module}.alpha"] = np.float32(ALPHA)
+    factors[f"{module}.alpha"] = np.array(ALPHA, np.float32)
     assert xckpt.open(factors).ckpt.adapters()["scale"].item() == ALPHA / RANK
 
 
