@@ -83,27 +83,29 @@ _PART = re.compile(
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
-#: Kinds of changes.
-KINDS = {
-    "lora": "product of factors that is added",
-    "dora": "the same, with new norms of the outputs",
-    "loha": "elementwise product of two products that is added",
-    "lokr": "Kronecker product that is added",
-    "adalora": "product of factors and singular values that is added",
-    "ia3": "factors of rows or columns",
-    "bias": "numbers that are added to a bias",
-    "saved": "tensor instead of the one of the base model",
-    "rows": "rows instead of some of the base model",
-    "unsupported": "another change",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A change of one tensor of a base model."""
+    """A change of one tensor of a base model.
+
+    =================  =============================================================================
+    kind               change
+    =================  =============================================================================
+    ``lora``           a product of factors is added
+    ``dora``           the same, with new norms of the outputs
+    ``loha``           an elementwise product of two products is added
+    ``lokr``           a Kronecker product is added
+    ``adalora``        a product of factors and singular values is added
+    ``ia3``            rows or columns are multiplied by factors
+    ``bias``           numbers are added to a bias
+    ``saved``          a tensor takes the place of the one of the base model
+    ``rows``           rows take the place of some of the base model
+    ``unsupported``    anything else
+    =================  =============================================================================
+    """
 
     base: str  # name of the tensor in the base model, as far as the adapter states it
-    kind: str  # a key of `KINDS`
+    kind: str
     tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value, hada_w1_a
     shape: tuple[int, ...]  # of the change
     rank: int | None = None
