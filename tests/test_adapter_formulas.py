@@ -154,6 +154,24 @@ def test_factors_that_do_not_fit_are_named(shapes: dict[str, tuple[int, ...]]) -
     assert "LoHa" in table["note"].item()
 
 
+def test_singular_values_that_do_not_fit_are_named() -> None:
+    shapes = {"lora_A": (RANK, COLUMNS), "lora_B": (ROWS, RANK), "lora_E": (RANK + 1, 1)}
+    tensors = {f"base_model.model.fc.{name}": numbers(*shape) for name, shape in shapes.items()}
+    table = xckpt.open(tensors).ckpt.adapters()
+    assert table["kind"].item() == "unsupported"
+    assert "AdaLoRA" in table["note"].item()
+
+
+@pytest.mark.parametrize("shape", [(ROWS + 1,), (1, ROWS), (1, COLUMNS)])
+def test_magnitudes_of_other_axes_are_named(shape: tuple[int, ...]) -> None:
+    shapes = {"lora_down.weight": (RANK, COLUMNS), "lora_up.weight": (ROWS, RANK),
+              "dora_scale": shape}  # fmt: skip
+    tensors = {f"lycoris_fc.{name}": numbers(*extents) for name, extents in shapes.items()}
+    table = xckpt.open(tensors).ckpt.adapters()
+    assert table["kind"].item() == "unsupported"
+    assert "its magnitudes have the shape" in table["note"].item()
+
+
 @pytest.mark.parametrize("extra", ["hada_t1", "dora_scale", "hada_x"])
 def test_factors_beyond_the_formula_are_named_as_unsupported(extra: str) -> None:
     shapes = HADA | {extra: (RANK, RANK, 3, 3)}

@@ -212,7 +212,7 @@ class Scale(NamedTuple):
 
     alpha: float | None = None
     scale: float | None = None
-    #: Why there is no scale.
+    #: Reason for a missing scale.
     note: str = ""
 
 
@@ -230,15 +230,15 @@ class Formula:
     divisor: float = 0.0
 
     def scale(self, alpha: float, rank: int, *, is_root: bool = False) -> Scale:
-        """Return the scale by `alpha` and the rank, or its root; NaN is no number."""
+        """Return alpha divided by the rank, or by its root; no scale if alpha is NaN."""
         if math.isnan(alpha):
             return Scale(note="alpha is not a number")
         return Scale(alpha, alpha / ((math.sqrt(rank) if is_root else rank) + self.divisor))
 
     def shape_and_rank(self, shapes: Mapping[str, Shape]) -> tuple[Shape, int | None]:
-        """Return the shape of the update, with one axis of inputs, and the rank.
+        """Return the shape of the update as a matrix, and the rank.
 
-        The shape is empty if those of the tensors do not fit.
+        The shape is empty if the tensors do not fit each other.
         """
         factors, ranks = [], set()
         for whole, left, right in _MATRICES[self.kind]:
@@ -252,6 +252,8 @@ class Formula:
                 if inner != rank:
                     return (), None
             factors.append((rows, columns if whole not in shapes else inner))
+        if self.kind == "adalora" and math.prod(shapes["lora_E"]) not in ranks:
+            return (), None
         if self.kind == "lokr":
             (a, b), (c, d) = factors
             factors = [(a * c, b * d)]

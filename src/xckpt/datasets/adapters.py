@@ -288,6 +288,10 @@ def _adapter(
     tensors = {"left": left, "right": right}
     if "magnitude" in module.tensors:
         tensors["magnitude"] = module.tensors["magnitude"]
+        extents, outputs = shapes[tensors["magnitude"]], shape[int(is_transposed)]
+        # LyCORIS also has magnitudes of inputs, in a row.
+        if math.prod(extents) != outputs or (len(extents) == 2 and extents[1] == outputs > 1):
+            return unsupported(f"its magnitudes have the shape {list(extents)}")
     return Adapter(
         base,
         "dora" if "magnitude" in tensors else "lora",

@@ -88,8 +88,8 @@ class Counterpart(NamedTuple):
     slot: str = ""
     #: Number of this part and names of all parts, if the requested tensor is fused of them.
     split: tuple[int, tuple[str, ...]] = (0, ())
-    #: Whether the rows of its heads are in another order than those of the requested tensor; None
-    #: if that is unknown.
+    #: Whether the requested tensor has the rows of each head in another order; None if that is
+    #: unknown.
     is_permuted: bool | None = False
     #: Number of these heads; 0 if it is unknown.
     heads: int = 0
