@@ -268,10 +268,8 @@ def _adapter(
     if formula is not None:
         return _by_formula(base, base_module, module, formula, shapes=shapes, scales=scales)
     problem = scales.problem_of(module)
-    if problem:
-        return unsupported(problem)
-    if names is None:
-        return unsupported("one of its factors is missing")
+    if problem or names is None:
+        return unsupported(problem or "one of its factors is missing")
     form, *(a, b) = names
     first, second = shapes[a], shapes[b]
     if form == "mlx":
@@ -288,10 +286,9 @@ def _adapter(
     tensors = {"left": left, "right": right}
     if "magnitude" in module.tensors:
         tensors["magnitude"] = module.tensors["magnitude"]
-        extents, outputs = shapes[tensors["magnitude"]], shape[int(is_transposed)]
-        # LyCORIS also has magnitudes of inputs, in a row.
-        if math.prod(extents) != outputs or (len(extents) == 2 and extents[1] == outputs > 1):
-            return unsupported(f"its magnitudes have the shape {list(extents)}")
+    extents = shapes.get(tensors.get("magnitude", ""), ())
+    if extents and not _are_of_outputs(extents, shape[int(is_transposed)]):
+        return unsupported(f"its magnitudes have the shape {list(extents)}")
     return Adapter(
         base,
         "dora" if "magnitude" in tensors else "lora",
@@ -305,6 +302,12 @@ def _adapter(
         out_axis=int(is_transposed),
         is_linear=not form and len(first) == 2,
     )
+
+
+def _are_of_outputs(extents: tuple[int, ...], outputs: int) -> bool:
+    """Return whether magnitudes are of outputs; LyCORIS has those of inputs, too, in a row."""
+    is_row = len(extents) == 2 and extents[1] > 1
+    return math.prod(extents) == outputs and not is_row
 
 
 def _by_formula(
