@@ -341,7 +341,7 @@ class CheckpointAccessor(Generic[Obj]):
         return evidence_table(structure[name])
 
     def adapters(self) -> pd.DataFrame:
-        """List the adapters of a LoRA or DoRA file: base tensors, ranks, scales.
+        """List the adapters of a file, such as LoRA: base tensors, ranks, scales.
 
         Only ``adapter_config.json`` next to the file is read, and scalars called ``alpha``. Factors
         of PEFT, diffusers, kohya, MLX and llama.cpp are known by their names.
@@ -350,10 +350,11 @@ class CheckpointAccessor(Generic[Obj]):
         -------
         pandas.DataFrame
             One row for each tensor of the base model that the adapter changes, by its name there:
-            ``kind`` (``lora``, ``dora``, ``bias``; ``saved`` for a whole tensor; ``unsupported``),
-            ``rank``, ``alpha``, ``scale`` (the factor of ``B @ A``), ``shape``, and ``note``: why
-            there is no scale, or the name of an unsupported method, such as LoHa, and what to do.
-            Empty if the file has no adapters.
+            ``kind`` (``lora``, ``dora``, ``loha``, ``lokr``, ``adalora``, ``ia3``, ``bias``;
+            ``saved`` for a whole tensor; ``rows``; ``unsupported``), ``rank``, ``alpha``, ``scale``
+            (the factor of the update), ``shape``, and ``note``: why there is no scale, or the name
+            of an unsupported method, such as OFT, and what to do. Empty if the file has no
+            adapters.
 
         Raises
         ------
@@ -365,12 +366,12 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xckpt.open("adapter/adapter_model.safetensors")
         >>> ds.ckpt.adapters().groupby("rank").size()
         """
-        from xckpt.datasets.adapters import adapter_table
+        from xckpt.datasets.adapter_updates import adapter_table
 
         return adapter_table(self._adapters()[1])
 
     def updates(self, scale: float | None = None) -> Dataset:
-        """Return the update ``scale * B @ A`` of each tensor that an adapter changes.
+        """Return the update of each tensor that an adapter changes, such as ``scale * B @ A``.
 
         The products are lazy. `xckpt.spectrum` of them needs the factors only. DoRA also sets the
         norms of the sum; its update is the product alone.
@@ -401,7 +402,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xckpt.open("adapter/adapter_model.safetensors")
         >>> ds.ckpt.updates().ckpt.spectrum().ckpt.table()
         """
-        from xckpt.datasets.adapters import update_dataset
+        from xckpt.datasets.adapter_updates import update_dataset
 
         tensors, adapters = self._adapters()
         return cast("Dataset", update_dataset(adapters, tensors, scale))

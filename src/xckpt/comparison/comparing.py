@@ -117,11 +117,12 @@ def compare(
         sentence about all tensors, exceptions first. Each variable has the attributes below, as
         lists if it is stacked; they are columns of a table.
     adapter : path, mapping, Index or xarray.Dataset, optional
-        LoRA or DoRA adapter: verify that `b` is `a` with the adapter merged into it. Implies
+        Adapter, such as LoRA: verify that `b` is `a` with the adapter merged into it. Implies
         `explain`. A tensor that the adapter changes is explained, with the cause ``merged``, if
         every element of `b` is within the rounding of ``a + scale * B @ A``. The scale is read from
-        ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, nothing is
-        verified.
+        ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, the scale
+        that fits is used and named. Names of other libraries and formats lead to the tensors of
+        `a` by their places in the model.
     progress : bool or callable, optional
         As for `stats`; counts the bytes of both checkpoints.
     compute : bool
@@ -207,11 +208,11 @@ def compare(
     ValueError
         If two tensors of `b` have one name, the regular expression is invalid, a mapping has a
         name that no tensor of `a` has, no tensor has a dimension `dim`, or `codes` or `explain` is
-        combined with `dim` or ``compute=False``.
+        combined with `dim` or ``compute=False``. If `adapter` fits several tensors of `a`.
     TypeError
         If an argument has another type.
     UnsupportedError
-        If `adapter` is of another method than LoRA or DoRA, such as LoHa; the message names it.
+        If `adapter` is of an unsupported method, such as OFT; the message names it.
 
     Warns
     -----
@@ -280,8 +281,10 @@ def compare(
         if adapter is not None:
             from xckpt.comparison.merges import open_merges
 
-            ours_names = {row.name for matches in rows for row in matches if row.ours is not None}
-            merges = open_merges(adapter, ours_names, storage_options)
+            ours_names = dict.fromkeys(
+                row.name for matches in rows for row in matches if row.ours is not None
+            )
+            merges = open_merges(adapter, ours, ours_names, storage_options)
         summary = _add_explanations(
             entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges
         )

@@ -17,7 +17,7 @@ import xarray as xr
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.datasets.adapters import Factors, factors_in
+from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import select

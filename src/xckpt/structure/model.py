@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
     from xckpt.structure.families import Family, Place
+    from xckpt.structure.families.tables import NameTable
     from xckpt.tensor_rows import Row
 
     Template = tuple[str | None, ...]
@@ -134,6 +135,13 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         if self.models is None or self.roles[name] in OF_TRAINING:
             return None
         return self.models.describe(name, tuple(self._tensors[name].shape))
+
+    @property
+    def tables(self) -> Sequence[NameTable]:
+        """Tables of all names that libraries give to models of the family."""
+        from xckpt.structure.families.choosing import related_tables
+
+        return related_tables(self.models, self.facts.types)
 
     # --- modules ---------------------------------------------------------------------------------
 

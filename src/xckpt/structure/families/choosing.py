@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.structure.families.family import Kind
-    from xckpt.structure.families.tables import RowMatch
+    from xckpt.structure.families.tables import NameTable, RowMatch
 
 # Share of the names of a model that a table has to explain.
 _OF_STATED, _OF_NAMES = 0.5, 0.9
@@ -93,6 +93,23 @@ def list_tables() -> tuple[ListedTable, ...]:
         else:
             entries[-1].unlike |= set(words[1:])
     return tuple(entries)
+
+
+def related_tables(family: Family | None, types: Iterable[str]) -> list[NameTable]:
+    """Return the tables of all names that libraries give to the models of a family."""
+    entries = list_tables()
+    names = {root.table.name for root in family.roots} if family is not None else set()
+    families = {entry.family for entry in entries if entry.table in names}
+    types = list(map(normalise, types))
+    related = [
+        entry.table
+        for entry in entries
+        if entry.family in families or any(entry.describes(model_type) for model_type in types)
+    ]
+    # A family that is known by its tensors in GGUF only may have the names of any table.
+    if not set(related) - {"gguf"}:
+        related = [entry.table for entry in entries] if names else []
+    return [load_table(name) for name in dict.fromkeys((*related, "gguf")) if related]
 
 
 # --- choosing -------------------------------------------------------------------------------------

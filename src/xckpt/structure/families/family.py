@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,14 +51,23 @@ class Place(NamedTuple):
     cuts: tuple[int, ...]
     #: Whether rotary position embeddings turn the outputs.
     is_rotary: bool
+    #: Whether rows of the two halves of each rotary head alternate, unlike in transformers; None if
+    #: that is unknown.
+    alternates: bool | None
     #: Whether the module multiplies by one more than the weight; None if the type is unknown.
     adds_one: bool | None
     #: Whether fused parts alternate, head by head.
     is_interleaved: bool
     #: Whether it is another name of a tied tensor.
     is_alias: bool
-    #: Table and pattern.
-    reason: str
+    #: Name of the table, and the pattern in it.
+    table: str
+    pattern: str
+
+    @property
+    def reason(self) -> str:
+        """Table and pattern."""
+        return f"{self.table}: {self.pattern}"
 
 
 class ShapedForm(NamedTuple):
@@ -124,15 +132,7 @@ class Root:
 
     def trait(self, trait: str, row: NameRow) -> bool | None:
         """Return whether a row has a trait; None if that depends on an unknown type."""
-        entries = self.table.traits.get(trait, ())
-        fitting = [
-            types for types, slots in entries if any(fnmatchcase(row.slot, slot) for slot in slots)
-        ]
-        if not fitting:
-            return False
-        if any("*" in types or self.model_type in types for types in fitting):
-            return True
-        return False if self.model_type else None
+        return self.table.trait(trait, row, self.model_type)
 
 
 class Family:
@@ -312,10 +312,12 @@ class Family:
                 inputs=match.inputs,
                 cuts=match.cuts,
                 is_rotary="rotary" in row.flags and root.trait("not_rotary", row) is not True,
+                alternates=root.table.alternates(row, [root.model_type]),
                 adds_one=root.trait("add_one", row) if match.param == "weight" else False,
                 is_interleaved="interleaved" in row.flags,
                 is_alias="alias" in row.flags,
-                reason=f"{root.table.name}: {row.pattern}",
+                table=root.table.name,
+                pattern=row.pattern,
             )
             start = dotted.count(".") + (1 if row.param else 0) - len(row.words)
             indexed = enumerate(row.words, start)
