@@ -71,6 +71,8 @@ _LATEST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07}"}
 _LONGEST_NAME = 255
 # A config beside the weights: of transformers, peft, diffusers, Llama.
 _CONFIGS = ("config.json", "adapter_config.json", "model_index.json", "params.json")
+# Those that become attributes.
+_ATTRIBUTES = ("config", "adapter_config")
 _CACHED_REPOSITORY = re.compile(r"(?:models|datasets|spaces)--.+")
 # Words of ranks that mean nothing else, so that a gap in their numbers is a missing file.
 _CERTAIN_RANK = re.compile(r"(?:mp|tp|pp|ep|cp)_rank", re.IGNORECASE)
@@ -485,14 +487,17 @@ class _FolderChoice:
         return False
 
     def _config(self) -> dict[str, Any]:
-        if "config.json" not in self.listing.files:
-            return {}
-        with (
-            suppress(FileNotFoundError, PermissionError, ValueError),
-            closing(self._location("config.json").open()) as source,
-        ):
-            return {"config": parse_json(read_small(source))}
-        return {}
+        """Return the contents of the configs of a model and of an adapter, by name."""
+        configs: dict[str, Any] = {}
+        for name in _ATTRIBUTES:
+            if f"{name}.json" not in self.listing.files:
+                continue
+            with (
+                suppress(FileNotFoundError, PermissionError, ValueError),
+                closing(self._location(f"{name}.json").open()) as source,
+            ):
+                configs[name] = parse_json(read_small(source))
+        return configs
 
     def _latest(self) -> str | None:
         """Return the name of the folder of the newest step, which a file states."""

@@ -92,6 +92,12 @@ def list_tables() -> tuple[ListedTable, ...]:
     return tuple(entries)
 
 
+def has_table(types: Iterable[str]) -> bool:
+    """Return whether there are names of tensors for one of these types of models."""
+    entries = [entry for entry in list_tables() if entry.table != "gguf"]
+    return any(entry.describes(t) for t in map(normalise, types) for entry in entries)
+
+
 # --- choosing -------------------------------------------------------------------------------------
 
 
@@ -193,7 +199,7 @@ def _roots(entry: ListedTable, forms: Iterable[ShapedForm], model_type: str) -> 
         explained |= {form: rows for before, form, rows in heads if prefix.startswith(before)}
         if len(explained) < fewest or len(used.intersection(explained)) * 2 > len(explained):
             continue
-        root = Root(prefix, table, model_type, explained)
+        root = Root(prefix, table, model_type, explained, family=entry.family)
         if _explains(root, entry, forms):
             roots.append(root)
             used |= explained.keys()

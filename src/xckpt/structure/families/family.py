@@ -82,6 +82,8 @@ class Root:
     #: Forms that the table explains, with the rows that fit them, best first.
     matches: dict[ShapedForm, list[RowMatch]]
     component: str = ""
+    #: Name of the family; several tables may have it.
+    family: str = ""
     #: Whether it is one of the models of an ensemble, which the numbers in the prefix tell apart.
     is_member: bool = False
 
@@ -153,6 +155,16 @@ class Family:
         self._places: dict[tuple[str, Shape | None], tuple[Place | None, Positions]] = {}
         for root in roots:
             self._measure(root)
+
+    @property
+    def components(self) -> dict[str, str]:
+        """Family of each component, those with most tensors first."""
+        components: dict[str, str] = {}
+        for root in sorted(self.roots, key=lambda root: -len(root.matches)):
+            rows = [match.row for matches in root.matches.values() for match in matches]
+            for component in dict.fromkeys(map(root.component_of, rows)):
+                components.setdefault(component, "" if root.family == "gguf" else root.family)
+        return components
 
     # --- sizes -----------------------------------------------------------------------------------
 
