@@ -12,6 +12,7 @@ import os
 import re
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from math import prod
 from pathlib import Path
@@ -41,7 +42,7 @@ from xckpt.quantization.config import parse_json
 from xckpt.storage import Location, Source, is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from xckpt.index import FileSet
     from xckpt.storage import FolderListing
@@ -71,6 +72,7 @@ _LATEST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07}"}
 _LONGEST_NAME = 255
 # A config beside the weights: of transformers, peft, diffusers, Llama.
 _CONFIGS = ("config.json", "adapter_config.json", "model_index.json", "params.json")
+_IN_MEMORY = "memory://"
 # Those that become attributes.
 _ATTRIBUTES = ("config", "adapter_config")
 _CACHED_REPOSITORY = re.compile(r"(?:models|datasets|spaces)--.+")
@@ -100,7 +102,7 @@ def files_of(location: Location, format: str | None = None) -> CheckpointFiles:
     if is_index(location.file_name):
         return indexed(location.open())
     name = place.name if isinstance(place, Source) else location.pinned().text
-    files = listed_as("single", name, {name: place})
+    files = listed_as("single", name, {name: place}, attrs=_configs_beside(location, place))
     if location.kind != "file":
         return files
     marks = [suffix for suffix in DOWNLOADS if os.path.lexists(f"{location.path}{suffix}")]
@@ -119,6 +121,45 @@ def _with_downloads(files: CheckpointFiles, names: Sequence[str]) -> CheckpointF
     ]
     holes = tuple([Path(name).stem for name in names if name.endswith(IN_PLACE)])
     return replace(files, warnings=(*files.warnings, *texts), incomplete=holes)
+
+
+def _configs_beside(location: Location, place: Place) -> dict[str, Any]:
+    """Return the contents of the configs in the folder of a file, if they are certainly its own.
+
+    The names of files that libraries load, such as ``model.safetensors``, are certain, and so is
+    the only checkpoint in a folder.
+    """
+    names = [f"{name}.json" for name in _ATTRIBUTES]
+    if location.kind == "file":
+        folder = Path(location.path).parent
+        paths = {name: str(folder / name) for name in names if (folder / name).is_file()}
+        if not paths or not (preference(location.file_name) or _is_alone(folder)):
+            return {}
+        return _parsed({name: Location("file", path, path).open for name, path in paths.items()})
+    # Elsewhere, two requests would take longer than opening the file.
+    if isinstance(place, Location) or not location.text.startswith(_IN_MEMORY):
+        return {}
+    is_certain = preference(location.file_name) is not None
+    return _parsed({name: partial(place.sibling, name) for name in names} if is_certain else {})
+
+
+def _is_alone(folder: Path) -> bool:
+    """Return whether a folder has a single file with a name of a checkpoint of a model."""
+    names = [entry.name for entry in os.scandir(folder)]
+    models = [n for n in names if is_called_like_one(n) and not (is_companion(n) or is_index(n))]
+    return len(models) == 1
+
+
+def _parsed(configs: Mapping[str, Callable[[], Source]]) -> dict[str, Any]:
+    """Return the contents of configs by their names without ``.json``; skip unreadable ones."""
+    contents: dict[str, Any] = {}
+    for name, opened in configs.items():
+        with (
+            suppress(FileNotFoundError, PermissionError, ValueError),
+            closing(opened()) as source,
+        ):
+            contents[name.removesuffix(".json")] = parse_json(read_small(source))
+    return contents
 
 
 def set_of(source: Source, files: FileSet) -> CheckpointFiles:
@@ -488,16 +529,8 @@ class _FolderChoice:
 
     def _config(self) -> dict[str, Any]:
         """Return the contents of the configs of a model and of an adapter, by name."""
-        configs: dict[str, Any] = {}
-        for name in _ATTRIBUTES:
-            if f"{name}.json" not in self.listing.files:
-                continue
-            with (
-                suppress(FileNotFoundError, PermissionError, ValueError),
-                closing(self._location(f"{name}.json").open()) as source,
-            ):
-                configs[name] = parse_json(read_small(source))
-        return configs
+        files = [f"{name}.json" for name in _ATTRIBUTES if f"{name}.json" in self.listing.files]
+        return _parsed({name: self._location(name).open for name in files})
 
     def _latest(self) -> str | None:
         """Return the name of the folder of the newest step, which a file states."""
