@@ -1,4 +1,4 @@
-"""A file has the attributes of its folder: the config beside it counts if it is certainly its own."""
+"""A file has the attributes of its folder, from configs that are certainly its own."""
 
 from __future__ import annotations
 

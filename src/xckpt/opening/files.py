@@ -12,7 +12,6 @@ import os
 import re
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice, product
 from math import prod
 from pathlib import Path
@@ -23,10 +22,12 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown,
 from xckpt.formatting import natural_key
 from xckpt.index import is_file_name
 from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
+from xckpt.opening.configs import CONFIGS, configs_beside, parsed
 from xckpt.opening.names import (
     DOWNLOADS,
     IN_PLACE,
     form_of,
+    is_called_like_one,
     is_chunked,
     is_companion,
     is_index,
@@ -38,11 +39,10 @@ from xckpt.opening.names import (
     single_of,
 )
 from xckpt.opening.reading import names_in, read_shard_index, read_small
-from xckpt.quantization.config import parse_json
 from xckpt.storage import Location, Source, is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.index import FileSet
     from xckpt.storage import FolderListing
@@ -55,7 +55,6 @@ __all__ = [
     "files_of",
     "has_checkpoint",
     "indexed",
-    "is_called_like_one",
     "listed_as",
     "set_of",
     "unfinished_in",
@@ -72,9 +71,6 @@ _LATEST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07}"}
 _LONGEST_NAME = 255
 # A config beside the weights: of transformers, peft, diffusers, Llama.
 _CONFIGS = ("config.json", "adapter_config.json", "model_index.json", "params.json")
-_IN_MEMORY = "memory://"
-# Those that become attributes.
-_ATTRIBUTES = ("config", "adapter_config")
 _CACHED_REPOSITORY = re.compile(r"(?:models|datasets|spaces)--.+")
 # Words of ranks that mean nothing else, so that a gap in their numbers is a missing file.
 _CERTAIN_RANK = re.compile(r"(?:mp|tp|pp|ep|cp)_rank", re.IGNORECASE)
@@ -102,7 +98,7 @@ def files_of(location: Location, format: str | None = None) -> CheckpointFiles:
     if is_index(location.file_name):
         return indexed(location.open())
     name = place.name if isinstance(place, Source) else location.pinned().text
-    files = listed_as("single", name, {name: place}, attrs=_configs_beside(location, place))
+    files = listed_as("single", name, {name: place}, attrs=configs_beside(location, place))
     if location.kind != "file":
         return files
     marks = [suffix for suffix in DOWNLOADS if os.path.lexists(f"{location.path}{suffix}")]
@@ -121,45 +117,6 @@ def _with_downloads(files: CheckpointFiles, names: Sequence[str]) -> CheckpointF
     ]
     holes = tuple([Path(name).stem for name in names if name.endswith(IN_PLACE)])
     return replace(files, warnings=(*files.warnings, *texts), incomplete=holes)
-
-
-def _configs_beside(location: Location, place: Place) -> dict[str, Any]:
-    """Return the contents of the configs in the folder of a file, if they are certainly its own.
-
-    The names of files that libraries load, such as ``model.safetensors``, are certain, and so is
-    the only checkpoint in a folder.
-    """
-    names = [f"{name}.json" for name in _ATTRIBUTES]
-    if location.kind == "file":
-        folder = Path(location.path).parent
-        paths = {name: str(folder / name) for name in names if (folder / name).is_file()}
-        if not paths or not (preference(location.file_name) or _is_alone(folder)):
-            return {}
-        return _parsed({name: Location("file", path, path).open for name, path in paths.items()})
-    # Elsewhere, two requests would take longer than opening the file.
-    if isinstance(place, Location) or not location.text.startswith(_IN_MEMORY):
-        return {}
-    is_certain = preference(location.file_name) is not None
-    return _parsed({name: partial(place.sibling, name) for name in names} if is_certain else {})
-
-
-def _is_alone(folder: Path) -> bool:
-    """Return whether a folder has a single file with a name of a checkpoint of a model."""
-    names = [entry.name for entry in os.scandir(folder)]
-    models = [n for n in names if is_called_like_one(n) and not (is_companion(n) or is_index(n))]
-    return len(models) == 1
-
-
-def _parsed(configs: Mapping[str, Callable[[], Source]]) -> dict[str, Any]:
-    """Return the contents of configs by their names without ``.json``; skip unreadable ones."""
-    contents: dict[str, Any] = {}
-    for name, opened in configs.items():
-        with (
-            suppress(FileNotFoundError, PermissionError, ValueError),
-            closing(opened()) as source,
-        ):
-            contents[name.removesuffix(".json")] = parse_json(read_small(source))
-    return contents
 
 
 def set_of(source: Source, files: FileSet) -> CheckpointFiles:
@@ -529,8 +486,8 @@ class _FolderChoice:
 
     def _config(self) -> dict[str, Any]:
         """Return the contents of the configs of a model and of an adapter, by name."""
-        files = [f"{name}.json" for name in _ATTRIBUTES if f"{name}.json" in self.listing.files]
-        return _parsed({name: self._location(name).open for name in files})
+        files = [name for name in CONFIGS if name in self.listing.files]
+        return parsed({name: self._location(name).open for name in files})
 
     def _latest(self) -> str | None:
         """Return the name of the folder of the newest step, which a file states."""
@@ -617,12 +574,6 @@ def _groups_of(names: Sequence[str]) -> list[_FileGroup]:
         else:
             whole += [_FileGroup("single", [name]) for name in group.names]
     return whole
-
-
-def is_called_like_one(name: str) -> bool:
-    """Return whether a file has a name of a checkpoint, or of an index of shards."""
-    lower = name.lower()
-    return is_index(lower) or any(lower.endswith(formats.suffixes(f)) for f in formats.names())
 
 
 def _snapshot_of_cache(listing: FolderListing) -> FolderListing | None:
