@@ -222,6 +222,34 @@ VAE = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
 }
 
+BART = {
+    **{key: n for key, n in WHISPER.items() if "positions" not in key and "mel" not in key},
+    "max_position_embeddings": 130,
+}
+OF_BART = {key: n for key, n in OF_ENCODER.items() if key not in {"type", "context"}}
+SPEECH = {
+    **{key: n for key, n in ENCODER.items() if "position" not in key and "type" not in key},
+    "conv_dim": (20, 28),
+    "conv_kernel": (3, 3),
+    "conv_stride": (2, 2),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
+FLUX = {
+    "num_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 40,
+    "pooled_projection_dim": 28,
+}
+OF_FLUX = {"embd": 48, "ff": 192, "head": 3, "key": 16, "context_width": 40, "pooled": 28}
+
+
+def bart(prefix: str, model: str, **options: Any) -> Any:
+    """Return a function that builds an encoder and decoder of transformers."""
+    return of_transformers(model, f"{prefix}Config", **BART, **options)
+
+
 CASES = {
     "llama": Case("llama", decoder("Llama"), OF_DECODER),
     "llama base": Case("llama", decoder("Llama", "Model"), OF_DECODER),
@@ -376,6 +404,121 @@ CASES = {
         OF_T5,
     ),
     "t5 encoder": Case("t5", of_transformers("T5EncoderModel", "T5Config", **T5), OF_T5),
+    "bart": Case("bart", bart("Bart", "BartForConditionalGeneration"), OF_BART),
+    "bart classifier": Case(
+        "bart", bart("Bart", "BartForSequenceClassification"), OF_BART | {"label": 3}
+    ),
+    "mbart": Case("mbart", bart("MBart", "MBartForConditionalGeneration"), OF_BART, "bart"),
+    "marian": Case(
+        "marian", bart("Marian", "MarianMTModel", decoder_start_token_id=0), OF_BART, "bart"
+    ),
+    "pegasus": Case("pegasus", bart("Pegasus", "PegasusForConditionalGeneration"), OF_BART, "bart"),
+    "m2m_100": Case("m2m_100", bart("M2M100", "M2M100ForConditionalGeneration"), OF_BART, "bart"),
+    "opt": Case(
+        "opt",
+        of_transformers(
+            "OPTForCausalLM",
+            "OPTConfig",
+            hidden_size=48,
+            num_hidden_layers=3,
+            ffn_dim=112,
+            num_attention_heads=4,
+            vocab_size=331,
+            max_position_embeddings=130,
+            word_embed_proj_dim=20,
+        ),
+        OF_BART | {"width": 20},
+    ),
+    "mpnet": Case(
+        "mpnet",
+        of_transformers("MPNetForMaskedLM", "MPNetConfig", **ENCODER),
+        OF_ENCODER | {"bucket": 32},
+    ),
+    "deberta_v2": Case(
+        "deberta-v2",
+        of_transformers(
+            "DebertaV2ForSequenceClassification",
+            "DebertaV2Config",
+            **ENCODER,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            norm_rel_ebd="layer_norm",
+            conv_kernel_size=3,
+            conv_act="gelu",
+        ),
+        OF_ENCODER | {"label": 2},
+    ),
+    "albert": Case(
+        "albert",
+        of_transformers("AlbertForMaskedLM", "AlbertConfig", **ENCODER, embedding_size=20),
+        OF_ENCODER | {"width": 20},
+    ),
+    "modernbert": Case(
+        "modernbert",
+        of_transformers("ModernBertForMaskedLM", "ModernBertConfig", **ENCODER, pad_token_id=0),
+        OF_ENCODER | {"qkv": 144},
+    ),
+    "esm": Case(
+        "esm", of_transformers("EsmForMaskedLM", "EsmConfig", **ENCODER, pad_token_id=0), OF_ENCODER
+    ),
+    "gpt_neo": Case(
+        "gpt_neo",
+        of_transformers(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            hidden_size=48,
+            num_layers=2,
+            attention_types=[[["global"], 2]],
+            num_heads=4,
+            intermediate_size=112,
+            vocab_size=331,
+            max_position_embeddings=130,
+        ),
+        OF_ENCODER,
+    ),
+    "gptj": Case(
+        "gptj", of_transformers("GPTJForCausalLM", "GPTJConfig", **GPT2, rotary_dim=4), OF_ENCODER
+    ),
+    "wav2vec2": Case(
+        "wav2vec2", of_transformers("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH), OF_BART
+    ),
+    "hubert": Case(
+        "hubert", of_transformers("HubertModel", "HubertConfig", **SPEECH), OF_BART, "wav2vec2"
+    ),
+    "wavlm": Case(
+        "wavlm",
+        of_transformers("WavLMModel", "WavLMConfig", **SPEECH),
+        OF_BART | {"bucket": 320},
+        "wav2vec2",
+    ),
+    "flux": Case(
+        "FluxTransformer2DModel",
+        of_diffusers(
+            "FluxTransformer2DModel",
+            **FLUX,
+            in_channels=20,
+            num_single_layers=2,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        OF_FLUX,
+        "flux",
+    ),
+    "sd3": Case(
+        "SD3Transformer2DModel",
+        of_diffusers(
+            "SD3Transformer2DModel",
+            **FLUX,
+            in_channels=5,
+            out_channels=5,
+            caption_projection_dim=48,
+            pos_embed_max_size=12,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        OF_FLUX,
+        "sd3",
+    ),
     "whisper": Case(
         "whisper",
         of_transformers("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER),
