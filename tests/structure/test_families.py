@@ -61,6 +61,8 @@ def axes(family: Family, text: str) -> dict[str, tuple[str | None, ...]]:
         (named.OPENAI_CLIP, "clip"),
         (named.OPENAI_WHISPER, "whisper"),
         (named.STABLE_DIFFUSION, "unet"),
+        (named.FLUX, "flux"),
+        (named.STABLE_DIFFUSION_3, "sd3"),
     ],
 )
 def test_names_tell_the_family_and_every_tensor_has_a_slot(text: str, name: str) -> None:

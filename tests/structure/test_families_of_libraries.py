@@ -153,6 +153,8 @@ class TestFamilies:
         ("gemma2", {""}),
         ("gemma3 with vision", {"text", "projector"}),
         ("olmo2", set()),
+        ("qwen3_next", {""}),
+        ("gemma3n", set()),
     ],
 )
 def test_norms_add_one_where_the_library_does(case: str, adding: set[str]) -> None:

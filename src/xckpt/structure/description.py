@@ -38,7 +38,11 @@ _TOOLS = frozenset({"checkpoint", "output", "outputs", "model", "models", "None"
 # Components whose sizes describe the whole, best first.
 _MAIN = ("", "text", "encoder", "decoder", "vision", "audio")
 # Families of components that only one kind of pipeline has.
-_PIPELINES = {frozenset({"unet", "vae"}): "Stable Diffusion"}
+_PIPELINES = {
+    frozenset({"unet", "vae"}): "Stable Diffusion",
+    frozenset({"sd3", "vae"}): "Stable Diffusion 3",
+    frozenset({"flux", "vae"}): "Flux",
+}
 _SUBJECTS = ("family", "contradicted", "exporter")
 _SIZES = ("embd", "head", "head_kv", "expert")
 

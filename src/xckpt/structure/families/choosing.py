@@ -44,7 +44,7 @@ _COMPONENTS = {
     **{name: name for name in ("text_encoder_2", "text_encoder_3", "encoder", "decoder")},
 }
 # Components by whose family a checkpoint with several models is called.
-_MAIN = frozenset({"", "text", "unet"})
+_MAIN = frozenset({"", "text", "unet", "transformer"})
 _WRAPPERS = frozenset(
     {
         *("model", "module", "_orig_mod", "base_model", "transformer", "state_dict", "params"),
@@ -280,6 +280,7 @@ def _name_components(roots: Collection[Root]) -> None:
         if "conditioner" in words:  # Stable Diffusion XL in a single file
             root.component = "text_encoder_2" if "1" in words else "text_encoder"
         elif parts:
-            root.component = parts[-1]
+            is_transformer = parts[-1] == "unet" and root.family != "unet"
+            root.component = "transformer" if is_transformer else parts[-1]
         else:
             root.component = ".".join([word for word in words if word not in _WRAPPERS])
