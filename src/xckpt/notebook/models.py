@@ -20,7 +20,7 @@ __all__ = ["model_document", "model_text"]
 _WIDEST_NAME, _WIDEST_DETAIL = 64, 40
 _MOST_COMPONENTS = 6
 # Classes of Keras that do not tell one model from another.
-_GENERIC = frozenset({"Sequential", "Functional"})
+_GENERIC, _KIND = frozenset({"Sequential", "Functional"}), " model"
 # Share of the parameters with one type for it to be the type of the model.
 _NEARLY_ALL, _MOST = 0.99, 0.5
 
@@ -51,7 +51,8 @@ def _head(model: ModelDescription) -> str:
     if model.kind == "optimizer":
         return f"optimizer state{at_step}"
     if model.kind == "training":
-        of_model = f" of {subject}" if _is_named(model) else ""
+        article = "a " if subject.endswith(_KIND) else ""
+        of_model = f" of {article}{subject}" if _is_named(model) else ""
         by_names = f", {subject}" if subject and not of_model else ""
         return f"training checkpoint{of_model}{at_step}{by_names}"
     return subject or ("model" if model.kind else "")
@@ -64,7 +65,7 @@ def _is_named(model: ModelDescription) -> bool:
 def _subject(model: ModelDescription) -> str:
     """Return the name of a model, or what its names of tensors resemble."""
     if model.name or model.class_name:
-        kind = " model" if not model.name and model.class_name in _GENERIC else ""
+        kind = _KIND if not model.name and model.class_name in _GENERIC else ""
         return word(model.name or model.class_name, _WIDEST_NAME) + kind
     if model.contradicted:
         return f"names unlike {word(model.contradicted)}, the type in its config"
@@ -131,8 +132,9 @@ def _sizes(summary: Summary) -> Iterator[str]:
     if len(layers) == 1:
         yield counted(next(iter(layers.values())), "layer")
     elif layers and len(layers) <= _MOST_COMPONENTS:
-        numbers = [f"{count:,} {word(name)}".rstrip() for name, count in layers.items()]
-        yield f"{_listed(numbers)} layers"
+        numbers = [f"{count:,} {word(name)}" for name, count in layers.items() if name]
+        main = f"{counted(layers[''], 'layer')} and " if "" in layers else ""
+        yield f"{main}{_listed(numbers)} layers"
     if "embd" in sizes:
         yield f"{sizes['embd']:,} wide"
     heads, of_keys = sizes.get("head", 0), sizes.get("head_kv", 0)

@@ -246,6 +246,8 @@ def _extents(structure: Structure) -> dict[str, Any]:
     if known["embd"] not in structure.extents:
         return {"components": several}
     layers = _layers(structure)
+    if components and not layers:  # the sizes of one of several stages
+        return {"components": several}
     order = [*_MAIN, *layers]
     return {
         "sizes": {name: size for name, size in known.items() if size},

@@ -185,8 +185,9 @@ class Family:
 
     def _stated_sizes(self, root: Root, component: str) -> dict[str, int]:
         """Return the sizes that facts state about a component of a model."""
-        nested = self._facts.config.get(f"{component}_config") if component else None
-        if isinstance(nested, dict):
+        # Beside other models, the one without a component is the language model.
+        nested = self._facts.config.get(f"{component or 'text'}_config")
+        if isinstance(nested, dict) and (component or len(self.roots) > 1):
             return stated_sizes(root.table, nested, sizes_in(nested))
         if len(self.roots) > 1:
             return {}
