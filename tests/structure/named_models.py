@@ -371,6 +371,27 @@ model.diffusion_model.joint_blocks.2.context_block.attn.qkv.bias 144
 model.diffusion_model.joint_blocks.2.context_block.attn.ln_q.weight 16
 model.diffusion_model.joint_blocks.2.context_block.attn.ln_k.weight 16
 """
+VISION = """
+patch_embed.proj.weight 32 3 2 6 6
+blocks.{2}.norm1.weight 32
+blocks.{2}.norm1.bias 32
+blocks.{2}.attn.qkv.weight 96 32
+blocks.{2}.attn.qkv.bias 96
+blocks.{2}.attn.proj.weight 32 32
+blocks.{2}.attn.proj.bias 32
+blocks.{2}.norm2.weight 32
+blocks.{2}.norm2.bias 32
+blocks.{2}.mlp.fc1.weight 64 32
+blocks.{2}.mlp.fc1.bias 64
+blocks.{2}.mlp.fc2.weight 32 64
+blocks.{2}.mlp.fc2.bias 32
+merger.ln_q.weight 32
+merger.ln_q.bias 32
+merger.mlp.0.weight 128 128
+merger.mlp.0.bias 128
+merger.mlp.2.weight 48 128
+merger.mlp.2.bias 48
+"""
 _COUNT = re.compile(r"\{(\d+)\}")
 
 
