@@ -16,7 +16,9 @@ from xckpt.cli import main
 from xckpt.formatting import columns
 from xckpt.index import Index, Part, Tensor
 from xckpt.notebook.html import render as render_html
-from xckpt.notebook.summary import index_summary
+from xckpt.notebook.models import model_text
+from xckpt.notebook.summary import index_summary, new_summary
+from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -175,6 +177,23 @@ class TestKinds:
         attrs = {"producer_name": "pytorch", "producer_version": "2.7.0"}
         line = repr(index_of({"a": (3, 4)}, attrs, format="onnx")).splitlines()[0]
         assert line.endswith("graph exported by pytorch 2.7.0, 12 parameters, bfloat16")
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(
+        ("types", "text"),
+        [
+            (["float16"] * 4, "float16"),
+            (["float16", "float16", "bfloat16", "float32"], "mostly float16"),
+            (["float16", "bfloat16", "float32", "float64"], "float16, bfloat16 and 2 more types"),
+            (["float16", "bfloat16", "float32"], "float16, bfloat16 and 1 more type"),
+        ],
+    )
+    def test_names_the_types_of_most_parameters(self, types: list[str], text: str) -> None:
+        rows = [Row(f"w{n}", dtype, (4,), 8) for n, dtype in enumerate(types)]
+        attrs = {"general.name": "M"}
+        summary = new_summary(rows, title="m", format="", version="", attrs=attrs)
+        assert model_text(summary) == f"M, {4 * len(types)} parameters, {text}"
 
 
 class TestComponents:

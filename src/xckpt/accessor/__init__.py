@@ -88,7 +88,8 @@ class CheckpointAccessor(Generic[Obj]):
     --------
     >>> ds = xr.open_dataset("m.zt", engine="ztensor")
     >>> ds.ckpt
-    <Checkpoint m.zt>  ztensor 1.0 · 65 tensors · 297.0 K params · 421.9 KiB · lazy
+    <Checkpoint m.zt>  names as in llama, 297.0 K parameters, bfloat16, ... (6 layers, 48 wide)
+      ztensor 1.0 · 65 tensors · 421.9 KiB · lazy
       ...
     """
 

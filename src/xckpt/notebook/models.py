@@ -12,6 +12,7 @@ from xckpt.formatting import counted, short_count, word
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xckpt.notebook.footprint import Footprint
     from xckpt.notebook.summary import Summary
     from xckpt.structure.description import ModelDescription
 
@@ -99,12 +100,22 @@ def _figures(summary: Summary) -> Iterator[str]:
         bits = f", {model.bits} bits" if model.bits else ""
         yield f"quantised with {word(model.quantization)}{bits}"
     elif footprint.schemes:
-        largest = max(footprint.schemes, key=lambda scheme: scheme.size)
-        if largest.size >= _MOST * footprint.parameters:
-            mostly = "" if largest.size >= _NEARLY_ALL * footprint.parameters else "mostly "
-            yield f"{mostly}{word(largest.group, _WIDEST_DETAIL)}"
-        else:
-            yield f"{len(footprint.schemes)} element types"
+        yield _precision(footprint)
+
+
+def _precision(footprint: Footprint) -> str:
+    """Return the type of most parameters, or the first ones of several types."""
+    schemes = sorted(footprint.schemes, key=lambda scheme: -scheme.size)
+    largest = word(schemes[0].group, _WIDEST_DETAIL)
+    if schemes[0].size >= _NEARLY_ALL * footprint.parameters:
+        return largest
+    if schemes[0].size >= _MOST * footprint.parameters:
+        return f"mostly {largest}"
+    more = len(schemes) - 2
+    second = word(schemes[1].group, _WIDEST_DETAIL)
+    if not more:
+        return f"{largest} and {second}"
+    return f"{largest}, {second} and {counted(more, 'more type')}"
 
 
 def _details(summary: Summary) -> Iterator[str]:
