@@ -88,7 +88,8 @@ class CheckpointAccessor(Generic[Obj]):
     --------
     >>> ds = xr.open_dataset("m.zt", engine="ztensor")
     >>> ds.ckpt
-    <Checkpoint m.zt>  ztensor 1.0 · 65 tensors · 297.0 K params · 421.9 KiB · lazy
+    <Checkpoint m.zt>  names as in llama, 297.0 K parameters, bfloat16, ... (6 layers, 48 wide)
+      ztensor 1.0 · 65 tensors · 421.9 KiB · lazy
       ...
     """
 
@@ -176,7 +177,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     def summary(
         self,
-        by: Literal["pattern", "dtype", "layer", "role", "step"] | None = None,
+        by: Literal["pattern", "dtype", "layer", "role", "component", "step"] | None = None,
         *,
         changes: bool = False,
     ) -> pd.DataFrame:
@@ -186,10 +187,10 @@ class CheckpointAccessor(Generic[Obj]):
 
         Parameters
         ----------
-        by : {"pattern", "dtype", "layer", "role", "step"}, optional
-            One row for each pattern of names, stored element type, numbered module, or role
-            (weights, moments of an optimizer, ...); ``"step"`` for a run. By default ``"step"`` for
-            a Dataset of `open_steps`, ``"pattern"`` otherwise.
+        by : {"pattern", "dtype", "layer", "role", "component", "step"}, optional
+            One row for each pattern of names, stored element type, numbered module, role (weights,
+            moments of an optimizer, ...) or component (encoder, unet, ...); ``"step"`` for a run.
+            By default ``"step"`` for a Dataset of `open_steps`, ``"pattern"`` otherwise.
         changes : bool
             Compare each step of a run with the step before, and add findings. This reads every
             step, unless results are cached.
@@ -276,6 +277,9 @@ class CheckpointAccessor(Generic[Obj]):
             ``scheme_bits``         stored bits of a parameter
             ``group_elements``      elements along ``group``: parameters, averages, buffers,
                                     optimizer state, ...; also ``group_tensors``, ``group_nbytes``
+            ``component_nbytes``    bytes along ``component``: unet, vae, encoder, vision, ...; also
+                                    ``component_tensors``, ``component_parameters``; absent for a
+                                    model of a single component
             ======================  ============================================================
 
         Warns

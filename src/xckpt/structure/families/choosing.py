@@ -47,7 +47,7 @@ _COMPONENTS = {
     **{name: name for name in ("text_encoder_2", "text_encoder_3", "encoder", "decoder")},
 }
 # Components by whose family a checkpoint with several models is called.
-_MAIN = frozenset({"", "text", "unet"})
+_MAIN = frozenset({"", "text", "unet", "transformer"})
 _WRAPPERS = frozenset(
     {
         *("model", "module", "_orig_mod", "base_model", "transformer", "state_dict", "params"),
@@ -110,6 +110,12 @@ def related_tables(family: Family | None, types: Iterable[str]) -> list[NameTabl
     if not set(related) - {"gguf"}:
         related = [entry.table for entry in entries] if names else []
     return [load_table(name) for name in dict.fromkeys((*related, "gguf")) if related]
+
+
+def has_table(types: Iterable[str]) -> bool:
+    """Return whether there are names of tensors for one of these types of models."""
+    entries = [entry for entry in list_tables() if entry.table != "gguf"]
+    return any(entry.describes(t) for t in map(normalise, types) for entry in entries)
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -212,7 +218,7 @@ def _roots(entry: ListedTable, forms: Iterable[ShapedForm], model_type: str) -> 
         explained |= {form: rows for before, form, rows in heads if prefix.startswith(before)}
         if len(explained) < fewest or len(used.intersection(explained)) * 2 > len(explained):
             continue
-        root = Root(prefix, table, model_type, explained)
+        root = Root(prefix, table, model_type, explained, family=entry.family)
         if _explains(root, entry, forms):
             roots.append(root)
             used |= explained.keys()
@@ -293,6 +299,7 @@ def _name_components(roots: Collection[Root]) -> None:
         if "conditioner" in words:  # Stable Diffusion XL in a single file
             root.component = "text_encoder_2" if "1" in words else "text_encoder"
         elif parts:
-            root.component = parts[-1]
+            is_transformer = parts[-1] == "unet" and root.family != "unet"
+            root.component = "transformer" if is_transformer else parts[-1]
         else:
             root.component = ".".join([word for word in words if word not in _WRAPPERS])

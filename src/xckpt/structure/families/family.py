@@ -91,6 +91,8 @@ class Root:
     #: Forms that the table explains, with the rows that fit them, best first.
     matches: dict[ShapedForm, list[RowMatch]]
     component: str = ""
+    #: Name of the family; several tables may have it.
+    family: str = ""
     #: Whether it is one of the models of an ensemble, which the numbers in the prefix tell apart.
     is_member: bool = False
 
@@ -158,6 +160,16 @@ class Family:
         for root in roots:
             self._measure(root)
 
+    @property
+    def components(self) -> dict[str, str]:
+        """Family of each component, those with most tensors first."""
+        components: dict[str, str] = {}
+        for root in sorted(self.roots, key=lambda root: -len(root.matches)):
+            rows = [match.row for matches in root.matches.values() for match in matches]
+            for component in dict.fromkeys(map(root.component_of, rows)):
+                components.setdefault(component, "" if root.family == "gguf" else root.family)
+        return components
+
     # --- sizes -----------------------------------------------------------------------------------
 
     def _measure(self, root: Root) -> None:
@@ -177,8 +189,9 @@ class Family:
 
     def _stated_sizes(self, root: Root, component: str) -> dict[str, int]:
         """Return the sizes that facts state about a component of a model."""
-        nested = self._facts.config.get(f"{component}_config") if component else None
-        if isinstance(nested, dict):
+        # Beside other models, the one without a component is the language model.
+        nested = self._facts.config.get(f"{component or 'text'}_config")
+        if isinstance(nested, dict) and (component or len(self.roots) > 1):
             return stated_sizes(root.table, nested, sizes_in(nested))
         if len(self.roots) > 1:
             return {}
