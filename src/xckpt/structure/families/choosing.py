@@ -162,7 +162,7 @@ def _forms(names: Collection[str], kinds: Sequence[Kind]) -> list[ShapedForm]:
     counts = Counter(kinds)
     if len(counts) > _MOST:
         return []
-    first = dict(zip(kinds, names, strict=True))
+    first = dict(zip(reversed(kinds), reversed(list(names)), strict=True))
     forms: dict[tuple[str, tuple[int, ...]], ShapedForm] = {}
     for (key, shape), count in counts.items():
         # An adapter or an optimizer, beside the model.
@@ -254,11 +254,19 @@ def _without_conflicts(roots: Collection[Root], *, is_stated: bool) -> list[Root
             if not any(_overlap(root, rival) for rival in chosen):
                 chosen.append(root)
         return chosen
+    # Blocks of a model may look like another model.
+    ordered = [root for root in ordered if not any(_is_part(root, whole) for whole in ordered)]
     return [
         root
         for root in ordered
         if not any(_overlap(root, rival) for rival in ordered if rival is not root)
     ]
+
+
+def _is_part(root: Root, whole: Root) -> bool:
+    """Return whether a model is a part of another one, which explains all of its tensors."""
+    is_below = root.prefix != whole.prefix and root.prefix.startswith(whole.prefix)
+    return is_below and root.matches.keys() <= whole.matches.keys()
 
 
 def _overlap(root: Root, rival: Root) -> bool:
