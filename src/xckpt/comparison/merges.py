@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.kinds import kind_of
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapters import factors_of, find_adapters, match_bases
@@ -28,7 +29,6 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.configs import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
-from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
@@ -36,12 +36,12 @@ from xckpt.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 __all__ = ["Merges", "open_merges"]
@@ -54,7 +54,7 @@ _FLOAT32_STEP = 2.0**-23
 _FITTED = 0.05
 
 
-def is_turned(adapter: Adapter, reader: Reader) -> bool:
+def is_turned(adapter: Adapter, reader: ElementStream) -> bool:
     """Return whether a linear layer has the axes of the adapter in the other order."""
     shape = tuple(reader.array.shape)
     return adapter.is_linear and adapter.shape == shape[::-1] != shape
@@ -145,8 +145,8 @@ class _Merge:
 
     number: int
     adapter: Adapter
-    ours: Reader
-    theirs: Reader
+    ours: ElementStream
+    theirs: ElementStream
     tensors: OpenTensors
     is_mixed: bool  # whether the order of the axes of a square matrix is unknown
 

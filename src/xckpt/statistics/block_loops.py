@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
-from xckpt.scan.trees import LEAF
+from xckpt.arrays.trees import LEAF
 from xckpt.statistics import moments
 from xckpt.statistics.vector_kernel import (
     LANES,

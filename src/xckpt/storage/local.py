@@ -153,6 +153,9 @@ class OpenFile:
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return the number of bytes read."""
         if hasattr(os, "preadv"):
+            nbytes = len(memory)
+            if nbytes <= _READ_NBYTES and os.preadv(self.fileno, [memory], offset) == nbytes:
+                return nbytes
             return _read_fully(
                 memory, lambda part, done: os.preadv(self.fileno, [part], offset + done)
             )
@@ -221,6 +224,23 @@ class LocalSource(Source):
             self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
         self.check(offsets[0])  # only a check after the reads covers them
 
+    def blocks_in(self, memory: memoryview, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Read a range of bytes block by block into given memory; see `Source.blocks_in`."""
+        self.check_range(offset, nbytes)
+        descriptor, end, size = self.descriptor(), offset + nbytes, len(memory)
+        for start in range(offset, end, size):
+            block = memory if start + size <= end else memory[: end - start]
+            is_being_read(self.name, len(block))
+            try:
+                is_filled = descriptor.read_into(block, start) == len(block)
+            except OSError:
+                is_filled = False
+            if not is_filled:  # another read finds out why
+                self._fill(start, block, is_counted=True)
+            if start + size >= end:
+                self.check(offset)  # only a check after the reads covers them
+            yield block
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes of the file's memory map; see `Source.view`."""
         if not self.mmap:
@@ -277,8 +297,11 @@ class LocalSource(Source):
         # The source itself would be slower: its __hash__ and __eq__ are Python.
         return kind, self.name, self.identity
 
-    def _fill(self, offset: int, memory: memoryview, *, is_retry: bool = False) -> None:
-        is_being_read(self.name, len(memory))
+    def _fill(
+        self, offset: int, memory: memoryview, *, is_retry: bool = False, is_counted: bool = False
+    ) -> None:
+        if not is_counted:
+            is_being_read(self.name, len(memory))
         try:
             count = self.descriptor().read_into(memory, offset)
         except CheckpointError as error:
@@ -290,7 +313,7 @@ class LocalSource(Source):
                 raise named(error, self.name, action) from error
             # The server dropped the handle, or the file was replaced: reopening it shows which.
             self.close()
-            self._fill(offset, memory, is_retry=True)
+            self._fill(offset, memory, is_retry=True, is_counted=True)
             return
         if count < len(memory):
             short = f"it ends {len(memory) - count} bytes before the end of a read"
