@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.arrays.streams import ArrayStream, Zip, of_array, whole_leaves
+from xckpt.arrays.streams import ArrayStream, ChunkedStream, Zip, of_array, whole_leaves
 from xckpt.arrays.trees import LEAF
 
 VALUES = np.arange(1000)
@@ -60,6 +60,8 @@ def test_cuts_are_whole_leaves() -> None:
 def test_chunks_of_dask_arrays_become_whole_leaves(chunks: tuple[int, int]) -> None:
     da: Any = pytest.importorskip("dask.array")
     values = np.arange(10_000).reshape(100, 100)
-    flat = of_array(da.from_array(values, chunks), "w").flat(1000)
+    stream = of_array(da.from_array(values, chunks), "w")
+    assert isinstance(stream, ChunkedStream)
+    flat = stream.flat(1000)
     assert all(size % 1000 == 0 for size in flat.chunks[0])
     np.testing.assert_array_equal(flat.compute(), values.ravel())

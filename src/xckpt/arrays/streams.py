@@ -263,9 +263,11 @@ def _raw_blocks(
     if not nbytes:
         return  # an empty tensor needs no file
     reader.check(lazy.part_nbytes)
-    for block in reader.source.blocks_in(memory.data, offset, nbytes):
-        count = len(block) // itemsize
-        yield start, (elements[:count],)
+    count = len(elements)
+    for _ in reader.source.blocks_in(memory.data, offset, nbytes):
+        if start + count > stop:
+            elements = elements[: stop - start]
+        yield start, (elements,)
         start += count
 
 

@@ -269,8 +269,8 @@ class Rows:
     def add(self, start: int, count: int, alive: Array | None = None) -> None:
         """Add a run of elements; `alive` has whether rows have a nonzero element, None if all."""
         length, stop = self.length, start + count
-        first, skipped = divmod(start, length)
-        last, cut = divmod(stop, length)
+        first, skipped = start // length, start % length
+        last, cut = stop // length, stop % length
         if first == last:
             self._add_part(first, count, alive=alive is None or bool(alive[0]))
             return
