@@ -394,7 +394,9 @@ def _by_variable(
             np.repeat(unread(match), cells) if match.pair is None else next(remaining)
             for match in matches
         ]
-        columns = laid(np.array(rows, np.float64), shape, gone).reshape(-1, cells, *shape)
+        # The number of columns, which an empty tensor without cells does not show.
+        width = len(unread(matches[0]))
+        columns = laid(np.array(rows, np.float64), shape, gone).reshape(width, cells, *shape)
         arrays.append(np.moveaxis(columns, 1, -1).reshape(len(columns), *shape, *extents))
     return arrays
 
