@@ -105,7 +105,7 @@ class Sketch(Accumulator):
                 if level:
                     block_loops.fold(nodes, 1 << level)
                 self.tree.add(level, number, tuple(nodes[0].tolist()))
-        if np.count_nonzero(tables.zeros[:leaves]):
+        if tables.zeros[-1]:
             self._add_zeros(tables, start, values, tables.zeros[:leaves])
         elif self.rows.length:
             self.rows.add(start, size)
@@ -310,7 +310,8 @@ class Tables:
         self.codes = np.empty(counters.shape[1], np.uint32)
         self.counts = np.empty(counters.shape[1], np.int64)
         self.used = False
-        self.zeros = np.zeros(leaves, np.int64)
+        #: Numbers of zeros in the leaves of a block, or more than that; last their sum.
+        self.zeros = np.zeros(leaves + 1, np.int64)
         bits = kind.bits if kind.exact else kind.code_bits
         minus = 1 << (bits - 1) if kind.has_negative_zero else 0
         #: Type of the patterns that are counted. Integers are counted as float64.
@@ -389,7 +390,7 @@ class Tables:
         finite = values[np.isfinite(values)]
         nan = int(np.isnan(values).sum())
         self.tally[:2] += nan, len(values) - len(finite) - nan
-        node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(1, np.int64)
+        node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(2, np.int64)
         sums = self.out[-1]
         out = (zeros, node, self.extremes, sums)
         if not len(finite) or not self._describe(
