@@ -19,8 +19,8 @@ from xckpt.errors import some
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.datasets.adapters import Adapter
-    from xckpt.scan.readers import Reader
     from xckpt.structure.counterparts import Counterpart
     from xckpt.typing import Array
 
@@ -46,7 +46,7 @@ class AdaptedRows:
     problem: str = ""
 
 
-def is_turned(adapter: Adapter, counterpart: Counterpart, ours: Reader) -> bool:
+def is_turned(adapter: Adapter, counterpart: Counterpart, ours: ElementStream) -> bool:
     """Return whether a linear layer has the axes of the adapter in the other order."""
     shape = tuple(ours.array.shape)
     if not adapter.is_linear or len(shape) != 2:
@@ -59,7 +59,7 @@ def is_turned(adapter: Adapter, counterpart: Counterpart, ours: Reader) -> bool:
 def adapted_rows(
     adapter: Adapter,
     counterpart: Counterpart,
-    readers: tuple[Reader, Reader],
+    readers: tuple[ElementStream, ElementStream],
     extents: Mapping[str, int],
 ) -> AdaptedRows:
     """Return the rows of a tensor that an adapter changes.

@@ -24,8 +24,6 @@ from xckpt.comparison.measures import (
     measures_of,
 )
 from xckpt.comparison.pairs import (
-    ChunkedPair,
-    PairReader,
     SameBytes,
     in_c_order,
     pair_of,
@@ -55,6 +53,7 @@ from xckpt.storage.limits import require_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.cells import ChannelGrid, Reduced
     from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
@@ -350,7 +349,7 @@ def _add_explanations(
             statistics = dict(zip(MEASURES, numbers, strict=True))
             cases.append(Case(row, status, statistics))
 
-    def measure(pairs: Sequence[PairReader | ChunkedPair]) -> list[dict[str, float]]:
+    def measure(pairs: Sequence[Zip | ChunkedZip]) -> list[dict[str, float]]:
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
@@ -398,7 +397,9 @@ def _by_variable(
             np.repeat(unread(match), cells) if match.pair is None else next(remaining)
             for match in matches
         ]
-        columns = laid(np.array(rows, np.float64), shape, gone).reshape(-1, cells, *shape)
+        # The number of columns, which an empty tensor without cells does not show.
+        width = len(unread(matches[0]))
+        columns = laid(np.array(rows, np.float64), shape, gone).reshape(width, cells, *shape)
         arrays.append(np.moveaxis(columns, 1, -1).reshape(len(columns), *shape, *extents))
     return arrays
 
@@ -432,7 +433,7 @@ def _with_codes(
 
 
 def compare_pairs(
-    pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
+    pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool
 ) -> Array:
     """Return the statistics of each pair of tensors, as rows in the order of `MEASURES`."""
     return _measures_of_pairs(_summed(pairs, progress=progress, cache=cache))
@@ -443,9 +444,7 @@ def _measures_of_pairs(table: Array) -> Array:
     return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
 
 
-def _summed(
-    pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
-) -> Array:
+def _summed(pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool) -> Array:
     """Return the `PAIR_COLUMNS` of each pair of tensors."""
     with Progress(progress, "comparison") as bar:
 
@@ -459,7 +458,7 @@ def _summed(
 
 
 def _with_same_bytes(
-    pairs: Sequence[PairReader | ChunkedPair], bar: Progress, numbers: list[int]
+    pairs: Sequence[Zip | ChunkedZip], bar: Progress, numbers: list[int]
 ) -> Iterator[tuple[int, Comparison]]:
     """Yield comparisons of tensors that have the same stored bytes, which are not decoded."""
     stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from xckpt.arrays.kinds import kind_of
 from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows, is_turned
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
@@ -33,7 +34,6 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.configs import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
-from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
 from xckpt.structure.facts import model_facts
@@ -42,13 +42,13 @@ from xckpt.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.explaining.outcome import Case
     from xckpt.comparison.pairs import Match
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
-    from xckpt.scan.readers import Reader
     from xckpt.structure.counterparts import Counterpart
     from xckpt.typing import Array
 
@@ -86,12 +86,12 @@ class Merges:
     #: Number of the rows of these tensors.
     extents: Mapping[str, int]
 
-    def _sides(self, match: Match) -> tuple[Reader, Reader] | None:
+    def _sides(self, match: Match) -> tuple[ElementStream, ElementStream] | None:
         """Return both tensors, if they can be compared; a saved one may have another shape."""
         is_saved = any(adapter.kind == "saved" for adapter, _ in self.adapters[match.name])
         sides = match.ours, match.theirs
         if is_saved and all(side is not None and side.problem is None for side in sides):
-            return cast("tuple[Reader, Reader]", sides)
+            return cast("tuple[ElementStream, ElementStream]", sides)
         return match.both
 
     def explain(self, cases: Sequence[Case], bar: Progress) -> dict[int, Explanation]:
@@ -210,8 +210,8 @@ class _Merge:
 
     number: int
     parts: list[AdaptedRows]
-    ours: Reader
-    theirs: Reader
+    ours: ElementStream
+    theirs: ElementStream
     tensors: OpenTensors
     is_mixed: bool  # whether the order of the axes of a square matrix is unknown
 
