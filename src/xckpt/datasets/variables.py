@@ -74,7 +74,7 @@ class LazyVariable(xr.Variable):
         first: xr.Variable = self
         if isinstance(other, xr.Variable) and self.shape == other.shape:
             first, other = _with_same_names(self, other)
-        result = xr.Variable._binary_op(first, other, f, reflexive)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
         return _lazy(result) if type(result) is xr.Variable else result
 
     @property
