@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.cells import Reduced
     from xckpt.datasets.adapters import Adapter
+    from xckpt.datasets.losses import Loss
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
@@ -1190,9 +1191,15 @@ class CheckpointAccessor(Generic[Obj]):
                         self._encoding.get("warnings", ()), self._encoding.get("facts", ())
                     ),
                     *shared_notes(tensors.shared),
+                    *map(str, self._losses(tensors)),
                     *notes,
                 ],
             )
+
+    def _losses(self, tensors: OpenTensors) -> list[Loss]:
+        from xckpt.datasets.losses import losses
+
+        return [] if isinstance(self._given, xr.DataArray) else losses(tensors)
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return the findings of the last statistics, None without statistics."""

@@ -163,6 +163,11 @@ class OpenTensors:
         return self._root.attrs
 
     @property
+    def encoding(self) -> Mapping[Any, Any]:
+        """Encoding of the Dataset, or of the root of the tree."""
+        return self._root.encoding
+
+    @property
     def variable_names(self) -> Collection[Any]:
         """Names of the variables; a stack of tensors is a single variable."""
         return self.variables
