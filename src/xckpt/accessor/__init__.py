@@ -407,6 +407,53 @@ class CheckpointAccessor(Generic[Obj]):
         tensors, adapters = self._adapters()
         return cast("Dataset", update_dataset(adapters, tensors, scale))
 
+    def merge(self, other: Describable, scale: float | None = None) -> Obj:
+        """Return the model with an adapter or updates added; all its other tensors stay.
+
+        Sums are lazy, and saved in the type of the model. The update of an adapter is
+        ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model.
+
+        Parameters
+        ----------
+        other : path, mapping, xarray.Dataset, xarray.DataArray or xarray.DataTree
+            LoRA or DoRA adapter, as a folder or file, or updates by the names of the tensors that
+            they are added to, such as ``lora.ckpt.updates()`` or ``b - c``.
+        scale : float, optional
+            Factor of the updates, 1 by default. An adapter multiplies it by the scale that it
+            states; one that states none needs it.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            Same kind as the object, with one variable for each tensor.
+
+        Raises
+        ------
+        ValueError
+            If the model has none of the changed tensors, or one of another shape; if the scale is
+            unknown; if `other` is another model, whose tensors would be added.
+        UnsupportedError
+            If an adapter is of another method, such as LoHa.
+
+        Warns
+        -----
+        CheckpointWarning
+            If the model lacks some of the changed tensors.
+
+        Examples
+        --------
+        >>> base.ckpt.merge("adapter/").ckpt.save("merged.safetensors")
+        >>> base.ckpt.merge(tuned - base, scale=0.5)
+        """
+        from xckpt.datasets.adapters import find_adapters
+        from xckpt.datasets.combining import merge
+        from xckpt.opening.configs import adapter_in, read_config
+        from xckpt.scan.entries import contents_of_all
+
+        [tensors] = contents_of_all([adapter_in(other)])
+        config = read_config(tensors.source, tensors.attrs, "adapter_config")
+        return merge(self._obj, tensors, find_adapters(tensors, config), scale)
+
     def _adapters(self) -> tuple[OpenTensors, list[Adapter]]:
         from xckpt.datasets.adapters import find_adapters
         from xckpt.datasets.tensors import OpenTensors

@@ -98,7 +98,7 @@ class _Uses:
 
 def losses(tensors: OpenTensors) -> list[Loss]:
     """Return the tensors that a Dataset or a tree lacks because of arithmetic."""
-    if "format" in tensors.encoding:  # which arithmetic drops
+    if tensors.format is not None:
         return []
     uses = _Uses()
     for variable in tensors.variables.values():

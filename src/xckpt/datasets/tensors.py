@@ -163,9 +163,10 @@ class OpenTensors:
         return self._root.attrs
 
     @property
-    def encoding(self) -> Mapping[Any, Any]:
-        """Encoding of the Dataset, or of the root of the tree."""
-        return self._root.encoding
+    def format(self) -> str | None:
+        """Name of the format of the file; None in memory and after arithmetic."""
+        stated: str | None = self._root.encoding.get("format")
+        return stated
 
     @property
     def variable_names(self) -> Collection[Any]:
@@ -464,6 +465,11 @@ class FileTensors(OpenTensors):
     def source(self) -> str:
         """Name of the file."""
         return self._opened[0].name
+
+    @property
+    def format(self) -> str:
+        """Name of the format of the file."""
+        return self._opened[1].format
 
     @property
     def attrs(self) -> Mapping[Any, Any]:
