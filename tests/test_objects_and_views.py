@@ -171,6 +171,29 @@ def test_a_copy_has_the_names_of_the_model(
     assert set(table["status"]) == {"same"}
 
 
+@pytest.mark.parametrize(
+    "derive", [lambda ds: ds, lambda ds: ds * 2, lambda ds: ds + ds, lambda ds: abs(ds)]
+)
+def test_the_size_of_a_result_does_not_depend_on_stacking(
+    derive: Callable[[xr.Dataset], xr.Dataset], folder: Path
+) -> None:
+    path = folder / "a.safetensors"
+    sizes = [
+        derive(xckpt.open(path, stack=stack)).ckpt.summary()["nbytes"].sum()
+        for stack in (False, True)
+    ]
+    assert sizes == [sum(array.nbytes for array in tensors_of(0).values())] * 2
+    run = run_of(folder)
+    assert derive(run).ckpt.summary("dtype")["nbytes"].sum() == 3 * sizes[0]
+
+
+def test_a_result_names_the_files_that_it_is_computed_from(folder: Path) -> None:
+    a, b = both(folder)
+    first_line = repr((a + b).ckpt).splitlines()[0]
+    assert first_line.startswith("<Checkpoint computed from a.safetensors and 1 other>")
+    assert repr((a + b).load().ckpt).startswith("<Checkpoint in memory>")
+
+
 def test_an_object_without_tensors_says_how_to_open_one() -> None:
     assert "xckpt.open(path) opens one" in repr(xr.Dataset().ckpt)
     with pytest.raises(ValueError, match="not opened from a checkpoint"):

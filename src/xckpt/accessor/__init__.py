@@ -1161,8 +1161,15 @@ class CheckpointAccessor(Generic[Obj]):
             return str(self._encoding["source"])
         variables = (v for node in self._nodes() for v in node.variables.values())
         sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
-        first, *others = [base_name(source) for source in sources if source] or [""]
-        return f"{first} and {counted(len(others), 'other')}" if others else first
+        names, computed = [base_name(source) for source in sources if source], ""
+        if not names:
+            from xckpt.datasets.tensors import OpenTensors
+
+            names = [base_name(source) for source in OpenTensors(self._obj).origins(_MOST_TRIED)]
+            computed = "computed from " if names else ""
+        first, *others = names or [""]
+        others_text = f" and {counted(len(others), 'other')}" if others else ""
+        return f"{computed}{first}{others_text}"
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])

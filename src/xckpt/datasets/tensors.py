@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -161,6 +162,19 @@ class OpenTensors:
     def attrs(self) -> Mapping[Any, Any]:
         """Attributes of the checkpoint."""
         return self._root.attrs
+
+    def origins(self, most: int) -> list[str]:
+        """Return the files that the first variables are computed from, while they are lazy."""
+        arrays = [data_of(variable) for variable in islice(self.variables.values(), most)]
+        layers = [
+            layer
+            for array in arrays
+            if isinstance(array, da.Array)
+            for layer in getattr(array.dask, "layers", {}).values()
+            if isinstance(layer, TensorLayer)
+        ]
+        opened = [origin.opened for layer in layers for origin in islice(layer.lazy.origins, 1)]
+        return list(dict.fromkeys([files.source for files in opened if files is not None]))
 
     @property
     def format(self) -> str | None:
@@ -419,6 +433,8 @@ class OpenTensors:
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
         count = len(record.members if record.present is None else record.present)
         nbytes = row.nbytes // max(1, count)
+        if "nbytes" not in variable.encoding:  # a computed variable
+            nbytes = variable.dtype.itemsize * prod(shape)
         whole = variable.encoding.get("original_shape")
         if whole is not None and whole[len(record.dims) :] != shape:
             nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
