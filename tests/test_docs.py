@@ -59,6 +59,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "docs/how-to/netcdf-and-zarr": documented.write_odd_names,
     "docs/how-to/leave-pickle-behind": documented.write_pickle,
     "docs/how-to/same-content": documented.write_steps,
+    "docs/how-to/combine": documented.write_models,
 }
 # Pages that begin with one line of Python and what it prints.
 ANSWERS = {
@@ -67,6 +68,7 @@ ANSWERS = {
         *("adapter-rank", "adapters", "by-layer", "conversion", "footprint", "quantization-error"),
         *("training-checkpoints", "training-run", "where-training-went-wrong"),
         "which-layers-changed",
+        "combine",
     )
 }
 PRINTED = re.compile(r"^```python\n([^`]*?)```\n\n```text\n(.*?)```$", re.DOTALL | re.MULTILINE)

@@ -108,7 +108,7 @@ COMPLETE: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], Any]] = {
     "another head": lambda base, some, _: base.drop_vars(HEAD).assign(
         {"new": base[HEAD] + some[Q[0]]}
     ),
-    "array": lambda base, _, __: base[Q] * xr.DataArray(np.ones(4, "f4"), dims=base[Q[0]].dims[0]),
+    "array": lambda base, _, __: base[Q] * xr.DataArray(np.ones(4, "f4"), dims=base[Q[0]].dims[:1]),
     "one tensor": lambda base, some, _: base[Q[0]] + some[Q[0]],
     "renamed": lambda base, _, tuned: (
         base.rename({name: f"model.{name}" for name in ALL})

@@ -12,7 +12,6 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.formats.safetensors_files import safetensors_file
 from xckpt.errors import CheckpointWarning, UnsupportedError
 
 if TYPE_CHECKING:
@@ -219,10 +218,10 @@ class TestUpdates:
         np.testing.assert_array_equal(doubled[Q], 2 * base[Q])
 
     def test_unknown_names_and_shapes_are_named(self, base: xr.Dataset) -> None:
-        with pytest.raises(ValueError, match="has none of the changed tensors: 'transformer.wte'"):
-            base.ckpt.merge({"transformer.wte": numbers(4, 4)})
-        with pytest.warns(CheckpointWarning, match="lacks tensors that are to be changed: 'x.y'"):
-            merged = base.ckpt.merge({"x.y": numbers(4), Q: numbers(24, 16)})
+        with pytest.raises(ValueError, match="has none of the changed tensors: 'transformer'"):
+            base.ckpt.merge({"transformer": numbers(4, 4)})
+        with pytest.warns(CheckpointWarning, match="lacks tensors that are to be changed: 'xy'"):
+            merged = base.ckpt.merge({"xy": numbers(4), Q: numbers(24, 16)})
         assert list(merged) == list(base)
         with pytest.raises(ValueError, match=r"shape \[24, 16\], and its change the shape \[4\]"):
             base.ckpt.merge({Q: numbers(4)})

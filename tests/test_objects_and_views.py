@@ -171,9 +171,7 @@ def test_a_copy_has_the_names_of_the_model(
     assert set(table["status"]) == {"same"}
 
 
-@pytest.mark.parametrize(
-    "derive", [lambda ds: ds, lambda ds: ds * 2, lambda ds: ds + ds, lambda ds: abs(ds)]
-)
+@pytest.mark.parametrize("derive", [lambda ds: ds, lambda ds: ds * 2, lambda ds: ds + ds, abs])
 def test_the_size_of_a_result_does_not_depend_on_stacking(
     derive: Callable[[xr.Dataset], xr.Dataset], folder: Path
 ) -> None:
@@ -206,9 +204,7 @@ def test_several_steps_are_saved_with_their_steps(folder: Path, tmp_path: Path) 
     assert {f"step.{step}.{name}" for step in (100, 200) for name in NAMES} <= names
 
 
-def test_concatenated_models_are_saved_as_arrays(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_concatenated_models_are_saved_as_arrays(folder: Path, tmp_path: Path) -> None:
     both_models = xr.concat(both(folder), "model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)

@@ -102,7 +102,7 @@ class LazyArray(ABC):
         return getattr(self, "_origin", None)
 
     @property
-    def origins(self) -> Iterator[Origin]:
+    def tensor_origins(self) -> Iterator[Origin]:
         """The tensors that the array is read from."""
         origin = self.origin
         return iter(() if origin is None else (origin,))
@@ -263,9 +263,9 @@ class SlicedArray(LazyArray):
         return self.base.sources
 
     @property
-    def origins(self) -> Iterator[Origin]:
-        """Tensors of the base; see `LazyArray.origins`."""
-        return self.base.origins
+    def tensor_origins(self) -> Iterator[Origin]:
+        """Tensors of the base; see `LazyArray.tensor_origins`."""
+        return self.base.tensor_origins
 
     @property
     def stored_nbytes(self) -> int | None:

@@ -152,11 +152,11 @@ class StackedArray(LazyArray):
         return {source for member in self.members for source in member.sources}
 
     @property
-    def origins(self) -> Iterator[Origin]:
-        """Tensors of all members; see `LazyArray.origins`."""
+    def tensor_origins(self) -> Iterator[Origin]:
+        """Tensors of all members; see `LazyArray.tensor_origins`."""
         members = self.members
         if not isinstance(members, TensorArrays):
-            return chain.from_iterable([member.origins for member in members])
+            return chain.from_iterable([member.tensor_origins for member in members])
         opened = members.options.opened
         return (Origin(tensor, members.role, opened) for tensor in members.present)
 

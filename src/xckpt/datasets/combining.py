@@ -27,9 +27,7 @@ __all__ = ["merge"]
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 
-def merge(
-    obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None
-) -> Obj:
+def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
     """Return a model with an adapter, or with updates if there are no adapters, added to it."""
     if not adapters:
         adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
@@ -46,7 +44,7 @@ def merge(
         for name, adapter in matches.items()
     }
     variables = {
-        name: merged[name] if name in merged else _untied(variable, merged)  # noqa: SIM401
+        name: merged[name] if name in merged else _untied(variable, merged)
         for name, variable in flat.variables.items()
     }
     result: Obj = rebuild(obj, flat._replace(variables=variables))
@@ -104,11 +102,11 @@ class _Change:
         stated = 1.0 if self.adapter.scale is None else self.adapter.scale
         return stated * (1.0 if self.scale is None else self.scale)
 
-    def read(self, purpose: str) -> da.Array:
+    def read(self, purpose: str) -> Any:
         """Return a tensor of the adapter."""
         return _wide(self.tensors.variable(self.adapter.tensors[purpose]).data)
 
-    def apply(self, weight: da.Array) -> da.Array:
+    def apply(self, weight: Any) -> Any:
         """Return the merged tensor."""
         adapter = self.adapter
         if adapter.kind == "saved":
@@ -146,18 +144,19 @@ def _merged(name: str, variable: xr.Variable, change: _Change) -> xr.Variable:
     return xr.Variable(variable.dims, array, variable.attrs, encoding)
 
 
-def _wide(array: Any) -> da.Array:
+def _wide(array: Any) -> Any:
     """Return an array in a type for sums: float32 for half precision and integers."""
     lazy = da.asarray(array)
     is_wide = lazy.dtype.kind in "fc" and lazy.dtype.itemsize >= np.dtype("f4").itemsize
     return lazy if is_wide else lazy.astype(np.float32)
 
 
-def _rounded(array: da.Array, encoding: Mapping[Any, Any]) -> da.Array:
+def _rounded(array: Any, encoding: Mapping[Any, Any]) -> Any:
     """Round sums to the type that the tensor of the model is stored in, as libraries do."""
     stored = encoding.get("stored_dtype")
-    is_number = encoding.get("layout") in {"dense", "chunked"} and isinstance(stored, np.dtype)
-    if not is_number or stored == array.dtype or stored.kind in "iub":
+    if encoding.get("layout") not in {"dense", "chunked"} or not isinstance(stored, np.dtype):
+        return array
+    if stored == array.dtype or stored.kind in "iub":
         return array
     return array.astype(stored).astype(array.dtype)
 

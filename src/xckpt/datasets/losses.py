@@ -36,11 +36,11 @@ class Loss(NamedTuple):
 
     source: str
     #: Number of tensors that were opened.
-    count: int
+    opened: int
     names: list[str]
 
     def __str__(self) -> str:
-        tensors = f"{len(self.names)} of {counted(self.count, 'tensor')} of {self.source}"
+        tensors = f"{len(self.names)} of {counted(self.opened, 'tensor')} of {self.source}"
         return (
             f"{tensors} missing, as arithmetic keeps the tensors that both sides have "
             "(base.ckpt.merge(other) keeps all of base)"
@@ -80,7 +80,7 @@ class _Uses:
 
     def _read(self, lazy: LazyArray) -> set[Opened]:
         opened = set()
-        for origin in lazy.origins:
+        for origin in lazy.tensor_origins:
             if origin.opened is not None:
                 self.tensors[origin.opened].add(origin.tensor.name)
                 opened.add(origin.opened)
@@ -113,9 +113,7 @@ def losses(tensors: OpenTensors) -> list[Loss]:
             missing |= dict.fromkeys(
                 name
                 for name, stored in stored_names.items()
-                if name not in names
-                and name not in others
-                and stored not in uses.tensors[opened]
+                if name not in names and name not in others and stored not in uses.tensors[opened]
             )
         if missing:
             result.append(Loss(base_name(opened.source), len(stored_names), list(missing)))

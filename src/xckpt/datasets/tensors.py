@@ -173,7 +173,8 @@ class OpenTensors:
             for layer in getattr(array.dask, "layers", {}).values()
             if isinstance(layer, TensorLayer)
         ]
-        opened = [origin.opened for layer in layers for origin in islice(layer.lazy.origins, 1)]
+        origins = [origin for layer in layers for origin in islice(layer.lazy.tensor_origins, 1)]
+        opened = [origin.opened for origin in origins]
         return list(dict.fromkeys([files.source for files in opened if files is not None]))
 
     @property

@@ -104,7 +104,7 @@ def _require_same_names(first: xr.Variable, second: xr.Variable) -> None:
     """Raise if only one of two copies of a tensor has names for its axes."""
     if first.shape != second.shape or not first.ndim:
         return
-    names = {str(variable.encoding.get("tensor")) for variable in (first, second)}
+    names = {str(variable.encoding.get("tensor", "")) for variable in (first, second)}
     unnamed = [
         (a, b)
         for a, b in zip(first.dims, second.dims, strict=True)
@@ -113,9 +113,10 @@ def _require_same_names(first: xr.Variable, second: xr.Variable) -> None:
     is_outer = set(first.dims).isdisjoint(second.dims)
     if unnamed and (len(names) == 1 or (is_outer and first.ndim > 1)):
         raise ValueError(
-            f"{shown(min(names))}: the dimensions {first.dims} of one copy have other names in the "
+            f"{shown(max(names))}: the dimensions {first.dims} of one copy have other names in the "
             f"other: {second.dims}, so that the result would be an outer product. Open both with "
-            "dims='size', or give one the names of the other: b.rename(dict(zip(b.dims, a.dims)))"
+            "dims='size', or give one the names of the other: b.rename(dict(zip(b.dims, a.dims))). "
+            "a.ckpt.merge(b) adds updates by position"
         )
 
 
