@@ -47,6 +47,7 @@ _MOST_TRIED = 8
 _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
     "adapters()": "lora loras peft",
+    "merge": "add apply merge_adapter merge_lora merge_and_unload combine",
     "footprint()": "size memory weigh nbytes count_parameters num_parameters",
     "tree()": "children",
     "structure()": "roles role kinds architecture",
@@ -442,8 +443,9 @@ class CheckpointAccessor(Generic[Obj]):
 
         Examples
         --------
-        >>> base.ckpt.merge("adapter/").ckpt.save("merged.safetensors")
-        >>> base.ckpt.merge(tuned - base, scale=0.5)
+        >>> base, tuned = xckpt.open("base.safetensors"), xckpt.open("tuned.safetensors")
+        >>> base.ckpt.merge("adapter/").ckpt.save("with-adapter.safetensors")
+        >>> half = base.ckpt.merge(tuned - base, scale=0.5)
         """
         from xckpt.datasets.adapters import find_adapters
         from xckpt.datasets.combining import merge
