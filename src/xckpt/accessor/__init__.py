@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.cells import Reduced
     from xckpt.datasets.adapters import Adapter
+    from xckpt.datasets.losses import Loss
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
@@ -46,6 +47,7 @@ _MOST_TRIED = 8
 _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
     "adapters()": "lora loras peft",
+    "merge": "add apply merge_adapter merge_lora merge_and_unload combine",
     "footprint()": "size memory weigh nbytes count_parameters num_parameters",
     "tree()": "children",
     "structure()": "roles role kinds architecture",
@@ -410,6 +412,54 @@ class CheckpointAccessor(Generic[Obj]):
 
         tensors, adapters = self._adapters()
         return cast("Dataset", update_dataset(adapters, tensors, scale))
+
+    def merge(self, other: Describable, scale: float | None = None) -> Obj:
+        """Return the model with an adapter or updates added; all its other tensors stay.
+
+        Sums are lazy, and saved in the type of the model. The update of an adapter is
+        ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model.
+
+        Parameters
+        ----------
+        other : path, mapping, xarray.Dataset, xarray.DataArray or xarray.DataTree
+            LoRA or DoRA adapter, as a folder or file, or updates by the names of the tensors that
+            they are added to, such as ``lora.ckpt.updates()`` or ``b - c``.
+        scale : float, optional
+            Factor of the updates, 1 by default. An adapter multiplies it by the scale that it
+            states; one that states none needs it.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            Same kind as the object, with one variable for each tensor.
+
+        Raises
+        ------
+        ValueError
+            If the model has none of the changed tensors, or one of another shape; if the scale is
+            unknown; if `other` is another model, whose tensors would be added.
+        UnsupportedError
+            If an adapter is of another method, such as LoHa.
+
+        Warns
+        -----
+        CheckpointWarning
+            If the model lacks some of the changed tensors.
+
+        Examples
+        --------
+        >>> base, tuned = xckpt.open("base.safetensors"), xckpt.open("tuned.safetensors")
+        >>> base.ckpt.merge("adapter/").ckpt.save("with-adapter.safetensors")
+        >>> half = base.ckpt.merge(tuned - base, scale=0.5)
+        """
+        from xckpt.datasets.adapters import find_adapters
+        from xckpt.datasets.combining import merge
+        from xckpt.opening.configs import adapter_in, read_config
+        from xckpt.scan.entries import contents_of_all
+
+        [tensors] = contents_of_all([adapter_in(other)])
+        config = read_config(tensors.source, tensors.attrs, "adapter_config")
+        return merge(self._obj, tensors, find_adapters(tensors, config), scale)
 
     def _adapters(self) -> tuple[OpenTensors, list[Adapter]]:
         from xckpt.datasets.adapters import find_adapters
@@ -1118,8 +1168,15 @@ class CheckpointAccessor(Generic[Obj]):
             return str(self._encoding["source"])
         variables = (v for node in self._nodes() for v in node.variables.values())
         sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
-        first, *others = [base_name(source) for source in sources if source] or [""]
-        return f"{first} and {counted(len(others), 'other')}" if others else first
+        names, computed = [base_name(source) for source in sources if source], ""
+        if not names:
+            from xckpt.datasets.tensors import OpenTensors
+
+            names = [base_name(source) for source in OpenTensors(self._obj).origins(_MOST_TRIED)]
+            computed = "computed from " if names else ""
+        first, *others = names or [""]
+        others_text = f" and {counted(len(others), 'other')}" if others else ""
+        return f"{computed}{first}{others_text}"
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
@@ -1195,9 +1252,15 @@ class CheckpointAccessor(Generic[Obj]):
                         self._encoding.get("warnings", ()), self._encoding.get("facts", ())
                     ),
                     *shared_notes(tensors.shared),
+                    *map(str, self._losses(tensors)),
                     *notes,
                 ],
             )
+
+    def _losses(self, tensors: OpenTensors) -> list[Loss]:
+        from xckpt.datasets.losses import losses
+
+        return [] if isinstance(self._given, xr.DataArray) else losses(tensors)
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return the findings of the last statistics, None without statistics."""

@@ -1,0 +1,171 @@
+"""`merge`: the tensors of a model, changed by an adapter or by updates.
+
+All tensors of the model stay: those without a change as they are stored, the others as lazy sums
+that are written in the type of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from xckpt.datasets.adapters import Adapter, factors_of, match_bases
+from xckpt.datasets.stacking import unstack_modules
+from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
+from xckpt.errors import UnsupportedError, shown, some, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["merge"]
+
+#: A Dataset or a tree; functions return the type of their argument.
+Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
+
+
+def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
+    """Return a model with an adapter, or with updates if there are no adapters, added to it."""
+    if not adapters:
+        adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
+    _require_supported(adapters, changes, scale)
+    obj = unstack_modules(obj)
+    flat = flatten(obj)
+    matches, missing = match_bases(adapters, [str(name) for name in flat.variables])
+    if not matches:
+        raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
+    if missing:
+        warn(f"the model lacks tensors that are to be changed: {some(missing)}")
+    merged = {
+        name: _merged(name, flat.variables[name], _Change(adapter, changes, scale))
+        for name, adapter in matches.items()
+    }
+    variables = {
+        name: merged[name] if name in merged else _untied(variable, merged)
+        for name, variable in flat.variables.items()
+    }
+    result: Obj = rebuild(obj, flat._replace(variables=variables))
+    return result
+
+
+def _updates(changes: OpenTensors, scale: float | None) -> list[Adapter]:
+    """Return the tensors of an object as updates of tensors of the same names."""
+    if scale is None and changes.format is not None:
+        raise ValueError(
+            f"{shown(changes.source)} has no tensors of an adapter. To add its tensors to those of "
+            "the model, pass scale=1; (a + b) / 2 is the mean of two models"
+        )
+    return [
+        Adapter(row.name, "update", {"value": row.name}, tuple(row.shape), scale=1.0)
+        for row in changes.rows
+    ]
+
+
+def _require_supported(
+    adapters: Sequence[Adapter], changes: OpenTensors, scale: float | None
+) -> None:
+    """Raise if a change cannot be merged; a model with half of an adapter is never made."""
+    notes = {a.note: a.base for a in adapters if a.kind == "unsupported"}
+    if notes:
+        reasons = "; ".join(notes)
+        raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter")
+    unscaled = [a for a in adapters if a.kind != "saved" and a.scale is None]
+    if unscaled and scale is None:
+        bases = some([adapter.base for adapter in unscaled])
+        raise ValueError(f"{bases}: {unscaled[0].note}; pass merge(..., scale=...)")
+    partial = [
+        a.base
+        for a in adapters
+        if a.kind == "update" and changes.variable(a.base).attrs.get("kind") == "dora"
+    ]
+    if partial:
+        raise ValueError(
+            f"{some(partial)}: DoRA sets norms after the update is added: pass the adapter itself, "
+            "not its updates"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The change of a tensor by an adapter."""
+
+    adapter: Adapter
+    tensors: OpenTensors
+    scale: float | None
+
+    @property
+    def factor(self) -> float:
+        """Factor of the change: the stated scale times the one that was passed."""
+        stated = 1.0 if self.adapter.scale is None else self.adapter.scale
+        return stated * (1.0 if self.scale is None else self.scale)
+
+    def read(self, purpose: str) -> Any:
+        """Return a tensor of the adapter."""
+        return _wide(self.tensors.variable(self.adapter.tensors[purpose]).data)
+
+    def apply(self, weight: Any) -> Any:
+        """Return the merged tensor."""
+        adapter = self.adapter
+        if adapter.kind == "saved":
+            return self.read("value")
+        if not adapter.is_product:
+            value = self.read("value")
+            return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
+        factors = factors_of(adapter, self.tensors, self.factor)
+        left = factors.left
+        # Rows as in the weight, so that its chunks stay whole.
+        is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
+        if is_by_rows and weight.ndim and left.shape[0] == weight.shape[0]:
+            left = left.rechunk((weight.chunks[0], -1))
+        update = da.matmul(left, factors.right) * left.dtype.type(self.factor)
+        total = weight + update.reshape(weight.shape)
+        if adapter.kind != "dora":
+            return total
+        axes = tuple(axis for axis in range(total.ndim) if axis != adapter.out_axis)
+        norms = da.sqrt(da.square(total).sum(axis=axes, keepdims=True))
+        return total * (self.read("magnitude").reshape(norms.shape) / norms)
+
+
+def _merged(name: str, variable: xr.Variable, change: _Change) -> xr.Variable:
+    """Return a variable of the model with its change, to be stored as it was."""
+    adapter, shape = change.adapter, variable.shape
+    if adapter.is_linear and adapter.shape == shape[::-1] != shape:
+        change = _Change(adapter.turned(), change.tensors, change.scale)
+    if change.adapter.shape != shape:
+        of_change = list(adapter.shape)
+        raise ValueError(
+            f"{shown(name)} has the shape {list(shape)}, and its change the shape {of_change}"
+        )
+    array = _rounded(change.apply(_wide(variable.data)), variable.encoding)
+    encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
+    return xr.Variable(variable.dims, array, variable.attrs, encoding)
+
+
+def _wide(array: Any) -> Any:
+    """Return an array in a type for sums: float32 for half precision and integers."""
+    lazy = da.asarray(array)
+    is_wide = lazy.dtype.kind in "fc" and lazy.dtype.itemsize >= np.dtype("f4").itemsize
+    return lazy if is_wide else lazy.astype(np.float32)
+
+
+def _rounded(array: Any, encoding: Mapping[Any, Any]) -> Any:
+    """Round sums to the type that the tensor of the model is stored in, as libraries do."""
+    stored = encoding.get("stored_dtype")
+    if encoding.get("layout") not in {"dense", "chunked"} or not isinstance(stored, np.dtype):
+        return array
+    if stored == array.dtype or stored.kind in "iub":
+        return array
+    return array.astype(stored).astype(array.dtype)
+
+
+def _untied(variable: xr.Variable, merged: Mapping[Any, Any]) -> xr.Variable:
+    """Return a variable that does not share its bytes with a changed one."""
+    owner = variable.encoding.get("shares")
+    if not isinstance(owner, str) or owner not in merged:
+        return variable
+    copied = variable.copy(deep=False)
+    copied.encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
+    return copied
