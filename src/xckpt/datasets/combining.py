@@ -13,16 +13,22 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.datasets.adapters import Adapter, factors_of, match_bases
+from xckpt.datasets.adapter_updates import matrices_of, update_rows
+from xckpt.datasets.adapters import Adapter, match_bases
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
 from xckpt.errors import UnsupportedError, shown, some, warn
+from xckpt.structure.facts import model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from xckpt.structure.counterparts import Counterpart
+
 __all__ = ["merge"]
 
+# Problems in a message.
+_MOST_PROBLEMS = 3
 #: A Dataset or a tree; functions return the type of their argument.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -34,14 +40,14 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     _require_supported(adapters, changes, scale)
     obj = unstack_modules(obj)
     flat = flatten(obj)
-    matches, missing = match_bases(adapters, [str(name) for name in flat.variables])
+    matches, missing = _matches(OpenTensors(obj), adapters, changes)
     if not matches:
         raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
     if missing:
         warn(f"the model lacks tensors that are to be changed: {some(missing)}")
     merged = {
-        name: _merged(name, flat.variables[name], _Change(adapter, changes, scale))
-        for name, adapter in matches.items()
+        name: _merged(name, flat.variables[name], [_Change(a, changes, scale) for a in of_tensor])
+        for name, of_tensor in matches.items()
     }
     variables = {
         name: merged[name] if name in merged else _untied(variable, merged)
@@ -49,6 +55,37 @@ def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: fl
     }
     result: Obj = rebuild(obj, flat._replace(variables=variables))
     return result
+
+
+def _matches(
+    model: OpenTensors, adapters: Sequence[Adapter], changes: OpenTensors
+) -> tuple[dict[str, list[Adapter]], list[str]]:
+    """Return the changes by the names of their tensors in the model, and those that it lacks."""
+    names = [row.name for row in model.rows]
+    types = model_facts(changes.attrs).types
+    pairs, missing = match_bases(adapters, model.structure, names, model.source, types)
+    problems = {
+        f"{name}: {problem}"
+        for name, of_tensor in pairs.items()
+        for _, counterpart in of_tensor
+        if (problem := _problem(counterpart))
+    }
+    if problems:
+        reasons = "; ".join(sorted(problems)[:_MOST_PROBLEMS])
+        hint = "Merge the adapter into the model that it was trained on, and convert the result"
+        raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter", hint=hint)
+    return {name: [a for a, _ in of_tensor] for name, of_tensor in pairs.items()}, missing
+
+
+def _problem(counterpart: Counterpart) -> str:
+    """Return why the rows of a tensor are not those of its adapter; empty if they are."""
+    if counterpart.problem:
+        return counterpart.problem
+    if counterpart.is_permuted is not False:
+        return "the model may have the rows of its heads in another order than the adapter"
+    if counterpart.slot or counterpart.split[1]:
+        return "the model fuses other tensors than the adapter"
+    return ""
 
 
 def _updates(changes: OpenTensors, scale: float | None) -> list[Adapter]:
@@ -72,7 +109,7 @@ def _require_supported(
     if notes:
         reasons = "; ".join(notes)
         raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter")
-    unscaled = [a for a in adapters if a.kind != "saved" and a.scale is None]
+    unscaled = [a for a in adapters if a.is_product and a.scale is None]
     if unscaled and scale is None:
         bases = some([adapter.base for adapter in unscaled])
         raise ValueError(f"{bases}: {unscaled[0].note}; pass merge(..., scale=...)")
@@ -111,17 +148,24 @@ class _Change:
         adapter = self.adapter
         if adapter.kind == "saved":
             return self.read("value")
+        if adapter.kind == "rows":
+            rows = list(adapter.rows)
+            return da.concatenate([weight, self.read("value")])[_replaced(len(weight), rows)]
+        if adapter.kind == "ia3":
+            return weight * self.read("value").reshape(adapter.shape)
         if not adapter.is_product:
             value = self.read("value")
             return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
-        factors = factors_of(adapter, self.tensors, self.factor)
-        left = factors.left
-        # Rows as in the weight, so that its chunks stay whole.
-        is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
-        if is_by_rows and weight.ndim and left.shape[0] == weight.shape[0]:
-            left = left.rechunk((weight.chunks[0], -1))
-        update = da.matmul(left, factors.right) * left.dtype.type(self.factor)
-        total = weight + update.reshape(weight.shape)
+        matrices = matrices_of(adapter, self.tensors)
+        if "left" in matrices:
+            left = matrices["left"].rechunk({1: -1})
+            # Rows as in the weight, so that its chunks stay whole.
+            is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
+            if is_by_rows and weight.ndim and left.shape[0] == weight.shape[0]:
+                left = left.rechunk((weight.chunks[0], -1))
+            matrices["left"] = left
+        update = update_rows(adapter.kind, matrices, slice(None))
+        total = weight + (update * update.dtype.type(self.factor)).reshape(weight.shape)
         if adapter.kind != "dora":
             return total
         axes = tuple(axis for axis in range(total.ndim) if axis != adapter.out_axis)
@@ -129,17 +173,28 @@ class _Change:
         return total * (self.read("magnitude").reshape(norms.shape) / norms)
 
 
-def _merged(name: str, variable: xr.Variable, change: _Change) -> xr.Variable:
-    """Return a variable of the model with its change, to be stored as it was."""
-    adapter, shape = change.adapter, variable.shape
-    if adapter.is_linear and adapter.shape == shape[::-1] != shape:
-        change = _Change(adapter.turned(), change.tensors, change.scale)
-    if change.adapter.shape != shape:
-        of_change = list(adapter.shape)
-        raise ValueError(
-            f"{shown(name)} has the shape {list(shape)}, and its change the shape {of_change}"
-        )
-    array = _rounded(change.apply(_wide(variable.data)), variable.encoding)
+def _replaced(count: int, rows: Sequence[int]) -> list[int]:
+    """Return the positions of rows, some of which are replaced by those that follow the others."""
+    positions = list(range(count))
+    for number, row in enumerate(rows):
+        positions[row] = count + number
+    return positions
+
+
+def _merged(name: str, variable: xr.Variable, changes: Sequence[_Change]) -> xr.Variable:
+    """Return a variable of the model with its changes, to be stored as it was."""
+    shape, array = variable.shape, _wide(variable.data)
+    for change in changes:
+        adapter = change.adapter
+        if adapter.is_linear and adapter.shape == shape[::-1] != shape:
+            adapter = adapter.turned()
+        if adapter.shape != shape and adapter.kind not in {"rows", "ia3"}:
+            raise ValueError(
+                f"{shown(name)} has the shape {list(shape)}, and its change the shape "
+                f"{list(adapter.shape)}"
+            )
+        array = _Change(adapter, change.tensors, change.scale).apply(array)
+    array = _rounded(array, variable.encoding)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
     return xr.Variable(variable.dims, array, variable.attrs, encoding)
 
