@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import xckpt
@@ -81,6 +82,9 @@ def test_what_peft_merges_is_verified(kind: str, tied: bool, tmp_path: Path) -> 
     config = getattr(peft, name)(**{"target_modules": MODULES} | options)
     base, adapter, merged = merge(llama(tied=tied), config, tmp_path)
     assert causes_of(base, merged, adapter) == {"merged", "equal"}
+    ours = xckpt.open(base).ckpt.merge(adapter)
+    for tensor, expected in xckpt.open(merged).items():
+        np.testing.assert_allclose(ours[tensor], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_conv1d_of_gpt2_is_verified(tmp_path: Path) -> None:
@@ -89,6 +93,9 @@ def test_conv1d_of_gpt2_is_verified(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(config)
     base, adapter, merged = merge(model, lora, tmp_path)
     assert causes_of(base, merged, adapter) == {"merged", "equal"}
+    ours = xckpt.open(base).ckpt.merge(adapter)
+    for tensor, expected in xckpt.open(merged).items():
+        np.testing.assert_allclose(ours[tensor], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("has_alpha", [True, False])

@@ -148,11 +148,11 @@ class _Change:
         adapter = self.adapter
         if adapter.kind == "saved":
             return self.read("value")
-        if adapter.kind == "rows":
-            rows = list(adapter.rows)
-            return da.concatenate([weight, self.read("value")])[_replaced(len(weight), rows)]
-        if adapter.kind == "ia3":
-            return weight * self.read("value").reshape(adapter.shape)
+        if adapter.kind in {"rows", "ia3"}:
+            (value,) = map(self.read, adapter.tensors)
+            if adapter.kind == "ia3":
+                return weight * value.reshape(adapter.shape)
+            return da.concatenate([weight, value])[_replaced(len(weight), adapter.rows)]
         if not adapter.is_product:
             value = self.read("value")
             return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
