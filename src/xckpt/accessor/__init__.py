@@ -439,8 +439,8 @@ class CheckpointAccessor(Generic[Obj]):
             If the model has none of the changed tensors, or one of another shape; if the scale is
             unknown; if `other` is another model, whose tensors would be added.
         UnsupportedError
-            If an adapter is of a method whose update is not computed, such as VeRA, or the model has
-            its rows in another order.
+            If the update of an adapter is not computed, such as that of VeRA, or the model has its
+            rows in another order.
 
         Warns
         -----
