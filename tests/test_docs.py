@@ -55,6 +55,7 @@ INSTEAD = {
 }
 # Pages that bring their files.
 FILES: dict[str, Callable[[Path], None]] = {
+    "docs/dimensions": documented.write_families,
     "docs/stacking": documented.write_families,
     "docs/how-to/optimizer": documented.write_optimizers,
     "docs/how-to/netcdf-and-zarr": documented.write_odd_names,

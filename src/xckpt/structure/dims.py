@@ -54,7 +54,13 @@ def infer_dims(shapes: Mapping[str, Shape], attrs: Mapping[Any, Any]) -> Mapping
 
 def _axes_of(index: Index) -> Mapping[str, Axes]:
     tensors = [t for t in index.tensors.values() if t.dims is None and t.problem is None]
-    axes = _infer(tensors, model_facts(index.attrs), family_of_index(index))
+    facts, family = model_facts(index.attrs), family_of_index(index)
+    if family is None and facts.types:
+        from xckpt.structure.families import family_of
+
+        # A config of another model changes no names.
+        family = family_of({tensor.name: tensor.shape for tensor in tensors})
+    axes = _infer(tensors, facts, family)
     if len(tensors) == len(index.tensors):
         return axes
     return {tensor.name: axes[tensor.name] for tensor in tensors if tensor.name in axes}
