@@ -291,6 +291,21 @@ class TestDifferences:
             manifest(path)
 
 
+class TestOrderOfDifferences:
+    @pytest.mark.parametrize("dtype", ["float32", "float64"], ids=["elements", "types"])
+    def test_findings_come_in_the_order_of_the_file_however_long_hashing_takes(
+        self, tmp_path: Path, dtype: str
+    ) -> None:
+        sizes = {"large": 1 << 22, "medium": 1 << 20, "small": 1 << 16, "same": 1}
+        is_recast = dtype == "float64"
+        for file, value, kind in [("a", 0, "float32"), ("b", 0 if is_recast else 1, dtype)]:
+            model = {name: np.full(size, value, kind) for name, size in sizes.items()}
+            model["same"] = np.zeros(1, "float32")
+            xckpt.save(model, tmp_path / f"{file}.npz")
+        report = verify(tmp_path / "b.npz", manifest=manifest(tmp_path / "a.npz"))
+        assert [finding.tensor for finding in report.findings] == ["large", "medium", "small"]
+
+
 class TestManifestFile:
     """JSON that is equal for equal content; malformed files are errors."""
 

@@ -122,7 +122,7 @@ class ElementStream:
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the byte ranges that are read for elements, if they are known before."""
         # If the ranges of a part of the elements are unknown, the first elements have all.
-        if start == 0 and isinstance(self.array, LazyArray):
+        if start == 0 and hasattr(self.array, "ranges"):
             yield from self.array.ranges(...)
 
     def share(self, start: int, stop: int) -> int:
@@ -352,6 +352,11 @@ class Raw(ElementStream):
 class ArrayStream(ElementStream):
     """Anything that is indexed like an array, in C order."""
 
+    #: Whether blocks consist of whole rows, however long these are.
+    whole_rows = False
+    #: Whether the array is loaded before its first block, because reading pieces costs too much.
+    loads = False
+
     def __init__(self, array: Any, nbytes: int | None = None) -> None:
         if isinstance(array, LazyArray):
             array.require_expansion()
@@ -360,7 +365,11 @@ class ArrayStream(ElementStream):
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
         """Read a range of the elements."""
-        for position, values in flat_blocks(self.array, start, stop, self.piece_nbytes):
+        array = self.array
+        if self.loads:
+            array = array.loaded() if hasattr(array, "loaded") else dense_values(array[...])
+        pieces = flat_blocks(array, start, stop, self.piece_nbytes, whole_rows=self.whole_rows)
+        for position, values in pieces:
             yield position, (magnitudes(values) if self.complex else values,)
 
 

@@ -16,8 +16,9 @@ from xckpt.arrays.lazy import dense_values
 from xckpt.formatting import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
 Shape = tuple[int, ...]
@@ -309,6 +310,17 @@ class View:
         values = self.step.read(self.array, tuple(box))
         squeezed = [slice(None) if isinstance(entry, slice) else 0 for entry in keys]
         return values[tuple(squeezed)]
+
+    def loaded(self) -> View:
+        """Return the view of the array in memory."""
+        array = self.array
+        in_memory = array.loaded() if isinstance(array, View) else dense_values(array[...])
+        return View(in_memory, self.step)
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Yield the byte ranges of the array, if they are known in advance."""
+        if hasattr(self.array, "ranges"):
+            yield from self.array.ranges(...)
 
 
 def _read(array: Any, box: Box) -> Array:

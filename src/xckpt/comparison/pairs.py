@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.lazy import dense_values
 from xckpt.arrays.streams import (
     DECODING,
     ArrayStream,
@@ -25,17 +24,13 @@ from xckpt.arrays.streams import (
     SparseZip,
     Zip,
 )
-from xckpt.comparison.arrangements import Transposed, View, arranged, parts_of_view
+from xckpt.comparison.arrangements import Transposed, View, parts_of_view
 from xckpt.errors import is_damage
 from xckpt.scan.accumulators import Accumulator
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from xckpt.arrays.streams import Block
     from xckpt.errors import CheckpointError
-    from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
 #: Bytes to read at a time against the order of a file, where one read yields few elements.
@@ -64,30 +59,6 @@ def pair_of(first: ElementStream, second: ElementStream, name: str = "") -> Zip 
         pair.identity = ((*our_files, *their_files), len(our_files), *our_rest, *their_rest)
     pair.name = name
     return pair
-
-
-class _ViewReader(ArrayStream):
-    """The elements of an array or a view of it in C order."""
-
-    def __init__(self, view: Any, nbytes: int, *, whole: bool) -> None:
-        super().__init__(view, nbytes)
-        self.whole = whole
-
-    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[Block]:
-        """Yield blocks of elements, each with its first position."""
-        if not self.whole:
-            yield from super().blocks(start, stop, buffer)
-            return
-        # The array is costly to read in pieces, so it is loaded as a whole.
-        array, steps = parts_of_view(self.array)
-        in_memory = np.asarray(dense_values(array[...]))
-        yield from ArrayStream(arranged(in_memory, steps)).blocks(start, stop, buffer)
-
-    def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the byte ranges of all elements, if they are known in advance."""
-        array, _ = parts_of_view(self.array)
-        if start == 0 and stop and hasattr(array, "ranges"):
-            yield from array.ranges(...)
 
 
 def in_c_order(reader: ElementStream) -> ElementStream:
@@ -120,8 +91,8 @@ def _reordered(reader: ElementStream, order: str) -> ElementStream:
 
 def _view_reader(view: Any, tensor: ElementStream, *, is_across: bool) -> ElementStream:
     """Return a reader of a view, whose rows may be scattered over the tensor."""
-    whole = tensor.whole or (is_across and not is_sliceable(tensor))
-    reader = _ViewReader(view, tensor.nbytes, whole=whole)
+    reader = ArrayStream(view, tensor.nbytes)
+    reader.whole = reader.loads = tensor.whole or (is_across and not is_sliceable(tensor))
     reader.place, reader.local = tensor.place, tensor.local
     if is_across and not tensor.local:
         reader.piece_nbytes = TURNED_NBYTES

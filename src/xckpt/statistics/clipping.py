@@ -10,12 +10,12 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.scaled import QuantizedArray
-from xckpt.arrays.streams import of_tensor
+from xckpt.arrays.streams import ArrayStream, of_tensor
 from xckpt.elements import BLOCK_TYPES
 from xckpt.scan.scanning import gather
-from xckpt.statistics.codes import USE_OF_CODES, CodeArray
+from xckpt.statistics.codes import USE_OF_CODES, Boxes
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import elements_of
 from xckpt.statistics.spectra import in_memory
@@ -109,8 +109,8 @@ def _class_reader(
     if np.isnan(threshold) or ours.complex or len(lazy.shape) < 2 or len(ends) < 2:
         return None
     read = partial(_classes, (ours.array, lazy), ends, threshold)
-    reader = of_tensor(CodeArray(lazy, lazy.shape, read, PIECE_NBYTES), theirs.name)
-    reader.place, reader.nbytes = theirs.place, ours.nbytes + theirs.nbytes
+    reader = ArrayStream(Boxes(read, lazy.shape), ours.nbytes + theirs.nbytes)
+    reader.name, reader.place, reader.whole_rows = theirs.name, theirs.place, True
     # Arrays in memory are not sent to a cluster.
     reader.local = not isinstance(ours.array, LazyArray)
     if ours.identity is not None and theirs.identity is not None:

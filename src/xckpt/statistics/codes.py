@@ -6,22 +6,23 @@ Blocks of GGUF are included if their codes have 4 or 8 bits, in bytes of their o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.lazy import LazyArray, flat_blocks
+from xckpt.arrays.keys import normalize
 from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
-from xckpt.arrays.streams import of_tensor
+from xckpt.arrays.streams import ArrayStream
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, code_values
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
@@ -40,32 +41,20 @@ class _Coded(NamedTuple):
     paired: bool = False
 
 
-class CodeArray(LazyArray):
-    """The codes of a tensor, or bytes with two codes each, which a function reads box by box."""
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Bytes that a function reads box by box, from the first position of each axis to the last."""
 
-    __slots__ = ("read", "rows_nbytes")
+    read: Callable[[tuple[int, ...], tuple[int, ...]], Array]
+    shape: tuple[int, ...]
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
 
-    def __init__(
-        self,
-        lazy: LazyArray,
-        shape: tuple[int, ...],
-        read: Callable[[tuple[int, ...], tuple[int, ...]], Array],
-        rows_nbytes: int | None = None,
-    ) -> None:
-        super().__init__(lazy.name, lazy.source, shape, np.dtype(np.uint8))
-        self.read = read
-        self.rows_nbytes = rows_nbytes  # size of blocks, if they consist of whole rows
-
-    def select(self, key: tuple[Any, ...]) -> Array:
-        """Return the codes in a box, with all axes."""
-        starts = tuple([e.start if isinstance(e, slice) else e for e in key])
-        return self.read(starts, tuple([e.stop if isinstance(e, slice) else e + 1 for e in key]))
-
-    def flat(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
-        """Read codes in C order; see `LazyArray.flat`."""
-        if self.rows_nbytes is None:
-            return super().flat(start, stop, buffer)
-        return flat_blocks(self, start, stop, self.rows_nbytes, whole_rows=True)
+    def __getitem__(self, key: Any) -> Array:
+        """Return the bytes of a box, with all axes."""
+        spelled_out: Any = normalize(key, self.shape)
+        starts = tuple([e.start if isinstance(e, slice) else e for e in spelled_out])
+        stops = tuple([e.stop if isinstance(e, slice) else e + 1 for e in spelled_out])
+        return self.read(starts, stops)
 
 
 def use_of_codes(readers: Sequence[ElementStream], progress: Progress, *, cache: bool) -> Array:
@@ -106,22 +95,23 @@ def _coded(reader: ElementStream) -> _Coded | None:
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
     ):
         is_turned = isinstance(lazy, QuantizedArray) and lazy.is_turned
-        codes = CodeArray(lazy, lazy.shape, lazy.codes, TURNED_NBYTES if is_turned else None)
-        return _Coded(_code_reader(reader, codes), lazy.code_values)
+        codes = _code_reader(reader, Boxes(lazy.codes, lazy.shape))
+        if is_turned:
+            codes.piece_nbytes, codes.whole_rows = TURNED_NBYTES, True
+        return _Coded(codes, lazy.code_values)
     if isinstance(lazy, BlockArray):
         block = BLOCK_TYPES[lazy.block_type]
         place = block.codes
         if place is None:
             return None
         stored = lazy.stored_blocks
-        codes = CodeArray(
-            lazy,
-            (stored.shape[0], place.stop - place.start),
+        boxes = Boxes(
             lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
+            (stored.shape[0], place.stop - place.start),
         )
         bits = ELEMENT_TYPES[place.dtype].bits
         values = code_values(place.dtype)[: 1 << bits] - place.zero
-        return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
+        return _Coded(_code_reader(reader, boxes), values, paired=bits == 4)
     kind = reader.kind
     if isinstance(lazy, DenseArray) and kind.exact and kind.bits <= 8:
         if kind.dtype.kind == "b":
@@ -130,9 +120,9 @@ def _coded(reader: ElementStream) -> _Coded | None:
     return None
 
 
-def _code_reader(reader: ElementStream, codes: CodeArray) -> ElementStream:
-    code_reader = of_tensor(codes, reader.name)
-    code_reader.place, code_reader.nbytes = reader.place, reader.nbytes
+def _code_reader(reader: ElementStream, boxes: Boxes) -> ArrayStream:
+    codes = ArrayStream(boxes, reader.nbytes)
+    codes.name, codes.place = reader.name, reader.place
     if reader.identity is not None:
-        code_reader.identity = (reader.identity[0], "codes", *reader.identity[1:])
-    return code_reader
+        codes.identity = (reader.identity[0], "codes", *reader.identity[1:])
+    return codes

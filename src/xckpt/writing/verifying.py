@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from xckpt.storage.prefetch import Range
     from xckpt.writing.contents import TensorContent, TensorDigest
 
+    _Hashed = Sequence[tuple[TensorContent, TensorDigest]]
+
 __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
@@ -290,6 +292,8 @@ def verify(
                 for tensor, result in zip(checked_tensors, results, strict=True):
                     if result.error is not None:
                         errors.append((tensor.name, result.error))
+                    if compared is not None:
+                        compared.add(tensor.name, result)
                     digests += result.digests
                     unchecked += not result.is_covered
             findings += map(_finding_of, causes_of(errors))
@@ -410,6 +414,7 @@ class _Checked(NamedTuple):
     error: CheckpointError | None
     digests: int
     is_covered: bool
+    hashed: _Hashed = ()
 
 
 class _Compared:
@@ -424,16 +429,22 @@ class _Compared:
         #: Faults of tensors that could not be read.
         self.failed: dict[str, Finding] = {}
 
-    def take(
+    def hashed(
         self,
         contents: Iterable[TensorContent],
         advance: Callable[[int], None],
         stop: Callable[[], None],
-    ) -> None:
+    ) -> _Hashed:
         """Hash a tensor, or each of its parts; called by several threads."""
-        for content in contents:
+        likes = ((content, self.expected.get(content.name)) for content in contents)
+        return [(content, digest(content, like, advance, stop)) for content, like in likes]
+
+    def add(self, name: str, checked: _Checked) -> None:
+        """Add the fault or the digests of a tensor; findings come in this order."""
+        if checked.error is not None:
+            self.failed[name] = _finding(checked.error, name)
+        for content, actual in checked.hashed:
             like = self.expected.get(content.name)
-            actual = digest(content, like, advance, stop)
             self.files[content.name] = content.file
             if like is not None and actual == like and _type(content) != _type(like):
                 self.recast[content.name] = content
@@ -498,10 +509,9 @@ def _check(
 ) -> _Checked:
     """Check a tensor, and count the digests that were compared."""
     if tensor.problem is not None:
-        if compared is not None:
-            compared.failed[tensor.name] = _finding(tensor.problem, tensor.name)
         return _Checked(tensor.problem, 0, is_covered=False)
     digests, is_covered = 0, True
+    hashed: _Hashed = ()
     try:
         with locating(tensor=tensor.name):
             contents: list[TensorContent] = []
@@ -524,15 +534,13 @@ def _check(
             _check_values(tensor, sources)
             if compared is not None:
                 advance = progress.advance if is_hashed else lambda _: None
-                compared.take(contents, advance, stop)
+                hashed = compared.hashed(contents, advance, stop)
             digests += len(contents)
     except FileChangedError:
         raise
     except CheckpointError as error:
-        if compared is not None:
-            compared.failed[tensor.name] = _finding(error, tensor.name)
         return _Checked(error.with_traceback(None), digests, is_covered=False)
-    return _Checked(None, digests, is_covered=is_covered or compared is not None)
+    return _Checked(None, digests, is_covered or compared is not None, hashed)
 
 
 def _lies_in(part: Part, longer: Iterable[Part]) -> bool:
