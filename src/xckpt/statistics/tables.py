@@ -83,6 +83,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         names, values = tensor_rows(result)
         columns = result["statistic"].to_numpy().tolist()
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
+    if "count" in columns and "status" not in columns:  # without members of stacks not selected
+        frame = frame[frame["count"].notna()]
     integers = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(integers, np.int64))
     attrs = {key for variable in result.variables.values() for key in variable.attrs}

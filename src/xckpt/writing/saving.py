@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xarray as xr
 
@@ -28,13 +28,15 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
 from xckpt.index import paused_collector
-from xckpt.labels.filters import select_or_raise
+from xckpt.labels.filters import combined, select_or_raise
 from xckpt.labels.renaming import new_names
 from xckpt.opening import open_index
 from xckpt.opening.names import INDEX_SUFFIX
+from xckpt.options import documented, suggest_option
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
+from xckpt.structure import structure_of
 from xckpt.writing.casting import holds
 from xckpt.writing.data import Gathered, lazy_dask_array, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
@@ -64,15 +66,17 @@ __all__ = ["Conversion", "Recast", "append", "convert", "save", "writer_of"]
 # Options that all formats have.
 _OPTIONS = (
     *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "names", "verify", "source_engine", "skip_unreadable"),
+    *("tensors", "exclude", "only", "dtype", "names", "verify", "source_engine", "skip_unreadable"),
 )
 
 
+@documented
 def save(
     obj: Writable,
     path: str | PathLike[str],
     engine: str | None = None,
     *,
+    dtype: str | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
     skip_unreadable: bool = False,
@@ -97,6 +101,9 @@ def save(
         The new file, a path or an fsspec URL.
     engine : str, optional
         Name of the format; inferred from the suffix of `path` by default.
+    dtype : str, optional
+        Element type of all tensors: ``"float32"``, ``"bf16"``, ... Short for ``encoding={"*":
+        {"dtype": ...}}``.
     encoding : mapping of str to mapping, optional
         Storage options by glob of tensor names: ``compression`` (``"zstd"``,
         ``"zstd-seekable"`` or None), ``level`` (1 to 22), ``digest`` (``"crc32c"``,
@@ -112,10 +119,6 @@ def save(
         False returns a `dask.delayed.Delayed` that writes when it is computed.
     overwrite : bool, default False
         Replace an existing file.
-    progress : bool or callable, optional
-        Progress bar or callback, as for `xckpt.stats`.
-    storage_options : dict, optional
-        Options of fsspec if `path` is a URL.
     **format_options
         Options of the format itself.
 
@@ -150,7 +153,7 @@ def save(
     obj = as_dataset(obj)
     fitting = Fitting(
         writer_of(path, engine, format_options),
-        Requests(encoding),
+        Requests(encoding, dtype),
         cast,
         skip_unreadable=skip_unreadable,
     )
@@ -194,13 +197,17 @@ def _opened_as(obj: Any, format: str) -> Index | None:
     return index
 
 
+@documented
 def convert(
     src: OpenPath,
     dst: str | PathLike[str],
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
     names: Renaming | None = None,
+    dtype: str | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
     skip_unreadable: bool = False,
@@ -226,13 +233,12 @@ def convert(
         The new file, a path or an fsspec URL.
     engine : str, optional
         Name of the new format; inferred from the suffix of `dst` by default.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to write, by their old names, as for ``xr.open_dataset(..., tensors=)``; all by
-        default.
     names : mapping, callable, or pair of a regular expression and its replacement, optional
         New names by old names, such as ``result.ckpt.names`` of a comparison. A mapping may omit
         names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
         copied as well.
+    dtype : str, optional
+        Element type of all tensors, as for `xckpt.save`.
     encoding : mapping of str to mapping, optional
         Storage options by glob of tensor names, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
@@ -242,14 +248,10 @@ def convert(
         that the format cannot store; a warning lists them. Otherwise they are an error.
     overwrite : bool, default False
         Replace an existing file.
-    progress : bool or callable, optional
-        Progress bar or callback, as for `xckpt.save`.
     verify : bool, optional
         Check the digests of the old file, unless False.
     source_engine : str, optional
         Name of the format of the old file; detected from the content by default.
-    storage_options : dict, optional
-        Options of fsspec for both files.
     **format_options
         Options of the new format itself.
 
@@ -288,7 +290,7 @@ def convert(
     """
     fitting = Fitting(
         writer_of(dst, engine, format_options),
-        Requests(encoding),
+        Requests(encoding, dtype),
         cast,
         skip_unreadable=skip_unreadable,
     )
@@ -300,7 +302,8 @@ def convert(
         with paused_collector():
             sources = sources_of(source, index.shards)
             renamed = new_names(index.tensors, names)
-            selected = _select_tensors(index, tensors, renamed)
+            chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
+            selected = _select_tensors(index, chosen, renamed)
             fitting.changes.lost = {t.name: t.problem for t in selected if t.problem is not None}
             selected = [tensor for tensor in selected if tensor.problem is None]
             fitting.require_readable(len(selected), source.name)
@@ -504,12 +507,11 @@ def writer_of(
     supported = tuple(writer.write_options)
     for option in format_options or {}:
         if option not in supported:
-            similar = get_close_matches(option, (*_OPTIONS, *supported), n=1)
-            hint = f"it has {', '.join(supported) or 'none'}"
+            hint = suggest_option(option, (*supported, *_OPTIONS))
             if option in TENSOR_OPTIONS:
                 hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
-            elif similar:
-                hint = f"did you mean {similar[0]!r}?"
+            elif "did you mean" not in hint:
+                hint = f"it has {', '.join(supported) or 'none'}"
             raise TypeError(f"format {writer.name!r} has no option {option!r} for writing; {hint}")
     return writer
 
