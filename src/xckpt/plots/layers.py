@@ -269,6 +269,8 @@ def require_statistic(statistic: str, available: Collection[str]) -> None:
     """Raise if a statistic is not available; the message suggests similar names."""
     if statistic not in available:
         message = f"there is no statistic {statistic!r}, only {', '.join(available)}"
+        if set("*.[") & set(str(statistic)):
+            message = f"{statistic!r} is not a statistic: pass tensors={statistic!r}"
         raise ValueError(message + suggest_names(available, str(statistic)))
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
 _MOST_LAYERS = 40
+_MOST_TICKS = 5  # of a scale of colours
 _UNCHANGED = "#8886"
 
 
@@ -44,7 +45,7 @@ def draw_steps(
     *,
     exclude: TensorFilter | None = None,
     only: Literal["weights"] | None = None,
-    relative: bool = False,
+    relative: bool = True,
     ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
@@ -57,8 +58,9 @@ def draw_steps(
 
     Parameters
     ----------
-    relative : bool, default False
-        Whether to divide the norm of a change by the norm of the weights at the later step.
+    relative : bool, default True
+        Whether to divide the norm of a change by the norm of all tensors of the layer at the later
+        step.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default in a new figure.
     **style
@@ -137,7 +139,9 @@ def _draw_group(
     shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     if shown.count() and shown.max() > shown.min():
-        options["norm"] = LogNorm(*np.exp(near_limits(np.sort(np.log(shown.compressed())))))
+        # The largest change is the most interesting one; a few tiny ones do not fill the scale.
+        low = float(np.exp(near_limits(np.sort(np.log(shown.compressed())))[0]))
+        options["norm"] = LogNorm(low, float(shown.max()))
     image = ax.imshow(shown, **options | style)
     image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
     label = "norm of the change" + (", relative" if relative else "")
@@ -146,7 +150,12 @@ def _draw_group(
         return f"{names[row]}, {changes.dim} {changes.steps[column + 1]:,}"
 
     extend, notes = mark_beyond(ax, image, shown.filled(np.nan), place_text)
-    ax.figure.colorbar(image, ax=ax, extend=extend).set_label(label)
+    bar = ax.figure.colorbar(image, ax=ax, extend=extend)
+    bar.set_label(label)
+    if isinstance(image.norm, LogNorm):
+        ticks = np.geomspace(*image.get_clim(), _MOST_TICKS)
+        bar.set_ticks(ticks.tolist(), labels=[f"{tick:.2g}" for tick in ticks])
+        bar.minorticks_off()
     _label_ticks(ax.yaxis, [safe(name) for name in names])
     _label_ticks(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
     unchanged = int(np.count_nonzero(norms == 0))
