@@ -358,7 +358,7 @@ class TestResults:
         assert "not computed yet" in repr(xckpt.compare(*paths, compute=False).ckpt)
 
     def test_a_histogram(self, ds: xr.Dataset) -> None:
-        assert repr(ds.ckpt.histogram(5).ckpt) == "<Histogram>  20 tensors · 5 bins"
+        assert repr(ds.ckpt.histogram(bins=5).ckpt) == "<Histogram>  20 tensors · 5 bins"
 
     def test_groups(self, ds: xr.Dataset) -> None:
         groups = ds.ckpt.stats().ckpt.by("h")
@@ -366,10 +366,10 @@ class TestResults:
         assert head == "<Groups>  by h: 20 groups"
         assert titles.split()[:3] == ["tensors", "nan", "inf"]
         assert rows[3].split()[:3] == ["3", "1", "0"]
-        assert more == "… 10 more: .to_dataframe()"
+        assert more == "… 10 more: .ckpt.table()"
         pairs = ds.ckpt.stats().ckpt.by("h", "role")
         assert repr(pairs.ckpt).split("\n")[2].startswith("0 ")
-        counts = ds.ckpt.histogram(5).ckpt.by("h")
+        counts = ds.ckpt.histogram(bins=5).ckpt.by("h")
         assert repr(counts.ckpt) == "<Groups>  by h: 5 bins"
         assert "note" not in counts.attrs
         for part in (groups[["std"]], groups.isel(h=0), groups.sum()):

@@ -52,7 +52,7 @@ ATTRIBUTES = {
     "footprint": "ds.ckpt.footprint()",
     "structure": "ds.ckpt.structure()",
     "format": "ds.ckpt.format",
-    "histogram": "ds.ckpt.histogram(10)",
+    "histogram": "ds.ckpt.histogram(bins=10)",
     "isel": "ds.ckpt.isel(h=0)",
     "manifest": "ds.ckpt.manifest()",
     "modules": "ds.ckpt.modules()",

@@ -126,7 +126,8 @@ class Evidence:
         if np.isnan(counts).any():  # members of stacks that were not selected
             kept = np.flatnonzero(~np.isnan(counts)).tolist()
             columns = {key: column[kept] for key, column in columns.items()}
-            names, dtypes, shapes = ([rows[n] for n in kept] for rows in (names, dtypes, shapes))
+            names, dtypes = [names[n] for n in kept], [dtypes[n] for n in kept]
+            shapes = [shapes[n] for n in kept]
         has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
         origin = result.encoding.get("origin")
         steps = run if has_steps else None

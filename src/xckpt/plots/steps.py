@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
 _MOST_LAYERS = 40
+_LARGEST_JUMP = 1000.0  # that the colours include
 _MOST_TICKS = 5  # of a scale of colours
 _UNCHANGED = "#8886"
 
@@ -139,9 +140,9 @@ def _draw_group(
     shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     if shown.count() and shown.max() > shown.min():
-        # The largest change is the most interesting one; a few tiny ones do not fill the scale.
-        low = float(np.exp(near_limits(np.sort(np.log(shown.compressed())))[0]))
-        options["norm"] = LogNorm(low, float(shown.max()))
+        # A jump is the most interesting change; neither tiny nor huge ones fill the scale.
+        low, high = np.exp(near_limits(np.sort(np.log(shown.compressed())))).tolist()
+        options["norm"] = LogNorm(low, min(float(shown.max()), _LARGEST_JUMP * high))
     image = ax.imshow(shown, **options | style)
     image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
     label = "norm of the change" + (", relative" if relative else "")

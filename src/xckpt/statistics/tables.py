@@ -64,12 +64,13 @@ def table(result: xr.Dataset, columns: str | Iterable[str] | None = None) -> pd.
     -------
     pandas.DataFrame
         One column for each statistic, those that the result shows first; for a histogram, one for
-        the left edge of each bin. Groups have their keys as the index. The index ``tensor`` has the
-        names of the tensors in the file, stacked tensors included. The rows of a comparison are sorted by the size of the
-        change, largest first: tensors that cannot be compared, then tensors that differ by NaN or
-        infinities, then others by ``rel_l2``. A comparison with ``explain=True`` also has the
-        columns ``outcome``, ``cause``, ``explanation``, ``verified``, ``offset``, ``scale``,
-        ``rank``, ``heads`` and ``other_names``.
+        the left edge of each bin. Groups have their keys as the index. Otherwise the index
+        ``tensor`` has the names of the tensors in the file, stacked tensors included. The rows of a
+        comparison are sorted by the size of the change, largest first: tensors that cannot be
+        compared, then tensors that differ by NaN or infinities, then others by ``rel_l2``. A
+        comparison with ``explain=True`` also has the columns ``outcome``, ``cause``,
+        ``explanation``, ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and
+        ``other_names``.
 
     Raises
     ------
@@ -89,7 +90,7 @@ def table(result: xr.Dataset, columns: str | Iterable[str] | None = None) -> pd.
         text = "table() takes the result of stats() or compare(), not this"
         raise TypeError(f"{text} {type(argument).__name__}")
     frame = _group_frame(result) if has_groups(result) else _frame(result)
-    order = [name for name in MAIN_COLUMNS if name in frame]
+    order = [] if "affected" in frame else [name for name in MAIN_COLUMNS if name in frame]
     order = ["tensors", *order] if "tensors" in frame else order
     frame = frame[[*order, *(name for name in frame if name not in order)]]
     if columns is None:

@@ -40,6 +40,7 @@ from xckpt.structure import structure_of
 from xckpt.writing.casting import holds
 from xckpt.writing.data import Gathered, lazy_dask_array, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
+from xckpt.writing.folders import FOLDER_FORMAT, InFolder, into_folder, is_folder
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Target, WriteJob
 from xckpt.writing.rehearsal import changed_attributes
@@ -70,6 +71,7 @@ _OPTIONS = (
 )
 
 
+@into_folder
 @documented
 def save(
     obj: Writable,
@@ -98,7 +100,8 @@ def save(
     obj : xarray.Dataset, xarray.DataTree, xarray.DataArray, or mapping of str to array
         Data to write. Variables become tensors, and so do coordinates with numbers.
     path : str or os.PathLike
-        The new file, a path or an fsspec URL.
+        The new file, a path or an fsspec URL; or a folder, ``"out/"``, which gets
+        ``model.safetensors``, and configuration and tokenizer of the source if they still hold.
     engine : str, optional
         Name of the format; inferred from the suffix of `path` by default.
     dtype : str, optional
@@ -197,6 +200,7 @@ def _opened_as(obj: Any, format: str) -> Index | None:
     return index
 
 
+@into_folder
 @documented
 def convert(
     src: OpenPath,
@@ -230,7 +234,7 @@ def convert(
     src : str, os.PathLike, bytes or binary file object
         The checkpoint, as for `xckpt.read_index`.
     dst : str or os.PathLike
-        The new file, a path or an fsspec URL.
+        The new file, a path or an fsspec URL; or a folder, as for `xckpt.save`.
     engine : str, optional
         Name of the new format; inferred from the suffix of `dst` by default.
     names : mapping, callable, or pair of a regular expression and its replacement, optional
@@ -503,7 +507,8 @@ def writer_of(
     format_options: Mapping[str, Any] | None = None,
 ) -> formats.Format:
     """Return the format of a new file; raise `TypeError` for options that it does not have."""
-    writer = formats.writable(engine or _format_of(os.fspath(path)))
+    engine = engine or (FOLDER_FORMAT if is_folder(path) else _format_of(os.fspath(path)))
+    writer = formats.writable(engine)
     supported = tuple(writer.write_options)
     for option in format_options or {}:
         if option not in supported:
@@ -521,7 +526,7 @@ def _target(
 ) -> Target:
     target = os.fspath(path)
     target = target if is_remote(target) else local_path(target)
-    return Target(target, overwrite, storage_options)
+    return Target(target, overwrite, storage_options, has_config=isinstance(path, InFolder))
 
 
 def _write_job(
@@ -540,6 +545,9 @@ def _write_job(
 ) -> WriteJob:
     """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
     path, writer = target.path, fitting.writer
+    if target.has_config:
+        attrs = {key: gathered.attrs[key] for key in gathered.attrs if key != "config"}
+        gathered = gathered._replace(attrs=attrs)
     try:
         draft, payloads = fitting.draft(gathered, path)
         make_plan = writer.plan
