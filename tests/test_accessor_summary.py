@@ -24,7 +24,7 @@ def test_findings_are_shown_after_they_are_computed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
     ds = xr.open_dataset(path, engine="ztensor")
     before, html = repr(ds.ckpt), ds.ckpt._repr_html_()
-    findings = ds.ckpt.findings(ds.ckpt.stats(progress=False))
+    findings = ds.ckpt.findings(stats=ds.ckpt.stats(progress=False))
     assert set(findings["rule"]) >= {"nan", "all_zero"}
     assert "nan" not in before
     assert "nan" in repr(ds.ckpt)
@@ -139,7 +139,7 @@ class TestDataArray:
         stats = array.ckpt.stats(progress=False)
         xr.testing.assert_identical(stats[name], ds.ckpt.stats(progress=False)[name])
         assert len(array.ckpt.findings()) == len(ds[[name]].ckpt.findings())
-        assert list(array.ckpt.histogram(5, progress=False)) == [name]
+        assert list(array.ckpt.histogram(bins=5, progress=False)) == [name]
         member = name.replace("layers.", "layers.1.")
         xr.testing.assert_identical(array.ckpt[member], ds.ckpt[member])
         assert array.ckpt.sel(layers=1)[name].ndim == array.ndim - 1
