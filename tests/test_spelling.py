@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 import numpy as np
@@ -118,7 +118,7 @@ def test_only_weights_leaves_out_the_state_of_an_optimizer() -> None:
     assert main(["convert", "train.npz", "cli.npz", "--only", "weights"]) == 0
     assert set(xckpt.open("cli.npz")) == weights
     with pytest.raises(ValueError, match="only='model': expected 'weights'"):
-        ds.ckpt.stats(only="model")
+        ds.ckpt.stats(only="model")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,22 @@ def test_an_option_of_another_name_is_answered_with_the_one_that_works(
     with pytest.raises(TypeError, match=rf"stats\(\) has no option '{wrong}'; did you mean '(.*)'"):
         xckpt.stats("m.npz", **{wrong: value})
     assert xckpt.stats("m.npz", **{right: value}).sizes
+
+
+def test_options_of_other_calls_are_answered_with_the_call() -> None:
+    ds, compare = xckpt.open("m.npz"), cast("Any", xckpt.compare)
+    ckpt = cast("Any", ds.ckpt)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: xckpt.open("m.npz", format="npz"), "did you mean 'engine'"),
+        (lambda: ckpt.find(type="f4"), "did you mean 'dtype'"),
+        (lambda: ckpt.stats(by="layer"), r"result\.ckpt\.by\('layer'\)"),
+        (lambda: ckpt.stats(layers=1), r"ds\.ckpt\.sel\(layers=1\)"),
+        (lambda: ckpt.save("x.npz", tensors="*.q"), r"ds\.ckpt\.find\(tensors="),
+        (lambda: compare("m.npz", "m.npz", "m.npz"), "takes 2 positional arguments, not 3"),
+    ]
+    for call, hint in calls:
+        with pytest.raises(TypeError, match=hint):
+            call()
 
 
 def test_a_filter_without_a_match_is_answered_with_one_that_matches() -> None:
@@ -156,6 +172,6 @@ def test_every_result_has_a_table() -> None:
     ds = xckpt.open("m.npz")
     results = [ds.ckpt.stats(), ds.ckpt.spectrum(), ds.ckpt.compare("m.npz"), ds.ckpt.histogram()]
     for result in results:
-        assert sorted(result.ckpt.table().index) == sorted(ds.data_vars)
+        assert sorted(result.ckpt.table().index) == sorted(map(str, ds))
         assert list(result.ckpt.by("layer").ckpt.table().index) == [0, 1, 2]
     assert ds.ckpt.findings().ckpt.by("layer").ckpt.table().columns[0] == "tensors"

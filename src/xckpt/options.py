@@ -127,6 +127,15 @@ def suggest_option(name: str, allowed: Collection[str]) -> str:
     return f"did you mean {meant[0]!r}?" if meant else f"it has {', '.join(allowed)}"
 
 
+def _elsewhere(name: str, value: Any) -> str:
+    """Return the call that has an option which is not one of the function, if it is known."""
+    if name == "by":
+        return f"its result has it: result.ckpt.by({value!r})"
+    if name in {"layers", "experts", "blocks"}:
+        return f"select first: ds.ckpt.sel({name}={value!r})"
+    return ""
+
+
 # --- functions with options ----------------------------------------------------------------------
 
 
@@ -149,7 +158,9 @@ def takes(group: type) -> Callable[[F], F]:
         ]
         defaults = {name: _DEFAULTS.get(name) for name in options}
         shown_signature = stated.replace(parameters=[*fixed, *added])
-        allowed = [name for name in shown_signature.parameters if name not in {"obj", "a", "b"}]
+        allowed = [
+            name for name in shown_signature.parameters if name not in {"self", "obj", "a", "b"}
+        ]
 
         positional = [p for p in fixed if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
 
@@ -157,12 +168,15 @@ def takes(group: type) -> Callable[[F], F]:
         def checked(*args: Any, **keywords: Any) -> Any:
             if len(args) > len(positional):
                 extra = args[len(positional)]
-                key = "tensors" if isinstance(extra, str) and "tensors" in allowed else "option"
                 text = f"{function.__name__}() takes {len(positional)} positional arguments"
-                raise TypeError(f"{text}: pass {extra!r} by name, as {key}={extra!r}")
-            for keyword in keywords:
+                is_glob = isinstance(extra, str) and "*" in extra and "tensors" in allowed
+                hint = (
+                    f"pass {extra!r} by name, as tensors={extra!r}" if is_glob else "name the rest"
+                )
+                raise TypeError(f"{text}, not {len(args)}: {hint}")
+            for keyword, value in keywords.items():
                 if keyword not in shown_signature.parameters:
-                    hint = suggest_option(keyword, allowed)
+                    hint = _elsewhere(keyword, value) or suggest_option(keyword, allowed)
                     raise TypeError(f"{function.__name__}() has no option {keyword!r}; {hint}")
             return function(*args, **(defaults | keywords))
 

@@ -18,7 +18,7 @@ import xckpt
 from xckpt import formats
 from xckpt.errors import deprecated_name
 from xckpt.identity import base_id_text, stable_id
-from xckpt.options import Forwarded, documented, renamed
+from xckpt.options import Forwarded, SelectOptions, renamed, takes
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -633,7 +633,7 @@ class CheckpointAccessor(Generic[Obj]):
         return select_modules(self._obj, modules, by_position=True)
 
     @renamed("names", "tensors")
-    @documented
+    @takes(SelectOptions)
     def find(
         self,
         tensors: TensorFilter | None = None,

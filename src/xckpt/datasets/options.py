@@ -144,7 +144,7 @@ class OpenOptions:
         allowed = (*cls.keywords(), *own)
         for keyword in keywords:
             if keyword not in allowed:
-                hint = suggest_option(keyword, allowed)
+                hint = suggest_option(keyword, ("engine", *allowed))
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
         for keyword in _SWITCHES & shared.keys():

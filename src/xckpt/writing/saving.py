@@ -513,7 +513,9 @@ def writer_of(
     for option in format_options or {}:
         if option not in supported:
             hint = suggest_option(option, (*supported, *_OPTIONS))
-            if option in TENSOR_OPTIONS:
+            if option in {"tensors", "exclude", "only"}:
+                hint = f"select first: ds.ckpt.find({option}=...)"
+            elif option in TENSOR_OPTIONS:
                 hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
             elif "did you mean" not in hint:
                 hint = f"it has {', '.join(supported) or 'none'}"
