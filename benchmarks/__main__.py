@@ -33,6 +33,7 @@ NAMES = (
     "writing",
     "explorer",
     "cluster",
+    "lock",
     "scale",
 )
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")

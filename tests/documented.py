@@ -258,3 +258,42 @@ def write_steps(folder: Path) -> None:
         shards.append(shard.read_bytes())
     shard.write_bytes(shards[0])
     xckpt.convert(folder / "model.safetensors", folder / "converted.zt")
+
+
+def write_models(folder: Path) -> None:
+    """Write a base model, three tuned ones, a run, an adapter, and one with more tokens."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"self_attn.{name}_proj": (8, 8) for name in ("q", "k", "v")
+    }
+    shapes |= {"self_attn.o_proj": (8, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16)}
+    names = {f"model.layers.{n}.{name}.weight": s for n in range(2) for name, s in shapes.items()}
+    names |= {"model.embed_tokens.weight": (32, 8), "lm_head.weight": (32, 8)}
+    names |= {f"model.layers.{n}.input_layernorm.weight": (8,) for n in range(2)}
+    base = {
+        name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in names.items()
+    }
+
+    def tuned() -> dict[str, Any]:
+        noise = {name: 0.1 * rng.normal(size=array.shape) for name, array in base.items()}
+        return {name: (array + noise[name]).astype(array.dtype) for name, array in base.items()}
+
+    paths = ["base", *(f"model-{number}" for number in (1, 2, 3))]
+    paths += [f"run/checkpoint-{step}/model" for step in (100, 200, 300)]
+    for path in paths:
+        target = folder / f"{path}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        xckpt.save(base if path == "base" else tuned(), target)
+    more = {n: np.concatenate([w, w[:4]]) if len(w) == 32 else w for n, w in tuned().items()}
+    xckpt.save(more, folder / "more-tokens.safetensors")
+    decoder = {name: array for name, array in tuned().items() if "layers" in name}
+    xckpt.save(decoder, folder / "decoder.safetensors")
+    factors: dict[str, Any] = {}
+    for name in (name for name in base if "q_proj" in name or "v_proj" in name):
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        factors[f"{module}.lora_A.weight"] = rng.normal(size=(2, 8)).astype("f4")
+        factors[f"{module}.lora_B.weight"] = rng.normal(size=(8, 2)).astype("f4")
+    (folder / "adapter").mkdir()
+    xckpt.save(factors, folder / "adapter/adapter_model.safetensors")
+    config = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4})
+    (folder / "adapter/adapter_config.json").write_text(config)

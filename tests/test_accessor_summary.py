@@ -246,7 +246,7 @@ class TestRoles:
         ds = xr.open_dataset(tmp_path / "m.npz", engine="npz")
         lines = [line.split() for line in repr(ds.ckpt).splitlines()]
         count = len(trained)
-        assert f"{size / 1000:.1f} K params" in in_header(ds.ckpt)
+        assert f"{size / 1000:.1f} K parameters" in in_header(ds.ckpt)
         assert ["parameters", f"{count}", "tensors", f"{size / 1000:.1f}", "K", "elements"] in [
             line[:6] for line in lines
         ]

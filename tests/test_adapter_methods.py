@@ -1,4 +1,4 @@
-"""Adapters of other methods than LoRA and DoRA are named, with what to do."""
+"""Adapters of methods that have no formula are named, with what to do."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ MODULE = "base_model.model.model.fc"
 LORA = {f"{MODULE}.lora_A.weight": (4, 16), f"{MODULE}.lora_B.weight": (16, 4)}
 # What PEFT 0.21.2 writes for one linear layer, and the method's name.
 PEFT: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
-    "LOHA": ("LoHa", {f"{MODULE}.hada_w{n}": (16, 4) for n in ("1_a", "1_b", "2_a", "2_b")}),
-    "LOKR": ("LoKr", {f"{MODULE}.lokr_w1": (4, 4), f"{MODULE}.lokr_w2": (4, 4)}),
-    "IA3": (r"\(IA\)³", {f"{MODULE}.ia3_l": (1, 16)}),
     "VERA": (
         "VeRA",
         {f"{MODULE}.vera_lambda_b": (16,), f"{MODULE}.vera_lambda_d": (4,),
          "base_model.vera_A": (4, 16), "base_model.vera_B": (16, 4)},
-    ),
-    "ADALORA": (
-        "AdaLoRA",
-        {f"{MODULE}.lora_A": (12, 16), f"{MODULE}.lora_B": (16, 12), f"{MODULE}.lora_E": (12, 1)},
     ),
     "OFT": ("OFT", {f"{MODULE}.oft_R.weight": (4, 6)}),
     "BOFT": ("BOFT", {f"{MODULE}.boft_R": (1, 4, 4, 4), f"{MODULE}.boft_s": (16, 1)}),
@@ -67,7 +60,6 @@ PEFT: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
         {f"{MODULE}.poly_lora_A": (1, 4, 16, 4), f"{MODULE}.poly_lora_B": (1, 4, 4, 16),
          f"{MODULE}.poly_router.module_logits": (1, 4)},
     ),
-    "TRAINABLE_TOKENS": ("Trainable-token", {f"{MODULE}.trainable_tokens_delta": (2, 16)}),
     "GLORA": ("GLoRA", {f"{MODULE}.glora_A.Xd": (16, 8), f"{MODULE}.glora_A.Xu": (8, 16)}),
 }  # fmt: skip
 # What LyCORIS 4.1.3 and kohya write for one layer, without a config.
@@ -185,18 +177,9 @@ def test_options_that_change_the_update_are_named(
     assert table["note"].str.contains(word).item()
 
 
-def test_trained_tokens_are_rows_of_the_embedding(tmp_path: Path) -> None:
-    name = "base_model.model.model.embed.token_adapter.trainable_tokens_delta"
-    config = {"peft_type": "LORA", "lora_alpha": 4, "trainable_token_indices": {"embed": [1, 2]}}
-    table = table_of(tmp_path, LORA | {name: (2, 16)}, config)
-    kinds = table["kind"].to_dict()
-    assert kinds == {"model.embed.weight": "unsupported", "model.fc.weight": "lora"}
-    assert "rows" in table.loc["model.embed.weight", "note"]
-
-
 def test_whole_modules_of_any_method_are_saved(tmp_path: Path) -> None:
-    shapes = PEFT["LOHA"][1] | {"base_model.model.head.weight": (4, 16)}
-    kinds = table_of(tmp_path, shapes, {"peft_type": "LOHA"})["kind"].to_dict()
+    shapes = PEFT["HRA"][1] | {"base_model.model.head.weight": (4, 16)}
+    kinds = table_of(tmp_path, shapes, {"peft_type": "HRA"})["kind"].to_dict()
     assert kinds == {"model.fc.weight": "unsupported", "head.weight": "saved"}
 
 
@@ -232,11 +215,11 @@ class TestUse:
     """What is done with an adapter raises or warns with the name of its method."""
 
     def test_updates_warn(self, tmp_path: Path) -> None:
-        ds = xckpt.open(write(tmp_path, PEFT["LOHA"][1], {"peft_type": "LOHA"}))
-        with pytest.warns(CheckpointWarning, match=r"no update of 'model\.fc\.weight': LoHa adap"):
+        ds = xckpt.open(write(tmp_path, PEFT["HRA"][1], {"peft_type": "HRA"}))
+        with pytest.warns(CheckpointWarning, match=r"no update of 'model\.fc\.weight': HRA adap"):
             assert not ds.ckpt.updates().data_vars
 
-    @pytest.mark.parametrize("peft_type", ["LOHA", "ADALORA", "IA3", "LN_TUNING"])
+    @pytest.mark.parametrize("peft_type", ["HRA", "OFT", "VERA", "LN_TUNING"])
     def test_comparisons_raise(self, peft_type: str, tmp_path: Path) -> None:
         name, shapes = PEFT[peft_type]
         adapter = write(tmp_path / "adapter", shapes, {"peft_type": peft_type})
@@ -245,26 +228,26 @@ class TestUse:
             xckpt.compare(base, base, adapter=adapter, progress=False)
 
     def test_a_tensor_of_another_method_is_named_beside_verified_ones(self, tmp_path: Path) -> None:
-        embed, fc = "model.embed.weight", "model.fc.weight"
-        tokens = "base_model.model.model.embed.token_adapter.trainable_tokens_delta"
+        other, fc = "model.other.weight", "model.fc.weight"
         config = {"peft_type": "LORA", "lora_alpha": 4}
-        adapter = write(tmp_path / "adapter", LORA | {tokens: (2, 16)}, config)
-        base = {embed: np.ones((40, 16), np.float32), fc: np.ones((16, 16), np.float32)}
+        tensors = LORA | {"base_model.model.model.other.hra_u": (16, 4)}
+        adapter = write(tmp_path / "adapter", tensors, config)
+        base = {name: np.ones((16, 16), np.float32) for name in (other, fc)}
         # The product of factors of 0.5 and rank 4 is 1, and so is the scale.
-        merged = {embed: base[embed] * 2, fc: base[fc] * 2}
+        merged = {other: base[other] * 2, fc: base[fc] * 2}
         table = xckpt.compare(base, merged, adapter=adapter, progress=False).ckpt.table()
         assert table.loc[fc, "cause"] == "merged"
-        assert table.loc[embed, "outcome"] == "changed"
-        assert "Trainable-token adapters are unsupported" in table.loc[embed, "explanation"]
+        assert table.loc[other, "outcome"] == "changed"
+        assert "HRA adapters are unsupported" in table.loc[other, "explanation"]
 
     def test_the_command_line_names_the_method(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        adapter = write(tmp_path / "adapter", PEFT["LOKR"][1], {"peft_type": "LOKR"})
+        adapter = write(tmp_path / "adapter", PEFT["BOFT"][1], {"peft_type": "BOFT"})
         path = str(tmp_path / "base.safetensors")
         xckpt.save({"model.fc.weight": np.ones((16, 16), np.float32)}, path)
         assert main(["compare", path, path, "--adapter", str(adapter.parent)]) == 2
-        assert "LoKr adapters are unsupported" in capsys.readouterr().err
+        assert "BOFT adapters are unsupported" in capsys.readouterr().err
 
     def test_a_file_without_an_adapter_is_named(self) -> None:
         base = {"model.fc.weight": np.ones((16, 16), np.float32)}

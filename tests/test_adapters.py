@@ -370,11 +370,6 @@ class TestMerges:
         merge.merged[Q][0, 0] = np.nan
         assert merge.row(Q)["outcome"] == "changed"
 
-    def test_without_a_scale_nothing_is_verified(self, tmp_path: Path) -> None:
-        row = Merge(tmp_path, config={}).lora(Q).row(Q)
-        assert row["outcome"] == "changed"
-        assert "adapter_config.json is missing" in row["explanation"]
-
     @pytest.mark.parametrize("dtype", TYPES[1:])
     def test_saved_modules_and_biases(self, dtype: Any, tmp_path: Path) -> None:
         merge = Merge(tmp_path, dtype).lora(Q)

@@ -487,9 +487,10 @@ def test_warnings_point_at_the_file(golden: Path) -> None:
 def test_the_accessor_summarises(sample: Path) -> None:
     ds = xr.open_dataset(sample, engine="ztensor")
     index = xckpt.read_index(sample)
-    header = repr(ds.ckpt).splitlines()[0]
-    assert header.startswith("<Checkpoint s.zt>  ztensor 1.0")
-    assert header == repr(index).splitlines()[0]
+    header, facts = repr(ds.ckpt).splitlines()[:2]
+    assert header.startswith("<Checkpoint s.zt>  names as in llama, ")
+    assert facts.startswith("  ztensor 1.0 · ")
+    assert [header, facts] == repr(index).splitlines()[:2]
     tree = xr.open_datatree(sample, engine="ztensor")
     assert repr(tree.ckpt).splitlines()[0] == header
     assert "model.layers.{0..2}" in repr(ds.ckpt)

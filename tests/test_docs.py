@@ -38,7 +38,8 @@ BLOCK = re.compile(
 )
 # Blocks that cannot run here, by what they begin with.
 ELSEWHERE = (
-    *("from dask_jobqueue", "from dask_kubernetes", "from torch", "# xckpt/formats/__init__.py"),
+    *("from dask_jobqueue", "from dask_kubernetes", "from torch", "from jax", "from polars"),
+    "# xckpt/formats/__init__.py",
 )
 # Substitutes for services that this machine lacks.
 HERE = '"file://" + __import__("os").path.abspath'
@@ -59,6 +60,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "docs/how-to/netcdf-and-zarr": documented.write_odd_names,
     "docs/how-to/leave-pickle-behind": documented.write_pickle,
     "docs/how-to/same-content": documented.write_steps,
+    "docs/how-to/combine": documented.write_models,
 }
 # Pages that begin with one line of Python and what it prints.
 ANSWERS = {
@@ -67,6 +69,7 @@ ANSWERS = {
         *("adapter-rank", "adapters", "by-layer", "conversion", "footprint", "quantization-error"),
         *("training-checkpoints", "training-run", "where-training-went-wrong"),
         "which-layers-changed",
+        "combine",
     )
 }
 PRINTED = re.compile(r"^```python\n([^`]*?)```\n\n```text\n(.*?)```$", re.DOTALL | re.MULTILINE)

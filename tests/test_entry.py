@@ -107,6 +107,7 @@ def test_open_accepts_a_mapping_and_selects_and_stacks_its_arrays() -> None:
     np.testing.assert_array_equal(ds["h.0.w"], ARRAYS["h.0.w"])
     xr.testing.assert_identical(xckpt.open(ARRAYS, stack=True), ds.ckpt.stack())
     assert list(xckpt.open(ARRAYS, tensors="h.*", exclude="h.0.*")) == ["h.1.w"]
+    assert ds.ckpt.stack()["h.w"].dims == ("h", "d3_1", "d3_2")
     assert xckpt.open(ds) is ds
     options: dict[str, Any]
     for options in ({"engine": "npz"}, {"chunks": {}}, {"decode": False}):

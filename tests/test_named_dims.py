@@ -213,16 +213,30 @@ class TestArithmetic:
         assert {name: difference.variables[name].dims for name in AXES} == AXES
         assert not any(float(abs(variable).max()) for variable in difference.variables.values())
 
-    def test_of_files_with_and_without_names_raises(self, ds: xr.Dataset, tmp_path: Path) -> None:
-        if "layout" not in ds.variables[QUERY].encoding:
-            pytest.skip("arrays in memory are plain variables of xarray")
+    def test_of_files_with_and_without_names_aligns_by_position(
+        self, ds: xr.Dataset, tmp_path: Path
+    ) -> None:
         (tmp_path / "other").mkdir()
         other = without_names(tmp_path / "other")
-        for first, second in ((ds, other), (other, ds), (ds[QUERY], other[QUERY])):
-            with pytest.raises(ValueError, match="dims='size'"):
-                first - second
-        again = other[QUERY].rename(dict(zip(other[QUERY].dims, ds[QUERY].dims, strict=True)))
-        assert float(abs(ds[QUERY] - again).max()) == 0
+        for difference in (ds - other, other - ds, (ds * 2) - (other * 2), ds.load() - other):
+            assert {name: difference.variables[name].dims for name in AXES} == AXES
+            assert not any(float(abs(x).max()) for x in difference.variables.values())
+        assert (other[GAIN] * ds[GAIN]).dims == ("embd",)
+
+    def test_with_an_update_aligns_by_position(self, ds: xr.Dataset) -> None:
+        update = xr.DataArray(np.ones(shape(QUERY), "f4"), dims=("d8_1", "d8_2"))
+        for merged in (ds[QUERY] + update, update + ds[QUERY]):
+            if isinstance(ds[QUERY].data, np.ndarray):  # variables of xarray itself
+                continue
+            assert merged.dims == AXES[QUERY]
+            np.testing.assert_array_equal(merged, VALUES[QUERY] + 1)
+
+    def test_keeps_the_order_of_the_left_operand(self, tmp_path: Path) -> None:
+        ds = single_file(tmp_path)
+        gain = xr.DataArray(VALUES[GAIN], dims=("embd",))
+        assert (gain * ds[QUERY]).dims == ("embd", "head*key")
+        assert (ds[QUERY] * gain).dims == ("head*key", "embd")
+        assert (1 - ds[GAIN]).dims == ("embd",)
 
 
 class TestRequests:

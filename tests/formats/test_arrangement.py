@@ -69,7 +69,7 @@ def test_a_stored_arrangement_is_applied() -> None:
     assert not messages
     assert list(ds.data_vars) == ["m.v", "w"]
     assert (set(ds.coords), set(ds.xindexes)) == ({"x", "y", "m.x"}, {"x", "y"})
-    assert ds["m.x"].dims == ("d4",)
+    assert ds["m.x"].dims == ("x_4",)
     assert (ds["w"].attrs, ds.attrs) == ({"units": "m"}, {"n": [1]})
     assert ds["w"].dims == ("y", "x")
     tree = xr.open_datatree(file(text, n="[1]"), engine="safetensors")

@@ -97,7 +97,7 @@ def test_nodes_below_each_other_agree() -> None:
     data = burnpack({name: dense(np.zeros(shape, "<f4")) for name, shape in shapes.items()})
     tree = xr.open_datatree(data, engine="burnpack")
     assert tree["a/weight"].dims == ("d_input", "d_output")
-    assert tree["a/b/weight"].dims == ("d5", "d3")
+    assert tree["a/b/weight"].dims == ("d_input_5", "d_output_3")
 
 
 def test_axes_of_real_files(golden: Path) -> None:

@@ -92,7 +92,7 @@ def test_shares_show_where_there_is_room() -> None:
         *("31.0 %", "22.8 %", "22.8 %", "17.1 %", "5.7 %", "0.6 %"),
         *("<0.1 %", "<0.1 %", "<0.1 %", "<0.1 %", "<0.1 %"),
     ]
-    assert text_of(gpt2()).splitlines()[4].split() == [
+    assert text_of(gpt2()).splitlines()[5].split() == [
         "h.{0..11}.mlp.c_fc.weight",
         f"{TIMES}12",
         f"768{TIMES}3072",
@@ -111,12 +111,12 @@ def test_numbers_ascend_where_sizes_are_equal() -> None:
 
 def test_omitted_lines_are_counted() -> None:
     lines = text_of(resnet()).splitlines()
-    assert lines[2:4] == [
+    assert lines[3:5] == [
         "  parameters  161 tensors  25.6 M elements   97.6 MiB  99.8 %",
         "  buffers     159 tensors  53.2 K elements  207.9 KiB   0.2 %",
     ]
-    assert len(lines) == 5 + 12 + 1 + 4
-    assert lines[17] == "  … 29 more patterns: 283 tensors, 3.2 MiB"
+    assert len(lines) == 6 + 12 + 1 + 4
+    assert lines[18] == "  … 29 more patterns: 283 tensors, 3.2 MiB"
     lines = text_of(row(name, "float8_e5m2", 9) for name in "abcdefghijklmno").splitlines()
     assert lines[-1] == "  … 3 more tensors, 27 B"
 
@@ -127,7 +127,7 @@ def test_the_last_line_is_a_pattern_if_it_fits() -> None:
 
 
 def test_few_tensors_are_listed_one_by_one() -> None:
-    names = [line.split()[0] for line in text_of(islice(gpt2(), 12)).splitlines()[3:]]
+    names = [line.split()[0] for line in text_of(islice(gpt2(), 12)).splitlines()[4:]]
     assert sorted(names) == sorted(r.name for r in islice(gpt2(), 12))
 
 

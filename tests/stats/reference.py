@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.scan.kinds import kind_of
+from xckpt.arrays.kinds import kind_of
+from xckpt.arrays.streams import whole_leaves
 from xckpt.scan.scanning import gather
 from xckpt.statistics import QUANTILES, statistic_names
 from xckpt.statistics.counts import Sketch
@@ -18,7 +19,7 @@ from xckpt.statistics.describe import describe
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from xckpt.scan.readers import Reader
+    from xckpt.arrays.streams import ElementStream
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -51,18 +52,17 @@ def sketch_of(values: Array, cuts: Iterable[int] = (), row: int = 0) -> Sketch:
     kind = kind_of(values.dtype)
     assert kind is not None
     flat = values.reshape(-1)
-    total = Sketch(kind, flat.size, row)
-    bounds = [0, *cuts, flat.size]
-    for start, stop in pairwise(bounds):
-        part = Sketch(kind, flat.size, row)
-        if stop > start:
-            part.update(start, flat[start:stop])
+    total = Sketch(kind, row)
+    bounds = pairwise([0, *cuts, flat.size])
+    for start, columns in whole_leaves((start, (flat[start:stop],)) for start, stop in bounds):
+        part = Sketch(kind, row)
+        part.update(start, *columns)
         total.merge(part.close())
     total.counted()
     return total
 
 
-def scanned(*readers: Reader) -> list[Sketch]:
+def scanned(*readers: ElementStream) -> list[Sketch]:
     """Sketch what readers read."""
     return gather(readers, Sketch, lambda _, sketch: sketch)
 

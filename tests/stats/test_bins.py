@@ -11,8 +11,8 @@ import xarray as xr
 
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import dtype_of
+from xckpt.arrays.kinds import kind_named
 from xckpt.scan.entries import contents_of, entries_of
-from xckpt.scan.kinds import kind_named
 from xckpt.statistics import histogram
 from xckpt.statistics.histograms import bin_edges, distributions, edges_on_grid
 

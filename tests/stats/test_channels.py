@@ -113,6 +113,16 @@ def test_results_are_identical_for_any_chunks_and_order(
     np.testing.assert_array_equal(stored["w"], compare(first, second, dim=0)["a"])
 
 
+@pytest.mark.parametrize(("dim", "shape"), [(-1, (0,)), (0, (3,))])
+def test_tensors_without_elements_have_as_many_channels_as_remain(
+    dim: int, shape: tuple[int, ...]
+) -> None:
+    arrays = {"w": np.zeros((0, 3)), "v": np.ones((2, 3))}
+    result = compare(arrays, arrays, dim=dim)
+    assert result["w"].shape[1:] == shape
+    assert (result["v"].sel(statistic="status") == 0).all()
+
+
 def test_stacked_and_single_tensors(tmp_path: Path) -> None:
     layers = {f"layers.{n}.w": pair(5, 8, seed=n) for n in range(3)}
     first, second = (

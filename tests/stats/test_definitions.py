@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.stats.reference import dtype_of, sketch_of
-from xckpt.scan.kinds import kind_of
+from xckpt.arrays.kinds import kind_of
 from xckpt.statistics import statistic_names, stats
 from xckpt.statistics.describe import ApproximateElements, ExactElements
 from xckpt.statistics.rows import TableElements

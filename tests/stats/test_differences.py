@@ -244,7 +244,7 @@ def test_deferred_comparisons_come_from_one_pass(a: Path, b: Path) -> None:
 
 
 def test_arrays_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", 1000)
+    monkeypatch.setattr("xckpt.arrays.streams.PIECE_NBYTES", 1000)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((300, 70))
     y = x + rng.standard_normal((300, 70)).astype(np.float32) * 1e-3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stats.reference import dtype_of, sketch_of, stats_of
-from xckpt.scan.trees import LEAF, MergeTree, runs
+from xckpt.arrays.trees import LEAF, MergeTree, runs
 from xckpt.statistics import stats
 from xckpt.statistics.block_loops import fold
 from xckpt.statistics.moments import EMPTY, merge
@@ -29,7 +29,6 @@ def facts(sketch: Any) -> tuple[Any, ...]:
         sketch.low,
         sketch.high,
         (sketch.rows.dead, sketch.rows.open),
-        sketch.pieces,
     )
 
 

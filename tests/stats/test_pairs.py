@@ -25,20 +25,28 @@ from tests.stats.reference import FLOATS, LARGE_INTEGERS, SMALL_INTEGERS, dtype_
 from tests.stats.test_readers import GOLDEN, readable
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
+from xckpt.arrays.streams import (
+    ArrayStream,
+    SparseStream,
+    SparseZip,
+    StoredStream,
+    Zip,
+    of_tensor,
+    whole_leaves,
+)
+from xckpt.arrays.trees import LEAF
 from xckpt.comparison import MEASURES, compare
 from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.measures import Comparison, measures_of
-from xckpt.comparison.pairs import PairReader, SparsePairReader, pair_of, stored_pair
+from xckpt.comparison.pairs import pair_of, stored_pair
 from xckpt.errors import CheckpointError
 from xckpt.index import Part
-from xckpt.scan.readers import ArrayReader, SparseReader, TensorReader, reader_of
-from xckpt.scan.trees import LEAF
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from xckpt.scan.readers import Reader
+    from xckpt.arrays.streams import ElementStream
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,7 +54,7 @@ TYPES = (*FLOATS, *SMALL_INTEGERS, *LARGE_INTEGERS)
 
 
 def compare_readers(
-    first: Reader, second: Reader, nbytes: int = 1 << 20, cuts: Sequence[int] = ()
+    first: ElementStream, second: ElementStream, nbytes: int = 1 << 20, cuts: Sequence[int] = ()
 ) -> Comparison:
     """Compare in this thread, in spans between cuts, the last one first."""
     pair: Any = pickle.loads(pickle.dumps(pair_of(first, second)))
@@ -54,8 +62,8 @@ def compare_readers(
     bounds = [0, *cuts, pair.size]
     for start, stop in reversed(list(pairwise(bounds))):
         part = Comparison.begin(pair, None)
-        for at, values in pair.blocks(start, stop, np.empty(nbytes, np.uint8)):
-            part.update(at, values)
+        for at, sides in whole_leaves(pair.blocks(start, stop, np.empty(nbytes, np.uint8))):
+            part.update(at, *sides)
         total.merge(part.close())
     assert total.count == pair.size
     return total
@@ -68,7 +76,7 @@ def measures(comparison: Comparison) -> list[float]:
 
 
 def compare_arrays(a: Array, b: Array, **options: Any) -> dict[str, float]:
-    values = measures(compare_readers(ArrayReader(a), ArrayReader(b), **options))
+    values = measures(compare_readers(ArrayStream(a), ArrayStream(b), **options))
     return dict(zip(MEASURES, values, strict=True))
 
 
@@ -295,9 +303,9 @@ def test_blocks_and_spans_do_not_matter() -> None:
     a = rng.standard_normal(5 * LEAF + 77).astype(np.float32)
     b = (a * 1.01).astype(np.float16)
     b[3 * LEAF + 5] = np.nan
-    expected = measures(compare_readers(ArrayReader(a), ArrayReader(b)))
+    expected = measures(compare_readers(ArrayStream(a), ArrayStream(b)))
     for nbytes, cuts in product((1 << 17, 1 << 20, 1 << 22), ([], [LEAF], [2 * LEAF, 3 * LEAF])):
-        result = compare_readers(ArrayReader(a), ArrayReader(b), nbytes, cuts)
+        result = compare_readers(ArrayStream(a), ArrayStream(b), nbytes, cuts)
         assert measures(result) == expected
 
 
@@ -306,21 +314,22 @@ def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
     rng = np.random.default_rng(0)
     a = rng.standard_normal(3 * LEAF + 7)
     b = a + 1e-3
-    pair = pair_of(ArrayReader(a), ArrayReader(b))
-    assert isinstance(pair, PairReader)
+    pair = pair_of(ArrayStream(a), ArrayStream(b))
+    assert isinstance(pair, Zip)
     total = Comparison(pair.kinds, pair.size)
-    bounds = sorted([0, *cuts, len(a)])
-    for start, stop in reversed(list(pairwise(bounds))):
+    bounds = pairwise(sorted([0, *cuts, len(a)]))
+    blocks = ((start, (a[start:stop], b[start:stop])) for start, stop in bounds)
+    for start, sides in reversed(list(whole_leaves(blocks))):
         part = Comparison(pair.kinds, pair.size)
-        part.update(start, {"a": a[start:stop], "b": b[start:stop]})
+        part.update(start, *sides)
         total.merge(part)
-    assert measures(total) == measures(compare_readers(ArrayReader(a), ArrayReader(b)))
+    assert measures(total) == measures(compare_readers(ArrayStream(a), ArrayStream(b)))
 
 
 def test_comparisons_survive_packing() -> None:
     a = np.random.default_rng(0).standard_normal(5 * LEAF + 3)
-    comparison = compare_readers(ArrayReader(a), ArrayReader(a * 2))
-    unpacked = Comparison.unpack(comparison.pack(), pair_of(ArrayReader(a), ArrayReader(a)))
+    comparison = compare_readers(ArrayStream(a), ArrayStream(a * 2))
+    unpacked = Comparison.unpack(comparison.pack(), pair_of(ArrayStream(a), ArrayStream(a)))
     assert vars(unpacked) | {"tree": unpacked.tree.nodes} == vars(comparison) | {
         "tree": comparison.tree.nodes
     }
@@ -337,7 +346,7 @@ def dense(values: Array, dtype: str, data: bytes, order: str = "C", **part: Any)
     return DenseArray("t", reader, values.shape, order=order)
 
 
-def layouts(values: Array) -> dict[str, Reader]:
+def layouts(values: Array) -> dict[str, ElementStream]:
     """Give readers of one tensor that is stored in many ways."""
     compress = zstandard.ZstdCompressor(level=1).compress
     c, f = values.tobytes(), values.tobytes("F")
@@ -352,8 +361,8 @@ def layouts(values: Array) -> dict[str, Reader]:
         "csr": csr(values),
         "coo": coo(values, shuffle=True),
     }
-    readers: dict[str, Reader] = {name: reader_of(array) for name, array in lazy.items()}
-    return readers | {"memory": ArrayReader(np.asfortranarray(values))}
+    readers: dict[str, ElementStream] = {name: of_tensor(array) for name, array in lazy.items()}
+    return readers | {"memory": ArrayStream(np.asfortranarray(values))}
 
 
 @pytest.mark.parametrize("piece", [1000, 4 << 20])
@@ -361,7 +370,7 @@ def layouts(values: Array) -> dict[str, Reader]:
 def test_layouts_and_memory_orders(
     piece: int, sliceable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.arrays.streams.PIECE_NBYTES", piece)
     monkeypatch.setattr("xckpt.comparison.pairs.is_mapped", lambda _: sliceable)
     a = VALUES.copy()
     a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
@@ -387,7 +396,7 @@ def test_equal_stored_bytes_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
     names = ["big", "big F", "zstd", "zstd F", "csr", "coo"]
     ours, same, theirs = layouts(a), layouts(a), layouts(b)
     decoded: list[str] = []
-    for kind in (TensorReader, SparsePairReader):
+    for kind in (StoredStream, SparseZip):
         original: Any = kind.blocks
 
         def blocks(self: Any, *args: Any, _original: Any = original) -> Any:
@@ -400,8 +409,8 @@ def test_equal_stored_bytes_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
         rows = compare_pairs(pairs, progress=False, cache=False)
         assert rows[:, :2].tolist() == [[status, a.size]] * len(names)
         assert bool(decoded) == bool(status)
-    assert decoded.count("TensorReader") == 8
-    assert decoded.count("SparsePairReader") == 2
+    assert decoded.count("StoredStream") == 8
+    assert decoded.count("SparseZip") == 2
 
 
 def test_stored_bytes_of_different_meaning_are_decoded() -> None:
@@ -412,18 +421,18 @@ def test_stored_bytes_of_different_meaning_are_decoded() -> None:
         assert (pair is None) == (is_raw or name != second), (name, second)
     lazy = ours["zstd"].array
     checked = DenseArray("t", PartReader(lazy.source, lazy.reader.part, True), lazy.shape)  # noqa: FBT003
-    assert stored_pair(pair_of(reader_of(checked), ours["zstd"])) is None
+    assert stored_pair(pair_of(of_tensor(checked), ours["zstd"])) is None
 
 
 def test_three_axes_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", 400)
+    monkeypatch.setattr("xckpt.arrays.streams.PIECE_NBYTES", 400)
     monkeypatch.setattr("xckpt.comparison.pairs.is_mapped", lambda _: True)
     values = np.arange(11 * 13 * 17, dtype=np.float32).reshape(11, 13, 17)
-    c = reader_of(dense(values, "float32", values.tobytes()))
-    f = reader_of(dense(values, "float32", values.tobytes("F"), "F"))
+    c = of_tensor(dense(values, "float32", values.tobytes()))
+    f = of_tensor(dense(values, "float32", values.tobytes("F"), "F"))
     for first, second in ((c, f), (f, c), (f, f)):
         assert compare_readers(first, second).equal == values.size
-    moved = reader_of(dense(values, "float32", values[::-1].tobytes("F"), "F"))
+    moved = of_tensor(dense(values, "float32", values[::-1].tobytes("F"), "F"))
     check(
         dict(zip(MEASURES, measures(compare_readers(c, moved)), strict=True)), values, values[::-1]
     )
@@ -434,9 +443,9 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     readers = []
     for columns in ([7, 9], [7, 10]):
         parts = {"values": np.array([3, 4], "<f4"), "coords": np.array([[5, 1 << 39], columns])}
-        readers.append(reader_of(tensor_of("sparse_coo", shape, parts)))
-    assert all(isinstance(reader, SparseReader) for reader in readers)
-    assert isinstance(pair_of(readers[0], readers[1]), SparsePairReader)
+        readers.append(of_tensor(tensor_of("sparse_coo", shape, parts)))
+    assert all(isinstance(reader, SparseStream) for reader in readers)
+    assert isinstance(pair_of(readers[0], readers[1]), SparseZip)
     result = compare_readers(readers[0], readers[1])
     assert result.count == result.finite == prod(shape)
     assert result.equal == prod(shape) - 2
@@ -453,8 +462,8 @@ def test_many_stored_values_of_sparse_tensors() -> None:
     a[rng.random(a.shape) < 0.6] = 0
     b[rng.random(a.shape) < 0.6] = 0
     first, second = (
-        reader_of(csr(a)),
-        reader_of(coo(b, shuffle=True)),
+        of_tensor(csr(a)),
+        of_tensor(coo(b, shuffle=True)),
     )
     check(dict(zip(MEASURES, measures(compare_readers(first, second)), strict=True)), a, b)
 

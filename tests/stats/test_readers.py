@@ -18,9 +18,9 @@ from tests.sparse_arrays import csr, tensor_of
 from tests.stats.reference import counted, exact_stats, scanned
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
+from xckpt.arrays.streams import ArrayStream, of_tensor
 from xckpt.errors import CheckpointError, IntegrityError
 from xckpt.index import Part
-from xckpt.scan.readers import ArrayReader, reader_of
 from xckpt.statistics import QUANTILES, stats
 from xckpt.statistics.describe import describe
 from xckpt.storage import digests
@@ -28,7 +28,7 @@ from xckpt.storage import digests
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xckpt.scan.readers import Reader
+    from xckpt.arrays.streams import ElementStream
 
 NAMES = ("count", "nan", "inf", "zero", "min", "max", "absmax")
 
@@ -38,7 +38,7 @@ def dense(values: np.ndarray[Any, Any], dtype: str, data: bytes, **part: Any) ->
     return DenseArray("t", PartReader(CountingSource(data), described), values.shape)
 
 
-def check(reader: Reader, values: np.ndarray[Any, Any]) -> Any:
+def check(reader: ElementStream, values: np.ndarray[Any, Any]) -> Any:
     """Compare the statistics of a reader, whole and in two halves, with those of its array."""
     reader = pickle.loads(pickle.dumps(reader))
     (sketch,) = scanned(reader)
@@ -50,7 +50,7 @@ def check(reader: Reader, values: np.ndarray[Any, Any]) -> Any:
     assert statistics[8] == pytest.approx(exact["std"], rel=1e-13, nan_ok=True)
     if not reader.whole:
         blocks = list(reader.blocks(reader.size // 3, reader.size, np.empty(1 << 16, np.uint8)))
-        assert sum(len(block) for _, block in blocks) == reader.size - reader.size // 3
+        assert sum(len(block) for _, (block,) in blocks) == reader.size - reader.size // 3
     return sketch
 
 
@@ -58,11 +58,11 @@ VALUES = np.random.default_rng(0).standard_normal((60, 50)).astype(np.float32)
 
 
 def test_raw_elements_are_read_into_one_buffer() -> None:
-    reader = reader_of(dense(VALUES, "float32", VALUES.tobytes()))
+    reader = of_tensor(dense(VALUES, "float32", VALUES.tobytes()))
     assert reader.array.is_raw
     check(reader, VALUES)
     buffer = np.empty(1 << 10, np.uint8)
-    for _, values in reader.blocks(0, VALUES.size, buffer):
+    for _, (values,) in reader.blocks(0, VALUES.size, buffer):
         assert np.shares_memory(values, buffer)
 
 
@@ -70,7 +70,7 @@ def test_fortran_order() -> None:
     part = Part("float32", VALUES.shape, 0, VALUES.nbytes)
     source = CountingSource(VALUES.tobytes("F"))
     lazy = DenseArray("t", PartReader(source, part), VALUES.shape, order="F")
-    assert check(reader_of(lazy), VALUES).rows.length == 60
+    assert check(of_tensor(lazy), VALUES).rows.length == 60
 
 
 def test_rows_of_complex_numbers_in_fortran_order_are_those_of_their_c_order() -> None:
@@ -79,22 +79,22 @@ def test_rows_of_complex_numbers_in_fortran_order_are_those_of_their_c_order() -
     part = Part("complex64", values.shape, 0, values.nbytes)
     source = CountingSource(values.tobytes("F"))
     lazy = DenseArray("t", PartReader(source, part), values.shape, order="F")
-    (sketch,) = scanned(reader_of(lazy))
+    (sketch,) = scanned(of_tensor(lazy))
     assert (sketch.rows.length, sketch.rows.dead) == (50, 1)
 
 
 def test_big_endian_elements() -> None:
     data = VALUES.astype(">f4").tobytes()
-    reader = reader_of(dense(VALUES, "float32", data, byteorder="big"))
+    reader = of_tensor(dense(VALUES, "float32", data, byteorder="big"))
     assert not reader.array.is_raw
     check(reader, VALUES)
 
 
 def test_booleans_other_than_one_are_true() -> None:
     codes = np.random.default_rng(0).integers(0, 4, (9, 9)).astype(np.uint8)
-    check(reader_of(dense(codes, "bool", codes.tobytes())), codes != 0)
+    check(of_tensor(dense(codes, "bool", codes.tobytes())), codes != 0)
     words = codes.astype("<u4") << 8
-    check(reader_of(dense(words, "bool32", words.tobytes())), codes != 0)
+    check(of_tensor(dense(words, "bool32", words.tobytes())), codes != 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 5000])
@@ -104,14 +104,14 @@ def test_packed_four_bit_floats(size: int) -> None:
     codes = np.random.default_rng(size).integers(0, 16, size + size % 2).astype(np.uint8)
     data = (codes[::2] | codes[1::2] << 4).tobytes()
     values = codes[:size].view(ml_dtypes.float4_e2m1fn)
-    sketch = check(reader_of(dense(values, "float4_e2m1fn", data)), values)
+    sketch = check(of_tensor(dense(values, "float4_e2m1fn", data)), values)
     assert sketch.kind.name == "float4_e2m1fn"
 
 
 def test_tensors_of_one_and_of_zero_elements() -> None:
     for shape in ((), (0,), (3, 0), (1, 1)):
         values = np.ones(shape, np.float32)
-        check(reader_of(dense(values, "float32", values.tobytes())), values)
+        check(of_tensor(dense(values, "float32", values.tobytes())), values)
 
 
 @pytest.mark.parametrize("digest_of", ["stored", "decoded"])
@@ -125,11 +125,11 @@ def test_compressed_elements_are_streamed(digest_of: Any) -> None:
         "decoded_nbytes": values.nbytes,
         "digest_of": digest_of,
     }
-    reader = reader_of(dense(values, "float32", data, digest=hasher.digest(), **part))
+    reader = of_tensor(dense(values, "float32", data, digest=hasher.digest(), **part))
     assert reader.whole
     (sketch,) = scanned(reader)
     assert describe(sketch, [])[7] == pytest.approx(values.astype(float).mean(), rel=1e-14)
-    wrong = reader_of(dense(values, "float32", data, digest="xxh3:0123456789abcdef", **part))
+    wrong = of_tensor(dense(values, "float32", data, digest="xxh3:0123456789abcdef", **part))
     with pytest.raises(IntegrityError, match="'t'"):
         scanned(wrong)
 
@@ -154,9 +154,9 @@ def test_sparse_tensors_count_implied_zeros(
     values[np.random.default_rng(1).random(values.shape) < 0.8] = 0
     values[10:20] = 0
     lazy = sparse_tensor(layout, values)
-    (unsplit,) = scanned(reader_of(lazy))
-    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", piece)
-    sketch = check(reader_of(lazy), values)
+    (unsplit,) = scanned(of_tensor(lazy))
+    monkeypatch.setattr("xckpt.arrays.streams.PIECE_NBYTES", piece)
+    sketch = check(of_tensor(lazy), values)
     assert sketch.rows.dead == (values == 0).all(axis=1).sum() >= 10
     assert sketch.implied == prod(values.shape) - np.count_nonzero(values)
     assert sketch.moments() == unsplit.moments()
@@ -167,7 +167,7 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     coords = np.array([[5, 1 << 39], [7, 9]])
     parts = {"values": np.array([3, 4], "<f4"), "coords": coords}
     lazy = tensor_of("sparse_coo", shape, parts)
-    (sketch,) = scanned(reader_of(lazy))
+    (sketch,) = scanned(of_tensor(lazy))
     statistics = describe(sketch, [0.5])
     assert (sketch.count, sketch.zero) == (prod(shape), prod(shape) - 2)
     assert (statistics[0], statistics[3]) == (float(prod(shape)), float(prod(shape) - 2))
@@ -176,18 +176,18 @@ def test_sparse_tensors_are_never_made_dense() -> None:
 
 @pytest.mark.parametrize("shape", [(7, 11, 13), (1, 1, 1000), (5,), (2, 0, 3), (1000, 1)])
 def test_other_indexable_arrays(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.scan.readers.PIECE_NBYTES", 100)
+    monkeypatch.setattr("xckpt.arrays.streams.PIECE_NBYTES", 100)
     values = np.random.default_rng(0).standard_normal(shape)
-    reader = ArrayReader(values)
+    reader = ArrayStream(values)
     for start in range(0, max(1, values.size), 17):
         for stop in (start + 1, start + 40, values.size):
             blocks = list(reader.blocks(start, min(stop, values.size), np.empty(1 << 16, np.uint8)))
             at = start
-            for position, block in blocks:
+            for position, (block,) in blocks:
                 assert position == at
                 at += len(block)
             if blocks:
-                joined = np.concatenate([block for _, block in blocks])
+                joined = np.concatenate([block for _, (block,) in blocks])
                 np.testing.assert_array_equal(joined, values.reshape(-1)[start:stop])
 
 

@@ -16,8 +16,8 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import memory_of, sparse_file, write
+from xckpt.arrays.kinds import kind_named
 from xckpt.errors import CheckpointError
-from xckpt.scan.kinds import kind_named
 from xckpt.statistics import stats
 from xckpt.statistics.counts import Sketch
 from xckpt.storage.local import LocalSource
@@ -128,8 +128,8 @@ def test_a_worker_that_is_killed_costs_time_only(tmp_path: Path, kill_one: Any) 
 
 def test_an_error_in_a_task_leaves_the_workspace_clean() -> None:
     kind = kind_named("float32")
-    Sketch(kind, 1000).update(0, np.ones(1000, np.float32))
-    sketch = Sketch(kind, 3)
+    Sketch(kind).update(0, np.ones(1000, np.float32))
+    sketch = Sketch(kind)
     sketch.update(0, np.array([1, 2, 2], np.float32))
     assert sketch.close().counts.tolist() == [1, 2]
 

@@ -14,8 +14,8 @@ import xarray as xr
 
 import xckpt
 from tests.stats.checkpoints import sparse_file
+from xckpt.arrays.kinds import kind_named
 from xckpt.errors import CheckpointWarning
-from xckpt.scan.kinds import kind_named
 from xckpt.statistics import spectra
 from xckpt.statistics.singular import FLOOR, STATISTICS, power_law, singular_values
 

@@ -255,6 +255,38 @@ def test_a_change_during_a_read_is_an_error(path: Path, monkeypatch: pytest.Monk
         source.read(0, 10)
 
 
+class TestLongReads:
+    """Long reads are divided among threads, and are one read all the same."""
+
+    @pytest.fixture
+    def long(self, tmp_path: Path) -> Path:
+        path = tmp_path / "long.zt"
+        path.write_bytes(DATA * 70)
+        return path
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 70 << 20), (12345, (50 << 20) + 1)])
+    def test_all_bytes_are_in_their_places(self, long: Path, offset: int, nbytes: int) -> None:
+        assert open_source(long).read(offset, nbytes) == (DATA * 70)[offset : offset + nbytes]
+
+    def test_a_file_cut_while_it_is_open_is_an_error(self, long: Path) -> None:
+        source = open_source(long)
+        os.truncate(long, 40 << 20)
+        with pytest.raises(FileChangedError):
+            source.read(0, 64 << 20)
+
+    def test_blocks_are_those_of_the_file(self, long: Path) -> None:
+        memory = memoryview(bytearray(3 << 20))
+        blocks = [bytes(b) for b in open_source(long).blocks_in(memory, 5, 10 << 20)]
+        assert b"".join(blocks) == (DATA * 11)[5 : 5 + (10 << 20)]
+
+    def test_a_file_that_changes_between_blocks_is_an_error(self, long: Path) -> None:
+        blocks = open_source(long).blocks_in(memoryview(bytearray(4 << 20)), 0, 12 << 20)
+        next(blocks)
+        rewrite(long, DATA[::-1] * 70)
+        with pytest.raises(FileChangedError, match="written"):
+            list(blocks)
+
+
 def test_a_file_replaced_between_the_check_and_the_opening(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

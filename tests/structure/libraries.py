@@ -222,6 +222,47 @@ VAE = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
 }
 
+BART = {
+    **{key: n for key, n in WHISPER.items() if "positions" not in key and "mel" not in key},
+    "max_position_embeddings": 130,
+}
+OF_BART = {key: n for key, n in OF_ENCODER.items() if key not in {"type", "context"}}
+SPEECH = {
+    **{key: n for key, n in ENCODER.items() if "position" not in key and "type" not in key},
+    "conv_dim": (20, 28),
+    "conv_kernel": (3, 3),
+    "conv_stride": (2, 2),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
+FLUX = {
+    "num_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 40,
+    "pooled_projection_dim": 28,
+}
+OF_FLUX = {"embd": 48, "ff": 192, "head": 3, "key": 16, "context_width": 40, "pooled": 28}
+
+
+QWEN_VISION = {"hidden_size": 32, "num_heads": 4, "intermediate_size": 80}
+OF_QWEN_VISION = {
+    "embd": 32,
+    "ff": 80,
+    "qkv": 96,
+    "head": 4,
+    "head_kv": 4,
+    "key": 8,
+    "value": 8,
+    "colour": 3,
+}
+
+
+def bart(prefix: str, model: str, **options: Any) -> Any:
+    """Return a function that builds an encoder and decoder of transformers."""
+    return of_transformers(model, f"{prefix}Config", **BART, **options)
+
+
 CASES = {
     "llama": Case("llama", decoder("Llama"), OF_DECODER),
     "llama base": Case("llama", decoder("Llama", "Model"), OF_DECODER),
@@ -376,6 +417,121 @@ CASES = {
         OF_T5,
     ),
     "t5 encoder": Case("t5", of_transformers("T5EncoderModel", "T5Config", **T5), OF_T5),
+    "bart": Case("bart", bart("Bart", "BartForConditionalGeneration"), OF_BART),
+    "bart classifier": Case(
+        "bart", bart("Bart", "BartForSequenceClassification"), OF_BART | {"label": 3}
+    ),
+    "mbart": Case("mbart", bart("MBart", "MBartForConditionalGeneration"), OF_BART, "bart"),
+    "marian": Case(
+        "marian", bart("Marian", "MarianMTModel", decoder_start_token_id=0), OF_BART, "bart"
+    ),
+    "pegasus": Case("pegasus", bart("Pegasus", "PegasusForConditionalGeneration"), OF_BART, "bart"),
+    "m2m_100": Case("m2m_100", bart("M2M100", "M2M100ForConditionalGeneration"), OF_BART, "bart"),
+    "opt": Case(
+        "opt",
+        of_transformers(
+            "OPTForCausalLM",
+            "OPTConfig",
+            hidden_size=48,
+            num_hidden_layers=3,
+            ffn_dim=112,
+            num_attention_heads=4,
+            vocab_size=331,
+            max_position_embeddings=130,
+            word_embed_proj_dim=20,
+        ),
+        OF_BART | {"width": 20},
+    ),
+    "mpnet": Case(
+        "mpnet",
+        of_transformers("MPNetForMaskedLM", "MPNetConfig", **ENCODER),
+        OF_ENCODER | {"bucket": 32},
+    ),
+    "deberta_v2": Case(
+        "deberta-v2",
+        of_transformers(
+            "DebertaV2ForSequenceClassification",
+            "DebertaV2Config",
+            **ENCODER,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            norm_rel_ebd="layer_norm",
+            conv_kernel_size=3,
+            conv_act="gelu",
+        ),
+        OF_ENCODER | {"label": 2},
+    ),
+    "albert": Case(
+        "albert",
+        of_transformers("AlbertForMaskedLM", "AlbertConfig", **ENCODER, embedding_size=20),
+        OF_ENCODER | {"width": 20},
+    ),
+    "modernbert": Case(
+        "modernbert",
+        of_transformers("ModernBertForMaskedLM", "ModernBertConfig", **ENCODER, pad_token_id=0),
+        OF_ENCODER | {"qkv": 144},
+    ),
+    "esm": Case(
+        "esm", of_transformers("EsmForMaskedLM", "EsmConfig", **ENCODER, pad_token_id=0), OF_ENCODER
+    ),
+    "gpt_neo": Case(
+        "gpt_neo",
+        of_transformers(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            hidden_size=48,
+            num_layers=2,
+            attention_types=[[["global"], 2]],
+            num_heads=4,
+            intermediate_size=112,
+            vocab_size=331,
+            max_position_embeddings=130,
+        ),
+        OF_ENCODER,
+    ),
+    "gptj": Case(
+        "gptj", of_transformers("GPTJForCausalLM", "GPTJConfig", **GPT2, rotary_dim=4), OF_ENCODER
+    ),
+    "wav2vec2": Case(
+        "wav2vec2", of_transformers("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH), OF_BART
+    ),
+    "hubert": Case(
+        "hubert", of_transformers("HubertModel", "HubertConfig", **SPEECH), OF_BART, "wav2vec2"
+    ),
+    "wavlm": Case(
+        "wavlm",
+        of_transformers("WavLMModel", "WavLMConfig", **SPEECH),
+        OF_BART | {"bucket": 320},
+        "wav2vec2",
+    ),
+    "flux": Case(
+        "FluxTransformer2DModel",
+        of_diffusers(
+            "FluxTransformer2DModel",
+            **FLUX,
+            in_channels=20,
+            num_single_layers=2,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        OF_FLUX,
+        "flux",
+    ),
+    "sd3": Case(
+        "SD3Transformer2DModel",
+        of_diffusers(
+            "SD3Transformer2DModel",
+            **FLUX,
+            in_channels=5,
+            out_channels=5,
+            caption_projection_dim=48,
+            pos_embed_max_size=12,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        OF_FLUX,
+        "sd3",
+    ),
     "whisper": Case(
         "whisper",
         of_transformers("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER),
@@ -448,6 +604,167 @@ CASES = {
         ),
         OF_DECODER | OF_VISION | {"vision.context": 25},
         by_names="gemma2",
+    ),
+    "qwen3_next": Case(
+        "qwen3_next",
+        decoder(
+            "Qwen3Next",
+            num_hidden_layers=4,
+            num_experts=5,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=10,
+            linear_value_head_dim=14,
+            num_experts_per_tok=2,
+        ),
+        EXPERTS | {"ssm_head": 4, "ssm_value": 14, "conv": 4},
+    ),
+    "jamba": Case(
+        "jamba",
+        decoder(
+            "Jamba",
+            head_dim=8,
+            num_hidden_layers=4,
+            num_experts=5,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=10,
+            mamba_dt_rank=7,
+        ),
+        EXPERTS
+        | {"key": 8, "value": 8, "ff_exp": 112, "inner": 96, "state": 10, "conv": 4, "dt": 7},
+    ),
+    "gemma3n": Case(
+        "gemma3n_text",
+        of_transformers(
+            "Gemma3nForCausalLM",
+            "Gemma3nTextConfig",
+            **DECODER,
+            hidden_size_per_layer_input=20,
+            vocab_size_per_layer_input=333,
+            laurel_rank=9,
+            altup_num_inputs=4,
+            num_kv_shared_layers=0,
+            layer_types=["full_attention"] * 3,
+            activation_sparsity_pattern=[0.0] * 3,
+        ),
+        OF_DECODER | {"ple": 20, "laurel": 9, "altup": 4},
+    ),
+    **{
+        name: Case(
+            name,
+            of_transformers(
+                f"{prefix}ForConditionalGeneration",
+                f"{prefix}Config",
+                text_config=(
+                    f"{prefix}TextConfig",
+                    {
+                        **{key: n for key, n in DECODER.items() if key != "pad_token_id"},
+                        **({} if prefix == "Qwen3VL" else {"head_dim": 8}),
+                        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+                    },
+                ),
+                vision_config=(f"{prefix}VisionConfig", {"depth": 3, "patch_size": 6, **vision}),
+            ),
+            OF_DECODER | key | {f"vision.{axis}": n for axis, n in of_vision.items()},
+            by_names="llama",
+        )
+        for name, prefix, key, vision, of_vision in (
+            (
+                "qwen2_vl",
+                "Qwen2VL",
+                {"key": 8, "value": 8},
+                {"embed_dim": 32, "num_heads": 4, "hidden_size": 48, "mlp_ratio": 2},
+                OF_QWEN_VISION | {"ff": 64},
+            ),
+            (
+                "qwen2_5_vl",
+                "Qwen2_5_VL",
+                {"key": 8, "value": 8},
+                {**QWEN_VISION, "out_hidden_size": 48},
+                OF_QWEN_VISION,
+            ),
+            (
+                "qwen3_vl",
+                "Qwen3VL",
+                {},
+                {
+                    **QWEN_VISION,
+                    "out_hidden_size": 48,
+                    "num_position_embeddings": 64,
+                    "deepstack_visual_indexes": [1],
+                },
+                OF_QWEN_VISION | {"context": 64},
+            ),
+        )
+    },
+    "dinov3": Case(
+        "dinov3_vit",
+        of_transformers(
+            "DINOv3ViTModel",
+            "DINOv3ViTConfig",
+            **PICTURE,
+            num_register_tokens=2,
+            key_bias=True,
+        ),
+        {key: n for key, n in OF_PICTURE.items() if key != "context"},
+        by_names="dinov3",
+    ),
+    "swin": Case(
+        "swin",
+        of_transformers(
+            "SwinForImageClassification",
+            "SwinConfig",
+            embed_dim=12,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            image_size=32,
+            patch_size=4,
+            window_size=4,
+        ),
+        {"label": 2},
+    ),
+    "sam": Case(
+        "sam",
+        of_transformers(
+            "SamModel",
+            "SamConfig",
+            vision_config=(
+                "SamVisionConfig",
+                {
+                    **PICTURE,
+                    "image_size": 64,
+                    "patch_size": 8,
+                    "output_channels": 32,
+                    "mlp_dim": 112,
+                    "window_size": 4,
+                    "global_attn_indexes": [1],
+                },
+            ),
+            prompt_encoder_config=(
+                "SamPromptEncoderConfig",
+                {"hidden_size": 32, "image_size": 64, "patch_size": 8},
+            ),
+            mask_decoder_config=(
+                "SamMaskDecoderConfig",
+                {
+                    "hidden_size": 32,
+                    "mlp_dim": 80,
+                    "num_attention_heads": 2,
+                    "iou_head_hidden_dim": 36,
+                },
+            ),
+        ),
+        OF_VISION | {"embd": 32, "vision.qkv": 144, "ff": 80, "mask": 4},
+    ),
+    "efficientnet": Case(
+        "efficientnet",
+        of_transformers("EfficientNetForImageClassification", "EfficientNetConfig"),
+        {"label": 2},
     ),
     "unet": Case(
         "UNet2DConditionModel", of_diffusers("UNet2DConditionModel", **UNET), by_names="unet"
@@ -522,6 +839,7 @@ CASES = {
                 {"label": 7},
                 ("mobilenetv2_100", "mobilenetv3_small_100", "efficientnet_b0"),
             ),
+            ("swin", {"label": 7}, ("swin_tiny_patch4_window7_224",)),
         )
         for name in names
     },
@@ -545,6 +863,8 @@ CASES = {
             ("mobilenet", "mobilenet_v2"),
             ("mobilenet", "mobilenet_v3_small"),
             ("convnext", "convnext_tiny"),
+            ("efficientnet", "efficientnet_b0"),
+            ("efficientnet", "efficientnet_v2_s"),
         )
     },
 }

@@ -226,6 +226,172 @@ cond_stage_model.transformer.text_model.final_layer_norm.weight 40
 betas 1000
 alphas_cumprod 1000
 """
+FLUX = """
+model.diffusion_model.img_in.weight 48 20
+model.diffusion_model.img_in.bias 48
+model.diffusion_model.txt_in.weight 48 40
+model.diffusion_model.txt_in.bias 48
+model.diffusion_model.time_in.in_layer.weight 48 256
+model.diffusion_model.time_in.in_layer.bias 48
+model.diffusion_model.time_in.out_layer.weight 48 48
+model.diffusion_model.time_in.out_layer.bias 48
+model.diffusion_model.vector_in.in_layer.weight 48 28
+model.diffusion_model.vector_in.in_layer.bias 48
+model.diffusion_model.vector_in.out_layer.weight 48 48
+model.diffusion_model.vector_in.out_layer.bias 48
+model.diffusion_model.guidance_in.in_layer.weight 48 256
+model.diffusion_model.guidance_in.in_layer.bias 48
+model.diffusion_model.guidance_in.out_layer.weight 48 48
+model.diffusion_model.guidance_in.out_layer.bias 48
+model.diffusion_model.final_layer.linear.weight 20 48
+model.diffusion_model.final_layer.linear.bias 20
+model.diffusion_model.final_layer.adaLN_modulation.1.weight 96 48
+model.diffusion_model.final_layer.adaLN_modulation.1.bias 96
+model.diffusion_model.double_blocks.{3}.img_mod.lin.weight 288 48
+model.diffusion_model.double_blocks.{3}.img_mod.lin.bias 288
+model.diffusion_model.double_blocks.{3}.img_attn.qkv.weight 144 48
+model.diffusion_model.double_blocks.{3}.img_attn.qkv.bias 144
+model.diffusion_model.double_blocks.{3}.img_attn.norm.query_norm.scale 16
+model.diffusion_model.double_blocks.{3}.img_attn.norm.key_norm.scale 16
+model.diffusion_model.double_blocks.{3}.img_attn.proj.weight 48 48
+model.diffusion_model.double_blocks.{3}.img_attn.proj.bias 48
+model.diffusion_model.double_blocks.{3}.img_mlp.0.weight 192 48
+model.diffusion_model.double_blocks.{3}.img_mlp.0.bias 192
+model.diffusion_model.double_blocks.{3}.img_mlp.2.weight 48 192
+model.diffusion_model.double_blocks.{3}.img_mlp.2.bias 48
+model.diffusion_model.double_blocks.{3}.txt_mod.lin.weight 288 48
+model.diffusion_model.double_blocks.{3}.txt_mod.lin.bias 288
+model.diffusion_model.double_blocks.{3}.txt_attn.qkv.weight 144 48
+model.diffusion_model.double_blocks.{3}.txt_attn.qkv.bias 144
+model.diffusion_model.double_blocks.{3}.txt_attn.norm.query_norm.scale 16
+model.diffusion_model.double_blocks.{3}.txt_attn.norm.key_norm.scale 16
+model.diffusion_model.double_blocks.{3}.txt_attn.proj.weight 48 48
+model.diffusion_model.double_blocks.{3}.txt_attn.proj.bias 48
+model.diffusion_model.double_blocks.{3}.txt_mlp.0.weight 192 48
+model.diffusion_model.double_blocks.{3}.txt_mlp.0.bias 192
+model.diffusion_model.double_blocks.{3}.txt_mlp.2.weight 48 192
+model.diffusion_model.double_blocks.{3}.txt_mlp.2.bias 48
+model.diffusion_model.single_blocks.{2}.linear1.weight 336 48
+model.diffusion_model.single_blocks.{2}.linear1.bias 336
+model.diffusion_model.single_blocks.{2}.linear2.weight 48 240
+model.diffusion_model.single_blocks.{2}.linear2.bias 48
+model.diffusion_model.single_blocks.{2}.norm.query_norm.scale 16
+model.diffusion_model.single_blocks.{2}.norm.key_norm.scale 16
+model.diffusion_model.single_blocks.{2}.modulation.lin.weight 144 48
+model.diffusion_model.single_blocks.{2}.modulation.lin.bias 144
+"""
+STABLE_DIFFUSION_3 = """
+model.diffusion_model.x_embedder.proj.weight 48 5 2 2
+model.diffusion_model.x_embedder.proj.bias 48
+model.diffusion_model.pos_embed 1 144 48
+model.diffusion_model.context_embedder.weight 48 40
+model.diffusion_model.context_embedder.bias 48
+model.diffusion_model.t_embedder.mlp.0.weight 48 256
+model.diffusion_model.t_embedder.mlp.0.bias 48
+model.diffusion_model.t_embedder.mlp.2.weight 48 48
+model.diffusion_model.t_embedder.mlp.2.bias 48
+model.diffusion_model.y_embedder.mlp.0.weight 48 28
+model.diffusion_model.y_embedder.mlp.0.bias 48
+model.diffusion_model.y_embedder.mlp.2.weight 48 48
+model.diffusion_model.y_embedder.mlp.2.bias 48
+model.diffusion_model.final_layer.linear.weight 20 48
+model.diffusion_model.final_layer.linear.bias 20
+model.diffusion_model.final_layer.adaLN_modulation.1.weight 96 48
+model.diffusion_model.final_layer.adaLN_modulation.1.bias 96
+model.diffusion_model.joint_blocks.0.x_block.adaLN_modulation.1.weight 432 48
+model.diffusion_model.joint_blocks.0.x_block.adaLN_modulation.1.bias 432
+model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight 144 48
+model.diffusion_model.joint_blocks.0.x_block.attn.qkv.bias 144
+model.diffusion_model.joint_blocks.0.x_block.attn.ln_q.weight 16
+model.diffusion_model.joint_blocks.0.x_block.attn.ln_k.weight 16
+model.diffusion_model.joint_blocks.0.x_block.attn.proj.weight 48 48
+model.diffusion_model.joint_blocks.0.x_block.attn.proj.bias 48
+model.diffusion_model.joint_blocks.0.x_block.mlp.fc1.weight 192 48
+model.diffusion_model.joint_blocks.0.x_block.mlp.fc1.bias 192
+model.diffusion_model.joint_blocks.0.x_block.mlp.fc2.weight 48 192
+model.diffusion_model.joint_blocks.0.x_block.mlp.fc2.bias 48
+model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.weight 144 48
+model.diffusion_model.joint_blocks.0.x_block.attn2.qkv.bias 144
+model.diffusion_model.joint_blocks.0.x_block.attn2.ln_q.weight 16
+model.diffusion_model.joint_blocks.0.x_block.attn2.ln_k.weight 16
+model.diffusion_model.joint_blocks.0.x_block.attn2.proj.weight 48 48
+model.diffusion_model.joint_blocks.0.x_block.attn2.proj.bias 48
+model.diffusion_model.joint_blocks.1.x_block.adaLN_modulation.1.weight 288 48
+model.diffusion_model.joint_blocks.1.x_block.adaLN_modulation.1.bias 288
+model.diffusion_model.joint_blocks.1.x_block.attn.qkv.weight 144 48
+model.diffusion_model.joint_blocks.1.x_block.attn.qkv.bias 144
+model.diffusion_model.joint_blocks.1.x_block.attn.ln_q.weight 16
+model.diffusion_model.joint_blocks.1.x_block.attn.ln_k.weight 16
+model.diffusion_model.joint_blocks.1.x_block.attn.proj.weight 48 48
+model.diffusion_model.joint_blocks.1.x_block.attn.proj.bias 48
+model.diffusion_model.joint_blocks.1.x_block.mlp.fc1.weight 192 48
+model.diffusion_model.joint_blocks.1.x_block.mlp.fc1.bias 192
+model.diffusion_model.joint_blocks.1.x_block.mlp.fc2.weight 48 192
+model.diffusion_model.joint_blocks.1.x_block.mlp.fc2.bias 48
+model.diffusion_model.joint_blocks.2.x_block.adaLN_modulation.1.weight 288 48
+model.diffusion_model.joint_blocks.2.x_block.adaLN_modulation.1.bias 288
+model.diffusion_model.joint_blocks.2.x_block.attn.qkv.weight 144 48
+model.diffusion_model.joint_blocks.2.x_block.attn.qkv.bias 144
+model.diffusion_model.joint_blocks.2.x_block.attn.ln_q.weight 16
+model.diffusion_model.joint_blocks.2.x_block.attn.ln_k.weight 16
+model.diffusion_model.joint_blocks.2.x_block.attn.proj.weight 48 48
+model.diffusion_model.joint_blocks.2.x_block.attn.proj.bias 48
+model.diffusion_model.joint_blocks.2.x_block.mlp.fc1.weight 192 48
+model.diffusion_model.joint_blocks.2.x_block.mlp.fc1.bias 192
+model.diffusion_model.joint_blocks.2.x_block.mlp.fc2.weight 48 192
+model.diffusion_model.joint_blocks.2.x_block.mlp.fc2.bias 48
+model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.weight 288 48
+model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias 288
+model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight 144 48
+model.diffusion_model.joint_blocks.0.context_block.attn.qkv.bias 144
+model.diffusion_model.joint_blocks.0.context_block.attn.ln_q.weight 16
+model.diffusion_model.joint_blocks.0.context_block.attn.ln_k.weight 16
+model.diffusion_model.joint_blocks.0.context_block.attn.proj.weight 48 48
+model.diffusion_model.joint_blocks.0.context_block.attn.proj.bias 48
+model.diffusion_model.joint_blocks.0.context_block.mlp.fc1.weight 192 48
+model.diffusion_model.joint_blocks.0.context_block.mlp.fc1.bias 192
+model.diffusion_model.joint_blocks.0.context_block.mlp.fc2.weight 48 192
+model.diffusion_model.joint_blocks.0.context_block.mlp.fc2.bias 48
+model.diffusion_model.joint_blocks.1.context_block.adaLN_modulation.1.weight 288 48
+model.diffusion_model.joint_blocks.1.context_block.adaLN_modulation.1.bias 288
+model.diffusion_model.joint_blocks.1.context_block.attn.qkv.weight 144 48
+model.diffusion_model.joint_blocks.1.context_block.attn.qkv.bias 144
+model.diffusion_model.joint_blocks.1.context_block.attn.ln_q.weight 16
+model.diffusion_model.joint_blocks.1.context_block.attn.ln_k.weight 16
+model.diffusion_model.joint_blocks.1.context_block.attn.proj.weight 48 48
+model.diffusion_model.joint_blocks.1.context_block.attn.proj.bias 48
+model.diffusion_model.joint_blocks.1.context_block.mlp.fc1.weight 192 48
+model.diffusion_model.joint_blocks.1.context_block.mlp.fc1.bias 192
+model.diffusion_model.joint_blocks.1.context_block.mlp.fc2.weight 48 192
+model.diffusion_model.joint_blocks.1.context_block.mlp.fc2.bias 48
+model.diffusion_model.joint_blocks.2.context_block.adaLN_modulation.1.weight 96 48
+model.diffusion_model.joint_blocks.2.context_block.adaLN_modulation.1.bias 96
+model.diffusion_model.joint_blocks.2.context_block.attn.qkv.weight 144 48
+model.diffusion_model.joint_blocks.2.context_block.attn.qkv.bias 144
+model.diffusion_model.joint_blocks.2.context_block.attn.ln_q.weight 16
+model.diffusion_model.joint_blocks.2.context_block.attn.ln_k.weight 16
+"""
+VISION = """
+patch_embed.proj.weight 32 3 2 6 6
+blocks.{2}.norm1.weight 32
+blocks.{2}.norm1.bias 32
+blocks.{2}.attn.qkv.weight 96 32
+blocks.{2}.attn.qkv.bias 96
+blocks.{2}.attn.proj.weight 32 32
+blocks.{2}.attn.proj.bias 32
+blocks.{2}.norm2.weight 32
+blocks.{2}.norm2.bias 32
+blocks.{2}.mlp.fc1.weight 64 32
+blocks.{2}.mlp.fc1.bias 64
+blocks.{2}.mlp.fc2.weight 32 64
+blocks.{2}.mlp.fc2.bias 32
+merger.ln_q.weight 32
+merger.ln_q.bias 32
+merger.mlp.0.weight 128 128
+merger.mlp.0.bias 128
+merger.mlp.2.weight 48 128
+merger.mlp.2.bias 48
+"""
 _COUNT = re.compile(r"\{(\d+)\}")
 
 

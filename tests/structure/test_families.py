@@ -61,6 +61,8 @@ def axes(family: Family, text: str) -> dict[str, tuple[str | None, ...]]:
         (named.OPENAI_CLIP, "clip"),
         (named.OPENAI_WHISPER, "whisper"),
         (named.STABLE_DIFFUSION, "unet"),
+        (named.FLUX, "flux"),
+        (named.STABLE_DIFFUSION_3, "sd3"),
     ],
 )
 def test_names_tell_the_family_and_every_tensor_has_a_slot(text: str, name: str) -> None:
@@ -325,6 +327,11 @@ class TestComponents:
         assert place is not None
         assert (place.component, place.axes) == ("vision", ("embd",))
 
+    def test_of_a_diffusion_model_are_called_by_their_kind(self) -> None:
+        vae = {n: s for n, s in shapes_of(named.STABLE_DIFFUSION).items() if "first_stage" in n}
+        family = known({**shapes_of(named.FLUX), **vae})
+        assert family.components == {"vae": "vae", "transformer": "flux"}
+
     def test_are_called_by_their_prefix_otherwise(self) -> None:
         llama = shapes_of(named.LLAMA)
         shapes = {f"{part}.{n}": s for part in ("teacher", "student") for n, s in llama.items()}
@@ -352,6 +359,16 @@ class TestSizes:
             "head*key": 96,
             "ff": 112,
         }.items() <= sizes.items()
+
+    def test_of_a_language_model_follow_from_its_own_config(self) -> None:
+        llama = shapes_of(named.LLAMA)
+        shapes = {**llama, **{f"visual.{n}": s for n, s in shapes_of(named.VISION).items()}}
+        text = {"num_attention_heads": 6, "hidden_size": 48}
+        vision = {"num_heads": 4, "embed_dim": 32}
+        config = {"model_type": "qwen2_vl", "text_config": text, "vision_config": vision}
+        sizes = known(shapes, config).sizes
+        assert (sizes["embd"], sizes["head"]) == (48, 6)
+        assert (sizes["vision.embd"], sizes["vision.head"]) == (32, 4)
 
     def test_follow_from_tensors_that_agree(self) -> None:
         sizes = known(named.LLAMA).sizes

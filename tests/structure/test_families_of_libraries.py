@@ -153,6 +153,8 @@ class TestFamilies:
         ("gemma2", {""}),
         ("gemma3 with vision", {"text", "projector"}),
         ("olmo2", set()),
+        ("qwen3_next", {""}),
+        ("gemma3n", set()),
     ],
 )
 def test_norms_add_one_where_the_library_does(case: str, adding: set[str]) -> None:
@@ -224,7 +226,7 @@ def test_cuts_are_those_of_the_library(case: str) -> None:
     chosen = family(case, with_config=True)
     for name, shape in model(case).shapes.items():
         module = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
-        style = plan.get(module, "").split("_")[0]
+        style = str(plan.get(module, "")).split("_")[0]
         place = chosen.describe(name, shape)
         if place is not None and style in {"colwise", "rowwise"} and len(shape) == 2:
             axis = place.outputs if style == "colwise" else place.inputs

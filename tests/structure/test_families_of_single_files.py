@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.structure import named_models as named
 from tests.structure.libraries import CASES
+from tests.structure.named_models import shapes_of
 from xckpt.structure.families import family_of
 
 torch = pytest.importorskip("torch")
@@ -102,3 +104,45 @@ def test_places_are_those_after_a_conversion(
         assert first is not None
         assert second is not None
         assert (first.slot, first.param) == (second.slot, second.param)
+
+
+# Slots of fused projections in single files, and of their parts in diffusers.
+FUSED = {"qkv": ("query", "key", "value"), "qkv_ffn": ("query", "key", "value", "up")}
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "converter"),
+    [
+        ("flux", named.FLUX, "convert_flux_transformer_checkpoint_to_diffusers"),
+        ("sd3", named.STABLE_DIFFUSION_3, "convert_sd3_transformer_checkpoint_to_diffusers"),
+    ],
+)
+def test_transformers_have_the_slots_of_their_parts(case: str, names: str, converter: str) -> None:
+    single_files = pytest.importorskip("diffusers.loaders.single_file_utils")
+    shapes = shapes_of(names)
+    with torch.device("meta"):
+        expected = {name: t.shape for name, t in CASES[case].build().state_dict().items()}
+        # The converter of Flux expects the width of the published model.
+        scale = 64 if case == "flux" else 1
+        stored = {n: torch.empty([scale * extent for extent in s]) for n, s in shapes.items()}
+        converted = getattr(single_files, converter)(stored)
+    assert set(converted) == set(expected)
+    by_single_file = family_of(shapes)
+    by_library = family_of({name: tuple(shape) for name, shape in expected.items()})
+    assert by_single_file is not None
+    assert by_library is not None
+    slots = set()
+    for name in shapes:
+        place = by_single_file.describe(name)
+        assert place is not None, name
+        front, _, last = place.slot.rpartition(".")
+        slots |= {f"{front}.{part}" for part in FUSED[last]} if last in FUSED else {place.slot}
+    places = [by_library.describe(name) for name in expected]
+    # Of single blocks, the parts of the first projection belong to two modules.
+    of_library = {
+        place.slot.replace("single.attention", "single").replace("single.ffn", "single")
+        for place in places
+        if place is not None
+    }
+    of_single_file = {slot.replace("single.attention", "single") for slot in slots}
+    assert of_single_file == of_library

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.datasets.adapters import Adapter
+    from xckpt.datasets.losses import Loss
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
@@ -44,6 +45,7 @@ _MOST_TRIED = 8
 _INSTEAD = {
     "summary()": "info show print inspect header describe ls",
     "adapters()": "lora loras peft",
+    "merge": "add apply merge_adapter merge_lora merge_and_unload combine",
     "footprint()": "size memory weigh nbytes count_parameters num_parameters",
     "tree()": "children",
     "structure()": "roles role kinds architecture",
@@ -86,7 +88,8 @@ class CheckpointAccessor(Generic[Obj]):
     --------
     >>> ds = xr.open_dataset("m.zt", engine="ztensor")
     >>> ds.ckpt
-    <Checkpoint m.zt>  ztensor 1.0 · 65 tensors · 297.0 K params · 421.9 KiB · lazy
+    <Checkpoint m.zt>  names as in llama, 297.0 K parameters, bfloat16, ... (6 layers, 48 wide)
+      ztensor 1.0 · 65 tensors · 421.9 KiB · lazy
       ...
     """
 
@@ -174,7 +177,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     def summary(
         self,
-        by: Literal["pattern", "dtype", "layer", "role", "step"] | None = None,
+        by: Literal["pattern", "dtype", "layer", "role", "component", "step"] | None = None,
         *,
         changes: bool = False,
     ) -> pd.DataFrame:
@@ -184,10 +187,10 @@ class CheckpointAccessor(Generic[Obj]):
 
         Parameters
         ----------
-        by : {"pattern", "dtype", "layer", "role", "step"}, optional
-            One row for each pattern of names, stored element type, numbered module, or role
-            (weights, moments of an optimizer, ...); ``"step"`` for a run. By default ``"step"`` for
-            a Dataset of `open_steps`, ``"pattern"`` otherwise.
+        by : {"pattern", "dtype", "layer", "role", "component", "step"}, optional
+            One row for each pattern of names, stored element type, numbered module, role (weights,
+            moments of an optimizer, ...) or component (encoder, unet, ...); ``"step"`` for a run.
+            By default ``"step"`` for a Dataset of `open_steps`, ``"pattern"`` otherwise.
         changes : bool
             Compare each step of a run with the step before, and add findings. This reads every
             step, unless results are cached.
@@ -274,6 +277,9 @@ class CheckpointAccessor(Generic[Obj]):
             ``scheme_bits``         stored bits of a parameter
             ``group_elements``      elements along ``group``: parameters, averages, buffers,
                                     optimizer state, ...; also ``group_tensors``, ``group_nbytes``
+            ``component_nbytes``    bytes along ``component``: unet, vae, encoder, vision, ...; also
+                                    ``component_tensors``, ``component_parameters``; absent for a
+                                    model of a single component
             ======================  ============================================================
 
         Warns
@@ -339,7 +345,7 @@ class CheckpointAccessor(Generic[Obj]):
         return evidence_table(structure[name])
 
     def adapters(self) -> pd.DataFrame:
-        """List the adapters of a LoRA or DoRA file: base tensors, ranks, scales.
+        """List the adapters of a file, such as LoRA: base tensors, ranks, scales.
 
         Only ``adapter_config.json`` next to the file is read, and scalars called ``alpha``. Factors
         of PEFT, diffusers, kohya, MLX and llama.cpp are known by their names.
@@ -348,10 +354,11 @@ class CheckpointAccessor(Generic[Obj]):
         -------
         pandas.DataFrame
             One row for each tensor of the base model that the adapter changes, by its name there:
-            ``kind`` (``lora``, ``dora``, ``bias``; ``saved`` for a whole tensor; ``unsupported``),
-            ``rank``, ``alpha``, ``scale`` (the factor of ``B @ A``), ``shape``, and ``note``: why
-            there is no scale, or the name of an unsupported method, such as LoHa, and what to do.
-            Empty if the file has no adapters.
+            ``kind`` (``lora``, ``dora``, ``loha``, ``lokr``, ``adalora``, ``ia3``, ``bias``;
+            ``saved`` for a whole tensor; ``rows``; ``unsupported``), ``rank``, ``alpha``, ``scale``
+            (the factor of the update), ``shape``, and ``note``: why there is no scale, or the name
+            of an unsupported method, such as OFT, and what to do. Empty if the file has no
+            adapters.
 
         Raises
         ------
@@ -363,12 +370,12 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xckpt.open("adapter/adapter_model.safetensors")
         >>> ds.ckpt.adapters().groupby("rank").size()
         """
-        from xckpt.datasets.adapters import adapter_table
+        from xckpt.datasets.adapter_updates import adapter_table
 
         return adapter_table(self._adapters()[1])
 
     def updates(self, scale: float | None = None) -> Dataset:
-        """Return the update ``scale * B @ A`` of each tensor that an adapter changes.
+        """Return the update of each tensor that an adapter changes, such as ``scale * B @ A``.
 
         The products are lazy. `xckpt.spectrum` of them needs the factors only. DoRA also sets the
         norms of the sum; its update is the product alone.
@@ -399,10 +406,59 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xckpt.open("adapter/adapter_model.safetensors")
         >>> ds.ckpt.updates().ckpt.spectrum().ckpt.table()
         """
-        from xckpt.datasets.adapters import update_dataset
+        from xckpt.datasets.adapter_updates import update_dataset
 
         tensors, adapters = self._adapters()
         return cast("Dataset", update_dataset(adapters, tensors, scale))
+
+    def merge(self, other: Describable, scale: float | None = None) -> Obj:
+        """Return the model with an adapter or updates added; all its other tensors stay.
+
+        Sums are lazy, and saved in the type of the model. The update of an adapter is
+        ``scale * B @ A``; DoRA then sets norms, and trained tensors replace those of the model.
+
+        Parameters
+        ----------
+        other : path, mapping, xarray.Dataset, xarray.DataArray or xarray.DataTree
+            LoRA or DoRA adapter, as a folder or file, or updates by the names of the tensors that
+            they are added to, such as ``lora.ckpt.updates()`` or ``b - c``.
+        scale : float, optional
+            Factor of the updates, 1 by default. An adapter multiplies it by the scale that it
+            states; one that states none needs it.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            Same kind as the object, with one variable for each tensor.
+
+        Raises
+        ------
+        ValueError
+            If the model has none of the changed tensors, or one of another shape; if the scale is
+            unknown; if `other` is another model, whose tensors would be added.
+        UnsupportedError
+            If the update of an adapter is not computed, such as that of VeRA, or the model has its
+            rows in another order.
+
+        Warns
+        -----
+        CheckpointWarning
+            If the model lacks some of the changed tensors.
+
+        Examples
+        --------
+        >>> base, tuned = xckpt.open("base.safetensors"), xckpt.open("tuned.safetensors")
+        >>> base.ckpt.merge("adapter/").ckpt.save("with-adapter.safetensors")
+        >>> half = base.ckpt.merge(tuned - base, scale=0.5)
+        """
+        from xckpt.datasets.adapters import find_adapters
+        from xckpt.datasets.combining import merge
+        from xckpt.opening.configs import adapter_in, read_config
+        from xckpt.scan.entries import contents_of_all
+
+        [tensors] = contents_of_all([adapter_in(other)])
+        config = read_config(tensors.source, tensors.attrs, "adapter_config")
+        return merge(self._obj, tensors, find_adapters(tensors, config), scale)
 
     def _adapters(self) -> tuple[OpenTensors, list[Adapter]]:
         from xckpt.datasets.adapters import find_adapters
@@ -1028,8 +1084,15 @@ class CheckpointAccessor(Generic[Obj]):
             return str(self._encoding["source"])
         variables = (v for node in self._nodes() for v in node.variables.values())
         sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
-        first, *others = [base_name(source) for source in sources if source] or [""]
-        return f"{first} and {counted(len(others), 'other')}" if others else first
+        names, computed = [base_name(source) for source in sources if source], ""
+        if not names:
+            from xckpt.datasets.tensors import OpenTensors
+
+            names = [base_name(source) for source in OpenTensors(self._obj).origins(_MOST_TRIED)]
+            computed = "computed from " if names else ""
+        first, *others = names or [""]
+        others_text = f" and {counted(len(others), 'other')}" if others else ""
+        return f"{computed}{first}{others_text}"
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
@@ -1105,9 +1168,15 @@ class CheckpointAccessor(Generic[Obj]):
                         self._encoding.get("warnings", ()), self._encoding.get("facts", ())
                     ),
                     *shared_notes(tensors.shared),
+                    *map(str, self._losses(tensors)),
                     *notes,
                 ],
             )
+
+    def _losses(self, tensors: OpenTensors) -> list[Loss]:
+        from xckpt.datasets.losses import losses
+
+        return [] if isinstance(self._given, xr.DataArray) else losses(tensors)
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return the findings of the last statistics, None without statistics."""

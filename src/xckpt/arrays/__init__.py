@@ -8,7 +8,7 @@ and the modules below them, but no format. Read `lazy` first, then `dense` as an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import ChunkedArray, DenseArray, dense_array, elements
-from xckpt.arrays.lazy import LazyArray, UnreadableArray
+from xckpt.arrays.lazy import LazyArray, Opened, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape, part_readers
 from xckpt.arrays.scaled import quantized_array
 from xckpt.arrays.sparse_blocks import SPARSE_ARRAYS
@@ -50,6 +50,8 @@ class ReadOptions:
     sparse: bool = False
     # When digests are checked; see `PartReader`.
     verify: bool | None = None
+    # The tensors that are opened together; reading does not depend on it.
+    opened: Opened | None = field(default=None, compare=False, repr=False)
 
 
 def lazy_arrays(
@@ -57,7 +59,7 @@ def lazy_arrays(
 ) -> dict[str | None, LazyArray]:
     """Return the arrays that a tensor is shown as."""
     arrays = _arrays(tensor, sources, options)
-    return {role: lazy.of(tensor, role) for role, lazy in arrays.items()}
+    return {role: lazy.of(tensor, role, options.opened) for role, lazy in arrays.items()}
 
 
 def _arrays(

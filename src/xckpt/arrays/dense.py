@@ -207,15 +207,6 @@ class DenseArray(OnePartArray):
         """Read elements in the type and order in which they are stored; see `LazyArray.flat`."""
         if self.dtype.kind == "c":
             yield from flat_blocks(self, start, stop, PIECE_NBYTES)
-        elif self.is_raw:
-            # Without keys, which would take as long as reading a small tensor.
-            part, source = self.reader.part, self.reader.source
-            for position, block in _blocks_in(buffer, stored_dtype(part.dtype), start, stop):
-                with locating(path=source.name, tensor=self.name):
-                    self.reader.check(self.part_nbytes)
-                    offset = part.offset + nbytes_of(part.dtype, position)
-                    source.read_into([offset], block.view(np.uint8).data)
-                yield position, block
         elif self.is_stream:
             with locating(tensor=self.name):
                 yield from self._flattened().stream(PIECE_NBYTES)

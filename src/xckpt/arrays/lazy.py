@@ -33,6 +33,21 @@ if TYPE_CHECKING:
 
 #: Size of the blocks of `LazyArray.flat` that are decoded, in bytes.
 PIECE_NBYTES = 4 << 20
+# Names that are pickled with an array.
+_MOST_PICKLED = 4096
+
+
+class Opened:
+    """The tensors that were opened together."""
+
+    __slots__ = ("names", "source")
+
+    def __init__(self, source: str, names: Collection[str]) -> None:
+        self.source = source  # path or URL
+        self.names = names  # empty after pickling too many, which would outweigh an array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Opened, (self.source, self.names if len(self.names) <= _MOST_PICKLED else ())
 
 
 class Origin(NamedTuple):
@@ -40,6 +55,7 @@ class Origin(NamedTuple):
 
     tensor: Tensor
     role: str | None
+    opened: Opened | None = None
 
 
 class LazyArray(ABC):
@@ -85,9 +101,15 @@ class LazyArray(ABC):
         """The tensor, or part of a tensor, that the array shows as a whole."""
         return getattr(self, "_origin", None)
 
-    def of(self, tensor: Tensor, role: str | None) -> Self:
+    @property
+    def tensor_origins(self) -> Iterator[Origin]:
+        """The tensors that the array is read from."""
+        origin = self.origin
+        return iter(() if origin is None else (origin,))
+
+    def of(self, tensor: Tensor, role: str | None, opened: Opened | None = None) -> Self:
         """Set the tensor that the array shows as a whole, and return the array."""
-        self._origin = Origin(tensor, role)
+        self._origin = Origin(tensor, role, opened)
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -239,6 +261,11 @@ class SlicedArray(LazyArray):
     def sources(self) -> Collection[Source]:
         """Files of the base; see `LazyArray.sources`."""
         return self.base.sources
+
+    @property
+    def tensor_origins(self) -> Iterator[Origin]:
+        """Tensors of the base; see `LazyArray.tensor_origins`."""
+        return self.base.tensor_origins
 
     @property
     def stored_nbytes(self) -> int | None:

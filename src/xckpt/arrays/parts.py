@@ -26,6 +26,7 @@ from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
 from xckpt.index import runs_of, strides_of
 from xckpt.storage import digests, encodings, seekable
 from xckpt.storage.limits import Locks, Pool, require_expansion, require_memory
+from xckpt.storage.source import empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -154,8 +155,7 @@ class PartReader:
                 codec = encodings.ZstdDecoder
             blocks: Iterable[memoryview]
             if self.is_raw:
-                # An empty part needs no file.
-                blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
+                blocks = self._raw_blocks(nbytes, block_nbytes)
             elif codec is not None:
                 stored = self._stored_blocks(of_stored)
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
@@ -168,6 +168,16 @@ class PartReader:
                 if stored is None:  # elements are gathered, so the part is read again
                     stored = self._stored_blocks(of_stored)
                 stored.finish()
+
+    def _raw_blocks(self, nbytes: int, block_nbytes: int) -> Iterable[memoryview]:
+        """Read all bytes of a part that is a range of the file."""
+        source, offset = self.source, self.part.offset
+        if not nbytes:
+            return ()  # an empty part needs no file
+        if not source.file.is_near:
+            return source.blocks(offset, nbytes, block_nbytes)
+        source.check_range(offset, nbytes)  # before memory of that size
+        return source.blocks_in(empty(min(nbytes, block_nbytes)), offset, nbytes)
 
     def compared_blocks(self) -> Iterator[memoryview]:
         """Read all bytes as they are stored, and compare them with a digest of these."""

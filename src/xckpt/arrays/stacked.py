@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -22,7 +23,7 @@ from xckpt.arrays.keys import (
     result_shape,
     whole,
 )
-from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.lazy import LazyArray, Origin
 from xckpt.storage.local import BytesSource
 
 if TYPE_CHECKING:
@@ -149,6 +150,15 @@ class StackedArray(LazyArray):
         if isinstance(self.members, TensorArrays):
             return self.members.sources.values()
         return {source for member in self.members for source in member.sources}
+
+    @property
+    def tensor_origins(self) -> Iterator[Origin]:
+        """Tensors of all members; see `LazyArray.tensor_origins`."""
+        members = self.members
+        if not isinstance(members, TensorArrays):
+            return chain.from_iterable([member.tensor_origins for member in members])
+        opened = members.options.opened
+        return (Origin(tensor, members.role, opened) for tensor in members.present)
 
     @property
     def advice(self) -> str:  # type: ignore[override]  # that of the members

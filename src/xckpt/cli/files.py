@@ -64,9 +64,9 @@ def info(
     --structure, it lists the role of the tensors, the kind of their modules, their axes, and what
     that follows from.
     """
-    from xckpt.notebook.footprint import footprint_of
+    from xckpt.notebook.models import model_document
     from xckpt.notebook.structures import structure_lines, structure_table, summary_of_roles
-    from xckpt.notebook.summary import index_rows, index_summary
+    from xckpt.notebook.summary import index_summary
     from xckpt.notebook.text import render
     from xckpt.opening.configs import attrs_with_config
     from xckpt.structure import structure_of
@@ -79,13 +79,15 @@ def info(
         config = attrs_with_config(index, index.source, index.attrs, reading.storage_options)
     structure = structure_of(index, config.get("config"))
     if as_json:
+        summary = index_summary(index, config)
         document = {
             "format": index.format,
             "version": index.version,
             "source": index.source,
             "nbytes": index.nbytes,
             "attrs": index.attrs,
-            "footprint": footprint_of(index_rows(index), structure, config).document(),
+            "model": model_document(summary),
+            "footprint": summary.footprint.document(),
             "warnings": list(index.warnings),
             "files": None if index.checkpoint is None else index.checkpoint.document(),
             "shards": {

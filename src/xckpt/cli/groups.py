@@ -30,7 +30,8 @@ by_option = click.option(
     "--by",
     "keys",
     metavar="KEY,...",
-    help="Merge tensors into groups: layer, role, module, or a numbered module such as expert.",
+    help="Merge tensors into groups: layer, role, module, kind, component, dtype, or a numbered "
+    "module such as expert.",
 )
 
 

@@ -320,7 +320,7 @@ def spectrum(
 @click.option(
     "--adapter",
     metavar="PATH",
-    help="Verify that B is A with this LoRA or DoRA adapter merged into it. Implies --explain.",
+    help="Verify that B is A with this adapter, such as LoRA, merged into it. Implies --explain.",
 )
 @click.option(
     "--columns",

@@ -1,9 +1,9 @@
 """Differences between the tensors of two checkpoints: `compare`, and explanations of them.
 
 The room may import statistics, scan and everything below them, but not health. Read `comparing`
-first: it turns two objects into a Dataset of measures. `matching` pairs tensors, `pairs` reads two
-tensors in parallel, in the order of either (`arrangements`), `measures` and `cells` sum up their
-differences, `explaining` finds causes.
+first: it turns two objects into a Dataset of measures. `matching` pairs tensors, `pairs` chooses
+the order in which two are read (`arrangements`), `measures` and `cells` sum up their differences,
+`explaining` finds causes.
 """
 
 from xckpt.comparison.comparing import compare

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.trees import LEAF, MergeTree
 from xckpt.comparison.measures import Comparison, as_floats
 from xckpt.comparison.pair_loops import compare_cells
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names
-from xckpt.scan.trees import LEAF, MergeTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +135,9 @@ class Channels(Comparison):
         table[first : first + len(rows)] = rows
         return table
 
-    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
+    def update(self, start: int, *columns: Array) -> None:
+        """Add pairs."""
+        self.count += len(columns[0])
         for offset in range(0, len(columns[0]), self.leaf):
             sides = [column[offset : offset + self.leaf] for column in columns]
             with np.errstate(invalid="ignore", over="ignore"):

@@ -24,8 +24,6 @@ from xckpt.comparison.measures import (
     measures_of,
 )
 from xckpt.comparison.pairs import (
-    ChunkedPair,
-    PairReader,
     SameBytes,
     in_c_order,
     pair_of,
@@ -58,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Unpack
 
+    from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.cells import ChannelGrid, Reduced
     from xckpt.comparison.merges import Merges
     from xckpt.comparison.pairs import Match
@@ -119,11 +118,12 @@ def compare(
         sentence about all tensors, exceptions first. Each variable has the attributes below, as
         lists if it is stacked; they are columns of a table.
     adapter : path, mapping, Index or xarray.Dataset, optional
-        LoRA or DoRA adapter: verify that `b` is `a` with the adapter merged into it. Implies
+        Adapter, such as LoRA: verify that `b` is `a` with the adapter merged into it. Implies
         `explain`. A tensor that the adapter changes is explained, with the cause ``merged``, if
         every element of `b` is within the rounding of ``a + scale * B @ A``. The scale is read from
-        ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, nothing is
-        verified.
+        ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, the scale
+        that fits is used and named. Names of other libraries and formats lead to the tensors of
+        `a` by their places in the model.
     compute : bool
         If False, return dask arrays, which run the pass when they are computed.
 
@@ -202,11 +202,11 @@ def compare(
     ValueError
         If two tensors of `b` have one name, the regular expression is invalid, a mapping has a
         name that no tensor of `a` has, no tensor has a dimension `dim`, or `codes` or `explain` is
-        combined with `dim` or ``compute=False``.
+        combined with `dim` or ``compute=False``. If `adapter` fits several tensors of `a`.
     TypeError
         If an argument has another type.
     UnsupportedError
-        If `adapter` is of another method than LoRA or DoRA, such as LoHa; the message names it.
+        If `adapter` is of an unsupported method, such as OFT; the message names it.
 
     Warns
     -----
@@ -278,8 +278,10 @@ def compare(
         if adapter is not None:
             from xckpt.comparison.merges import open_merges
 
-            ours_names = {row.name for matches in rows for row in matches if row.ours is not None}
-            merges = open_merges(adapter, ours_names, storage_options)
+            ours_names = dict.fromkeys(
+                row.name for matches in rows for row in matches if row.ours is not None
+            )
+            merges = open_merges(adapter, ours, ours_names, storage_options)
         summary = _add_explanations(
             entries, rows, values, attrs, sides=(ours, theirs), progress=progress, merges=merges
         )
@@ -345,7 +347,7 @@ def _add_explanations(
             statistics = dict(zip(MEASURES, numbers, strict=True))
             cases.append(Case(row, status, statistics))
 
-    def measure(pairs: Sequence[PairReader | ChunkedPair]) -> list[dict[str, float]]:
+    def measure(pairs: Sequence[Zip | ChunkedZip]) -> list[dict[str, float]]:
         rows = compare_pairs(pairs, progress=False, cache=False)
         return [dict(zip(MEASURES, row, strict=True)) for row in rows.tolist()]
 
@@ -393,7 +395,9 @@ def _by_variable(
             np.repeat(unread(match), cells) if match.pair is None else next(remaining)
             for match in matches
         ]
-        columns = laid(np.array(rows, np.float64), shape, gone).reshape(-1, cells, *shape)
+        # The number of columns, which an empty tensor without cells does not show.
+        width = len(unread(matches[0]))
+        columns = laid(np.array(rows, np.float64), shape, gone).reshape(width, cells, *shape)
         arrays.append(np.moveaxis(columns, 1, -1).reshape(len(columns), *shape, *extents))
     return arrays
 
@@ -427,7 +431,7 @@ def _with_codes(
 
 
 def compare_pairs(
-    pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
+    pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool
 ) -> Array:
     """Return the statistics of each pair of tensors, as rows in the order of `MEASURES`."""
     return _measures_of_pairs(_summed(pairs, progress=progress, cache=cache))
@@ -438,9 +442,7 @@ def _measures_of_pairs(table: Array) -> Array:
     return measures_of(table[:, :-1], table[:, -1].astype(np.int64))
 
 
-def _summed(
-    pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
-) -> Array:
+def _summed(pairs: Sequence[Zip | ChunkedZip], *, progress: ProgressOption, cache: bool) -> Array:
     """Return the `PAIR_COLUMNS` of each pair of tensors."""
     with Progress(progress, "comparison") as bar:
 
@@ -454,7 +456,7 @@ def _summed(
 
 
 def _with_same_bytes(
-    pairs: Sequence[PairReader | ChunkedPair], bar: Progress, numbers: list[int]
+    pairs: Sequence[Zip | ChunkedZip], bar: Progress, numbers: list[int]
 ) -> Iterator[tuple[int, Comparison]]:
     """Yield comparisons of tensors that have the same stored bytes, which are not decoded."""
     stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}

@@ -28,12 +28,12 @@ from xckpt.statistics.tables import TIED
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.explaining.search import Candidate
     from xckpt.comparison.explaining.sketches import Sketched
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
-    from xckpt.scan.readers import Reader
 
 
 def matched(
@@ -101,14 +101,14 @@ def _rows_of(
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[Match]]]:
     """Return the variables to compare and their matches; tensors only in `b` come last."""
-    theirs: dict[str, Reader] = {}
+    theirs: dict[str, ElementStream] = {}
     for reader in (reader for entry in entries_of_b for reader in entry.readers):
         if theirs.setdefault(reader.name, reader) is not reader:
             raise ValueError(f"two tensors of b are called {shown(reader.name)}")
     ours = {reader.name: reader for entry in entries for reader in entry.readers}
     chosen = set(select([*ours, *theirs], tensors))
 
-    def match(reader: Reader) -> Match:
+    def match(reader: ElementStream) -> Match:
         if reader.name not in chosen:
             return Match(reader.name)
         partner = partners.get(reader.name)
@@ -117,7 +117,9 @@ def _rows_of(
             return Match(reader.name, reader)
         return pair(reader.name, reader, counterpart, partner)
 
-    def pair(name: str, reader: Reader, counterpart: Reader, partner: Partner | None) -> Match:
+    def pair(
+        name: str, reader: ElementStream, counterpart: ElementStream, partner: Partner | None
+    ) -> Match:
         is_readable = reader.problem is None and counterpart.problem is None
         is_pair = is_readable and reader.array.shape == counterpart.array.shape
         both = pair_of(reader, counterpart, name) if is_pair else None
@@ -152,7 +154,7 @@ def _rows_of(
 
 
 def _partners(
-    ours: Mapping[str, Reader], theirs: Mapping[str, Reader], progress: Progress
+    ours: Mapping[str, ElementStream], theirs: Mapping[str, ElementStream], progress: Progress
 ) -> dict[str, Partner]:
     """Pair tensors of two sides, after reading the numbers of tensors without a namesake."""
     pairs = {name: Partner(name, "name") for name in ours if name in theirs}

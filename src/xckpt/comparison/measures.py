@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats
+from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.trees import LEAF, MergeTree, runs
+from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats, fold_sums
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.scan.accumulators import Accumulator
-from xckpt.scan.kinds import kind_named
-from xckpt.scan.trees import LEAF, MergeTree, runs
 from xckpt.statistics.counts import prepared
 from xckpt.statistics.vector_kernel import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from xckpt.typing import Array
 
@@ -56,6 +56,7 @@ class Comparison(Accumulator):
     """Counts and sums over pairs of elements."""
 
     record = "comparison"
+    leaf = LEAF
 
     def __init__(self, kinds: tuple[str, str], size: int, *, omits_zeros: bool = False) -> None:
         #: Names of kinds, or "complex128".
@@ -69,32 +70,28 @@ class Comparison(Accumulator):
         #: The largest difference.
         self.largest = 0.0
         self.tree: MergeTree[Sums] = MergeTree(_merge_sums, _NO_SUMS)
-        self.pieces = {}
+        self._memory: _PairMemory | None = None
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Comparison:  # noqa: ARG003
         """Return an empty comparison for a reader of pairs."""
         return cls(reader.kinds, reader.size, omits_zeros=reader.omits_zeros)
 
-    @staticmethod
-    def _columns(values: Mapping[str, Array]) -> tuple[Array, ...]:
-        return values["a"], values["b"]
-
-    def _add_run(self, start: int, columns: tuple[Array, ...], *, is_whole: bool) -> None:
+    def update(self, start: int, *columns: Array) -> None:
+        """Add pairs."""
         self.count += len(columns[0])
-        if is_whole:
-            self._complete(start, columns)
+        if self._memory is None:
+            self._memory = _pair_memory(self.kinds)
+        if self._memory.dtype is None:
+            nodes = self._compare_others(*columns)
         else:
-            self._add_piece(start, tuple(column.copy() for column in columns))
-
-    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN, infinities
-            nodes = self._compare(*columns)
+            nodes = self._compare_floats(self._memory, *columns)
         for (level, number), node in _fold_leaves(start // LEAF, nodes):
             self.tree.add(level, number, node)
 
     def close(self) -> Self:
         """Add the pairs of zeros that the reader omitted."""
+        self._memory = None
         if self.omits_zeros:
             self.imply(self.size - self.count)
         return self
@@ -146,27 +143,25 @@ class Comparison(Accumulator):
         comparison.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in nodes}
         return comparison
 
-    def _compare(self, a: Array, b: Array) -> Array:
-        """Compare whole leaves; return the sums of each leaf."""
-        if not all(ELEMENT_TYPES[name].fits_float64 for name in self.kinds):
-            has_complex = "complex128" in self.kinds
-            compare = self._compare_complex if has_complex else self._compare_integers
-            leaves = [slice(start, start + LEAF) for start in range(0, len(a), LEAF)]
-            return np.array([compare(a[leaf], b[leaf]) for leaf in leaves])
-        # The narrowest float that represents all values of both sides.
-        narrow = all(name == "float32" or kind_named(name).exact for name in self.kinds)
-        memory = _pair_memory("float32" if narrow else "float64")
-        first, second = (memory.side(n, (a, b)[n], self.kinds[n]) for n in (0, 1))
-        nodes = np.empty((-(-len(a) // LEAF), SUMS + 1))
-        tally, largest = np.zeros(4, np.int64), np.zeros(1)
-        compare_floats(first, second, (nodes, tally, largest, *memory.out))
-        equal, finite, nan, inf = tally.tolist()
-        self._count(equal, finite, nan, inf, float(largest[0]))
-        for number in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist():
+    def _compare_floats(self, memory: _PairMemory, a: Array, b: Array) -> Array:
+        """Compare whole leaves of numbers that float64 holds; return the sums of each leaf."""
+        first, second = memory.side(0, a, self.kinds[0]), memory.side(1, b, self.kinds[1])
+        nodes = memory.nodes(-(-len(a) // LEAF))
+        rare = compare_floats(first, second, (nodes, *memory.out))
+        equal, finite, nan, inf, largest = memory.tally.tolist()
+        self._count(equal, int(finite), nan, inf, largest)
+        for number in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist() if rare else ():
             x, y = (side[0][number * LEAF : (number + 1) * LEAF] for side in (first, second))
             both_finite = np.isfinite(x) & np.isfinite(y)
             nodes[number] = _scaled_sums(x[both_finite], y[both_finite])
         return nodes
+
+    def _compare_others(self, a: Array, b: Array) -> Array:
+        """Compare complex numbers and integers of 64 bits; return the sums of each leaf."""
+        compare = self._compare_complex if "complex128" in self.kinds else self._compare_integers
+        leaves = [slice(start, start + LEAF) for start in range(0, len(a), LEAF)]
+        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN, infinities
+            return np.array([compare(a[leaf], b[leaf]) for leaf in leaves])
 
     def _compare_integers(self, a: Array, b: Array) -> list[float]:
         """Compare integers of 64 bits with numbers of any real kind; return the sums."""
@@ -208,13 +203,14 @@ class Comparison(Accumulator):
 
 def _fold_leaves(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
     """Merge neighbouring leaves into the largest nodes of the tree; yield each with its place."""
-    is_scaled = bool(nodes[:, SUMS].any())
+    is_scaled = np.count_nonzero(nodes[:, SUMS])
     for level, number in runs(first, len(nodes)):
         start = (number << level) - first
-        folded = nodes[start : start + (1 << level)]
-        while len(folded) > 1 and not is_scaled:
-            folded = folded[0::2] + folded[1::2]
-        rows: list[Any] = [tuple(row) for row in folded.tolist()]
+        if not is_scaled:
+            fold_sums(nodes[start:], 1 << level)
+            yield (level, number), tuple(nodes[start].tolist())
+            continue
+        rows: list[Any] = list(map(tuple, nodes[start : start + (1 << level)].tolist()))
         while len(rows) > 1:
             rows = [_merge_sums(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
         yield (level, number), rows[0]
@@ -239,13 +235,29 @@ def _rescale(a: Sums, exponent: float) -> Sums:
 
 
 class _PairMemory:
-    """Buffers that a thread reuses for each leaf of pairs."""
+    """Buffers that a thread reuses for the blocks of pairs of some kinds."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
+    def __init__(self, kinds: tuple[str, str]) -> None:
+        #: The narrowest float that represents all values of both sides; None if no float does.
+        self.dtype: np.dtype[Any] | None = None
+        if not all(ELEMENT_TYPES[name].fits_float64 for name in kinds):
+            return
+        is_narrow = all(name == "float32" or kind_named(name).exact for name in kinds)
+        self.dtype = dtype = np.dtype("float32" if is_narrow else "float64")
         self.empty = np.empty(0, dtype), np.empty(0, np.uint16), np.empty(0, np.uint32)
         self.widened = np.empty(LEAF, dtype), np.empty(LEAF, dtype)
-        self.out = np.empty(LEAF), np.empty((2, LEAF), dtype), np.empty((SUMS + 1) * LANES)
+        # Numbers of pairs: equal, finite, different by a NaN, and by an infinity; the largest
+        # difference.
+        self.tally = np.empty(5)
+        sums = np.empty((SUMS + 1) * LANES)
+        self.out = self.tally, np.empty(LEAF), np.empty((2, LEAF), dtype), sums
+        self._nodes = np.empty((0, SUMS + 1))
+
+    def nodes(self, leaves: int) -> Array:
+        """Return memory for the sums of some leaves."""
+        if len(self._nodes) < leaves:
+            self._nodes = np.empty((leaves, SUMS + 1))
+        return self._nodes[:leaves]
 
     def side(self, number: int, values: Array, name: str) -> tuple[Array, ...]:
         """Return one side of a block as `compare_floats` takes it."""
@@ -253,7 +265,10 @@ class _PairMemory:
         values = prepared(values, kind)
         wide, bits, table = self.empty
         if not kind.exact:
-            wide = values if values.dtype == self.dtype else values.astype(self.dtype)
+            wide = values
+            if values.dtype != self.dtype:
+                with np.errstate(invalid="ignore"):  # signalling NaN
+                    wide = values.astype(self.dtype)
         elif self.dtype == np.float64:
             wide = kind.values[values]
         else:
@@ -263,11 +278,11 @@ class _PairMemory:
         return wide, bits, table, self.widened[number]
 
 
-def _pair_memory(name: str) -> _PairMemory:
-    memories: dict[str, _PairMemory] = _thread.__dict__.setdefault("pairs", {})
-    if name not in memories:
-        memories[name] = _PairMemory(np.dtype(name))
-    return memories[name]
+def _pair_memory(kinds: tuple[str, str]) -> _PairMemory:
+    memories: dict[tuple[str, str], _PairMemory] = _thread.__dict__.setdefault("pairs", {})
+    if kinds not in memories:
+        memories[kinds] = _PairMemory(kinds)
+    return memories[kinds]
 
 
 @cache

@@ -10,38 +10,46 @@ merge if each element of ``b`` is within the rounding of the sum:
 - the rounding of float32 in the sums of the product.
 
 DoRA divides by norms and multiplies by magnitudes, which may be rounded to the type of ``b`` as
-well: two more steps of the result.
+well: two more steps of the result; so are the factors of (IA)³.
+
+The rows of an adapter may be in another order than those of the model, as llama.cpp permutes the
+heads of queries and keys, and the model may have them in one tensor with others (`adapted_rows`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from xckpt.arrays.kinds import kind_of
+from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows, is_turned
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
-from xckpt.datasets.adapters import factors_of, find_adapters, match_bases
+from xckpt.datasets.adapter_updates import matrices_of, update_rows
+from xckpt.datasets.adapters import find_adapters, match_bases
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import UnsupportedError, locating, some, warn
 from xckpt.opening.configs import adapter_in, read_config
 from xckpt.scan.entries import contents_of_all
-from xckpt.scan.kinds import kind_of
 from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
+from xckpt.structure.facts import model_facts
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.explaining.outcome import Case
+    from xckpt.comparison.pairs import Match
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.progress import Progress
     from xckpt.scan.entries import Describable
-    from xckpt.scan.readers import Reader
+    from xckpt.structure.counterparts import Counterpart
     from xckpt.typing import Array
 
 __all__ = ["Merges", "open_merges"]
@@ -52,12 +60,21 @@ _MORE_ROUNDINGS = 4
 _FLOAT32_STEP = 2.0**-23
 # Another scale is suggested if it leaves at most this share of the norm of the difference.
 _FITTED = 0.05
-
-
-def is_turned(adapter: Adapter, reader: Reader) -> bool:
-    """Return whether a linear layer has the axes of the adapter in the other order."""
-    shape = tuple(reader.array.shape)
-    return adapter.is_linear and adapter.shape == shape[::-1] != shape
+# Products of one element, by kind.
+_FACTORS = {"loha": 2, "lokr": 2}
+# Kinds of which a tensor can have one.
+_WHOLE = {"saved", "rows"}
+_FORMULAS = {
+    "lora": "a + {scale:.6g} * B @ A of rank {rank}",
+    "dora": "a + {scale:.6g} * B @ A of rank {rank}, with the norms of DoRA",
+    "loha": "a + {scale:.6g} * the update of LoHa",
+    "lokr": "a + {scale:.6g} * the update of LoKr",
+    "adalora": "a + {scale:.6g} * B @ E @ A of rank {rank}",
+    "ia3": "a times the factors of (IA)³",
+    "bias": "a + {scale:.6g} * bias of the adapter",
+    "saved": "the tensor of the adapter",
+    "rows": "a with {rows:,} rows of the adapter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +82,42 @@ class Merges:
     """An adapter, and its changes by the names of tensors in ``a``."""
 
     tensors: OpenTensors
-    adapters: Mapping[str, Adapter]
+    adapters: Mapping[str, list[tuple[Adapter, Counterpart]]]
+    #: Number of the rows of these tensors.
+    extents: Mapping[str, int]
+
+    def _sides(self, match: Match) -> tuple[ElementStream, ElementStream] | None:
+        """Return both tensors, if they can be compared; a saved one may have another shape."""
+        is_saved = any(adapter.kind == "saved" for adapter, _ in self.adapters[match.name])
+        sides = match.ours, match.theirs
+        if is_saved and all(side is not None and side.problem is None for side in sides):
+            return cast("tuple[ElementStream, ElementStream]", sides)
+        return match.both
 
     def explain(self, cases: Sequence[Case], bar: Progress) -> dict[int, Explanation]:
         """Explain the cases that the adapter changes, by their numbers."""
         tasks = []
         explanations = {}
-        pairs = [(self.adapters.get(case.match.name), case.match.both) for case in cases]
+        pairs = [
+            (self.adapters[case.match.name], self._sides(case.match), number)
+            for number, case in enumerate(cases)
+            if case.match.name in self.adapters
+        ]
         # PEFT's config has one `fan_in_fan_out`, even for a model with linear layers of both kinds.
-        is_mixed = any(a and both and is_turned(a, both[0]) for a, both in pairs)
-        for number, (adapter, readers) in enumerate(pairs):
-            if adapter is None or readers is None:
+        is_mixed = any(is_turned(*c, *both[:1]) for cs, both, _ in pairs if both for c in cs)
+        for changes, readers, number in pairs:
+            if readers is None:
                 continue
-            problem = adapter.note
-            update = adapter.turned() if is_turned(adapter, readers[0]) else adapter
-            if not problem and update.shape != tuple(readers[0].array.shape):
-                problem = f"its update has the shape {list(update.shape)}"
+            parts = [adapted_rows(*change, readers, self.extents) for change in changes]
+            problem = next((part.problem for part in parts if part.problem), "")
+            kinds = {part.adapter.kind for part in parts}
+            if not problem and len(parts) > 1 and (len(kinds) > 1 or kinds & _WHOLE):
+                problem = f"the adapter changes it in several ways ({', '.join(sorted(kinds))})"
             if problem:
                 text = f"the adapter changes it, which cannot be verified: {problem}"
                 explanations[number] = Explanation(("changed",), text, holds=False)
             else:
-                tasks.append(_Merge(number, update, *readers, self.tensors, is_mixed))
+                tasks.append(_Merge(number, parts, *readers, self.tensors, is_mixed))
         bar.expect(sum([task.ours.nbytes + task.theirs.nbytes for task in tasks]))
         with Threads(cpu_count(), "xckpt-merge") as threads, blas_threads(1):
             for task, explanation in zip(tasks, threads.map(_Merge.explain, tasks), strict=True):
@@ -95,7 +127,10 @@ class Merges:
 
 
 def open_merges(
-    adapter: Describable, names: Collection[str], storage_options: dict[str, Any] | None
+    adapter: Describable,
+    base: OpenTensors,
+    names: Collection[str],
+    storage_options: dict[str, Any] | None,
 ) -> Merges:
     """Open an adapter; warn of changes of tensors that the base model lacks."""
     [tensors] = contents_of_all([adapter_in(adapter, storage_options)], storage_options)
@@ -109,145 +144,229 @@ def open_merges(
     if all(adapter.kind == "unsupported" for adapter in adapters):
         notes = dict.fromkeys(adapter.note for adapter in adapters)
         raise UnsupportedError("; ".join(notes), path=tensors.source or None)
-    matches, missing = match_bases(adapters, names)
+    structure = base.structure
+    if base.source and not structure.facts.types:
+        stated = read_config(base.source, base.attrs, "config", storage_options)
+        if stated is not None:
+            structure = structure.with_facts(model_facts(base.attrs, stated))
+    types = model_facts(tensors.attrs).types
+    matches, missing = match_bases(adapters, structure, names, base.source, types)
     if missing:
         warn(f"the adapter changes tensors that a lacks: {some(missing, 'tensors')}")
-    return Merges(tensors, matches)
+    extents = {name: (*structure.described(name).shape, 1)[0] for name in matches}
+    return Merges(tensors, matches, extents)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The factors or values of an adapter for one tensor, in memory."""
+    """The matrices or values of an adapter for one tensor, in memory."""
 
-    left: Array
-    #: None if `left` is the whole change.
-    right: Array | None
+    part: AdaptedRows
+    matrices: Mapping[str, Array]
     scale: float
-    magnitude: Array | None = None
 
     def product(self, rows: slice) -> Array:
         """Return rows of the product, without the scale."""
-        left: Array = self.left[rows]
-        return left if self.right is None else left @ self.right
+        return self._rows(self.matrices, rows)
 
-    def product_bound(self, rows: slice) -> Array | float:
+    def bound(self, rows: slice) -> Array | float:
         """Return a bound on the sums of the magnitudes of the terms of each element."""
-        if self.right is None:
+        kind = self.part.adapter.kind
+        if not self.part.adapter.is_product:
             return 0.0
-        left, right = np.linalg.norm(self.left[rows], axis=1), np.linalg.norm(self.right, axis=0)
-        bound: Array = abs(self.scale) * np.multiply.outer(left, right)
-        return bound
+        if kind in {"lora", "dora"}:
+            sides = self.matrices["left"], self.matrices["right"]
+            norms = [np.linalg.norm(side, axis=1 - axis) for axis, side in enumerate(sides)]
+            matrices = {"left": norms[0][:, None], "right": norms[1][None]}
+        else:
+            matrices = {name: np.abs(matrix) for name, matrix in self.matrices.items()}
+        return abs(self.scale) * self._rows(matrices, rows)
+
+    def _rows(self, matrices: Mapping[str, Array], rows: slice) -> Array:
+        own_rows = self.part.rows
+        if own_rows is None:
+            return self._update(matrices, rows)
+        numbers = own_rows[rows]
+        changed = numbers >= 0
+        update = self._update(matrices, numbers[changed])
+        # Rows that the adapter leaves are multiplied by one, or have nothing added.
+        unchanged = 1.0 if self.part.adapter.kind == "ia3" else 0.0
+        product: Array = np.full((len(numbers), update.shape[1]), unchanged)
+        product[changed] = update
+        return product
+
+    def _update(self, matrices: Mapping[str, Array], rows: Any) -> Array:
+        if self.part.adapter.is_product:
+            update: Array = update_rows(self.part.adapter.kind, matrices, rows)
+            return update
+        values = next(iter(matrices.values()))
+        # Factors of the columns are the same for all rows.
+        return values if self.part.adapter.kind == "ia3" and len(values) == 1 else values[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """A tensor on both sides, and the adapter that may explain its difference."""
+    """A tensor on both sides, and the adapters that may explain its difference."""
 
     number: int
-    adapter: Adapter
-    ours: Reader
-    theirs: Reader
+    parts: list[AdaptedRows]
+    ours: ElementStream
+    theirs: ElementStream
     tensors: OpenTensors
     is_mixed: bool  # whether the order of the axes of a square matrix is unknown
 
     def explain(self) -> Explanation:
-        """Verify the merge, for a square matrix of a mixed model in both orders of axes."""
-        adapter, explanation = self.adapter, self.verify()
-        is_square = adapter.is_linear and adapter.shape == adapter.shape[::-1]
-        if self.is_mixed and is_square and not explanation.holds:
-            turned = replace(self, adapter=adapter.turned()).verify()
-            return turned if turned.holds else explanation
+        """Verify the merge, with all orders of rows or axes that the adapter may have."""
+        explanation = self.verify()
+        for parts in () if explanation.holds else self._other_orders():
+            other = replace(self, parts=parts).verify()
+            if other.holds:
+                return other
         return explanation
 
+    def _other_orders(self) -> Iterator[list[AdaptedRows]]:
+        for number in range(max(len(part.orders) for part in self.parts)):
+            yield [
+                replace(part, rows=part.orders[number]) if part.orders else part
+                for part in self.parts
+            ]
+        part, adapter = self.parts[0], self.adapter
+        is_square = adapter.is_linear and adapter.shape == adapter.shape[::-1]
+        if self.is_mixed and is_square and part.rows is None and len(self.parts) == 1:
+            yield [replace(part, adapter=adapter.turned())]
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter, or the first of several."""
+        return self.parts[0].adapter
+
     def verify(self) -> Explanation:
-        """Verify the merge with the axes of the adapter."""
+        """Verify the merge with the rows and axes of the adapter."""
         with locating(tensor=self.ours.name), np.errstate(all="ignore"):
             if self.theirs.kind.name not in FRACTION_BITS:
                 text = f"the adapter changes it; merges of {self.theirs.kind.name} are not verified"
                 return Explanation(("changed",), text, holds=False)
-            change = self._change()
-            norms = None if change.magnitude is None else self._norms(change)
-            off, largest, products = 0, 0.0, np.zeros(3)
-            for rows, x, y in self._blocks():
-                product = change.product(rows)
-                expected, bound = self._expected(change, norms, rows, x, product)
-                bound += _step(np.maximum(np.abs(expected), np.abs(y)), self.theirs.kind.name) / 2
-                error = np.abs(y - expected)
-                off += int(np.count_nonzero(~(error <= bound)))
-                largest = max(largest, float(error.max(initial=0.0)))
-                difference = y - x
-                products += [
-                    *(np.vdot(difference, difference), np.vdot(difference, product)),
-                    np.vdot(product, product),
-                ]
-        return self._describe(change.scale, off, largest, products.tolist())
+            changes = [self._change(part) for part in self.parts]
+            if self.adapter.kind == "lora" and self.adapter.scale is None:
+                return self._verify_without_scale(changes)
+            return self._verify(changes)
 
-    def _change(self) -> _Change:
-        adapter = self.adapter
-        if not adapter.is_product:
-            value = self._read("value").reshape(adapter.shape[0] if adapter.shape else 1, -1)
-            scale = 1.0 if adapter.scale is None else adapter.scale
-            return _Change(value, None, scale)
-        factors = factors_of(adapter, self.tensors, adapter.scale or 0.0)
-        left, right = factors.arrays()
-        magnitude = self._read("magnitude").reshape(-1) if "magnitude" in adapter.tensors else None
-        return _Change(left, right, factors.scale, magnitude)
+    def _verify(self, changes: Sequence[_Change]) -> Explanation:
+        factors = self._factors(changes) if self.adapter.kind == "dora" else None
+        off, largest, products = 0, 0.0, np.zeros(3)
+        for rows, x, y in self._blocks():
+            updates = [change.scale * change.product(rows) for change in changes]
+            expected, bound = self._expected(changes, updates, factors, rows, x)
+            bound += _step(np.maximum(np.abs(expected), np.abs(y)), self.theirs.kind.name) / 2
+            error = np.abs(y - expected)
+            off += int(np.count_nonzero(~(error <= bound)))
+            largest = max(largest, float(error.max(initial=0.0)))
+            products += _inner_products(y - x, np.broadcast_to(sum(updates), x.shape))
+        return self._describe(changes[0].scale, off, largest, products.tolist())
 
-    def _read(self, purpose: str) -> Array:
-        array = in_memory(self.tensors.variable(self.adapter.tensors[purpose]).data)
-        return np.asarray(array).astype(np.float64)
+    def _verify_without_scale(self, changes: Sequence[_Change]) -> Explanation:
+        """Verify the merge with the scale that fits."""
+        products = np.zeros(3)
+        for rows, x, y in self._blocks():
+            products += _inner_products(y - x, sum(change.product(rows) for change in changes))
+        note, rank = self.adapter.note, self.adapter.rank or 1
+        _, mixed, squares = products.tolist()
+        fitted = mixed / squares if squares else 0.0
+        # The quotient of two numbers with few digits, or any number.
+        for scale in dict.fromkeys((float(f"{fitted * rank:.4g}") / rank, fitted)):
+            explanation = self._verify([replace(change, scale=scale) for change in changes])
+            if explanation.holds and scale:
+                text = f"{explanation.text}; {scale:.6g} is the scale that fits, as {note}"
+                return replace(explanation, text=text)
+        text = f"the adapter changes it, which cannot be verified: {note}"
+        text += "; b is equal to a" if not products[0] else f", and no scale fits ({fitted:.4g})"
+        return Explanation(("changed",), text, holds=False, rank=self.adapter.rank)
+
+    def _change(self, part: AdaptedRows) -> _Change:
+        adapter = part.adapter
+        matrices = {
+            name: np.asarray(in_memory(matrix)).astype(np.float64)
+            for name, matrix in matrices_of(adapter, self.tensors).items()
+        }
+        if "value" in matrices and len(adapter.shape) < 2:
+            matrices["value"] = matrices["value"].reshape(-1, 1)
+        return _Change(part, matrices, 1.0 if adapter.scale is None else adapter.scale)
 
     @property
     def _adapter_kind(self) -> str:
         """The stored element type of the adapter."""
-        name = self.adapter.tensors.get("left") or self.adapter.tensors["value"]
-        variable = self.tensors.variable(name)
+        variable = self.tensors.variable(next(iter(self.adapter.tensors.values())))
         kind = kind_of(variable.encoding.get("stored_dtype", variable.dtype))
         return "float32" if kind is None else kind.name
 
     def _blocks(self) -> Iterator[tuple[slice, Array, Array]]:
         """Yield slices of rows, and these rows of both sides as float64 matrices."""
-        shape = self.ours.array.shape or (1,)
+        shape = self.theirs.array.shape or (1,)
         columns = prod(shape[1:])
         step = max(1, _BLOCK_NBYTES // (8 * max(1, columns)))
-        is_whole = self.ours.whole or self.theirs.whole or not self.ours.array.shape
-        sides: list[Any] = [self.ours.array, self.theirs.array]
+        is_whole = self.ours.whole or self.theirs.whole or not self.theirs.array.shape
+        is_saved = self.adapter.kind == "saved"  # the adapter has the whole tensor
+        sides: list[Any] = [None if is_saved else self.ours.array, self.theirs.array]
         if is_whole:
-            sides = [in_memory(side[...]).reshape(shape) for side in sides]
+            sides = [
+                side if side is None else in_memory(side[...]).reshape(shape) for side in sides
+            ]
         for start in range(0, shape[0], step):
             rows = slice(start, min(start + step, shape[0]))
             key = (rows, *(slice(None),) * (len(shape) - 1))
-            x, y = (in_memory(side[key]).astype(np.float64) for side in sides)
-            if self.adapter.kind == "saved":  # the adapter has the whole tensor
-                x = np.zeros_like(x)
-            yield rows, x.reshape(len(x), -1), y.reshape(len(y), -1)
+            y = in_memory(sides[1][key]).astype(np.float64).reshape(rows.stop - start, -1)
+            x = np.zeros_like(y)
+            if sides[0] is not None:
+                x = in_memory(sides[0][key]).astype(np.float64).reshape(y.shape)
+            yield rows, x, y
 
-    def _norms(self, change: _Change) -> Array:
-        """Return the norms of the outputs of the sum, along the axis that DoRA normalises."""
+    def _factors(self, changes: Sequence[_Change]) -> Array:
+        """Return the factors of the sum by DoRA: magnitudes over norms, along the outputs."""
+        axis = self.adapter.out_axis
         squares: list[Array] = []
         for rows, x, _ in self._blocks():
-            expected = np.square(x + change.scale * change.product(rows))
-            squares.append(expected.sum(axis=0 if self.adapter.out_axis else 1))
-        total = np.sum(squares, axis=0) if self.adapter.out_axis else np.concatenate(squares)
-        norms: Array = np.sqrt(total)
-        return norms
+            total = np.square(x + sum(change.scale * change.product(rows) for change in changes))
+            squares.append(total.sum(axis=0 if axis else 1))
+        norms = np.sqrt(np.sum(squares, axis=0) if axis else np.concatenate(squares))
+        factors: Array = np.ones(len(norms))
+        for change in changes:
+            rows_of_adapter = change.part.rows
+            if rows_of_adapter is None:
+                rows_of_adapter = np.arange(len(norms))
+            changed = rows_of_adapter >= 0
+            magnitudes = change.matrices["magnitude"].reshape(-1)
+            factors[changed] = magnitudes[rows_of_adapter[changed]] / norms[changed]
+        return factors
 
     def _expected(
-        self, change: _Change, norms: Array | None, rows: slice, x: Array, product: Array
+        self,
+        changes: Sequence[_Change],
+        updates: Sequence[Array],
+        factors: Array | None,
+        rows: slice,
+        x: Array,
     ) -> tuple[Array, Array]:
         """Return the merged elements of a block, and the error that roundings before may cause."""
         kind = self.theirs.kind.name
-        update = change.scale * product
+        update: Array = sum(updates[1:], updates[0])
         expected = x + update
+        if self.adapter.kind == "ia3":
+            update = update - (len(updates) - 1)
+            expected = x * update
+        own_rows = self.parts[0].rows
+        if self.adapter.kind == "rows" and own_rows is not None:
+            expected = np.where(own_rows[rows, None] < 0, x, update)
         coarser_kind = min(kind, self._adapter_kind, key=lambda name: FRACTION_BITS.get(name, 99))
         bound = _step(update, coarser_kind)
-        terms = (self.adapter.rank or 0) + _MORE_ROUNDINGS
-        bound += terms * _FLOAT32_STEP * change.product_bound(rows)
+        for change in changes:
+            terms = (change.part.adapter.rank or 1) * _FACTORS.get(self.adapter.kind, 1)
+            bound += (terms + _MORE_ROUNDINGS) * _FLOAT32_STEP * change.bound(rows)
         if FRACTION_BITS.get(self.ours.kind.name, 0) > FRACTION_BITS[kind]:
             bound += _step(x, kind) / 2
-        if change.magnitude is not None and norms is not None:
-            factor = change.magnitude / norms
-            factor = factor[None] if self.adapter.out_axis else factor[rows, None]
+        if self.adapter.kind == "ia3":
+            bound = bound * np.abs(x) + 2 * _step(expected, kind)
+        if factors is not None:
+            factor = factors[None] if self.adapter.out_axis else factors[rows, None]
             bound += _step(expected, kind) / 2
             expected = expected * factor
             bound = bound * np.abs(factor) + 2 * _step(expected, kind)
@@ -257,30 +376,37 @@ class _Merge:
         self, scale: float, off: int, largest: float, products: Sequence[float]
     ) -> Explanation:
         """Explain the tensor; `off` is the number of the elements that are not the sum."""
-        # Inner products of the difference and the product of the factors.
+        # Inner products of the difference and the update.
         squares, mixed, product_squares = products
         adapter, kind, rank = self.adapter, self.theirs.kind.name, self.adapter.rank
-        formula = {
-            "lora": f"a + {scale:.6g} * B @ A of rank {rank}",
-            "dora": f"a + {scale:.6g} * B @ A of rank {rank}, with the norms of DoRA",
-            "bias": f"a + {scale:.6g} * bias of the adapter",
-            "saved": "the tensor of the adapter",
-        }[adapter.kind]
+        formula = _FORMULAS[adapter.kind].format(scale=scale, rank=rank, rows=len(adapter.rows))
+        if self.parts[0].slot:
+            slots = [part.slot.rpartition(".")[2] for part in self.parts]
+            formula += f" in the rows of {', '.join(slots)}"
+        elif any(self.parts[0].rows is order for order in self.parts[0].orders):
+            formula += ", with the rows of each head permuted"
         if not off:
             text = f"b is {formula}, within the rounding of {kind}"
             if not squares:
                 text += "; b is equal to a, as the change is smaller than the rounding"
             return Explanation(("merged",), text, rank=rank)
-        share = f"{100 * off / self.ours.size:.3g} % of the elements are further off"
+        share = f"{100 * off / self.theirs.size:.3g} % of the elements are further off"
         text = f"b is not {formula}: {share} than the rounding of {kind}, by up to {largest:.3g}"
         if not squares:
             text += "; b is equal to a"
-        elif adapter.kind == "lora" and product_squares:
+        elif adapter.is_product and adapter.kind != "dora" and product_squares:
             fitted = mixed / product_squares
             remaining = 1 - mixed * fitted / squares
             if remaining <= _FITTED**2:
-                text += f"; {fitted:.4g} * B @ A fits best"
+                factors = "B @ A" if adapter.kind == "lora" else "the update"
+                text += f"; {fitted * scale:.4g} * {factors} fits best"
         return Explanation(("changed",), text, holds=False, rank=rank)
+
+
+def _inner_products(difference: Array, update: Array | float) -> Array:
+    """Return the inner products of a difference and an update."""
+    pairs = ((difference, difference), (difference, update), (update, update))
+    return np.array([np.vdot(first, second) for first, second in pairs])
 
 
 def _step(values: Array, kind: str) -> Array:

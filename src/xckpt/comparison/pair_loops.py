@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled
-from xckpt.scan.trees import LEAF
+from xckpt.arrays.trees import LEAF
 from xckpt.statistics.vector_kernel import LANES
 
 #: Number of sums of a leaf of pairs: the squares of the differences, the squares of each side, and
@@ -165,9 +165,14 @@ def _floats(side: Any, start: Any, stop: Any) -> Any:
 
 
 @compiled
-def compare_floats(first: Any, second: Any, out: Any) -> None:
-    """Compare a block of pairs of floats; `out` receives the sums of each leaf and the tallies."""
-    nodes, tally, largest, difference, finite_pairs, sums = out
+def compare_floats(first: Any, second: Any, out: Any) -> Any:
+    """Compare a block of pairs of floats; `out` receives the sums of each leaf and the tallies.
+
+    Returns the number of leaves whose squares leave the range of float64, which have NaN.
+    """
+    nodes, tally, difference, finite_pairs, sums = out
+    tally[:] = 0.0
+    rare = 0
     size = max(first[0].size, first[1].size)
     for leaf in range((size + LEAF - 1) // LEAF):
         start, stop = leaf * LEAF, min(size, (leaf + 1) * LEAF)
@@ -189,10 +194,22 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
         tally[1] += x.size
         _subtract(x, y, difference)
         add_up(x, y, difference, sums)
-        largest[0] = max(largest[0], sums[SUMS * LANES])
+        tally[4] = max(tally[4], sums[SUMS * LANES])
         # Squares of float64 may leave the range. The caller recomputes these rare leaves, scaled.
         in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
         _write(sums, 0.0 if in_range else math.nan, nodes[leaf])
+        rare += not in_range
+    return rare
+
+
+@compiled
+def fold_sums(nodes: Any, count: Any) -> None:
+    """Add neighbours until the first row of `nodes` has the sums of all, a power of two."""
+    while count > 1:
+        count //= 2
+        for i in range(count):
+            for k in range(SUMS):
+                nodes[i, k] = nodes[2 * i, k] + nodes[2 * i + 1, k]
 
 
 @compiled

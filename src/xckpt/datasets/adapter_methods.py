@@ -2,23 +2,36 @@
 
 LoRA and DoRA are supported: their update is ``scale * B @ A``. Every other method is recognised by
 ``peft_type`` in ``adapter_config.json``, or by words in the names of tensors that only this method
-writes, so that results can name it.
+writes. Methods whose update follows from the file have a formula (`FORMULAS`); results name others.
 
 References: peft 0.21.2, `utils/peft_types.py` and `tuners/*`; lycoris-lora 4.1.3, `modules/*`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FLAT_PREFIX", "Method", "method_of_config", "method_of_name", "problem_of_options"]
+    Shape = tuple[int, ...]
+
+__all__ = [
+    "FLAT_PREFIX",
+    "FORMULAS",
+    "LORA",
+    "Formula",
+    "Method",
+    "Scale",
+    "method_of_config",
+    "method_of_name",
+    "problem_of_options",
+]
 
 #: Beginning of the names of kohya and LyCORIS, which have underscores instead of dots.
 FLAT_PREFIX = re.compile(r"(lora_(unet|te[0-9]*|transformer|prior_unet|prior_te)|lycoris)_")
@@ -189,3 +202,92 @@ def problem_of_options(config: Mapping[str, Any]) -> str:
         remedy="merge them into it first, or save them with PEFT's "
         "path_initial_model_for_weight_conversion",
     ).note
+
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+class Scale(NamedTuple):
+    """A number by which an update is multiplied."""
+
+    alpha: float | None = None
+    scale: float | None = None
+    #: Reason for a missing scale.
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """The tensors from which an update follows, by the ends of their names."""
+
+    method: str
+    kind: str
+    names: frozenset[str]
+    has_scale: bool = True
+    #: Key of alpha in the config.
+    alpha: str = "alpha"
+    #: Number that is added to the rank by which alpha is divided.
+    divisor: float = 0.0
+
+    def scale(self, alpha: float, rank: int, *, is_root: bool = False) -> Scale:
+        """Return alpha divided by the rank, or by its root; no scale if alpha is NaN."""
+        if math.isnan(alpha):
+            return Scale(note="alpha is not a number")
+        return Scale(alpha, alpha / ((math.sqrt(rank) if is_root else rank) + self.divisor))
+
+    def shape_and_rank(self, shapes: Mapping[str, Shape]) -> tuple[Shape, int | None]:
+        """Return the shape of the update as a matrix, and the rank.
+
+        The shape is empty if the tensors do not fit each other.
+        """
+        factors, ranks = [], set()
+        for whole, left, right in _MATRICES[self.kind]:
+            names = [whole] if whole in shapes else [left, right]
+            matrices = [(shapes[n][0], math.prod(shapes[n][1:])) for n in names if shapes[n]]
+            if len(matrices) != len(names) or any(0 in matrix for matrix in matrices):
+                return (), None
+            (rows, inner), (rank, columns) = matrices[0], matrices[-1]
+            if whole not in shapes:
+                ranks.add(rank)
+                if inner != rank:
+                    return (), None
+            factors.append((rows, columns if whole not in shapes else inner))
+        if self.kind == "adalora" and math.prod(shapes["lora_E"]) not in ranks:
+            return (), None
+        if self.kind == "lokr":
+            (a, b), (c, d) = factors
+            factors = [(a * c, b * d)]
+        fits = len(set(factors)) == 1 and (len(ranks) < 2 or self.kind == "lokr")
+        return (factors[0], min(ranks, default=None)) if fits else ((), None)
+
+
+# By kind: matrices of the update, as a whole or as two factors.
+_MATRICES = {
+    "loha": (("", "hada_w1_a", "hada_w1_b"), ("", "hada_w2_a", "hada_w2_b")),
+    "lokr": (("lokr_w1", "lokr_w1_a", "lokr_w1_b"), ("lokr_w2", "lokr_w2_a", "lokr_w2_b")),
+    "adalora": (("", "lora_B", "lora_A"),),
+    "ia3": (("ia3_l", "", ""),),
+    "rows": (("trainable_tokens_delta", "", ""),),
+}
+
+
+def _formula(method: str, kind: str, *names: str, **options: Any) -> Formula:
+    return Formula(method, kind, frozenset(names), **options)
+
+
+LORA = _formula("LoRA", "lora", alpha="lora_alpha")
+_LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+_PARTS_OF_LOKR = [
+    (*w1, *w2)
+    for w1 in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
+    for w2 in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
+]
+#: One for each set of tensors.
+FORMULAS = (
+    _formula("LoHa", "loha", *_LOHA),
+    *[_formula("LoKr", "lokr", *names) for names in _PARTS_OF_LOKR],
+    # PEFT adds 1e-5 to the rank.
+    _formula("AdaLoRA", "adalora", "lora_A", "lora_B", "lora_E", alpha="lora_alpha", divisor=1e-5),
+    _formula("(IA)³", "ia3", "ia3_l", has_scale=False),
+    _formula("Trainable-token", "rows", "trainable_tokens_delta", has_scale=False),
+)

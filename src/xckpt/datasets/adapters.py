@@ -2,7 +2,8 @@
 
 An adapter changes tensors of a base model. For most of them it holds two factors, ``B @ A``, which
 are multiplied by a scale and added; `find_adapters` pairs the factors and takes the scale from the
-config, the attributes or a tensor ``alpha``. A scale that is not stated is never assumed.
+config, the attributes or a tensor ``alpha``. Without ``alpha``, kohya and diffusers take the rank;
+a scale that others do not state is never assumed. `match_bases` finds the tensors of a model.
 
 ========================================  ========================================================
 names of factors                          written by
@@ -10,7 +11,7 @@ names of factors                          written by
 ``*.lora_A.weight``, ``*.lora_B.weight``  PEFT, diffusers; also with the name of the adapter
 ``*.lora_embedding_A``                    PEFT, embeddings: the base has the transpose
 ``*.lora_down.weight``, ``*.alpha``       kohya; the module has underscores instead of dots
-``*.lora.down.weight``                    diffusers before 0.22
+``*.lora.down.weight``                    diffusers before 0.22, also with ``lora_linear_layer``
 ``*.lora_a``, ``*.lora_b``                MLX, transposed; llama.cpp after ``.weight``
 ========================================  ========================================================
 
@@ -27,30 +28,33 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import dask.array as da
 import numpy as np
 
-from xckpt.arrays.keys import target_nbytes
 from xckpt.datasets.adapter_methods import (
     FLAT_PREFIX,
+    FORMULAS,
+    LORA,
+    Scale,
     method_of_config,
     method_of_name,
     problem_of_options,
 )
-from xckpt.datasets.mappings import as_dataset
-from xckpt.errors import shown, some, warn
+from xckpt.errors import shown, some
 from xckpt.quantization.config import is_match
-from xckpt.upstream.xarray_variables import data_of
+from xckpt.structure.counterparts import (
+    PIPELINE_PARTS,
+    Counterparts,
+    Requested,
+    part_of_pipeline,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    import pandas as pd
-    import xarray as xr
-
-    from xckpt.datasets.adapter_methods import Method
+    from xckpt.datasets.adapter_methods import Formula, Method
     from xckpt.datasets.tensors import OpenTensors
-    from xckpt.typing import Array
+    from xckpt.structure import Structure
+    from xckpt.structure.counterparts import Counterpart
 
 # Ends of the names of tensors, by the purpose of the tensor. A transposed factor ends in "T".
 _ENDINGS = {
@@ -59,6 +63,7 @@ _ENDINGS = {
     ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude",
     ".lora_down.weight": "A", ".lora_up.weight": "B", ".dora_scale": "magnitude",
     ".lora.down.weight": "A", ".lora.up.weight": "B",
+    ".lora_linear_layer.down.weight": "A", ".lora_linear_layer.up.weight": "B",
     "_lora.down.weight": "A", "_lora.up.weight": "B",
     ".weight.lora_a": "A", ".weight.lora_b": "B",
     ".lora_a": "A.T", ".lora_b": "B.T", ".m": "magnitude", ".alpha": "alpha",
@@ -68,19 +73,40 @@ _ADAPTER_NAME = re.compile(
     r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[^.]+"
 )
 _PREFIXES = ("base_model.model.", "base_model.")
+# Names of diffusers before 0.22, after the names of attention processors are removed.
+_TEXT_ENCODER_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+# The part of a pipeline in front of a name. Models call other modules `transformer`.
+_PART = re.compile(
+    r"lora_(unet|transformer|te[123]?|prior_unet|prior_te)_"
+    r"|(unet|diffusion_model|text_encoder(?:_[23])?|transformer(?=\.\w*blocks\.))\."
+)
 _LONGEST_NAME = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A change of one tensor of a base model."""
+    """A change of one tensor of a base model.
+
+    =================  =============================================================================
+    kind               change
+    =================  =============================================================================
+    ``lora``           a product of factors is added
+    ``dora``           the same, with new norms of the outputs
+    ``loha``           an elementwise product of two products is added
+    ``lokr``           a Kronecker product is added
+    ``adalora``        a product of factors and singular values is added
+    ``ia3``            rows or columns are multiplied by factors
+    ``bias``           numbers are added to a bias
+    ``saved``          a tensor takes the place of the one of the base model
+    ``rows``           rows take the place of some of the base model
+    ``unsupported``    anything else
+    =================  =============================================================================
+    """
 
     base: str  # name of the tensor in the base model, as far as the adapter states it
-    # "lora": product of factors; "dora": the same with new norms of the outputs; "bias": number
-    # added to a bias; "saved": whole tensor instead of the one of the base model; "unsupported"
     kind: str
-    tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value
+    tensors: Mapping[str, str]  # names by purpose: left, right, magnitude, value, hada_w1_a
     shape: tuple[int, ...]  # of the change
     rank: int | None = None
     alpha: float | None = None  # None if it is not stated, like the scale
@@ -89,11 +115,13 @@ class Adapter:
     is_transposed: bool = False  # whether the product is of the transposed factors
     out_axis: int = 0  # axis of the outputs, whose norms DoRA sets
     is_linear: bool = False  # whether the config states the order of the axes
+    rows: tuple[int, ...] = ()  # of the tensor, for "rows"
+    is_optional: bool = False  # whether the base model may lack the tensor
 
     @property
     def is_product(self) -> bool:
-        """Whether the adapter has factors."""
-        return self.kind in {"lora", "dora"}
+        """Whether the adapter has factors, whose product is added."""
+        return self.kind in {"lora", "dora", "loha", "lokr", "adalora"}
 
     def turned(self) -> Adapter:
         """Return the adapter of a linear layer with the other order of axes."""
@@ -107,23 +135,6 @@ class Adapter:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """The factors of a product, for functions that need not form it."""
-
-    left: da.Array  # matrix of `rank` columns
-    right: da.Array  # matrix of `rank` rows
-    scale: float
-    shape: tuple[int, ...]  # of the product; the axes after the first may be several
-    product: str = ""  # name of the dask array of the product, which shows that it is unchanged
-    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
-
-    def arrays(self) -> tuple[Array, Array]:
-        """Read both factors, as float64."""
-        left, right = da.compute(self.left, self.right)
-        return left.astype(np.float64), right.astype(np.float64)
-
-
 # --- names ---------------------------------------------------------------------------------------
 
 
@@ -132,7 +143,13 @@ class _AdaptedModule:
     """The tensors of an adapter for one module, by purpose."""
 
     tensors: dict[str, str] = field(default_factory=dict)
-    method: Method | None = None  # if it is unsupported
+    method: Method | None = None  # other than LoRA
+
+    @property
+    def formula(self) -> Formula | None:
+        """The formula of the update, if the module has all of its factors and no others."""
+        names = self.tensors.keys() - {"alpha"} if self.method is not None else frozenset()
+        return next((formula for formula in FORMULAS if formula.names == names), None)
 
 
 def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> list[Adapter]:
@@ -148,11 +165,14 @@ def find_adapters(tensors: OpenTensors, config: Mapping[str, Any] | None) -> lis
     adapters = [_adapter(name, module, shapes, scales) for name, module in modules.items()]
     bases = {adapter.base for adapter in adapters}
     for (name, module), adapter in zip(modules.items(), list(adapters), strict=True):
+        base = f"{_base_module(name)}.bias"
         if "bias" in module.tensors:
-            base, bias = f"{_base_module(name)}.bias", module.tensors["bias"]
+            bias = module.tensors["bias"]
             tensor = {"value": bias}
             scale, note = adapter.scale, adapter.note
             adapters.append(Adapter(base, "bias", tensor, shapes[bias], scale=scale, note=note))
+        elif adapter.kind == "ia3" and adapter.shape[1:] == (1,):
+            adapters.append(replace(adapter, base=base, is_optional=True))
     for name in remaining_names:
         base = _base_of(name)
         if base not in bases:  # PEFT saves trained embeddings next to their factors
@@ -176,11 +196,13 @@ def _modules_of(
     for name in names:
         plain = _ADAPTER_NAME.sub(r".\1", name) if len(name) <= _LONGEST_NAME else name
         ending = next((ending for ending in _ENDINGS if plain.endswith(ending)), None)
-        unsupported = method_of_name(plain, prefixes) if methods else None
-        if unsupported is not None:
-            stem, method = unsupported
+        other = method_of_name(plain, prefixes) if methods else None
+        if other is not None:
+            stem, method = other
+            word = plain[len(stem) + 1 :]
             if _base_module(stem):  # not a tensor that all modules share
-                modules.setdefault(stem, _AdaptedModule()).method = method
+                module = modules.setdefault(stem, _AdaptedModule())
+                module.method, module.tensors[word] = method, name
         elif ending is None:
             remaining_names.append(name)
         else:
@@ -191,9 +213,9 @@ def _modules_of(
                 both = some([module.tensors[purpose], name], "tensors")
                 raise ValueError(f"the file has several adapters of one module: {both}")
             module.tensors[purpose] = name
-    unsupported_stems = {stem for stem, module in modules.items() if module.method}
+    other_stems = {stem for stem, module in modules.items() if module.method}
     remaining_names = [
-        name for name in remaining_names if name.rpartition(".")[0] not in unsupported_stems
+        name for name in remaining_names if name.rpartition(".")[0] not in other_stems
     ]
     # Names such as "alpha" belong to an adapter only if the module has factors.
     for stem, module in list(modules.items()):
@@ -215,13 +237,19 @@ def _factor_names(module: _AdaptedModule) -> tuple[str, str, str] | None:
 def _base_of(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    for wrapper in (".base_layer.", ".modules_to_save.", ".token_adapter."):
+    for wrapper in (".base_layer.", ".modules_to_save.", ".token_adapter.", ".processor."):
         name = name.replace(wrapper, ".")
     return name
 
 
 def _base_module(name: str) -> str:
-    return _base_of(f"{name}.").rstrip(".")
+    """Return the module of the base model, by its name in an adapter."""
+    module = _base_of(f"{name}.").rstrip(".")
+    path, _, last = module.rpartition(".")
+    # Attention processors of diffusers before 0.22 have no modules of their own.
+    if path.endswith("self_attn"):
+        return f"{path}.{_TEXT_ENCODER_NAMES.get(last, last)}"
+    return f"{module}.0" if last == "to_out" and ".processor." in name else module
 
 
 def _adapter(
@@ -236,11 +264,12 @@ def _adapter(
     def unsupported(reason: str) -> Adapter:
         return Adapter(base, "unsupported", dict(module.tensors), (), note=reason)
 
+    formula = module.formula
+    if formula is not None:
+        return _by_formula(base, base_module, module, formula, shapes=shapes, scales=scales)
     problem = scales.problem_of(module)
-    if problem:
-        return unsupported(problem)
-    if names is None:
-        return unsupported("one of its factors is missing")
+    if problem or names is None:
+        return unsupported(problem or "one of its factors is missing")
     form, *(a, b) = names
     first, second = shapes[a], shapes[b]
     if form == "mlx":
@@ -257,6 +286,9 @@ def _adapter(
     tensors = {"left": left, "right": right}
     if "magnitude" in module.tensors:
         tensors["magnitude"] = module.tensors["magnitude"]
+    extents = shapes.get(tensors.get("magnitude", ""), ())
+    if extents and not _are_of_outputs(extents, shape[int(is_transposed)]):
+        return unsupported(f"its magnitudes have the shape {list(extents)}")
     return Adapter(
         base,
         "dora" if "magnitude" in tensors else "lora",
@@ -270,6 +302,40 @@ def _adapter(
         out_axis=int(is_transposed),
         is_linear=not form and len(first) == 2,
     )
+
+
+def _are_of_outputs(extents: tuple[int, ...], outputs: int) -> bool:
+    """Return whether magnitudes are of outputs; LyCORIS has those of inputs, too, in a row."""
+    is_row = len(extents) == 2 and extents[1] > 1
+    return math.prod(extents) == outputs and not is_row
+
+
+def _by_formula(
+    base: str,
+    base_module: str,
+    module: _AdaptedModule,
+    formula: Formula,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    scales: _Scales,
+) -> Adapter:
+    """Return the adapter of a module whose method has a formula."""
+    tensors = {word: tensor for word, tensor in module.tensors.items() if word != "alpha"}
+    of_words = {word: shapes[tensor] for word, tensor in tensors.items()}
+    shape, rank = formula.shape_and_rank(of_words)
+    rows = scales.rows(base_module) if formula.kind == "rows" else ()
+    if not shape:
+        problem = (
+            f"its tensors of {formula.method} have the shapes {list(map(list, of_words.values()))}"
+        )
+    elif scales.is_transposed:
+        problem = f"{formula.method} with fan_in_fan_out is unsupported"
+    elif formula.kind == "rows" and len(rows) != shape[0]:
+        problem = f"adapter_config.json has to state the indices of its {shape[0]:,} tokens"
+    else:
+        scale = scales.find(base_module, module, rank, formula)
+        return Adapter(base, formula.kind, tensors, shape, rank, *scale, rows=rows)
+    return Adapter(base, "unsupported", tensors, (), note=problem)
 
 
 # --- scales --------------------------------------------------------------------------------------
@@ -302,43 +368,65 @@ class _Scales:
             return "the config states DoRA, but its magnitude is missing"
         return self.problem
 
+    def rows(self, name: str) -> tuple[int, ...]:
+        """Return the indices of the trained tokens of an embedding, as the config states them."""
+        config = self.config or {}
+        stated = config.get("trainable_token_indices", config.get("token_indices"))
+        if isinstance(stated, dict):
+            ends = [key for key in stated if f".{name}".endswith(f".{key}")]
+            stated = stated[max(ends, key=len)] if ends else ()
+        is_list = isinstance(stated, list) and all(type(n) is int and n >= 0 for n in stated)
+        return tuple(stated) if is_list and len(set(stated)) == len(stated) else ()
+
     def find(
-        self, name: str, module: _AdaptedModule, rank: int
-    ) -> tuple[float | None, float | None, str]:
+        self, name: str, module: _AdaptedModule, rank: int | None, formula: Formula = LORA
+    ) -> Scale:
         """Return alpha, the scale, and why there is no scale."""
-        if "alpha" in module.tensors:
-            values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
-            alpha = _number(float(values.reshape(-1)[0]) if values.size == 1 else None)
-            return self._divided(alpha, rank, {})
-        alpha = _number(self.tensors.attrs.get("adapter.lora.alpha"))
+        config = self.config or {}
+        if rank is None and formula.has_scale:  # PEFT divides by a rank that no factor has
+            rank = config.get("r") if type(config.get("r")) is int else None
+        if not (rank and formula.has_scale):
+            return Scale(None, 1.0)
+        alpha = self._alpha_of_file(module)
         if alpha is not None:
-            return self._divided(alpha, rank, {})
-        config = self.config
-        if config is None and self.metadata:
+            return formula.scale(alpha, rank)
+        if self.config is None and self.metadata:
             part = name.partition(".")[0] + "."
             config = {k[len(part) :]: v for k, v in self.metadata.items() if k.startswith(part)}
             name = name.removeprefix(part)
+        is_of_pipeline = any(
+            FLAT_PREFIX.match(n) or _PART.match(n) for n in module.tensors.values()
+        )
+        if not config and is_of_pipeline:
+            return Scale(None, 1.0)  # as kohya and diffusers do
         if not config:
-            return None, None, "adapter_config.json is missing, and no tensor states alpha"
-        parameters = config.get("lora_parameters")
+            return Scale(note="adapter_config.json is missing, and no tensor states alpha")
+        return self._of_config(name, rank, config, formula)
+
+    def _alpha_of_file(self, module: _AdaptedModule) -> float | None:
+        """Return alpha as a tensor or the attributes state it, NaN if it is not a number."""
+        alpha = self.tensors.attrs.get("adapter.lora.alpha")
+        if "alpha" in module.tensors:
+            values = np.asarray(self.tensors.variable(module.tensors["alpha"]).data)
+            alpha = float(values.reshape(-1)[0]) if values.size == 1 else math.nan
+        return None if alpha is None else _number(alpha, math.nan)
+
+    @staticmethod
+    def _of_config(name: str, rank: int, config: Mapping[str, Any], formula: Formula) -> Scale:
+        parameters = config.get("lora_parameters")  # of MLX
         if isinstance(parameters, dict) and _number(parameters.get("scale")) is not None:
-            return None, _number(parameters["scale"]), ""
+            return Scale(None, _number(parameters["scale"]))
         alphas = config.get("alpha_pattern")
+        alpha = config.get(formula.alpha)
         for pattern, value in alphas.items() if isinstance(alphas, dict) else ():
             fits = _is_pattern_of(str(pattern), name)
             if fits is None:
-                return None, None, f"the pattern {shown(str(pattern))} of alpha is too complex"
+                return Scale(note=f"the pattern {shown(str(pattern))} of alpha is too complex")
             if fits:
-                return self._divided(_number(value), rank, config)
-        return self._divided(_number(config.get("lora_alpha")), rank, config)
-
-    @staticmethod
-    def _divided(
-        alpha: float | None, rank: int, config: Mapping[str, Any]
-    ) -> tuple[float | None, float | None, str]:
-        if alpha is None:
-            return None, None, "alpha is not a number"
-        return alpha, alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank), ""
+                alpha = value
+                break
+        is_root = config.get("use_rslora") is True
+        return formula.scale(_number(alpha, math.nan), rank, is_root=is_root)
 
 
 def _is_pattern_of(pattern: str, name: str) -> bool | None:
@@ -351,10 +439,10 @@ def _is_pattern_of(pattern: str, name: str) -> bool | None:
     return None if None in matches else any(matches)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any, default: Any = None) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not -_LARGEST <= value <= _LARGEST:  # nor NaN
-        return None
+        return default
     return float(value)
 
 
@@ -362,107 +450,48 @@ def _number(value: Any) -> float | None:
 
 
 def match_bases(
-    adapters: Sequence[Adapter], names: Collection[str]
-) -> tuple[dict[str, Adapter], list[str]]:
-    """Return adapters by the names of their tensors in a base model, and the bases it lacks."""
-    # Names match if they are equal, if one is the end of exactly one other, or, for kohya, if they
-    # are equal with underscores instead of dots.
-    base_names = set(names)
-    by_end: dict[str, list[str]] = {}
-    by_flat: dict[str, list[str]] = {}
-    for name in names:
-        for end in _ends(name):
-            by_end.setdefault(end, []).append(name)
-        by_flat.setdefault(name.removesuffix(".weight").replace(".", "_"), []).append(name)
-    matches: dict[str, Adapter] = {}
+    adapters: Sequence[Adapter],
+    structure: Structure,
+    names: Collection[str],
+    source: str = "",
+    types: Sequence[str] = (),
+) -> tuple[dict[str, list[tuple[Adapter, Counterpart]]], list[str]]:
+    """Return adapters by the names of their tensors in a base model, and the bases it lacks.
+
+    The folder in `source` may name the part of a pipeline that the model is, and `types` has the
+    types of the model that the adapter states.
+
+    Raises
+    ------
+    ValueError
+        If an adapter fits several tensors, or several adapters fit one.
+    """
+    folder = re.split(r"[/\\]", source)[-2:]
+    counterparts = Counterparts(structure, names, part_of_pipeline(folder), types)
+    lists = counterparts.find([_requested(adapter) for adapter in adapters])
+    matches: dict[str, list[tuple[Adapter, Counterpart]]] = {}
     missing = []
-    for adapter in adapters:
-        base = adapter.base
-        candidates = [base] if base in base_names else by_end.get(base, [])
-        if not candidates and FLAT_PREFIX.match(base):
-            candidates = by_flat.get(FLAT_PREFIX.sub("", base, count=1), [])
-        if not candidates:
-            candidates = next(([end] for end in _ends(base) if end in base_names), [])
-        if len(candidates) == 1 and candidates[0] not in matches:
-            matches[candidates[0]] = adapter
-        else:
-            missing.append(base)
+    with_adapters = {c.name for of_adapter in lists for c in of_adapter if not c.is_tied}
+    for adapter, of_adapter in zip(adapters, lists, strict=True):
+        # A head that was trained and saved as a whole is no longer tied.
+        used = [c for c in of_adapter if not c.is_tied or adapter.kind != "saved"]
+        for counterpart in used:
+            is_twin = counterpart.is_tied and counterpart.name in with_adapters
+            if not is_twin or adapter.is_product:
+                matches.setdefault(counterpart.name, []).append((adapter, counterpart))
+        if not used and not adapter.is_optional:
+            missing.append(adapter.base)
     return matches, missing
 
 
-def _ends(name: str) -> Iterator[str]:
-    """Yield the ends of a name after each dot, the longest first; they have two words or more."""
-    words = name.split(".")
-    for first in range(1, min(len(words) - 1, 8)):
-        yield ".".join(words[first:])
-
-
-# --- results -------------------------------------------------------------------------------------
-
-
-def adapter_table(adapters: Sequence[Adapter]) -> pd.DataFrame:
-    """Return a table with one row for each adapter."""
-    import pandas as pd
-
-    columns = ("kind", "rank", "alpha", "scale", "shape", "note")
-    rows = [[getattr(adapter, column) for column in columns] for adapter in adapters]
-    index = pd.Index([adapter.base for adapter in adapters], name="base", dtype=object)
-    frame = pd.DataFrame(rows, index, list(columns))
-    frame["rank"] = frame["rank"].astype("Int64")
-    return frame.astype({"alpha": float, "scale": float})
-
-
-def factors_of(adapter: Adapter, tensors: OpenTensors, scale: float) -> Factors:
-    """Return the factors of an adapter, unread."""
-    matrices = []
-    for side in ("left", "right"):
-        matrix = da.asarray(tensors.variable(adapter.tensors[side]).data)
-        if matrix.dtype not in {np.dtype("f4"), np.dtype("f8")}:
-            matrix = matrix.astype(np.float32)
-        if adapter.is_transposed:
-            matrix = matrix.T
-        # A convolution is a matrix with one row for each output.
-        matrices.append(matrix.reshape(len(matrix), -1))
-    left, right = matrices
-    rows = max(1, target_nbytes() // (max(1, right.shape[1]) * left.dtype.itemsize))
-    return Factors(left.rechunk((rows, -1)), right.rechunk(-1), scale, adapter.shape)
-
-
-def factors_in(variable: xr.Variable) -> Factors | None:
-    """Return the factors of a variable of `update_dataset` that is unchanged, or None."""
-    factors = variable.encoding.get("factors")
-    is_unchanged = isinstance(factors, Factors) and (
-        getattr(data_of(variable), "name", None) == factors.product
-    )
-    return factors if is_unchanged else None
-
-
-def update_dataset(
-    adapters: Sequence[Adapter], tensors: OpenTensors, scale: float | None
-) -> xr.Dataset:
-    """Return the products of all adapters as lazy variables, by the names of their bases."""
-    arrays: dict[str, da.Array] = {}
-    factors: dict[str, Factors] = {}
-    left_out: dict[str, list[str]] = {}
-    for adapter in adapters:
-        factor = adapter.scale if adapter.scale is not None else scale
-        if not adapter.is_product:
-            if adapter.kind == "unsupported":
-                left_out.setdefault(adapter.note, []).append(adapter.base)
-        elif factor is None:
-            reason = f"{adapter.note}; pass updates(scale=...)"
-            left_out.setdefault(reason, []).append(adapter.base)
-        else:
-            parts = factors_of(adapter, tensors, factor)
-            product = da.matmul(parts.left, parts.right) * parts.left.dtype.type(factor)
-            arrays[adapter.base] = product.reshape(adapter.shape)
-            factors[adapter.base] = parts
-    for reason, bases in left_out.items():
-        warn(f"no update of {some(bases, 'tensors')}: {reason}")
-    dataset: xr.Dataset = as_dataset(arrays)
-    by_base = {adapter.base: adapter for adapter in adapters}
-    for base, parts in factors.items():
-        variable, adapter = dataset.variables[base], by_base[base]
-        variable.attrs |= {"kind": adapter.kind, "rank": adapter.rank, "scale": parts.scale}
-        variable.encoding["factors"] = replace(parts, product=arrays[base].name)
-    return dataset
+def _requested(adapter: Adapter) -> Requested:
+    """Return the tensor that an adapter changes, as the adapter names it."""
+    base = adapter.base
+    is_flat = FLAT_PREFIX.match(base) is not None
+    match = _PART.match(base)
+    part = "" if match is None else PIPELINE_PARTS[match[1] or match[2]]
+    prefix = match[0] if match else "lycoris_" if is_flat else ""
+    path, param = base.removeprefix(prefix), "weight"
+    if not is_flat:
+        path, _, param = path.rpartition(".")
+    return Requested(path, param, part, prefix, is_flat, adapter.shape)

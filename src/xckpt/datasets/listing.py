@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import LazyArray, lazy_arrays
+from xckpt.arrays.lazy import Opened
 from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
 from xckpt.errors import shown, warn
 from xckpt.labels import AxisNamer, select
@@ -104,7 +106,9 @@ def list_arrays(
     stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
     members = {name for stack in stacks.values() for name in stack.members}
     arrays: list[Listed] = []
-    reading, axes = options.reading, axes_of(index)
+    names = [tensor.name for tensor in tensors] if drop else chosen
+    reading = replace(options.reading, opened=Opened(source.name, names))
+    axes = axes_of(index)
     for tensor in tensors:
         stack = stacks.get(tensor.name)
         if stack is None and tensor.name in members:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from xckpt.labels.grids import Stack
     from xckpt.storage import Source
 
+    Axes = tuple[str | None, ...]
     Shapes = Mapping[str, tuple[int, ...]]
     AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
 
@@ -301,21 +303,32 @@ def _axis_encoding(
         return {}
     inner = dims[len(array.stacked_dims) :]
     users_names = names.users_names(array.name) or names.users_names(array.tensor.name) or ()
-    unnamed = (None,) * len(inner)
-    in_file: dict[str, str | None] = {}
-    by_facts: dict[str, str | None] = {}
-    for dim, stated, name in zip(
-        inner, array.suggested or unnamed, array.by_facts or unnamed, strict=True
-    ):
+    in_file, by_facts = _other_names(inner, array.suggested, array.by_facts, users_names)
+    entries: dict[str, dict[str, str | None]] = {}
+    if in_file:
+        entries["axes"] = dict(in_file)
+    if by_facts:
+        entries["axes_by_facts"] = dict(by_facts)
+    return entries
+
+
+# Layers repeat the same names.
+@lru_cache(maxsize=1024)
+def _other_names(
+    dims: tuple[str, ...], stated: Axes | None, inferred: Axes | None, users_names: Axes
+) -> tuple[tuple[tuple[str, str | None], ...], tuple[tuple[str, str | None], ...]]:
+    """Return the dimensions that the file names otherwise, and those that facts name otherwise."""
+    unnamed = (None,) * len(dims)
+    in_file, by_facts = [], []
+    for dim, in_place, name in zip(dims, stated or unnamed, inferred or unnamed, strict=True):
         if dim in users_names:
             continue
         shown = explicit_name(dim)
-        if stated != shown:
-            in_file[dim] = stated
-        if stated is None and name not in {None, shown}:
-            by_facts[dim] = name
-    entries = {"axes": in_file, "axes_by_facts": by_facts}
-    return {key: entry for key, entry in entries.items() if entry}
+        if in_place != shown:
+            in_file.append((dim, in_place))
+        if in_place is None and name not in {None, shown}:
+            by_facts.append((dim, name))
+    return tuple(in_file), tuple(by_facts)
 
 
 def add_coords(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -166,6 +167,26 @@ class OpenTensors:
     def attrs(self) -> Mapping[Any, Any]:
         """Attributes of the checkpoint."""
         return self._root.attrs
+
+    def origins(self, most: int) -> list[str]:
+        """Return the files that the first variables are computed from, while they are lazy."""
+        arrays = [data_of(variable) for variable in islice(self.variables.values(), most)]
+        layers = [
+            layer
+            for array in arrays
+            if isinstance(array, da.Array)
+            for layer in getattr(array.dask, "layers", {}).values()
+            if isinstance(layer, TensorLayer)
+        ]
+        origins = [origin for layer in layers for origin in islice(layer.lazy.tensor_origins, 1)]
+        opened = [origin.opened for origin in origins]
+        return list(dict.fromkeys([files.source for files in opened if files is not None]))
+
+    @property
+    def format(self) -> str | None:
+        """Name of the format of the file; None in memory and after arithmetic."""
+        stated: str | None = self._root.encoding.get("format")
+        return stated
 
     @property
     def variable_names(self) -> Collection[Any]:
@@ -416,6 +437,8 @@ class OpenTensors:
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
         count = len(record.members if record.present is None else record.present)
         nbytes = row.nbytes // max(1, count)
+        if "nbytes" not in variable.encoding:  # a computed variable
+            nbytes = variable.dtype.itemsize * prod(shape)
         whole = variable.encoding.get("original_shape")
         if whole is not None and whole[len(record.dims) :] != shape:
             nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
@@ -462,6 +485,11 @@ class FileTensors(OpenTensors):
     def source(self) -> str:
         """Name of the file."""
         return self._opened[0].name
+
+    @property
+    def format(self) -> str:
+        """Name of the format of the file."""
+        return self._opened[1].format
 
     @property
     def attrs(self) -> Mapping[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,7 +12,6 @@ import xarray as xr
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
-from xckpt.errors import shown
 from xckpt.labels import explicit_name
 from xckpt.structure import Described, Structure
 from xckpt.upstream.xarray_variables import IS_FAST, ExplicitlyIndexed, data_of, make_variable
@@ -68,11 +68,14 @@ class LazyVariable(xr.Variable):
         encoding = dict(self._encoding or {})
         return make_variable(type(self), self._dims, self._data, attrs, encoding)
 
-    # xarray would make an outer product of a tensor with named axes and its copy without.
+    # xarray makes an outer product of a tensor with named axes and its copy without. Results stay
+    # in this class, so that this holds for them, too.
     def _binary_op(self, other: Any, f: Any, reflexive: bool = False) -> Any:  # noqa: FBT001, FBT002
-        if isinstance(other, xr.Variable) and self.dims != other.dims:
-            _require_same_names(self, other)
-        return super()._binary_op(other, f, reflexive=reflexive)  # type: ignore[no-untyped-call]
+        first: xr.Variable = self
+        if isinstance(other, xr.Variable) and self.shape == other.shape:
+            first, other = _with_same_names(self, other)
+        result = xr.Variable._binary_op(first, other, f, reflexive)  # noqa: SLF001
+        return _lazy(result) if type(result) is xr.Variable else result
 
     @property
     def values(self) -> Any:
@@ -100,23 +103,52 @@ class LazyVariable(xr.Variable):
             _DATA.fset(self, value)
 
 
-def _require_same_names(first: xr.Variable, second: xr.Variable) -> None:
-    """Raise if only one of two copies of a tensor has names for its axes."""
-    if first.shape != second.shape or not first.ndim:
-        return
-    names = {str(variable.encoding.get("tensor")) for variable in (first, second)}
-    unnamed = [
-        (a, b)
-        for a, b in zip(first.dims, second.dims, strict=True)
-        if a != b and (explicit_name(a) is None) != (explicit_name(b) is None)
-    ]
-    is_outer = set(first.dims).isdisjoint(second.dims)
-    if unnamed and (len(names) == 1 or (is_outer and first.ndim > 1)):
-        raise ValueError(
-            f"{shown(min(names))}: the dimensions {first.dims} of one copy have other names in the "
-            f"other: {second.dims}, so that the result would be an outer product. Open both with "
-            "dims='size', or give one the names of the other: b.rename(dict(zip(b.dims, a.dims)))"
-        )
+def _reflected(name: str, operation: Any) -> Any:
+    # Python asks the right operand first if its class overrides the method of the left one's.
+    def method(self: LazyVariable, other: Any) -> Any:
+        if isinstance(other, xr.Variable):
+            return operation(_lazy(other), self)
+        return getattr(xr.Variable, name)(self, other)
+
+    return method
+
+
+for _name, _operation in {
+    "__radd__": operator.add,
+    "__rsub__": operator.sub,
+    "__rmul__": operator.mul,
+    "__rtruediv__": operator.truediv,
+    "__rfloordiv__": operator.floordiv,
+    "__rmod__": operator.mod,
+    "__rpow__": operator.pow,
+    "__rand__": operator.and_,
+    "__ror__": operator.or_,
+    "__rxor__": operator.xor,
+}.items():
+    setattr(LazyVariable, _name, _reflected(_name, _operation))
+
+
+def _lazy(variable: xr.Variable) -> LazyVariable:
+    """Return a variable as a `LazyVariable` that shares its data."""
+    if isinstance(variable, LazyVariable):
+        return variable
+    return LazyVariable.of(
+        variable.dims, data_of(variable), dict(variable.attrs), dict(variable.encoding)
+    )
+
+
+def _with_same_names(first: xr.Variable, second: xr.Variable) -> tuple[xr.Variable, xr.Variable]:
+    """Give an axis without a name that of the other array of the same shape, by position."""
+    if set(first.dims) == set(second.dims):
+        return first, second
+    names = []
+    for a, b in zip(first.dims, second.dims, strict=True):
+        if a != b and explicit_name(a) is not None and explicit_name(b) is not None:
+            return first, second
+        names.append(a if explicit_name(a) is not None else explicit_name(b) or a)
+    if len(set(names)) < len(names):
+        return first, second
+    return first._replace(dims=names), second._replace(dims=names)
 
 
 def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.scaled import QuantizedArray
+from xckpt.arrays.streams import of_tensor
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.health.evidence import CODED, Rule
 from xckpt.progress import Progress
-from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.channel_sketches import count_at_ends
 from xckpt.statistics.counts import Sketch
@@ -68,7 +68,7 @@ def _decoded_codes(evidence: Evidence) -> list[CodeRange]:
         if is_coded and lazy.quantization.bits == lazy.quantization.word_bits == 8:
             flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)
             tensors.append((row, lazy))
-            codes.append(reader_of(flat, lazy.name))
+            codes.append(of_tensor(flat, lazy.name))
     with Progress(evidence.progress, "codes") as bar:
 
         def finish(number: int, sketch: Sketch) -> CodeRange:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.datasets.tensors import DescribedTensors
     from xckpt.progress import ProgressOption
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class Evidence:
     run: str | None = None
     _: KW_ONLY
     #: The tensors themselves. Without them, only rules about statistics hold.
-    readers: Sequence[Reader] = ()
+    readers: Sequence[ElementStream] = ()
     progress: ProgressOption = None
     cache: bool = True
     #: Types of the tensors of the checkpoint, for their roles in groups.

@@ -77,7 +77,7 @@ class AxisNamer:
         votes: dict[str, Counter[int]] = {}
         for (axes, shape), total in Counter(zip(names, shapes, strict=True)).items():
             for name, extent in zip(axes, shape, strict=True):
-                if name is not None:
+                if name is not None and not self._is_reserved(name):
                     votes.setdefault(name, Counter())[extent] += total
         for name, extents in votes.items():
             most = max(extents.values())

@@ -6,15 +6,16 @@ is read. The summary shows it as a sentence, and ``ds.ckpt.footprint()`` as a Da
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.formatting import binary_size, short_count
 from xckpt.notebook.folding import families_of
 from xckpt.structure import PARAMETERS, Role, Structure
+from xckpt.tensor_rows import TIED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import xarray as xr
 
@@ -26,6 +27,8 @@ __all__ = ["PRECISIONS", "Footprint", "GroupTotal", "footprint_dataset", "footpr
 #: Bytes of 32 parameters in each precision. ``int8`` and ``int4`` are Q8_0 and Q4_0 of GGUF: 32
 #: codes with one scale in float16, so 8.5 and 4.5 bits for each parameter.
 PRECISIONS = {"float32": 128, "bfloat16": 64, "int8": 34, "int4": 18}
+#: Tensors of a model with several components that are in none of them.
+OTHERS = "others"
 _BLOCK = 32
 # Keys of `config.json` with the number of experts that each token uses, and that a layer has.
 _CHOSEN_KEYS = (
@@ -72,6 +75,9 @@ class Footprint:
         Numbers of experts, if the config states them and tensors of experts exist.
     active : int
         Parameters that one token uses; all without `experts`.
+    components : tuple of GroupTotal
+        Tensors of the model by component, largest first, with their parameters; empty for a model
+        of a single component.
     """
 
     parameters: int
@@ -79,6 +85,7 @@ class Footprint:
     schemes: tuple[GroupTotal, ...]
     experts: Experts | None
     active: int
+    components: tuple[GroupTotal, ...] = ()
 
     def nbytes_in(self, precision: str) -> int:
         """Return the size of the parameters in a precision, in bytes."""
@@ -92,6 +99,11 @@ class Footprint:
             "schemes": {name: _sizes(total) for name, *total in self.schemes},
             "groups": {name: _sizes(total) for name, *total in self.groups},
         }
+        if self.components:
+            document["components"] = {
+                name: dict(zip(("tensors", "parameters", "nbytes"), total, strict=True))
+                for name, *total in self.components
+            }
         if self.experts is not None:
             document["active_parameters"] = self.active
             document["experts"] = self.experts._asdict()
@@ -147,7 +159,37 @@ def weigh(families: Sequence[Family], config: Mapping[Any, Any]) -> Footprint:
 
 def footprint_of(rows: Iterable[Row], structure: Structure, config: Mapping[Any, Any]) -> Footprint:
     """Return the footprint of tensors."""
-    return weigh(families_of(rows, structure), config)
+    rows = list(rows)
+    footprint = weigh(families_of(rows, structure), config)
+    return replace(footprint, components=components_of(rows, structure))
+
+
+def components_of(rows: Iterable[Row], structure: Structure) -> tuple[GroupTotal, ...]:
+    """Return the sizes of the components of a model; none if it has a single one."""
+    if len(structure.components) < 2:
+        return ()
+    sums = sums_by(rows, structure, lambda row, structure: structure.component(row.name))
+    totals = [
+        GroupTotal(name or OTHERS, *numbers)
+        for name, numbers in sums.items()
+        if name in structure.components
+    ]
+    return tuple(sorted(totals, key=lambda total: -total.nbytes))
+
+
+def sums_by(
+    rows: Iterable[Row], structure: Structure, key: Callable[[Row, Structure], str]
+) -> dict[str, list[int]]:
+    """Return numbers of tensors, parameters and stored bytes by a key, in the order of the file."""
+    sums: dict[str, list[int]] = {}
+    roles = structure.roles
+    for row in rows:
+        total = sums.setdefault(key(row, structure), [0, 0, 0])
+        is_counted = roles[row.name] in PARAMETERS and row.storage != TIED
+        total[0] += 1
+        total[1] += structure.packed.get(row.name, row.size) if is_counted else 0
+        total[2] += row.nbytes
+    return sums
 
 
 # --- experts -------------------------------------------------------------------------------------
@@ -214,7 +256,10 @@ def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: 
     sizes = [footprint.nbytes_in(precision) for precision in PRECISIONS]
     bits = [8 * nbytes / _BLOCK for nbytes in PRECISIONS.values()]
     variables |= {"precision_nbytes": ("precision", sizes), "precision_bits": ("precision", bits)}
-    for dim, totals in (("group", footprint.groups), ("scheme", footprint.schemes)):
+    dims = {"group": footprint.groups, "scheme": footprint.schemes}
+    if footprint.components:
+        dims["component"] = footprint.components
+    for dim, totals in dims.items():
         size = "elements" if dim == "group" else "parameters"
         variables |= {
             f"{dim}_tensors": (dim, [total.tensors for total in totals]),
@@ -225,10 +270,7 @@ def footprint_dataset(footprint: Footprint, *, file_nbytes: int | None, source: 
         "scheme",
         [8 * total.nbytes / total.size for total in footprint.schemes],
     )
-    coords = {
-        "precision": list(PRECISIONS),
-        "group": [total.group for total in footprint.groups],
-        "scheme": [total.group for total in footprint.schemes],
-    }
+    coords = {dim: [total.group for total in totals] for dim, totals in dims.items()}
+    coords["precision"] = list(PRECISIONS)
     attrs = {"footprint": str(footprint), **({"source": source} if source else {})}
     return xr.Dataset(variables, coords, attrs)

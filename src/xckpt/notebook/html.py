@@ -23,10 +23,12 @@ from xckpt.formatting import (
     value_text,
     word,
 )
+from xckpt.notebook.models import model_text
 from xckpt.notebook.text import (
     BREAK,
     IN_MEMORY,
     WIDEST_KIND,
+    components_text,
     count_text,
     format_text,
     groups_text,
@@ -154,11 +156,11 @@ def _muted(html: str) -> str:
 
 
 def _header(summary: Summary) -> str:
-    figures = [
-        counted(summary.count, "tensor"),
-        f"{short_count(summary.size)} {'parameter' if summary.size == 1 else 'parameters'}",
-        binary_size(summary.nbytes),
-    ]
+    model = _text(model_text(summary))
+    figures = [counted(summary.count, "tensor"), binary_size(summary.nbytes)]
+    if not model:
+        noun = "parameter" if summary.size == 1 else "parameters"
+        figures.insert(1, f"{short_count(summary.size)} {noun}")
     facts = [
         f'<b style="font-size:14px">{_text(summary.title or IN_MEMORY)}</b>',
         _muted(_text(format_text(summary))),
@@ -167,6 +169,7 @@ def _header(summary: Summary) -> str:
         _muted("lazy"),
     ]
     line = _DOT.join([fact for fact in facts if fact])
+    line += f"<div>{model}</div>" if model else ""
     return f'<div style="{_WRAPPED};border-bottom:{_LINE};padding-bottom:5px">{line}</div>'
 
 
@@ -228,10 +231,10 @@ def _thousandths(part: int, total: int) -> int:
 
 
 def _groups(summary: Summary) -> Iterator[str]:
-    """List the tensors other than parameters, such as buffers and optimizer state, by group."""
+    """List groups such as buffers and optimizer state, then the components of the model."""
     lines = [
-        f"<b>{group}</b> {' · '.join(figures)} {part}"
-        for group, *figures, part in groups_text(summary)
+        f"<b>{_text(group)}</b> {' · '.join(filter(None, figures))} {escape(part)}"
+        for group, *figures, part in (*groups_text(summary), *components_text(summary))
     ]
     yield f'<div style="{_MUTED}">{"<br>".join(lines)}</div>' if lines else ""
 

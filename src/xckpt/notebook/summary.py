@@ -34,9 +34,10 @@ from xckpt.notebook.folding import (
     one_by_one,
     united,
 )
-from xckpt.notebook.footprint import Footprint, GroupTotal, weigh
-from xckpt.structure import OF_TRAINING, PARAMETERS, Structure, structure_of
+from xckpt.notebook.footprint import Footprint, GroupTotal, components_of, sums_by, weigh
+from xckpt.structure import OF_TRAINING, Structure, structure_of
 from xckpt.structure.declared import facts_of
+from xckpt.structure.description import describe_model
 from xckpt.structure.numbering import (
     is_index,
     module_indices,
@@ -48,11 +49,12 @@ from xckpt.structure.numbering import (
 from xckpt.tensor_rows import TIED, Row, StackedNames, storage_words, tied
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import pandas as pd
 
     from xckpt.errors import Cause
+    from xckpt.structure.description import ModelDescription
 
 # Up to this number, tensors are listed one by one: folding would hide names and save nothing.
 _FEW = 12
@@ -129,6 +131,7 @@ class Summary:
     shards: int  # number of other files that hold parts
     count: int  # of tensors
     nbytes: int  # stored bytes of all tensors, with tied tensors counted once
+    model: ModelDescription  # its name, family and kind, as far as they are known
     footprint: Footprint  # totals by role, and sizes in other precisions
     dtypes: tuple[Total, ...]  # by stored element type, largest first
     storage: tuple[Total, ...]  # by way of storing, without plainly dense tensors
@@ -150,6 +153,11 @@ class Summary:
     def groups(self) -> tuple[GroupTotal, ...]:
         """Totals by role, parameters first."""
         return self.footprint.groups
+
+    @property
+    def components(self) -> tuple[GroupTotal, ...]:
+        """Totals by component, largest first; empty for a model of a single one."""
+        return self.footprint.components
 
 
 def new_summary(
@@ -179,6 +187,7 @@ def new_summary(
     rows = marked(rows, structure)
     families = families_of(rows, structure)
     footprint = weigh(families, attrs if config is None else config)
+    footprint = replace(footprint, components=components_of(rows, structure))
     own = [_of_repeated(f, structure) for f in families if f.role not in OF_TRAINING]
     modules, chosen = module_sets(own, stacked), selection(own)
     if len(rows) <= _FEW:
@@ -195,6 +204,7 @@ def new_summary(
         shards=shards,
         count=sum([pattern.count for pattern in patterns]),
         nbytes=sum([pattern.nbytes for pattern in patterns]),
+        model=describe_model(structure, attrs),
         footprint=footprint,
         dtypes=_totals((pattern.dtype, pattern) for pattern in patterns),
         storage=_totals((p.storage, p) for p in patterns if p.storage not in {"", TIED}),
@@ -538,9 +548,17 @@ def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+_KEYS: Mapping[str, Callable[[Row, Structure], str]] = {
+    "dtype": lambda row, _: row.dtype,
+    "layer": lambda row, structure: structure.layer(row.name),
+    "role": lambda row, structure: structure.roles[row.name].value,
+    "component": lambda row, structure: structure.component(row.name),
+}
+
+
 def sizes_table(
     rows: Iterable[Row],
-    by: Literal["pattern", "dtype", "layer", "role"],
+    by: Literal["pattern", "dtype", "layer", "role", "component"],
     structure: Structure | None = None,
 ) -> pd.DataFrame:
     """Return a table of the sizes of tensors, largest first."""
@@ -563,18 +581,8 @@ def sizes_table(
             },
             index=pd.Index([pattern.text for pattern in patterns], name=by, dtype=object),
         )
-    elif by in {"dtype", "layer", "role"}:
-        totals: dict[str, list[int]] = {}
-        roles = structure.roles
-        for row in rows:
-            role = roles[row.name]
-            key = row.dtype if by == "dtype" else role.value
-            key = structure.layer(row.name) if by == "layer" else key
-            total = totals.setdefault(key, [0, 0, 0])
-            total[0] += 1
-            is_counted = role in PARAMETERS and row.storage != TIED
-            total[1] += structure.packed.get(row.name, row.size) if is_counted else 0
-            total[2] += row.nbytes
+    elif by in _KEYS:
+        totals = sums_by(rows, structure, _KEYS[by])
         names = list(totals)
         frame = pd.DataFrame(
             list(totals.values()),
@@ -582,7 +590,8 @@ def sizes_table(
             columns=["tensors", "parameters", "nbytes"],
         )
     else:
-        raise ValueError(f"by must be 'pattern', 'dtype', 'layer' or 'role', not {by!r}")
+        keys = ", ".join(map(repr, _KEYS))
+        raise ValueError(f"by must be 'pattern', {keys}, not {by!r}")
     total_nbytes: Any = max(1, frame["nbytes"].sum())
     frame["share"] = frame["nbytes"] / total_nbytes
     frame = frame.iloc[ascending(names)]

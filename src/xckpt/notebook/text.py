@@ -22,6 +22,7 @@ from xckpt.formatting import (
     word,
     wrapped,
 )
+from xckpt.notebook.models import model_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +49,7 @@ _WIDEST_VERSION = 16
 _MOST_FINDINGS = 8
 _LEAST_EXPLANATION = 24
 _COUNTED = ("error", "warning")
-_MOST_MODULES = 8
+_MOST_MODULES = _MOST_COMPONENTS = 8
 # The size of a smaller model in other precisions is of no interest.
 _FEWEST_WEIGHED = 10**6
 
@@ -75,9 +76,10 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
     modules = [": ".join(parts) for parts in modules_text(summary)]
     return "\n".join(
         [
-            _header(summary),
+            *_header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
             *aligned(groups_text(summary), _ALIGNMENT_OF_GROUPS),
+            *aligned(components_text(summary), _ALIGNMENT_OF_GROUPS),
             *[_INDENT + line for text in sentences for line in wrapped(text, width, _MOST_LINES)],
             *_table(summary, len(summary.patterns) if most is None else most),
             *[_INDENT + shortened(line, width) for line in modules],
@@ -88,19 +90,28 @@ def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
     )
 
 
-def _header(summary: Summary) -> str:
+def _header(summary: Summary) -> Iterator[str]:
+    """Yield the lines with the name of the file, its model, its format and its size."""
+    before, title = "<Checkpoint ", summary.title or IN_MEMORY
+    width = line_width()
+    model = model_text(summary)
     shards = counted(summary.shards, "shard") if summary.shards else ""
+    parameters = f"{short_count(summary.size)} {'param' if summary.size == 1 else 'params'}"
     facts = [
         format_text(summary),
         shards,
         counted(summary.count, "tensor"),
-        f"{short_count(summary.size)} {'param' if summary.size == 1 else 'params'}",
+        "" if model else parameters,
         binary_size(summary.nbytes),
         "lazy" if summary.format else "",
     ]
     facts = [fact for fact in facts if fact]
-    before, title = "<Checkpoint ", summary.title or IN_MEMORY
-    width = line_width()
+    if model:
+        room = max(_NARROWEST_NAME, width // 3)
+        line = f"{before}{shortened(title, room)}>{_GAP}{model}"
+        yield from wrapped(line, width, _MOST_LINES)
+        yield shortened(_INDENT + _DOT.join(facts), width)
+        return
     omissible = [fact for fact in (shards, "lazy") if fact]  # to make room for the title
     while True:
         after = ">" + _GAP + _DOT.join(facts)
@@ -108,7 +119,7 @@ def _header(summary: Summary) -> str:
         if not omissible or room >= min(columns(title), _NARROWEST_NAME):
             break
         facts.remove(omissible.pop())
-    return shortened((before + shortened(title, room)).rstrip() + after, width)
+    yield shortened((before + shortened(title, room)).rstrip() + after, width)
 
 
 def _listed(
@@ -223,6 +234,27 @@ def groups_text(summary: Summary) -> list[tuple[str, ...]]:
         )
         for total in summary.groups
     ]
+
+
+def components_text(summary: Summary) -> list[tuple[str, ...]]:
+    """Return the components of a model with counts and sizes; none for a single one."""
+    components = summary.components
+    rows: list[tuple[str, ...]] = [
+        (
+            word(total.group),
+            counted(total.tensors, "tensor"),
+            f"{short_count(total.size)} {'parameter' if total.size == 1 else 'parameters'}",
+            binary_size(total.nbytes),
+            share(total.nbytes, summary.nbytes),
+        )
+        for total in components[:_MOST_COMPONENTS]
+    ]
+    if remaining := components[_MOST_COMPONENTS:]:
+        count = sum([total.tensors for total in remaining])
+        size = binary_size(sum([total.nbytes for total in remaining]))
+        name = counted(len(remaining), "more component")
+        rows.append((name, counted(count, "tensor"), "", size, ""))
+    return rows
 
 
 def count_text(pattern: Pattern) -> str:

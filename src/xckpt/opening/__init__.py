@@ -140,7 +140,13 @@ def _joined(
         with paused_collector():
             return merge(files, opened)
     warnings = (*files.warnings, *file.index.warnings)
-    return file.source, replace(file.index, checkpoint=files.described(), warnings=warnings)
+    index = replace(
+        file.index,
+        checkpoint=files.described(),
+        warnings=warnings,
+        attrs={**files.attrs, **file.index.attrs},
+    )
+    return file.source, index
 
 
 def _without_missing_shards(source: Source, index: Index) -> Index:

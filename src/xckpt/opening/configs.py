@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, warn
-from xckpt.opening.names import preferred
+from xckpt.opening.names import (
+    is_called_like_one,
+    is_companion,
+    is_index,
+    preference,
+    preferred,
+)
 from xckpt.opening.reading import read_sibling, read_small
 from xckpt.quantization.config import parse_json
-from xckpt.storage import Location
+from xckpt.storage import Location, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["adapter_in", "attrs_with_config", "read_config"]
+__all__ = [
+    "CONFIGS",
+    "adapter_in",
+    "attrs_with_config",
+    "configs_beside",
+    "parsed",
+    "read_config",
+]
 
+#: Files whose contents become attributes, named without ``.json``.
+CONFIGS = ("config.json", "adapter_config.json")
+_IN_MEMORY = "memory://"
 # Names of the files of an adapter: of peft and of mlx-lm.
 _ADAPTERS = ("adapter_model.", "adapters.")
 
@@ -66,6 +84,44 @@ def adapter_in(obj: Any, storage_options: dict[str, Any] | None = None) -> Any:
         return obj
     name = preferred([n for n in listing.files if n.lower().startswith(_ADAPTERS)])
     return obj if name is None else listing.files[name].text
+
+
+def configs_beside(location: Location, place: Location | Source) -> dict[str, Any]:
+    """Return the contents of the configs in the folder of a file, if they are certainly its own.
+
+    The names of files that libraries load, such as ``model.safetensors``, are certain, and so is
+    the only checkpoint in a folder.
+    """
+    if location.kind == "file":
+        folder = Path(location.path).parent
+        paths = {name: str(folder / name) for name in CONFIGS if (folder / name).is_file()}
+        if not paths or not (preference(location.file_name) or _is_alone(folder)):
+            return {}
+        return parsed({name: Location("file", path, path).open for name, path in paths.items()})
+    # Elsewhere, two requests would take longer than opening the file.
+    if isinstance(place, Location) or not location.text.startswith(_IN_MEMORY):
+        return {}
+    is_certain = preference(location.file_name) is not None
+    return parsed({name: partial(place.sibling, name) for name in CONFIGS} if is_certain else {})
+
+
+def _is_alone(folder: Path) -> bool:
+    """Return whether a folder has a single file with a name of a checkpoint of a model."""
+    names = [entry.name for entry in os.scandir(folder)]
+    models = [n for n in names if is_called_like_one(n) and not (is_companion(n) or is_index(n))]
+    return len(models) == 1
+
+
+def parsed(configs: Mapping[str, Callable[[], Source]]) -> dict[str, Any]:
+    """Return the contents of configs by their names without ``.json``; skip unreadable ones."""
+    contents: dict[str, Any] = {}
+    for name, opened in configs.items():
+        with (
+            suppress(FileNotFoundError, PermissionError, ValueError),
+            closing(opened()) as source,
+        ):
+            contents[name.removesuffix(".json")] = parse_json(read_small(source))
+    return contents
 
 
 def attrs_with_config(

@@ -22,10 +22,12 @@ from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown,
 from xckpt.formatting import natural_key
 from xckpt.index import is_file_name
 from xckpt.opening.checkpoint import CheckpointFile, CheckpointFiles
+from xckpt.opening.configs import CONFIGS, configs_beside, parsed
 from xckpt.opening.names import (
     DOWNLOADS,
     IN_PLACE,
     form_of,
+    is_called_like_one,
     is_chunked,
     is_companion,
     is_index,
@@ -37,7 +39,6 @@ from xckpt.opening.names import (
     single_of,
 )
 from xckpt.opening.reading import names_in, read_shard_index, read_small
-from xckpt.quantization.config import parse_json
 from xckpt.storage import Location, Source, is_remote
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ __all__ = [
     "files_of",
     "has_checkpoint",
     "indexed",
-    "is_called_like_one",
     "listed_as",
     "set_of",
     "unfinished_in",
@@ -95,7 +95,7 @@ def files_of(location: Location, format: str | None = None) -> CheckpointFiles:
     if is_index(location.file_name):
         return indexed(location.open())
     name = place.name if isinstance(place, Source) else location.pinned().text
-    files = listed_as("single", name, {name: place})
+    files = listed_as("single", name, {name: place}, attrs=configs_beside(location, place))
     if location.kind != "file":
         return files
     marks = [suffix for suffix in DOWNLOADS if os.path.lexists(f"{location.path}{suffix}")]
@@ -481,14 +481,9 @@ class _FolderChoice:
         return False
 
     def _config(self) -> dict[str, Any]:
-        if "config.json" not in self.listing.files:
-            return {}
-        with (
-            suppress(FileNotFoundError, PermissionError, ValueError),
-            closing(self._location("config.json").open()) as source,
-        ):
-            return {"config": parse_json(read_small(source))}
-        return {}
+        """Return the contents of the configs of a model and of an adapter, by name."""
+        files = [name for name in CONFIGS if name in self.listing.files]
+        return parsed({name: self._location(name).open for name in files})
 
     def _latest(self) -> str | None:
         """Return the name of the folder of the newest step, which a file states."""
@@ -575,12 +570,6 @@ def _groups_of(names: Sequence[str]) -> list[_FileGroup]:
         else:
             whole += [_FileGroup("single", [name]) for name in group.names]
     return whole
-
-
-def is_called_like_one(name: str) -> bool:
-    """Return whether a file has a name of a checkpoint, or of an index of shards."""
-    lower = name.lower()
-    return is_index(lower) or any(lower.endswith(formats.suffixes(f)) for f in formats.names())
 
 
 def _snapshot_of_cache(listing: FolderListing) -> FolderListing | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt import formats
 from xckpt.formatting import natural_key
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "PartName",
     "RankName",
     "form_of",
+    "is_called_like_one",
     "is_chunked",
     "is_companion",
     "is_index",
@@ -149,6 +151,12 @@ def is_chunked(name: str) -> bool:
 def is_index(name: str) -> bool:
     """Return whether a name is one of an index of shards."""
     return _INDEX.fullmatch(name) is not None
+
+
+def is_called_like_one(name: str) -> bool:
+    """Return whether a file has a name of a checkpoint, or of an index of shards."""
+    lower = name.lower()
+    return is_index(lower) or any(lower.endswith(formats.suffixes(f)) for f in formats.names())
 
 
 def single_of(index_name: str) -> str:

@@ -8,8 +8,16 @@ from glob import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt import formats
-from xckpt.opening.files import has_checkpoint, is_called_like_one
-from xckpt.opening.names import form_of, is_companion, is_unfinished, part_of, rank_of, steps_of
+from xckpt.opening.files import has_checkpoint
+from xckpt.opening.names import (
+    form_of,
+    is_called_like_one,
+    is_companion,
+    is_unfinished,
+    part_of,
+    rank_of,
+    steps_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

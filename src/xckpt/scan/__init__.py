@@ -1,11 +1,11 @@
 """One pass over the elements of many tensors, on threads or on a cluster, with a cache of results.
 
 May import arrays, labels, datasets, opening and storage, but no format, and none of the rooms
-above: statistics, comparison, health. Read `scanning` first, from `gather` down, then `readers`
-(a tensor as a flat sequence of elements) and `accumulators` (partial results over elements).
+above: statistics, comparison, health. Read `scanning` first, from `gather` down, then
+`arrays.streams` (a tensor as a sequence of elements) and `accumulators` (partial results).
 `entries` lists the tensors of an object, and lays out results in the shape of the object.
 """
 
-from xckpt.scan.kinds import require_numbers
+from xckpt.arrays.kinds import require_numbers
 
 __all__ = ["require_numbers"]

@@ -11,14 +11,15 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.arrays.streams import whole_leaves
 from xckpt.errors import CheckpointError, locating
 from xckpt.scan.accumulators import BLOCK_NBYTES
-from xckpt.scan.trees import LEAF
 from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from xckpt.arrays.streams import Block
     from xckpt.scan.accumulators import Accumulator
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
@@ -61,12 +62,8 @@ def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterato
         if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:
             yield task
             task, nbytes = [], 0
-        step = max(LEAF, piece // reader.kind.itemsize)
-        if reader.whole:
-            step = max(1, stop - cut.start)
-        for start in range(cut.start, max(stop, cut.start + 1), step):
-            end = min(start + step, stop)
-            is_part = step < stop - cut.start
+        for start, end in reader.cuts(cut.start, stop, piece):
+            is_part = end - start < stop - cut.start
             task.append(cut._replace(start=start, stop=end) if is_part else cut)
             nbytes += task[-1].nbytes
             if nbytes >= target or len(task) >= most:
@@ -94,7 +91,7 @@ def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[
             if memory is not None:
                 start = cut.reader.place[1] - first
                 values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
-                blocks = [(0, values)] if cut.stop else []
+                blocks = [(0, (values,))] if cut.stop else []
             accumulators.append(_scan_cut(cut, blocks, operation, stop))
     return accumulators
 
@@ -133,29 +130,24 @@ def _read_together(group: list[Cut]) -> Array | None:
 
 def _scan_cut(
     cut: Cut,
-    blocks: Iterable[tuple[int, Any]] | None,
+    blocks: Iterable[Block] | None,
     operation: type[Accumulator],
     stop: Any,
 ) -> Accumulator:
     """Return an accumulator for a cut; its blocks are read unless they are given."""
-    reader = cut.reader
-    accumulator = operation.begin(reader, cut.argument)
-    with locating(path=reader.place[0] or None, tensor=reader.name):
-        if not reader.sparse:
-            if blocks is None:
-                blocks = reader.blocks(cut.start, cut.stop, _thread.buffer)
-            for start, values in blocks:
-                accumulator.update(start, values)
-                if stop.is_set():
-                    break
-            return accumulator.close()
-        dead = 0
-        for start, values, dead_rows in reader.rows():
-            if len(values):
-                accumulator.update(start, values)
-            dead += dead_rows
-            if stop.is_set():
+    stream = cut.reader
+    accumulator = operation.begin(stream, cut.argument)
+    with locating(path=stream.place[0] or None, tensor=stream.name):
+        if blocks is None:
+            blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
+            if stream.step(_thread.buffer) % operation.leaf:
+                blocks = whole_leaves(blocks, operation.leaf)
+        update, is_stopped = accumulator.update, stop.is_set
+        for start, columns in blocks:
+            update(start, *columns)
+            if is_stopped():
                 break
         accumulator.close()
-        accumulator.imply(reader.size - accumulator.count, reader.row, dead)
+        if stream.sparse:
+            accumulator.imply(stream.size - accumulator.count, stream.row, stream.dead)
         return accumulator

@@ -15,8 +15,10 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from xckpt.arrays.kinds import require_numbers
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
+from xckpt.arrays.streams import of_array, of_tensor
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.stack_records import remaining_indices, stack_of
@@ -34,8 +36,6 @@ from xckpt.errors import (
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import combined, select_members, suggest_names
 from xckpt.registration import register_formatter
-from xckpt.scan.kinds import require_numbers
-from xckpt.scan.readers import ArrayReader, ChunkedTensor, UnreadableReader, reader_of
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
 from xckpt.upstream.xarray_trees import assemble_dataset
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     from xckpt.arrays import LazyArray
+    from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array, Dataset
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
@@ -67,7 +67,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     #: Readers of the tensors; the last dimension varies fastest. Empty for a variable whose short
     #: rows are described together.
-    readers: tuple[Reader, ...]
+    readers: tuple[ElementStream, ...]
     #: The `encoding` of the variable in the result, with the names of the tensors.
     encoding: dict[str, Any]
     #: All tensors of the object; None for a tensor that only the other side of a comparison has.
@@ -205,10 +205,10 @@ def _unreadable(
     """Return the entry of a variable that cannot be read."""
     encoding = tensors.naming(name)
     if not isinstance(lazy, StackedArray):
-        reader = UnreadableReader(lazy)
+        reader = of_tensor(lazy)
         return Described(name, (), (), (reader,), encoding, tensors, is_readable=False)
     members: Any = lazy.members
-    readers = tuple([UnreadableReader(member) for member in members])
+    readers = tuple([of_tensor(member) for member in members])
     dims = tensors.variables[name].dims[: len(lazy.grid)]
     return Described(name, dims, lazy.grid, readers, encoding, tensors, is_readable=False)
 
@@ -220,9 +220,9 @@ def _entry(
     reduced: Collection[Hashable] | None,
 ) -> Described:
     encoding = tensors.naming(name)
-    readers: tuple[Reader, ...]
+    readers: tuple[ElementStream, ...]
     if lazy is not None and reduced is None and not isinstance(lazy, StackedArray):
-        readers = (reader_of(lazy, _flat_name(name, encoding)),)
+        readers = (of_tensor(lazy, _flat_name(name, encoding)),)
         return Described(name, (), (), readers, encoding, tensors)
     variable = tensors.variables[name]
     record = stack_of(variable)
@@ -241,12 +241,12 @@ def _entry(
         require_numbers(variable.dtype)
         return Described(name, dims, shape, (), encoding, tensors, gone, absent)
     if lazy is not None and not dims:
-        readers = (reader_of(lazy, _flat_name(name, encoding)),)
+        readers = (of_tensor(lazy, _flat_name(name, encoding)),)
     elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
         part = _part_suffix(encoding)
         members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
         step = f"{record.run}." if record is not None and record.is_one_step(variable.dims) else ""
-        readers = tuple(reader_of(m, _without_step(m.name, step) + part) for m in members)
+        readers = tuple(of_tensor(m, _without_step(m.name, step) + part) for m in members)
     else:
         names = member_names(name, variable, dims, tensors.coords)
         whole = variable.transpose(*dims, ...)
@@ -254,7 +254,7 @@ def _entry(
         arrays = (values[position] if position else values for position in np.ndindex(shape))
         pairs = zip(arrays, names, strict=True)
         present = pairs if gone is None else compress(pairs, ~gone.ravel())
-        readers = tuple(_reader(array, str(tensor)) for array, tensor in present)
+        readers = tuple(of_array(array, str(tensor)) for array, tensor in present)
     return Described(name, dims, shape, readers, encoding, tensors, gone, absent)
 
 
@@ -371,13 +371,6 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> OpenTensor
     register_formatter()  # a result may have very many variables
     with paused_collector():
         return FileTensors(source, index, OpenOptions(storage_options=storage_options))
-
-
-def _reader(array: Any, name: str) -> Reader:
-    reader: Reader = ChunkedTensor(array) if hasattr(array, "dask") else ArrayReader(array)
-    reader.local = not hasattr(array, "dask")
-    reader.name = name
-    return reader
 
 
 class _Values:

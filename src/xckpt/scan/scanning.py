@@ -17,13 +17,11 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from xckpt.arrays.lazy import dense_values
+from xckpt.arrays.streams import ChunkedStream, columns_of
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.scan.cluster import on_cluster, results_of, waiting_client
 from xckpt.scan.cuts import Cut, ranges_of, scan_cuts, tasks_of
-from xckpt.scan.kinds import magnitudes
-from xckpt.scan.readers import ChunkedTensor
 from xckpt.scan.statistics_cache import key_of, open_records
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
@@ -33,14 +31,18 @@ from xckpt.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.scan.accumulators import Accumulator
-    from xckpt.scan.readers import Reader
     from xckpt.scan.statistics_cache import Records
+    from xckpt.typing import Array
 
 # Elements of a stretch of a long tensor, which has its own record: 1 GiB of float32; whole leaves.
 _STRETCH = 1 << 28
-# Whole leaves of every type, and a power of two of them: one node of the tree of moments.
+# Whole leaves of every type, and a power of two of them: one node of the tree of moments. Larger
+# tasks cost less, but each thread should have several of them.
 _TASK_NBYTES = 16 << 20
+_LARGEST_TASK_NBYTES = 64 << 20
+_TASKS_PER_THREAD = 8
 _CLUSTER_TASK_NBYTES = 64 << 20
 # For object stores: four times the bytes of all requests in flight.
 _FAR_TASK_NBYTES = 4 * IN_FLIGHT * REQUEST_NBYTES
@@ -52,7 +54,7 @@ _MANY = 64
 
 
 def gather(
-    readers: Sequence[Reader],
+    readers: Sequence[ElementStream],
     operation: type[Accumulator],
     # From the number of a tensor and its accumulator to its result.
     finish: Callable[[int, Any], Any],
@@ -104,7 +106,7 @@ class _Outcome:
 
     def __init__(
         self,
-        readers: Sequence[Reader],
+        readers: Sequence[ElementStream],
         operation: type[Accumulator],
         records: Sequence[Records | None],
         finish: Callable[[int, Any], Any],
@@ -126,7 +128,7 @@ class _Outcome:
         """Take cached accumulators, and list the stretches without one."""
         for number, reader in enumerate(self.readers):
             stretches = [(0, reader.size)]
-            is_divisible = not (isinstance(reader, ChunkedTensor) or reader.whole)
+            is_divisible = not (isinstance(reader, ChunkedStream) or reader.whole)
             if stretched and is_divisible and reader.size > _STRETCH:
                 starts = range(0, reader.size, _STRETCH)
                 stretches = [(start, min(start + _STRETCH, reader.size)) for start in starts]
@@ -189,8 +191,8 @@ def _scan(
     report: Callable[[int], None],
 ) -> None:
     client = waiting_client()
-    chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedTensor)]
-    unchunked = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
+    chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedStream)]
+    unchunked = [cut for cut in cuts if not isinstance(cut.reader, ChunkedStream)]
     thread_cuts = [cut for cut in unchunked if client is None or cut.reader.local]
     cluster_cuts = [cut for cut in unchunked if client is not None and not cut.reader.local]
 
@@ -202,7 +204,11 @@ def _scan(
     if cluster_cuts:
         _run_on_cluster(client, cluster_cuts, operation, deliver_all)
     if thread_cuts:
-        tasks = list(tasks_of(thread_cuts, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
+        share = sum(cut.nbytes for cut in thread_cuts) // (_TASKS_PER_THREAD * cpu_count())
+        nbytes = _TASK_NBYTES
+        while nbytes < min(share, _LARGEST_TASK_NBYTES):
+            nbytes *= 2
+        tasks = list(tasks_of(thread_cuts, nbytes, nbytes, _MOST_CUTS))
         _run_on_threads(tasks, operation, deliver_all)
     if chunked:
         _run_chunks(client, chunked, operation, receive, report)
@@ -276,17 +282,14 @@ class _ChunkTask:
     """The task of a chunk; it pickles."""
 
     operation: type[Accumulator]
-    reader: Reader
+    reader: ElementStream
     argument: Any
     start: int
 
-    def __call__(self, block: Any) -> Accumulator:
-        values = dense_values(block).reshape(-1)
-        if values.dtype.kind == "c":
-            values = magnitudes(values)
+    def __call__(self, values: Array) -> Accumulator:
         accumulator = self.operation.begin(self.reader, self.argument)
         if values.size:
-            accumulator.update(self.start, values)
+            accumulator.update(self.start, *columns_of(values))
         return accumulator.close()
 
 
@@ -300,7 +303,7 @@ def _run_chunks(
     """Scan all chunks of dask arrays, in one run of a scheduler."""
     import dask
 
-    arrays = dask.optimize(*(cut.reader.array for cut in cuts))
+    arrays = dask.optimize(*(cut.reader.flat(operation.leaf) for cut in cuts))
     graph: dict[Any, Any] = {}
     for array in arrays:
         graph.update(array.__dask_graph__())
@@ -309,11 +312,13 @@ def _run_chunks(
     for number, (cut, array) in enumerate(zip(cuts, arrays, strict=True)):
         reader = copy(cut.reader)
         reader.array = None  # the array holds the whole graph
-        for position, start, stop in cut.reader.chunks():
-            key = (token, number, *position)
+        start = 0
+        for position, size in enumerate(array.chunks[0]):
+            key = (token, number, position)
             work = _ChunkTask(operation, reader, cut.argument, start)
-            graph[key] = (work, (array.name, *position))
-            sizes[key] = cut.reader.share(start, stop)
+            graph[key] = (work, (array.name, position))
+            sizes[key] = cut.reader.share(start, start + size)
+            start += size
 
     def done(key: Any, result: Any, *_: Any) -> None:
         if key in sizes:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from xckpt.scan.kinds import Kind
+    from xckpt.arrays.kinds import Kind
     from xckpt.typing import Array
 
 #: Increment this whenever results for the same bytes, or the packing of values, change.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
-from xckpt.scan.trees import LEAF
+from xckpt.arrays.trees import LEAF
 from xckpt.statistics import moments
 from xckpt.statistics.vector_kernel import (
     LANES,
@@ -133,11 +133,11 @@ def describe_floats(  # noqa: PLR0917  compiled functions take no keywords
 ) -> Any:
     """Describe and count a block of floats; return the number of leaves that need special care."""
     # Special care: an element is not finite, or fourth powers leave the range of float64. The node
-    # of such a leaf gets a count of -1.
+    # of such a leaf gets a count of -1. The last entry of the numbers of zeros receives their sum.
     (shift, minus), magnitude, least, most, infinity = limits
     even, odd, pages = tables
     zeros, nodes, extremes, sums = out
-    rare = 0
+    rare, total = 0, np.int64(0)
     for leaf in range((x.size + LEAF - 1) // LEAF):
         values = x[leaf * LEAF : (leaf + 1) * LEAF]
         patterns = bits[leaf * LEAF : (leaf + 1) * LEAF]
@@ -159,6 +159,7 @@ def describe_floats(  # noqa: PLR0917  compiled functions take no keywords
             for i in range(values.size):
                 pages[(patterns[i] >> shift) >> PAGE_BITS] = True
         zeros[leaf] = even[0] + odd[0] + even[minus] + odd[minus] - before
+        total += zeros[leaf]
         # Keys are signed integers in the order of the floats. The largest unsigned pattern belongs
         # to the smallest float, if any is negative.
         first, last = extremes.dtype.type(nearest), extremes.dtype.type(top)
@@ -174,6 +175,7 @@ def describe_floats(  # noqa: PLR0917  compiled functions take no keywords
             rare += 1
         else:
             _describe(values, center, sums, nodes[leaf])
+    zeros[zeros.size - 1] = total
     return rare
 
 
@@ -251,9 +253,13 @@ def _count(bits: Any, layout: Any, tables: Any) -> Any:
 @compiled
 def count_codes(bits: Any, layout: Any, tables: Any, zeros: Any) -> None:
     """Count the codes of a block in two tables; mark the used pages, and count zeros by leaf."""
-    # `layout` is the number of bits below a code, and the code of a negative zero, or 0.
+    # `layout` is the number of bits below a code, and the code of a negative zero, or 0. The last
+    # entry of `zeros` receives their sum.
+    total = np.int64(0)
     for leaf in range((bits.size + LEAF - 1) // LEAF):
         zeros[leaf] = _count(bits[leaf * LEAF : (leaf + 1) * LEAF], layout, tables)
+        total += zeros[leaf]
+    zeros[zeros.size - 1] = total
 
 
 @compiled

@@ -22,7 +22,7 @@ from xckpt.statistics.counts import Sketch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.scan.kinds import Kind
+    from xckpt.arrays.kinds import Kind
     from xckpt.statistics.counts import Tables
     from xckpt.typing import Array
 
@@ -50,8 +50,8 @@ _BLOCKS = (256, 192, 128, 96, 80, 64, 48, 32, 16)
 class ChannelSketch(Sketch):
     """A sketch with the largest magnitude in each row and column, and a mask of the used bits."""
 
-    def __init__(self, kind: Kind, size: int, row: int = 0, width: int = 0) -> None:
-        super().__init__(kind, size, row)
+    def __init__(self, kind: Kind, row: int = 0, width: int = 0) -> None:
+        super().__init__(kind, row)
         #: Elements in a row; 0 for a tensor without channels.
         self.width = width
         self.columns: Array = np.zeros(width, kind.unsigned)
@@ -64,11 +64,11 @@ class ChannelSketch(Sketch):
     def begin(cls, reader: Any, argument: Any) -> ChannelSketch:
         """Return an empty sketch for a tensor; the argument is its `width_of`."""
         if reader.sparse:
-            return cls(reader.kind, -1)
-        return cls(reader.kind, reader.size, reader.row, argument)
+            return cls(reader.kind)
+        return cls(reader.kind, reader.row, argument)
 
-    def _add_block(self, tables: Tables, start: int, values: Array, *, is_whole: bool) -> None:
-        super()._add_block(tables, start, values, is_whole=is_whole)
+    def _add_block(self, tables: Tables, start: int, values: Array) -> None:
+        super()._add_block(tables, start, values)
         patterns = values.view(self.kind.unsigned)
         if not (self.kind.exact or self.kind.integer):
             self.bits |= _used_bits(values, patterns, self.bits)

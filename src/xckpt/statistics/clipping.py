@@ -12,8 +12,8 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import PIECE_NBYTES, LazyArray
 from xckpt.arrays.scaled import QuantizedArray
+from xckpt.arrays.streams import of_tensor
 from xckpt.elements import BLOCK_TYPES
-from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.codes import USE_OF_CODES, CodeArray
 from xckpt.statistics.counts import Sketch
@@ -23,8 +23,8 @@ from xckpt.statistics.spectra import in_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.readers import Reader
     from xckpt.statistics.group_sums import Groups
     from xckpt.typing import Array
 
@@ -43,7 +43,7 @@ _OUTLIER, _CLIPPED = 1, 2
 
 
 def clipping(
-    pairs: Sequence[tuple[Reader, Reader]],
+    pairs: Sequence[tuple[ElementStream, ElementStream]],
     sizes: Sequence[float],
     progress: Progress,
     *,
@@ -77,13 +77,13 @@ def clipping(
     tables = gather(class_readers, Sketch, count_classes, progress, cache=cache, stretched=True)
     for number, table in zip(classes, tables, strict=True):
         rows[number, :2] = table
-    scales: dict[int, Reader] = {}
+    scales: dict[int, ElementStream] = {}
     for number, (_, quantised) in enumerate(pairs):
         lazy = quantised.array
         if isinstance(lazy, QuantizedArray):
             part_reader = lazy.readers["scales"]
             shape = part_reader.part.shape or (prod(lazy.stored_grid),)
-            scales[number] = reader_of(DenseArray(lazy.name, part_reader, shape), lazy.name)
+            scales[number] = of_tensor(DenseArray(lazy.name, part_reader, shape), lazy.name)
     scale_readers = list(scales.values())
     tables = gather(scale_readers, Sketch, count_scales, progress, cache=cache, stretched=True)
     for number, table in zip(scales, tables, strict=True):
@@ -91,7 +91,9 @@ def clipping(
     return rows
 
 
-def _class_reader(ours: Reader, theirs: Reader, threshold: float) -> Reader | None:
+def _class_reader(
+    ours: ElementStream, theirs: ElementStream, threshold: float
+) -> ElementStream | None:
     """Return a reader of the class of each element; None if the codes are not supported."""
     lazy, kind = theirs.array, theirs.kind
     if isinstance(lazy, BlockArray):
@@ -107,7 +109,7 @@ def _class_reader(ours: Reader, theirs: Reader, threshold: float) -> Reader | No
     if np.isnan(threshold) or ours.complex or len(lazy.shape) < 2 or len(ends) < 2:
         return None
     read = partial(_classes, (ours.array, lazy), ends, threshold)
-    reader = reader_of(CodeArray(lazy, lazy.shape, read, PIECE_NBYTES), theirs.name)
+    reader = of_tensor(CodeArray(lazy, lazy.shape, read, PIECE_NBYTES), theirs.name)
     reader.place, reader.nbytes = theirs.place, ours.nbytes + theirs.nbytes
     # Arrays in memory are not sent to a cluster.
     reader.local = not isinstance(ours.array, LazyArray)

@@ -15,16 +15,16 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray, flat_blocks
 from xckpt.arrays.scaled import TURNED_NBYTES, CodebookArray, QuantizedArray
+from xckpt.arrays.streams import of_tensor
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, code_values
-from xckpt.scan.readers import reader_of
 from xckpt.scan.scanning import gather
 from xckpt.statistics.counts import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 #: The statistics, of a tensor that has codes.
@@ -34,7 +34,7 @@ USE_OF_CODES = ("saturated", "unused")
 class _Coded(NamedTuple):
     """The codes of a tensor, and the value of each code before scaling."""
 
-    reader: Reader
+    reader: ElementStream
     values: Array
     #: Whether a byte holds two codes.
     paired: bool = False
@@ -68,7 +68,7 @@ class CodeArray(LazyArray):
         return flat_blocks(self, start, stop, self.rows_nbytes, whole_rows=True)
 
 
-def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) -> Array:
+def use_of_codes(readers: Sequence[ElementStream], progress: Progress, *, cache: bool) -> Array:
     """Return a row of `USE_OF_CODES` for each tensor, NaN for those that have no codes."""
     shares = np.full((len(readers), len(USE_OF_CODES)), nan)
     coded = {n: codes for n, reader in enumerate(readers) if (codes := _coded(reader)) is not None}
@@ -100,7 +100,7 @@ def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) 
     return shares
 
 
-def _coded(reader: Reader) -> _Coded | None:
+def _coded(reader: ElementStream) -> _Coded | None:
     lazy = reader.array
     if isinstance(lazy, CodebookArray) or (
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
@@ -130,8 +130,8 @@ def _coded(reader: Reader) -> _Coded | None:
     return None
 
 
-def _code_reader(reader: Reader, codes: CodeArray) -> Reader:
-    code_reader = reader_of(codes, reader.name)
+def _code_reader(reader: ElementStream, codes: CodeArray) -> ElementStream:
+    code_reader = of_tensor(codes, reader.name)
     code_reader.place, code_reader.nbytes = reader.place, reader.nbytes
     if reader.identity is not None:
         code_reader.identity = (reader.identity[0], "codes", *reader.identity[1:])

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable, Described
-    from xckpt.scan.readers import Reader
     from xckpt.structure import Structure
     from xckpt.typing import Array, Dataset
 
@@ -257,7 +257,9 @@ def _describe_all(
     return results, dead_rows
 
 
-def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Progress) -> Array:
+def _describe_tensors(
+    readers: Sequence[ElementStream], options: _StatsOptions, bar: Progress
+) -> Array:
     """Return a row of statistics for each tensor, and last its number of dead rows or NaN."""
     targets: list[Any] = [()] * len(readers)
     rows = np.full((len(readers), len(options.names) + 1), np.nan)
@@ -310,7 +312,10 @@ def _inexact_quantiles(
 
 
 def _fill_rows(
-    rows: Array, sketches: Mapping[int, Sketch], readers: Sequence[Reader], options: _StatsOptions
+    rows: Array,
+    sketches: Mapping[int, Sketch],
+    readers: Sequence[ElementStream],
+    options: _StatsOptions,
 ) -> None:
     """Fill the rows of tensors whose sketches are complete."""
     described = describe_all(list(sketches.values()), options.quantiles, channels=options.channels)

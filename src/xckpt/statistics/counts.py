@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from xckpt.arrays.kinds import kind_named
+from xckpt.arrays.trees import LEAF, MergeTree, runs
 from xckpt.scan.accumulators import BLOCK_NBYTES, Accumulator
-from xckpt.scan.kinds import kind_named
-from xckpt.scan.trees import LEAF, MergeTree, runs
 from xckpt.statistics import block_loops
 from xckpt.statistics.block_loops import PAGE
 from xckpt.statistics.moments import EMPTY, Moments, merge
@@ -18,7 +18,7 @@ from xckpt.statistics.vector_kernel import LANES, WIDTH
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.scan.kinds import Kind
+    from xckpt.arrays.kinds import Kind
     from xckpt.typing import Array
 
 #: Smallest length of a row; shorter slices are not rows of a matrix.
@@ -34,10 +34,10 @@ class Sketch(Accumulator):
     """Counts of bit patterns and moments of a part of a tensor, or of all of it."""
 
     record = "sketch"
+    leaf = LEAF
 
-    def __init__(self, kind: Kind, size: int, row: int = 0) -> None:
+    def __init__(self, kind: Kind, row: int = 0) -> None:
         self.kind = kind
-        self.size = size
         self.count = 0
         #: The codes that occur, in ascending order, and their counts.
         self.codes: Array = np.empty(0, np.uint32)
@@ -51,7 +51,6 @@ class Sketch(Accumulator):
         #: Zeros that are not stored; `count`, `counts` and `zero` include them, `tree` does not.
         self.implied = 0
         self.tree: MergeTree[Moments] = MergeTree(merge, EMPTY)
-        self.pieces = {}
         self.rows = Rows(row if row >= SHORTEST_ROW else 0)
         self._dense: Array | None = None
         self._tables: Tables | None = None
@@ -60,8 +59,7 @@ class Sketch(Accumulator):
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Sketch:  # noqa: ARG003
         """Return an empty sketch for a tensor."""
-        # The number of values in a sparse tensor is unknown until duplicates are added up.
-        return cls(reader.kind, *((-1, 0) if reader.sparse else (reader.size, reader.row)))
+        return cls(reader.kind, 0 if reader.sparse else reader.row)
 
     def moments(self) -> Moments:
         """Return the moments of all finite elements of a kind that is not exact."""
@@ -76,42 +74,41 @@ class Sketch(Accumulator):
             self._dense = None
         return self.codes, self.counts
 
-    def _add_run(self, start: int, columns: tuple[Array, ...], *, is_whole: bool) -> None:
+    def update(self, start: int, *columns: Array) -> None:
+        """Add elements."""
         if self._tables is None:
             self._tables = _tables(self.kind)
             self._tables.reset()
-        values = prepared(columns[0], self.kind)
-        step = BLOCK_NBYTES // self.kind.itemsize // LEAF * LEAF
-        for offset in range(0, len(values), step):
-            self._add_block(
-                self._tables, start + offset, values[offset : offset + step], is_whole=is_whole
-            )
+        values, most = prepared(columns[0], self.kind), self._tables.most
+        if len(values) <= most:
+            self._add_block(self._tables, start, values)
+            return
+        for offset in range(0, len(values), most):
+            self._add_block(self._tables, start + offset, values[offset : offset + most])
 
-    def _add_block(self, tables: Tables, start: int, values: Array, *, is_whole: bool) -> None:
+    def _add_block(self, tables: Tables, start: int, values: Array) -> None:
         tables.count(values)
-        self.count += len(values)
-        self._pending += len(values)
+        size = len(values)
+        self.count += size
+        self._pending += size
         if self._pending > _MOST_PENDING:
             self._drain(tables)
-        leaves = -(-len(values) // LEAF)
+        leaves = -(-size // LEAF)
         if not self.kind.exact:
-            if is_whole:
-                first = start // LEAF
-                for level, number in runs(first, leaves):
-                    nodes = tables.nodes[(number << level) - first :]
-                    if level and tables.rare:
-                        for position, node in enumerate(nodes[: 1 << level].tolist()):
-                            self.tree.add(0, (number << level) + position, tuple(node))
-                        continue
-                    if level:
-                        block_loops.fold(nodes, 1 << level)
-                    self.tree.add(level, number, tuple(nodes[0].tolist()))
-            else:
-                self._add_piece(start, (values.copy(),))
-        if tables.zeros[:leaves].any():
+            first = start // LEAF
+            for level, number in runs(first, leaves):
+                nodes = tables.nodes[(number << level) - first :]
+                if level and tables.rare:
+                    for position, node in enumerate(nodes[: 1 << level].tolist()):
+                        self.tree.add(0, (number << level) + position, tuple(node))
+                    continue
+                if level:
+                    block_loops.fold(nodes, 1 << level)
+                self.tree.add(level, number, tuple(nodes[0].tolist()))
+        if tables.zeros[-1]:
             self._add_zeros(tables, start, values, tables.zeros[:leaves])
         elif self.rows.length:
-            self.rows.add(start, len(values))
+            self.rows.add(start, size)
 
     def _add_zeros(self, tables: Tables, start: int, values: Array, zeros: Array) -> None:
         """Count zeros of floats, which share a code with tiny elements, and rows of zeros."""
@@ -166,11 +163,7 @@ class Sketch(Accumulator):
         return self
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
-        """Complete the last leaf, whose end is now known, and count zeros that are not stored."""
-        self.size = self.count
-        pieces, self.pieces = self.pieces, {}
-        for start, columns in (piece for level_pieces in pieces.values() for piece in level_pieces):
-            self._add_piece(start, columns)
+        """Count zeros that are not stored."""
         self.rows = Rows(row, dead if row else 0)
         if not zeros:
             return
@@ -201,12 +194,6 @@ class Sketch(Accumulator):
         self.rows.merge(other.rows)
         super().merge(other)
 
-    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
-        tables = Tables(self.kind, LEAF * self.kind.itemsize)
-        tables.reset()
-        tables.count(columns[0])
-        self.tree.add(0, start // LEAF, tuple(tables.nodes[0].tolist()))
-
     def pack(self) -> bytes:
         """Return the sketch as bytes, for the cache."""
         import msgpack
@@ -236,7 +223,7 @@ class Sketch(Accumulator):
         import msgpack
 
         fields = msgpack.unpackb(data)
-        sketch = cls(kind_named(fields["kind"]), reader.size)
+        sketch = cls(kind_named(fields["kind"]))
         sketch._restore(fields, reader)
         return sketch
 
@@ -281,15 +268,19 @@ class Rows:
 
     def add(self, start: int, count: int, alive: Array | None = None) -> None:
         """Add a run of elements; `alive` has whether rows have a nonzero element, None if all."""
-        first, last = start // self.length, (start + count - 1) // self.length
-        ends = (True, True) if alive is None else (bool(alive[0]), bool(alive[-1]))
+        length, stop = self.length, start + count
+        first, skipped = start // length, start % length
+        last, cut = stop // length, stop % length
         if first == last:
-            self._add_part(first, count, alive=ends[0])
+            self._add_part(first, count, alive=alive is None or bool(alive[0]))
             return
-        self._add_part(first, (first + 1) * self.length - start, alive=ends[0])
-        self._add_part(last, start + count - last * self.length, alive=ends[1])
+        if skipped:
+            self._add_part(first, length - skipped, alive=alive is None or bool(alive[0]))
+        if cut:
+            self._add_part(last, cut, alive=alive is None or bool(alive[-1]))
         if alive is not None:
-            self.dead += len(alive) - 2 - int(np.count_nonzero(alive[1:-1]))
+            complete = alive[skipped > 0 : last - first]
+            self.dead += len(complete) - int(np.count_nonzero(complete))
 
     def merge(self, other: Rows) -> None:
         """Add the rows of other elements of the same tensor."""
@@ -312,12 +303,15 @@ class Tables:
     def __init__(self, kind: Kind, nbytes: int) -> None:
         self.kind = kind
         leaves = -(-nbytes // kind.itemsize // LEAF)
+        #: Largest number of elements of a block.
+        self.most = nbytes // kind.itemsize // LEAF * LEAF
         counters = np.zeros((2, 1 << kind.code_bits), np.uint32)
         self.counted = *counters, np.zeros(counters.shape[1] // PAGE, np.bool_)
         self.codes = np.empty(counters.shape[1], np.uint32)
         self.counts = np.empty(counters.shape[1], np.int64)
         self.used = False
-        self.zeros = np.zeros(leaves, np.int64)
+        #: Numbers of zeros in the leaves of a block, or more than that; last their sum.
+        self.zeros = np.zeros(leaves + 1, np.int64)
         bits = kind.bits if kind.exact else kind.code_bits
         minus = 1 << (bits - 1) if kind.has_negative_zero else 0
         #: Type of the patterns that are counted. Integers are counted as float64.
@@ -396,7 +390,7 @@ class Tables:
         finite = values[np.isfinite(values)]
         nan = int(np.isnan(values).sum())
         self.tally[:2] += nan, len(values) - len(finite) - nan
-        node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(1, np.int64)
+        node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(2, np.int64)
         sums = self.out[-1]
         out = (zeros, node, self.extremes, sums)
         if not len(finite) or not self._describe(

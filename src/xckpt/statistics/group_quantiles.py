@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.scan.readers import ChunkedTensor
+from xckpt.arrays.streams import ChunkedStream
 from xckpt.scan.scanning import load_cached
 from xckpt.statistics.counts import Sketch
 from xckpt.statistics.describe import Spectrum, ranks_of, replace_ends, spectrum
@@ -14,8 +14,8 @@ from xckpt.statistics.describe import Spectrum, ranks_of, replace_ends, spectrum
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from xckpt.scan.kinds import Kind
-    from xckpt.scan.readers import Reader
+    from xckpt.arrays.kinds import Kind
+    from xckpt.arrays.streams import ElementStream
     from xckpt.typing import Array
 
 
@@ -28,10 +28,10 @@ class CachedTensor(NamedTuple):
     identity: tuple[Any, ...]
 
 
-def cached_tensors(readers: Iterable[Reader]) -> dict[str, CachedTensor]:
+def cached_tensors(readers: Iterable[ElementStream]) -> dict[str, CachedTensor]:
     """Return the tensors of real numbers that the cache can identify, by name."""
     return {
-        r.name: CachedTensor(r.kind, r.size, r.whole or isinstance(r, ChunkedTensor), r.identity)
+        r.name: CachedTensor(r.kind, r.size, r.whole or isinstance(r, ChunkedStream), r.identity)
         for r in readers
         if r.identity is not None and not r.complex
     }

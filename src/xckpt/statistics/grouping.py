@@ -150,6 +150,8 @@ def _no_labels(key: str, names: Sequence[str], structure: Structure) -> str:
     listed = f"keys are {', '.join(map(shown, keys))}"
     if key == "layer":
         return f"this model has no repeated layers; {listed}"
+    if key == "component":
+        return f"this model has a single component; {listed}"
     hint = suggest_word(key, {}, keys)
     listed = f"did you mean {hint!r}?" if hint else listed
     return f"no tensor has a number for {key!r} in its name; {listed}"

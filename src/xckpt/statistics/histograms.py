@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+    from xckpt.arrays.kinds import Kind
+    from xckpt.arrays.streams import ElementStream
     from xckpt.labels import TensorFilter
     from xckpt.scan.entries import Describable, Described
-    from xckpt.scan.kinds import Kind
-    from xckpt.scan.readers import Reader
     from xckpt.statistics.describe import Spectrum
     from xckpt.typing import Array, Dataset
 
@@ -51,7 +51,7 @@ class Distribution:
     mean: float
     smallest: float  # nonzero magnitude
     bulk: tuple[float, float]  # quantiles that enclose 99 % of the elements
-    _reader: Reader
+    _reader: ElementStream
     # Packed, because sketches of thousands of tensors take too much memory.
     _sketch: bytes
 

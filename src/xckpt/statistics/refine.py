@@ -21,9 +21,9 @@ from xckpt.statistics.describe import rank, spectrum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xckpt.arrays.kinds import Kind
+    from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.kinds import Kind
-    from xckpt.scan.readers import Reader
     from xckpt.statistics.counts import Sketch
     from xckpt.typing import Array
 
@@ -67,13 +67,13 @@ class _Buckets(Accumulator):
         self.few: list[tuple[Array, Array]] = []
 
     @classmethod
-    def begin(cls, reader: Reader, argument: list[_QuantileTarget]) -> _Buckets:
+    def begin(cls, reader: ElementStream, argument: list[_QuantileTarget]) -> _Buckets:
         """Return empty counts for a tensor."""
         return cls(reader.kind, argument)
 
-    def update(self, start: int, values: Array) -> None:
+    def update(self, start: int, *columns: Array) -> None:
         """Add elements."""
-        values = prepared(values, self.kind)
+        values = prepared(columns[0], self.kind)
         slots = np.zeros(1 << self.kind.code_bits, np.bool_)
         slots[[target.code for target in self.targets]] = True
         bounds = [(target.code, target.low, target.high) for target in self.targets]
@@ -111,7 +111,7 @@ class _Buckets(Accumulator):
 
 
 def refine(
-    readers: Sequence[Reader],
+    readers: Sequence[ElementStream],
     targets_by_tensor: Sequence[list[_QuantileTarget]],
     progress: Progress,
 ) -> list[dict[float, float]]:

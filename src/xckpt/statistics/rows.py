@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.kinds import kind_of, magnitudes
 from xckpt.scan.entries import LONGEST_ROW
-from xckpt.scan.kinds import kind_of, magnitudes
 from xckpt.statistics.definitions import Elements, describe_elements, of_real_numbers
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from xckpt.scan.kinds import Kind
+    from xckpt.arrays.kinds import Kind
     from xckpt.typing import Array
 
 # Integers up to here, and their sums, are exact as float64.

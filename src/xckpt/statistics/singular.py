@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from xckpt.scan.kinds import Kind
+    from xckpt.arrays.kinds import Kind
     from xckpt.statistics.group_sums import Groups
     from xckpt.typing import Array
 

@@ -15,9 +15,10 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.blocks import BlockArray
+from xckpt.arrays.kinds import kind_of
 from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
-from xckpt.datasets.adapters import Factors, factors_in
+from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import select
@@ -31,7 +32,6 @@ from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
 from xckpt.scan.cluster import send_out
 from xckpt.scan.entries import contents_of_all, entries_of, filter_of, laid, laid_out
-from xckpt.scan.kinds import kind_of
 from xckpt.scan.statistics_cache import key_of, open_records
 from xckpt.statistics.singular import (
     FLOOR,
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from typing import Unpack
 
+    from xckpt.arrays.kinds import Kind
+    from xckpt.arrays.streams import ElementStream
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable, Described
-    from xckpt.scan.kinds import Kind
-    from xckpt.scan.readers import Reader
     from xckpt.storage.prefetch import Range
     from xckpt.typing import Array, Dataset
 
@@ -244,7 +244,7 @@ def _select_matrices(
 class _Operand(NamedTuple):
     """A tensor, and the element type that it was rounded to; None if the type is unknown."""
 
-    reader: Reader
+    reader: ElementStream
     stored: Kind | None
 
 
@@ -252,7 +252,7 @@ def _operands(entries: Iterable[Described]) -> dict[str, _Operand]:
     return {r.name: _Operand(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
 
 
-def _stored_kind(entry: Described, reader: Reader) -> Kind | None:
+def _stored_kind(entry: Described, reader: ElementStream) -> Kind | None:
     """Return the element type that a tensor was rounded to, or None if it is unknown."""
     array, encoding = reader.array, entry.variable.encoding
     while isinstance(array, SlicedArray):

@@ -19,9 +19,10 @@ import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
 from xckpt.interrupts import uninterrupted
-from xckpt.storage.limits import Pool, most_open
+from xckpt.storage.limits import Pool, cpu_count, most_open
 from xckpt.storage.prefetch import is_being_read
 from xckpt.storage.source import Source, components
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _FILE = "file://"
 # One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
 _READ_NBYTES = 64 << 20
+# Part of a long read that is worth a thread, and the size of a huge page.
+_SHARE_NBYTES = 16 << 20
+_HUGE_PAGE = 2 << 20
 # Size of one request for read-ahead.
 _READAHEAD_NBYTES = 256 << 10
 # The overhead of a read is about the time to copy this many bytes.
@@ -153,6 +157,9 @@ class OpenFile:
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return the number of bytes read."""
         if hasattr(os, "preadv"):
+            nbytes = len(memory)
+            if nbytes <= _READ_NBYTES and os.preadv(self.fileno, [memory], offset) == nbytes:
+                return nbytes
             return _read_fully(
                 memory, lambda part, done: os.preadv(self.fileno, [part], offset + done)
             )
@@ -172,6 +179,11 @@ def _read_fully(memory: memoryview, read: Callable[[memoryview, int], int]) -> i
         done += count
     return done
 
+
+# Threads that read much at a time, among which processors are divided.
+_long_readers: set[int] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_long_readers.clear)
 
 # Descriptors and maps in one pool, because before Python 3.13 a map costs a descriptor as well.
 _pool: Pool[Any] = Pool(most_open(), files=True)
@@ -217,9 +229,54 @@ class LocalSource(Source):
         nbytes = len(memory) // len(offsets)
         self.check_range(min(offsets), nbytes)
         self.check_range(max(offsets), nbytes)
-        for number, offset in enumerate(offsets):
-            self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
+        if nbytes >= 2 * _SHARE_NBYTES:
+            for number, offset in enumerate(offsets):
+                self._fill_on_threads(offset, memory[number * nbytes : (number + 1) * nbytes])
+        else:
+            for number, offset in enumerate(offsets):
+                self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
         self.check(offsets[0])  # only a check after the reads covers them
+
+    def _fill_on_threads(self, offset: int, memory: memoryview) -> None:
+        """Fill memory on several threads, because the kernel first has to provide its pages."""
+        reader = threading.get_ident()
+        _long_readers.add(reader)
+        try:
+            most = max(1, cpu_count() // len(_long_readers))
+            count = min(len(memory) // _SHARE_NBYTES, most)
+            share = -(-len(memory) // (count * _HUGE_PAGE)) * _HUGE_PAGE
+            starts = range(0, len(memory), share)
+            if len(starts) == 1:
+                self._fill(offset, memory)
+                return
+            with Threads(len(starts), "xckpt-read") as threads:
+                calls = [
+                    threads.submit(self._fill, offset + start, memory[start : start + share])
+                    for start in starts
+                ]
+                for call in calls:
+                    call.result()
+        finally:
+            _long_readers.discard(reader)
+
+    def blocks_in(self, memory: memoryview, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Read a range of bytes block by block into given memory; see `Source.blocks_in`."""
+        self.check_range(offset, nbytes)
+        descriptor, end, size = self.descriptor(), offset + nbytes, len(memory)
+        for start in range(offset, end, size):
+            if start + size > end:
+                size = end - start
+                memory = memory[:size]
+            is_being_read(self.name, size)
+            try:
+                is_filled = descriptor.read_into(memory, start) == size
+            except OSError:
+                is_filled = False
+            if not is_filled:  # another read finds out why
+                self._fill(start, memory, is_counted=True)
+            if start + size == end:
+                self.check(offset)  # only a check after the reads covers them
+            yield memory
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes of the file's memory map; see `Source.view`."""
@@ -277,8 +334,11 @@ class LocalSource(Source):
         # The source itself would be slower: its __hash__ and __eq__ are Python.
         return kind, self.name, self.identity
 
-    def _fill(self, offset: int, memory: memoryview, *, is_retry: bool = False) -> None:
-        is_being_read(self.name, len(memory))
+    def _fill(
+        self, offset: int, memory: memoryview, *, is_retry: bool = False, is_counted: bool = False
+    ) -> None:
+        if not is_counted:
+            is_being_read(self.name, len(memory))
         try:
             count = self.descriptor().read_into(memory, offset)
         except CheckpointError as error:
@@ -290,7 +350,7 @@ class LocalSource(Source):
                 raise named(error, self.name, action) from error
             # The server dropped the handle, or the file was replaced: reopening it shows which.
             self.close()
-            self._fill(offset, memory, is_retry=True)
+            self._fill(offset, memory, is_retry=True, is_counted=True)
             return
         if count < len(memory):
             short = f"it ends {len(memory) - count} bytes before the end of a read"

@@ -123,6 +123,16 @@ class Source(ABC):
             self.read_into([offset + start], memory)
             yield memory
 
+    def blocks_in(self, memory: memoryview, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Read a range of bytes block by block into given memory, from its beginning each time."""
+        # For readers of all blocks: the last one may be the only one that is yielded after a check
+        # of the file.
+        self.check_range(offset, nbytes)
+        for start in range(0, nbytes, len(memory)):
+            block = memory[: nbytes - start]
+            self.read_into([offset + start], block)
+            yield block
+
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read several ranges of bytes with few requests."""
         for offset, nbytes in ranges:
@@ -273,6 +283,11 @@ class ShardSource(Source):
         """Read a range of bytes block by block; see `Source.blocks`."""
         with self._reading() as file:
             yield from file.blocks(offset, nbytes, block_nbytes)
+
+    def blocks_in(self, memory: memoryview, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Read a range of bytes block by block into given memory; see `Source.blocks_in`."""
+        with self._reading() as file:
+            yield from file.blocks_in(memory, offset, nbytes)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read several ranges of bytes; see `Source.read_ranges`."""

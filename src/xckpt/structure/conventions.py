@@ -349,6 +349,14 @@ def is_of_squares(name: str) -> bool:
 _INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
 
 
+_FACTOR = re.compile(r"(^|[._])lora[._]?(embedding_)?(A|B|a|b|up|down)([._]|$)")
+
+
+def names_factor(name: str) -> bool:
+    """Return whether a name is that of a factor of an adapter of low rank."""
+    return _FACTOR.search(name) is not None
+
+
 def begins_as_zeros(name: str) -> bool:
     """Return whether a matrix is all zeros in a new model, as the second factor of an adapter."""
     return _INITIAL_MATRIX.search(name) is not None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
     from xckpt.structure.families import Family, Place
+    from xckpt.structure.families.tables import NameTable
     from xckpt.tensor_rows import Row
 
     Template = tuple[str | None, ...]
@@ -107,8 +108,12 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         # Most processes need no tables.
         from xckpt.structure.families import family_of
 
+        roles = self.roles
         of_model = {
-            n: t.shape for n, t in self._tensors.items() if self.roles[n] not in OF_TRAINING
+            name: tensor.shape
+            for name, tensor in self._tensors.items()
+            # Most of 100,000 tensors are weights, and hashing a role takes longer.
+            if (role := roles[name]) is Role.WEIGHT or role not in OF_TRAINING
         }
         return family_of(of_model, self.facts)
 
@@ -119,6 +124,20 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         It is spelled as in the file, or as the table of names if the file states none.
         """
         return self.facts.family or (self.models.name if self.models is not None else "")
+
+    @property
+    def components(self) -> Mapping[str, str]:
+        """Family of each model in the checkpoint, by component; empty if they are unknown."""
+        return self.models.components if self.models is not None else {}
+
+    @property
+    def contradicts_config(self) -> bool:
+        """Whether a config states a known type of model that has other tensors than this one."""
+        if self.models is not None or not self.facts.config:
+            return False
+        from xckpt.structure.families import has_table
+
+        return has_table(self.facts.types)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -134,6 +153,13 @@ class Structure(Roles, Mapping[str, TensorInfo]):
         if self.models is None or self.roles[name] in OF_TRAINING:
             return None
         return self.models.describe(name, tuple(self._tensors[name].shape))
+
+    @property
+    def tables(self) -> Sequence[NameTable]:
+        """Tables of all names that libraries give to models of the family."""
+        from xckpt.structure.families.choosing import related_tables
+
+        return related_tables(self.models, self.facts.types)
 
     # --- modules ---------------------------------------------------------------------------------
 

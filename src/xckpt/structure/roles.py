@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -67,6 +68,21 @@ class Roles:
         tensors = self._tensors.values()
         shapes = [tensor.shape for tensor in tensors]
         return grouped(masked(list(self._tensors)), [tensor.dtype for tensor in tensors], shapes)
+
+    @property
+    def extents(self) -> frozenset[int]:
+        """Extents of all axes of the tensors."""
+        return frozenset(extent for _, _, shape in self._groups for extent in shape)
+
+    @property
+    def factors(self) -> frozenset[tuple[int, ...]]:
+        """Shapes of the factors of an adapter; empty if most weights are those of a model."""
+        shapes: Counter[tuple[int, ...]] = Counter()
+        for (mask, _, shape), places in self._groups.items():
+            if conventions.names_factor(mask):
+                shapes[shape] += len(places)
+        weights = Counter(self.roles.values())[Role.WEIGHT] if shapes else 0
+        return frozenset(shapes) if shapes.total() * 2 >= weights else frozenset()
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Role], dict[str, str]]:

@@ -60,8 +60,8 @@ __all__ = [
 
 KINDS = ("elements", "decoded", "nonzero")
 
-# Size of blocks that are hashed; they stay in the second-level cache.
-_BLOCK_NBYTES = 1 << 20
+# Size of blocks that are hashed.
+_BLOCK_NBYTES = 8 << 20
 # Largest tensor in Fortran order that is read at once; larger ones are read by rows.
 _TURNED_NBYTES = 64 << 20
 # Largest dense tensor; a few bytes can claim any size.
@@ -201,7 +201,7 @@ def digest(
 
 def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
     if content.is_plain and dtype == content.dtype:
-        for _, block in content.array.stream(compare=True):
+        for _, block in content.array.stream(_BLOCK_NBYTES, compare=True):
             yield 0, as_bytes(block)
         return
     if isinstance(content.array, LazyArray):
@@ -243,7 +243,8 @@ def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
     nbytes = nbytes_of(content.dtype, size)
     if isinstance(array, DenseArray):
         if not _is_turned(array):
-            yield from (((start,), block) for start, block in array.stream(compare=True))
+            blocks = array.stream(_BLOCK_NBYTES, compare=True)
+            yield from (((start,), block) for start, block in blocks)
             return
         if nbytes <= _TURNED_NBYTES or array.reader.part.encoding in STREAMS:
             require_memory(nbytes, "It has to be turned as a whole")

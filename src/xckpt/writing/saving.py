@@ -23,7 +23,9 @@ import xarray as xr
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays, read_later
 from xckpt.arrays.parts import part_readers
+from xckpt.datasets.losses import losses
 from xckpt.datasets.mappings import as_dataset
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
+    from xckpt.writing.fitting import Changes
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
@@ -153,13 +156,14 @@ def save(
     >>> xckpt.save(ds, "small.zt", encoding={"*": {"compression": "zstd"}})
     >>> xckpt.save(ds[["lm_head.weight"]].astype("float16"), "half.safetensors")
     """
-    obj = as_dataset(obj)
     fitting = Fitting(
         writer_of(path, engine, format_options),
         Requests(encoding, dtype),
         cast,
         skip_unreadable=skip_unreadable,
     )
+    _note_losses(obj, fitting.changes)
+    obj = as_dataset(obj)
     format = fitting.writer.name
     gathered = _gather_readable(obj, fitting, format)
     job = _write_job(
@@ -183,6 +187,19 @@ def _gather_readable(obj: Any, fitting: Fitting, format: str | None = None) -> G
     gathered = gather(obj, fitting.changes, format)
     fitting.require_readable(len(gathered.payloads), str(obj.encoding.get("source", "")))
     return gathered
+
+
+def _note_losses(obj: Any, changes: Changes) -> None:
+    """Note tensors that arithmetic left out, and a Dataset without any."""
+    if not isinstance(obj, xr.Dataset | xr.DataTree):  # the user named each tensor
+        return
+    tensors = OpenTensors(obj)
+    for loss in losses(tensors):
+        for name in loss.names:
+            changes.add(str(loss), name)
+    if isinstance(obj, xr.Dataset) and not obj.variables and not obj.attrs:
+        change = "it has no tensors; arithmetic keeps only those that both sides have"
+        changes.add(change, "Dataset")
 
 
 def _opened_as(obj: Any, format: str) -> Index | None:

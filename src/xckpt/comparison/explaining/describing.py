@@ -16,9 +16,9 @@ from xckpt.comparison.explaining.work import ALONE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.work import Explanations, Work
-    from xckpt.scan.readers import Reader
 
 # Smaller tensors may have the numbers of another tensor by chance.
 _SMALLEST = 8
@@ -65,7 +65,7 @@ def described(work: Work) -> Explanations:
     unexplained = [
         n for n in work.open if n not in explanations and work.cases[n].status not in ALONE
     ]
-    near: dict[int, tuple[Reader, Reader]] = {}
+    near: dict[int, tuple[ElementStream, ElementStream]] = {}
     for n in unexplained:
         link, pair = work.in_place.get(n), work.cases[n].match.both
         if link is not None and link.likely is not None:
@@ -107,7 +107,7 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
 
 def tied(work: Work) -> Explanations:
     """Describe tensors that only one side has: copies of another of its tensors, or unmatched."""
-    owners: dict[Any, list[Reader]] = defaultdict(list)
+    owners: dict[Any, list[ElementStream]] = defaultdict(list)
     unmatched = [n for n in work.open if work.cases[n].status in ALONE]
     for n in set(range(len(work.cases))).difference(unmatched):
         for side, reader in zip(ALONE, work.cases[n].match[1:3], strict=True):

@@ -24,8 +24,8 @@ from xckpt.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 #: The least correlation of the sides of a low-rank update.
@@ -71,7 +71,9 @@ class _Update:
             yield start, x.reshape(len(x), -1), y.reshape(len(y), -1)
 
 
-def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict[int, Explanation]:
+def low_ranks(
+    pairs: Mapping[int, tuple[ElementStream, ElementStream]], bar: Progress
+) -> dict[int, Explanation]:
     """Explain the pairs whose difference has a low rank, by their numbers."""
     updates = []
     for number, (a, b) in pairs.items():

@@ -30,12 +30,12 @@ from xckpt.statistics.views import cause_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
     from xckpt.comparison.explaining.causes import Relation
     from xckpt.comparison.explaining.verification import Link
     from xckpt.comparison.pairs import Match
-    from xckpt.scan.readers import Reader
 
 Outcome = Literal["explained", "changed", "unmatched", "unreadable"]
 
@@ -79,7 +79,7 @@ class Case:
         return partner.name if partner and partner.name != self.match.name else ""
 
     @property
-    def alone(self) -> Reader | None:
+    def alone(self) -> ElementStream | None:
         """The tensor, if only one side has it."""
         return {"only_a": self.match.ours, "only_b": self.match.theirs}.get(self.status)
 

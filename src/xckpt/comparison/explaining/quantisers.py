@@ -22,11 +22,11 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.dequantize import decode
+from xckpt.arrays.kinds import kind_named
 from xckpt.arrays.scaled import QuantizedArray
+from xckpt.arrays.streams import ArrayStream
 from xckpt.comparison.explaining.rounding import FRACTION_BITS
 from xckpt.elements import BLOCK_TYPES
-from xckpt.scan.kinds import kind_named
-from xckpt.scan.readers import ArrayReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -364,7 +364,7 @@ class _GradedCodes:
         return graded.reshape(values.shape)
 
 
-class _GradedReader(ArrayReader):
+class _GradedReader(ArrayStream):
     """A reader of elements with the dtype `GRADED`."""
 
     def __init__(self, graded: Any, nbytes: int, size: int) -> None:
@@ -375,7 +375,7 @@ class _GradedReader(ArrayReader):
         self.piece_nbytes = 4 << 20
 
 
-def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader | None:
+def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayStream | None:
     """Return a reader of a run of elements with the dtype `GRADED`; None if it is unsupported."""
     lazy = reader.array
     count = prod(lazy.shape) if size is None else size

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.compiling import compiled
+from xckpt.arrays.kinds import kind_named
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.scan.kinds import kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,8 +30,8 @@ from xckpt.scan.scanning import gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from xckpt.arrays.streams import ElementStream
     from xckpt.progress import Progress
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 Shape = tuple[int, ...]
@@ -69,8 +69,9 @@ class MatrixSums(Accumulator):
         shape, has_lines = argument
         return cls(reader.kind.name, shape, has_lines=has_lines)
 
-    def update(self, start: int, values: Any) -> None:
+    def update(self, start: int, *columns: Array) -> None:
         """Add a run of elements."""
+        (values,) = columns
         self.count += len(values)
         if not len(values):
             return
@@ -83,8 +84,8 @@ class MatrixSums(Accumulator):
         width = self.shape[1]
         first, column = divmod(start, width)
         rows = np.zeros((start + len(values) - 1) // width + 1 - first)
-        columns = np.zeros(0) if self.columns is None else self.columns
-        _add_lines(floats, width, column, rows, columns, self.totals)
+        sums = np.zeros(0) if self.columns is None else self.columns
+        _add_lines(floats, width, column, rows, sums, self.totals)
         if self.rows is not None:
             self.rows[first : first + len(rows)] += rows
 
@@ -159,7 +160,7 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 class Sketched:
     """A tensor with its sketch, as vectors of sums along each of its axes."""
 
-    def __init__(self, number: int, reader: Reader, sketch: MatrixSums) -> None:
+    def __init__(self, number: int, reader: ElementStream, sketch: MatrixSums) -> None:
         self.number = number
         self.reader = reader
         self.sketch = sketch
@@ -215,7 +216,7 @@ def groups_of(
     return list(groups.values())
 
 
-def sketched(readers: Mapping[int, Reader], progress: Progress) -> dict[int, Sketched]:
+def sketched(readers: Mapping[int, ElementStream], progress: Progress) -> dict[int, Sketched]:
     """Sketch tensors in one pass, except complex and empty tensors."""
     ordered = {
         number: in_c_order(reader)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
+from xckpt.arrays.streams import ChunkedZip, columns_of, whole_leaves
+from xckpt.arrays.trees import LEAF
 from xckpt.comparison.arrangements import parts_of_view
 from xckpt.comparison.explaining.causes import LIKELY, Elementwise, SampledPairs
 from xckpt.comparison.explaining.quantised_causes import (
@@ -20,20 +22,18 @@ from xckpt.comparison.explaining.quantised_causes import (
 )
 from xckpt.comparison.explaining.quantisers import graded
 from xckpt.comparison.measures import as_floats
-from xckpt.comparison.pairs import ChunkedPair, pair_of, reader_of_view
+from xckpt.comparison.pairs import pair_of, reader_of_view
 from xckpt.scan.accumulators import Accumulator
 from xckpt.scan.scanning import gather
-from xckpt.scan.trees import LEAF
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xckpt.arrays.streams import ElementStream, Zip
     from xckpt.comparison.explaining.causes import Relation
-    from xckpt.comparison.pairs import PairReader
     from xckpt.progress import Progress
-    from xckpt.scan.readers import Reader
     from xckpt.typing import Array
 
 #: Kinds with numbers that float64 cannot represent exactly.
@@ -56,17 +56,17 @@ class Side:
     """A view of a tensor of one side."""
 
     view: Any
-    tensor: Reader
+    tensor: ElementStream
     #: Position of the first element if the view is a contiguous run of the tensor, else None.
     run: int | None = None
 
     @classmethod
-    def whole(cls, reader: Reader) -> Side:
+    def whole(cls, reader: ElementStream) -> Side:
         """Return a side that is a whole tensor."""
         return cls(reader.array, reader, 0)
 
     @classmethod
-    def of(cls, view: Any, reader: Reader) -> Side:
+    def of(cls, view: Any, reader: ElementStream) -> Side:
         """Return a side that is a view of a tensor."""
         return cls.whole(reader) if view is reader.array else cls(view, reader)
 
@@ -81,11 +81,11 @@ class Side:
         array, _ = parts_of_view(self.view)
         return array.block_type if isinstance(array, BlockArray) else ""
 
-    def reader(self, name: str) -> Reader:
+    def reader(self, name: str) -> ElementStream:
         """Return a reader of the elements in C order."""
         return reader_of_view(self.view, self.tensor, name)
 
-    def graded(self) -> Reader | None:
+    def graded(self) -> ElementStream | None:
         """Return a reader of the elements with the distances that stored scales allow."""
         if self.run is None:
             return None
@@ -108,7 +108,7 @@ class Link:
     #: Results of the examination.
     order: int = 0
     correlation: float = math.nan
-    pair: PairReader | ChunkedPair | None = None
+    pair: Zip | ChunkedZip | None = None
     relations: tuple[Relation, ...] = ()
     evidence: RelationCounts | None = None
     #: Share of the sample for which the first relation holds.
@@ -142,6 +142,9 @@ class Link:
 class RelationCounts(Accumulator):
     """Counts of the pairs of elements for which each relation holds, and sums of their noise."""
 
+    # Blocks of quantised elements are in one leaf.
+    leaf = LEAF
+
     def __init__(self, kinds: tuple[str, str], relations: tuple[Relation, ...]) -> None:
         self.kinds = kinds
         self.relations = relations
@@ -157,10 +160,9 @@ class RelationCounts(Accumulator):
         """Return empty counts for a reader of pairs; the argument is the relations."""
         return cls(reader.kinds, argument)
 
-    def update(self, start: int, values: Any) -> None:
+    def update(self, start: int, *columns: Array) -> None:
         """Add pairs."""
-        sides = [values[name] for name in "ab"]
-        count = len(sides[0])
+        count = len(columns[0])
         self.count += count
         block = max(relation.block for relation in self.relations)
         # Elements outside whole blocks stay unverified.
@@ -170,7 +172,7 @@ class RelationCounts(Accumulator):
                 side[offset : offset + _PIECE]
                 if side.dtype.names
                 else as_floats(np.ascontiguousarray(side[offset : offset + _PIECE]), kind)
-                for side, kind in zip(sides, self.kinds, strict=True)
+                for side, kind in zip(columns, self.kinds, strict=True)
             )
             size = len(x) // block * block
             self._add(x[:size], y[:size])
@@ -255,7 +257,7 @@ def _suggest(link: Link) -> None:
             break
 
 
-def _graded_pair(ours: Side, theirs: Side, name: str) -> PairReader | ChunkedPair | None:
+def _graded_pair(ours: Side, theirs: Side, name: str) -> Zip | ChunkedZip | None:
     """Return a pair with the stored scales of one side, preferably of `theirs`; None without."""
     if (graded_reader := theirs.graded()) is not None:
         return pair_of(ours.reader(name), graded_reader, name)
@@ -273,23 +275,24 @@ def _share_of(relations: tuple[Relation, ...], sample: SampledPairs) -> float:
         return relations[0].count_in(*pairs) / max(1, len(sample.x))
 
 
-def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> SampledPairs:
+def _sample(pair: Zip | ChunkedZip, ours: Side, theirs: Side) -> SampledPairs:
     """Return pairs of elements as floats, from the beginning and the middle of the tensors."""
-    blocks: list[Any] = []
-    if isinstance(pair, ChunkedPair):
+    blocks: list[tuple[Any, ...]] = []
+    if isinstance(pair, ChunkedZip):
         first = pair.array.blocks[(0,) * pair.array.ndim]
-        blocks.append(np.asarray(first.compute()).reshape(-1)[:_SAMPLED])
+        blocks.append(columns_of(np.asarray(first.compute()).reshape(-1)[:_SAMPLED]))
     else:
         buffer = np.empty(_SAMPLED * 16, np.uint8)
         middle = pair.size // 2 // LEAF * LEAF
         for start in [0, middle] if middle >= _SAMPLED and not pair.whole else [0]:
-            _, block = next(pair.blocks(start, min(start + _SAMPLED, pair.size), buffer))
-            blocks.append({side: block[side][:_SAMPLED].copy() for side in "ab"})
+            stop = min(start + _SAMPLED, pair.size)
+            _, columns = next(whole_leaves(pair.blocks(start, stop, buffer), _SAMPLED))
+            blocks.append(tuple([column[:_SAMPLED].copy() for column in columns]))
     sides = []
-    for side, kind in zip("ab", pair.kinds, strict=True):
+    for columns, kind in zip(zip(*blocks, strict=True), pair.kinds, strict=True):
         parts = [
             part if part.dtype.names else as_floats(np.ascontiguousarray(part), kind)
-            for part in (block[side] for block in blocks)
+            for part in columns
         ]
         sides.append(np.concatenate(parts))
     return SampledPairs(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type))

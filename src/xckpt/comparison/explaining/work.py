@@ -12,16 +12,16 @@ from xckpt.comparison.explaining.verification import Link, Side, examine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.arrangements import Step
     from xckpt.comparison.explaining.architectures import Architecture
     from xckpt.comparison.explaining.joints import Joint
     from xckpt.comparison.explaining.outcome import Case, Explanation
     from xckpt.comparison.explaining.search import StepChain
-    from xckpt.comparison.pairs import ChunkedPair, PairReader
     from xckpt.progress import Progress
 
     #: Compares pairs of tensors, and returns their measures.
-    Compare = Callable[[Sequence[PairReader | ChunkedPair]], Sequence[Mapping[str, float]]]
+    Compare = Callable[[Sequence[Zip | ChunkedZip]], Sequence[Mapping[str, float]]]
 
 Explanations = dict[int, "Explanation"]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.structure.families.family import Kind
-    from xckpt.structure.families.tables import RowMatch
+    from xckpt.structure.families.tables import NameTable, RowMatch
 
 # Share of the names of a model that a table has to explain.
 _OF_STATED, _OF_NAMES = 0.5, 0.9
@@ -47,7 +47,7 @@ _COMPONENTS = {
     **{name: name for name in ("text_encoder_2", "text_encoder_3", "encoder", "decoder")},
 }
 # Components by whose family a checkpoint with several models is called.
-_MAIN = frozenset({"", "text", "unet"})
+_MAIN = frozenset({"", "text", "unet", "transformer"})
 _WRAPPERS = frozenset(
     {
         *("model", "module", "_orig_mod", "base_model", "transformer", "state_dict", "params"),
@@ -95,6 +95,29 @@ def list_tables() -> tuple[ListedTable, ...]:
     return tuple(entries)
 
 
+def related_tables(family: Family | None, types: Iterable[str]) -> list[NameTable]:
+    """Return the tables of all names that libraries give to the models of a family."""
+    entries = list_tables()
+    names = {root.table.name for root in family.roots} if family is not None else set()
+    families = {entry.family for entry in entries if entry.table in names}
+    types = list(map(normalise, types))
+    related = [
+        entry.table
+        for entry in entries
+        if entry.family in families or any(entry.describes(model_type) for model_type in types)
+    ]
+    # A family that is known by its tensors in GGUF only may have the names of any table.
+    if not set(related) - {"gguf"}:
+        related = [entry.table for entry in entries] if names else []
+    return [load_table(name) for name in dict.fromkeys((*related, "gguf")) if related]
+
+
+def has_table(types: Iterable[str]) -> bool:
+    """Return whether there are names of tensors for one of these types of models."""
+    entries = [entry for entry in list_tables() if entry.table != "gguf"]
+    return any(entry.describes(t) for t in map(normalise, types) for entry in entries)
+
+
 # --- choosing -------------------------------------------------------------------------------------
 
 
@@ -139,7 +162,7 @@ def _forms(names: Collection[str], kinds: Sequence[Kind]) -> list[ShapedForm]:
     counts = Counter(kinds)
     if len(counts) > _MOST:
         return []
-    first = dict(zip(kinds, names, strict=True))
+    first = dict(zip(reversed(kinds), reversed(list(names)), strict=True))
     forms: dict[tuple[str, tuple[int, ...]], ShapedForm] = {}
     for (key, shape), count in counts.items():
         # An adapter or an optimizer, beside the model.
@@ -195,7 +218,7 @@ def _roots(entry: ListedTable, forms: Iterable[ShapedForm], model_type: str) -> 
         explained |= {form: rows for before, form, rows in heads if prefix.startswith(before)}
         if len(explained) < fewest or len(used.intersection(explained)) * 2 > len(explained):
             continue
-        root = Root(prefix, table, model_type, explained)
+        root = Root(prefix, table, model_type, explained, family=entry.family)
         if _explains(root, entry, forms):
             roots.append(root)
             used |= explained.keys()
@@ -231,11 +254,19 @@ def _without_conflicts(roots: Collection[Root], *, is_stated: bool) -> list[Root
             if not any(_overlap(root, rival) for rival in chosen):
                 chosen.append(root)
         return chosen
+    # Blocks of a model may look like another model.
+    ordered = [root for root in ordered if not any(_is_part(root, whole) for whole in ordered)]
     return [
         root
         for root in ordered
         if not any(_overlap(root, rival) for rival in ordered if rival is not root)
     ]
+
+
+def _is_part(root: Root, whole: Root) -> bool:
+    """Return whether a model is a part of another one, which explains all of its tensors."""
+    is_below = root.prefix != whole.prefix and root.prefix.startswith(whole.prefix)
+    return is_below and root.matches.keys() <= whole.matches.keys()
 
 
 def _overlap(root: Root, rival: Root) -> bool:
@@ -276,6 +307,7 @@ def _name_components(roots: Collection[Root]) -> None:
         if "conditioner" in words:  # Stable Diffusion XL in a single file
             root.component = "text_encoder_2" if "1" in words else "text_encoder"
         elif parts:
-            root.component = parts[-1]
+            is_transformer = parts[-1] == "unet" and root.family != "unet"
+            root.component = "transformer" if is_transformer else parts[-1]
         else:
             root.component = ".".join([word for word in words if word not in _WRAPPERS])

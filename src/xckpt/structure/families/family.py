@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,14 +51,23 @@ class Place(NamedTuple):
     cuts: tuple[int, ...]
     #: Whether rotary position embeddings turn the outputs.
     is_rotary: bool
+    #: Whether rows of the two halves of each rotary head alternate, unlike in transformers; None if
+    #: that is unknown.
+    alternates: bool | None
     #: Whether the module multiplies by one more than the weight; None if the type is unknown.
     adds_one: bool | None
     #: Whether fused parts alternate, head by head.
     is_interleaved: bool
     #: Whether it is another name of a tied tensor.
     is_alias: bool
-    #: Table and pattern.
-    reason: str
+    #: Name of the table, and the pattern in it.
+    table: str
+    pattern: str
+
+    @property
+    def reason(self) -> str:
+        """Table and pattern."""
+        return f"{self.table}: {self.pattern}"
 
 
 class ShapedForm(NamedTuple):
@@ -83,6 +91,8 @@ class Root:
     #: Forms that the table explains, with the rows that fit them, best first.
     matches: dict[ShapedForm, list[RowMatch]]
     component: str = ""
+    #: Name of the family; several tables may have it.
+    family: str = ""
     #: Whether it is one of the models of an ensemble, which the numbers in the prefix tell apart.
     is_member: bool = False
 
@@ -124,15 +134,7 @@ class Root:
 
     def trait(self, trait: str, row: NameRow) -> bool | None:
         """Return whether a row has a trait; None if that depends on an unknown type."""
-        entries = self.table.traits.get(trait, ())
-        fitting = [
-            types for types, slots in entries if any(fnmatchcase(row.slot, slot) for slot in slots)
-        ]
-        if not fitting:
-            return False
-        if any("*" in types or self.model_type in types for types in fitting):
-            return True
-        return False if self.model_type else None
+        return self.table.trait(trait, row, self.model_type)
 
 
 class Family:
@@ -158,6 +160,16 @@ class Family:
         for root in roots:
             self._measure(root)
 
+    @property
+    def components(self) -> dict[str, str]:
+        """Family of each component, those with most tensors first."""
+        components: dict[str, str] = {}
+        for root in sorted(self.roots, key=lambda root: -len(root.matches)):
+            rows = [match.row for matches in root.matches.values() for match in matches]
+            for component in dict.fromkeys(map(root.component_of, rows)):
+                components.setdefault(component, "" if root.family == "gguf" else root.family)
+        return components
+
     # --- sizes -----------------------------------------------------------------------------------
 
     def _measure(self, root: Root) -> None:
@@ -177,8 +189,9 @@ class Family:
 
     def _stated_sizes(self, root: Root, component: str) -> dict[str, int]:
         """Return the sizes that facts state about a component of a model."""
-        nested = self._facts.config.get(f"{component}_config") if component else None
-        if isinstance(nested, dict):
+        # Beside other models, the one without a component is the language model.
+        nested = self._facts.config.get(f"{component or 'text'}_config")
+        if isinstance(nested, dict) and (component or len(self.roots) > 1):
             return stated_sizes(root.table, nested, sizes_in(nested))
         if len(self.roots) > 1:
             return {}
@@ -312,10 +325,12 @@ class Family:
                 inputs=match.inputs,
                 cuts=match.cuts,
                 is_rotary="rotary" in row.flags and root.trait("not_rotary", row) is not True,
+                alternates=root.table.alternates(row, [root.model_type]),
                 adds_one=root.trait("add_one", row) if match.param == "weight" else False,
                 is_interleaved="interleaved" in row.flags,
                 is_alias="alias" in row.flags,
-                reason=f"{root.table.name}: {row.pattern}",
+                table=root.table.name,
+                pattern=row.pattern,
             )
             start = dotted.count(".") + (1 if row.param else 0) - len(row.words)
             indexed = enumerate(row.words, start)

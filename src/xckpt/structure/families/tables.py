@@ -36,13 +36,14 @@ from __future__ import annotations
 import pkgutil
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.structure.forms import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     Axes = tuple[str | None, ...]
 
@@ -161,6 +162,28 @@ class NameTable:
     #: Types of models, and patterns of slots, that have a trait.
     traits: dict[str, list[tuple[frozenset[str], tuple[str, ...]]]] = field(default_factory=dict)
 
+    def trait(self, trait: str, row: NameRow, model_type: str) -> bool | None:
+        """Return whether a row has a trait; None if that depends on an unknown type."""
+        fitting = [
+            types
+            for types, slots in self.traits.get(trait, ())
+            if any(fnmatchcase(row.slot, slot) for slot in slots)
+        ]
+        if not fitting:
+            return False
+        if any("*" in types or model_type in types for types in fitting):
+            return True
+        return False if model_type else None
+
+    def alternates(self, row: NameRow, model_types: Iterable[str]) -> bool | None:
+        """Return whether rows of the halves of heads alternate; None if that is unknown."""
+        if not ("rotary" in row.flags and "alternating" in self.traits):
+            return False
+        types = set(map(normalise, model_types))
+        if any(self.trait("alternating", row, model_type) for model_type in types):
+            return True
+        return False if any(self.trait("in_halves", row, t) for t in types) else None
+
     @cached_property
     def _rows_by_key(self) -> Mapping[tuple[str, bool], list[NameRow]]:
         """Rows by their patterns with zeros for numbers, and whether these are of tensors."""
@@ -169,6 +192,28 @@ class NameTable:
         for key, row in zip(keys, self.rows, strict=True):
             rows.setdefault((shorten(key), bool(row.param)), []).append(row)
         return rows
+
+    @cached_property
+    def _flat_patterns(self) -> Mapping[str, list[re.Pattern[str]]]:
+        """Patterns of modules with underscores for dots and zeros for numbers."""
+        patterns: dict[str, list[re.Pattern[str]]] = {}
+        for (key, is_tensor), of_key in self._rows_by_key.items():
+            for row in () if is_tensor else of_key:
+                words = [
+                    re.escape(word)
+                    if isinstance(word, str)
+                    else f"{re.escape(word.before)}[0-9]{{1,{_MAX_DIGITS}}}{re.escape(word.after)}"
+                    for word in row.words
+                ]
+                pattern = re.compile("_".join([f"({word})" for word in words]))
+                patterns.setdefault(key.replace(".", "_"), []).append(pattern)
+        return patterns
+
+    def dotted(self, flat: str) -> list[str]:
+        """Return the paths of modules that are equal to a text with underscores for dots."""
+        patterns = self._flat_patterns.get(shorten(masked([flat])[0]), [])
+        matches = [pattern.fullmatch(flat) for pattern in patterns]
+        return list(dict.fromkeys(".".join(match.groups()) for match in matches if match))
 
     @cached_property
     def _varying(self) -> frozenset[tuple[str, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FLOAT32_CODE_BITS, _FLOAT64_CODE_BITS = 16, 19
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kind:
     """An element type as statistics count it: by codes, which are the leading bits of elements."""
 
@@ -33,52 +33,52 @@ class Kind:
     #: Whether elements are integers of 32 or 64 bits.
     integer: bool
 
-    @property
+    @cached_property
     def element(self) -> ElementType:
         """The row of the table of element types."""
         return ELEMENT_TYPES[self.name]
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of elements in memory."""
         return stored_dtype(self.name)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of an element in memory."""
         return self.dtype.itemsize
 
-    @property
+    @cached_property
     def unsigned(self) -> np.dtype[Any]:
         """The dtype of bit patterns."""
         return np.dtype(f"u{self.itemsize}")
 
-    @property
+    @cached_property
     def is_float(self) -> bool:
         """True if elements are real floating-point numbers."""
         return self.element.kind == "float"
 
-    @property
+    @cached_property
     def has_negative_zero(self) -> bool:
         """True if the sign bit alone encodes a zero."""
         return self.element.zeros == 2
 
-    @property
+    @cached_property
     def has_zero(self) -> bool:
         """True if the pattern with no bit set encodes a zero."""
         return self.element.zeros > 0
 
-    @property
+    @cached_property
     def magnitude(self) -> int:
         """Mask of the bits that are all unset in a zero of either sign."""
         return (1 << (self.bits - 1 if self.has_negative_zero else self.bits)) - 1
 
-    @property
+    @cached_property
     def values(self) -> Array:
         """The value of each code of an exact kind, as float64."""
         return code_values(self.name)
 
-    @property
+    @cached_property
     def smallest_normal(self) -> float:
         """The smallest normal number; 0 for exact kinds and integers."""
         float_format = None if self.exact else self.element.float_format

@@ -1,0 +1,226 @@
+"""`merge`: the tensors of a model, changed by an adapter or by updates.
+
+All tensors of the model stay: those without a change as they are stored, the others as lazy sums
+that are written in the type of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from xckpt.datasets.adapter_updates import matrices_of, update_rows
+from xckpt.datasets.adapters import Adapter, match_bases
+from xckpt.datasets.stacking import unstack_modules
+from xckpt.datasets.tensors import OpenTensors, flatten, rebuild
+from xckpt.errors import UnsupportedError, shown, some, warn
+from xckpt.structure.facts import model_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from xckpt.structure.counterparts import Counterpart
+
+__all__ = ["merge"]
+
+# Problems in a message.
+_MOST_PROBLEMS = 3
+#: A Dataset or a tree; functions return the type of their argument.
+Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
+
+
+def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
+    """Return a model with an adapter, or with updates if there are no adapters, added to it."""
+    if not adapters:
+        adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
+    _require_supported(adapters, changes, scale)
+    obj = unstack_modules(obj)
+    flat = flatten(obj)
+    matches, missing = _matches(OpenTensors(obj), adapters, changes)
+    if not matches:
+        raise ValueError(f"the model has none of the changed tensors: {some(missing)}")
+    if missing:
+        warn(f"the model lacks tensors that are to be changed: {some(missing)}")
+    merged = {
+        name: _merged(name, flat.variables[name], [_Change(a, changes, scale) for a in of_tensor])
+        for name, of_tensor in matches.items()
+    }
+    variables = {
+        name: merged[name] if name in merged else _untied(variable, merged)
+        for name, variable in flat.variables.items()
+    }
+    result: Obj = rebuild(obj, flat._replace(variables=variables))
+    return result
+
+
+def _matches(
+    model: OpenTensors, adapters: Sequence[Adapter], changes: OpenTensors
+) -> tuple[dict[str, list[Adapter]], list[str]]:
+    """Return the changes by the names of their tensors in the model, and those that it lacks."""
+    names = [row.name for row in model.rows]
+    types = model_facts(changes.attrs).types
+    pairs, missing = match_bases(adapters, model.structure, names, model.source, types)
+    problems = {
+        f"{name}: {problem}"
+        for name, of_tensor in pairs.items()
+        for _, counterpart in of_tensor
+        if (problem := _problem(counterpart))
+    }
+    if problems:
+        reasons = "; ".join(sorted(problems)[:_MOST_PROBLEMS])
+        hint = "Merge the adapter into the model that it was trained on, and convert the result"
+        raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter", hint=hint)
+    return {name: [a for a, _ in of_tensor] for name, of_tensor in pairs.items()}, missing
+
+
+def _problem(counterpart: Counterpart) -> str:
+    """Return why the rows of a tensor are not those of its adapter; empty if they are."""
+    if counterpart.problem:
+        return counterpart.problem
+    if counterpart.is_permuted is not False:
+        return "the model may have the rows of its heads in another order than the adapter"
+    if counterpart.slot or counterpart.split[1]:
+        return "the model fuses other tensors than the adapter"
+    return ""
+
+
+def _updates(changes: OpenTensors, scale: float | None) -> list[Adapter]:
+    """Return the tensors of an object as updates of tensors of the same names."""
+    if scale is None and changes.format is not None:
+        raise ValueError(
+            f"{shown(changes.source)} has no tensors of an adapter. To add its tensors to those of "
+            "the model, pass scale=1; (a + b) / 2 is the mean of two models"
+        )
+    return [
+        Adapter(row.name, "update", {"value": row.name}, tuple(row.shape), scale=1.0)
+        for row in changes.rows
+    ]
+
+
+def _require_supported(
+    adapters: Sequence[Adapter], changes: OpenTensors, scale: float | None
+) -> None:
+    """Raise if a change cannot be merged; a model with half of an adapter is never made."""
+    notes = {a.note: a.base for a in adapters if a.kind == "unsupported"}
+    if notes:
+        reasons = "; ".join(notes)
+        raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter")
+    unscaled = [a for a in adapters if a.is_product and a.scale is None]
+    if unscaled and scale is None:
+        bases = some([adapter.base for adapter in unscaled])
+        raise ValueError(f"{bases}: {unscaled[0].note}; pass merge(..., scale=...)")
+    partial = [
+        a.base
+        for a in adapters
+        if a.kind == "update" and changes.variable(a.base).attrs.get("kind") == "dora"
+    ]
+    if partial:
+        raise ValueError(
+            f"{some(partial)}: DoRA sets norms after the update is added: pass the adapter itself, "
+            "not its updates"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The change of a tensor by an adapter."""
+
+    adapter: Adapter
+    tensors: OpenTensors
+    scale: float | None
+
+    @property
+    def factor(self) -> float:
+        """Factor of the change: the stated scale times the one that was passed."""
+        stated = 1.0 if self.adapter.scale is None else self.adapter.scale
+        return stated * (1.0 if self.scale is None else self.scale)
+
+    def read(self, purpose: str) -> Any:
+        """Return a tensor of the adapter."""
+        return _wide(self.tensors.variable(self.adapter.tensors[purpose]).data)
+
+    def apply(self, weight: Any) -> Any:
+        """Return the merged tensor."""
+        adapter = self.adapter
+        if adapter.kind == "saved":
+            return self.read("value")
+        if adapter.kind in {"rows", "ia3"}:
+            (value,) = map(self.read, adapter.tensors)
+            if adapter.kind == "ia3":
+                return weight * value.reshape(adapter.shape)
+            return da.concatenate([weight, value])[_replaced(len(weight), adapter.rows)]
+        if not adapter.is_product:
+            value = self.read("value")
+            return weight + (value if self.factor == 1 else value * value.dtype.type(self.factor))
+        matrices = matrices_of(adapter, self.tensors)
+        if "left" in matrices:
+            left = matrices["left"].rechunk({1: -1})
+            # Rows as in the weight, so that its chunks stay whole.
+            is_by_rows = all(len(sizes) == 1 for sizes in weight.chunks[1:])
+            if is_by_rows and weight.ndim and left.shape[0] == weight.shape[0]:
+                left = left.rechunk((weight.chunks[0], -1))
+            matrices["left"] = left
+        update = update_rows(adapter.kind, matrices, slice(None))
+        total = weight + (update * update.dtype.type(self.factor)).reshape(weight.shape)
+        if adapter.kind != "dora":
+            return total
+        axes = tuple(axis for axis in range(total.ndim) if axis != adapter.out_axis)
+        norms = da.sqrt(da.square(total).sum(axis=axes, keepdims=True))
+        return total * (self.read("magnitude").reshape(norms.shape) / norms)
+
+
+def _replaced(count: int, rows: Sequence[int]) -> list[int]:
+    """Return the positions of rows, some of which are replaced by those that follow the others."""
+    positions = list(range(count))
+    for number, row in enumerate(rows):
+        positions[row] = count + number
+    return positions
+
+
+def _merged(name: str, variable: xr.Variable, changes: Sequence[_Change]) -> xr.Variable:
+    """Return a variable of the model with its changes, to be stored as it was."""
+    shape, array = variable.shape, _wide(variable.data)
+    for change in changes:
+        adapter = change.adapter
+        if adapter.is_linear and adapter.shape == shape[::-1] != shape:
+            adapter = adapter.turned()
+        if adapter.shape != shape and adapter.kind not in {"rows", "ia3"}:
+            raise ValueError(
+                f"{shown(name)} has the shape {list(shape)}, and its change the shape "
+                f"{list(adapter.shape)}"
+            )
+        array = _Change(adapter, change.tensors, change.scale).apply(array)
+    array = _rounded(array, variable.encoding)
+    encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
+    return xr.Variable(variable.dims, array, variable.attrs, encoding)
+
+
+def _wide(array: Any) -> Any:
+    """Return an array in a type for sums: float32 for half precision and integers."""
+    lazy = da.asarray(array)
+    is_wide = lazy.dtype.kind in "fc" and lazy.dtype.itemsize >= np.dtype("f4").itemsize
+    return lazy if is_wide else lazy.astype(np.float32)
+
+
+def _rounded(array: Any, encoding: Mapping[Any, Any]) -> Any:
+    """Round sums to the type that the tensor of the model is stored in, as libraries do."""
+    stored = encoding.get("stored_dtype")
+    if encoding.get("layout") not in {"dense", "chunked"} or not isinstance(stored, np.dtype):
+        return array
+    if stored == array.dtype or stored.kind in "iub":
+        return array
+    return array.astype(stored).astype(array.dtype)
+
+
+def _untied(variable: xr.Variable, merged: Mapping[Any, Any]) -> xr.Variable:
+    """Return a variable that does not share its bytes with a changed one."""
+    owner = variable.encoding.get("shares")
+    if not isinstance(owner, str) or owner not in merged:
+        return variable
+    copied = variable.copy(deep=False)
+    copied.encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
+    return copied

@@ -1,0 +1,148 @@
+"""Tensors that arithmetic between checkpoints left out.
+
+xarray combines the variables that both Datasets have, and drops all others without a word. The
+graph of a result still begins with the tensors that it is computed from, and each of these knows
+which tensors were opened with it (`Opened`). A tensor is reported only if arithmetic explains that
+it is missing: all results that need its checkpoint also need another one, which lacks it. A
+selection of tensors that both sides have is thus no loss.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import dask.array as da
+
+from xckpt.arrays.graph import TensorLayer, lazy_of
+from xckpt.formatting import base_name, counted
+from xckpt.upstream.xarray_variables import data_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from xckpt.arrays.lazy import LazyArray, Opened
+    from xckpt.datasets.tensors import OpenTensors
+
+__all__ = ["Loss", "losses"]
+
+# Layers of arrays in memory, as dask names them.
+_IN_MEMORY = "array-"
+
+
+class Loss(NamedTuple):
+    """Tensors of an opened checkpoint that a result lacks."""
+
+    source: str
+    #: Number of tensors that were opened.
+    opened: int
+    names: list[str]
+
+    def __str__(self) -> str:
+        tensors = f"{len(self.names)} of {counted(self.opened, 'tensor')} of {self.source}"
+        return (
+            f"{tensors} missing, as arithmetic keeps the tensors that both sides have "
+            "(base.ckpt.merge(other) keeps all of base)"
+        )
+
+
+class _Uses:
+    """The checkpoints that variables are computed from."""
+
+    def __init__(self) -> None:
+        # Tensors that are read, by checkpoint.
+        self.tensors: dict[Opened, set[str]] = defaultdict(set)
+        # Checkpoints that a variable needs, for each variable.
+        self.needs: list[set[Opened]] = []
+        # The arrays in memory that it needs, by their names in the graph.
+        self.in_memory: list[frozenset[str]] = []
+        self._by_layer: dict[str, set[Opened]] = {}
+
+    def add(self, array: Any) -> None:
+        """Add the array of a variable."""
+        if not isinstance(array, da.Array):
+            return
+        lazy = lazy_of(array)
+        if lazy is not None:
+            self.needs.append(self._read(lazy))
+            self.in_memory.append(frozenset())
+            return
+        opened: set[Opened] = set()
+        for name, layer in getattr(array.dask, "layers", {}).items():
+            if isinstance(layer, TensorLayer):
+                if name not in self._by_layer:
+                    self._by_layer[name] = self._read(layer.lazy)
+                opened |= self._by_layer[name]
+        self.needs.append(opened)
+        layers = getattr(array.dask, "layers", ())
+        self.in_memory.append(frozenset([n for n in layers if n.startswith(_IN_MEMORY)]))
+
+    def _read(self, lazy: LazyArray) -> set[Opened]:
+        opened = set()
+        for origin in lazy.tensor_origins:
+            if origin.opened is not None:
+                self.tensors[origin.opened].add(origin.tensor.name)
+                opened.add(origin.opened)
+        return opened
+
+    def partners(self, opened: Opened) -> Iterator[Opened | None]:
+        """Yield the checkpoints that all results of one need as well; None for arrays in memory."""
+        users = [number for number, needs in enumerate(self.needs) if opened in needs]
+        yield from set.intersection(*[self.needs[number] for number in users]) - {opened}
+        in_memory = [self.in_memory[number] for number in users]
+        # One array for all variables is a factor, and no Dataset that could lack tensors.
+        if all(in_memory) and not frozenset.intersection(*in_memory):
+            yield None
+
+
+def losses(tensors: OpenTensors) -> list[Loss]:
+    """Return the tensors that a Dataset or a tree lacks because of arithmetic."""
+    if tensors.format is not None:
+        return []
+    uses = _Uses()
+    for variable in tensors.variables.values():
+        uses.add(data_of(variable))
+    names = {row.name for row in tensors.rows}
+    in_result = {opened: _in_result(opened, read, names) for opened, read in uses.tensors.items()}
+    result = []
+    for opened, stored_names in in_result.items():
+        missing: dict[str, None] = {}
+        for partner in uses.partners(opened):
+            others = {} if partner is None else in_result[partner]
+            missing |= dict.fromkeys(
+                name
+                for name, stored in stored_names.items()
+                if name not in names and name not in others and stored not in uses.tensors[opened]
+            )
+        if missing:
+            result.append(Loss(base_name(opened.source), len(stored_names), list(missing)))
+    return result
+
+
+def _in_result(opened: Opened, read: set[str], names: set[str]) -> dict[str, str]:
+    """Return the opened tensors by the names that they have in the result.
+
+    Tensors of a step of a run have ``step.200.`` in front. Without such a relation, as between an
+    adapter and its base, there are none.
+    """
+    if not read.isdisjoint(names):
+        prefixes = [""]
+    else:
+        prefixes = list(dict.fromkeys([p for name in read if (p := _prefix(name, names))]))
+    return {
+        name.removeprefix(prefix): name
+        for prefix in prefixes
+        for name in opened.names
+        if name.startswith(prefix)
+    }
+
+
+def _prefix(name: str, names: set[str]) -> str:
+    """Return the beginning of a name up to a dot, if the remainder is among the names."""
+    start = name.find(".") + 1
+    while start:
+        if name[start:] in names:
+            return name[:start]
+        start = name.find(".", start) + 1
+    return ""

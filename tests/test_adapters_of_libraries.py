@@ -1,0 +1,137 @@
+"""Merges by PEFT and diffusers are verified: adapters as these libraries save them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import xckpt
+from tests.structure.libraries import CASES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"r": 4, "lora_alpha": 6}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", LORA),
+    "rsLoRA and biases": ("LoraConfig", LORA | {"use_rslora": True, "bias": "lora_only"}),
+    "DoRA": ("LoraConfig", LORA | {"use_dora": True}),
+    "patterns": (
+        "LoraConfig", LORA | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 9}},
+    ),
+    "embedding": ("LoraConfig", LORA | {"target_modules": ["q_proj", "embed_tokens"]}),
+    "saved modules": ("LoraConfig", LORA | {"modules_to_save": ["lm_head", "norm"]}),
+    "tokens": ("LoraConfig", LORA | {"trainable_token_indices": [7, 3]}),
+    "tokens alone": (
+        "TrainableTokensConfig", {"token_indices": [7, 3], "target_modules": ["embed_tokens"]},
+    ),
+    "LoHa": ("LoHaConfig", {"r": 4, "alpha": 6}),
+    "LoKr": ("LoKrConfig", {"r": 2, "alpha": 6, "decompose_both": True}),
+    "LoKr of whole matrices": ("LoKrConfig", {"r": 64, "alpha": 6}),
+    "AdaLoRA": ("AdaLoraConfig", {"init_r": 4, "target_r": 4, "lora_alpha": 6, "total_step": 9}),
+    "(IA)³": (
+        "IA3Config",
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+}  # fmt: skip
+TRAINED = ("lora_", "hada", "lokr", "ia3", "trainable_tokens", "modules_to_save")
+
+
+def llama(*, tied: bool = False) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, pad_token_id=0, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def merge(model: Any, config: Any, folder: Path) -> list[Path]:
+    """Save a model, an adapter of it, and the merged model; return their folders."""
+    paths = [folder / name for name in ("base", "adapter", "merged")]
+    model.save_pretrained(paths[0])
+    adapted = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if any(word in name for word in TRAINED):
+            parameter.data = torch.randn_like(parameter) * 0.1 + ("ia3" in name)
+    adapted.save_pretrained(paths[1])
+    adapted.merge_and_unload().save_pretrained(paths[2])
+    return paths
+
+
+def causes_of(base: Any, merged: Any, adapter: Any) -> set[str]:
+    table = xckpt.compare(base, merged, adapter=adapter, progress=False).ckpt.table()
+    assert set(table["outcome"]) <= {"explained", "same"}
+    return set(table["cause"])
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_peft_merges_is_verified(kind: str, tied: bool, tmp_path: Path) -> None:
+    if tied and kind == "saved modules":
+        pytest.skip("PEFT saves a head that is no longer tied")
+    name, options = CONFIGS[kind]
+    config = getattr(peft, name)(**{"target_modules": MODULES} | options)
+    base, adapter, merged = merge(llama(tied=tied), config, tmp_path)
+    assert causes_of(base, merged, adapter) == {"merged", "equal"}
+    ours = xckpt.open(base).ckpt.merge(adapter)
+    for tensor, expected in xckpt.open(merged).items():
+        np.testing.assert_allclose(ours[tensor], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_conv1d_of_gpt2_is_verified(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96)
+    lora = peft.LoraConfig(**LORA, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    model = transformers.GPT2LMHeadModel(config)
+    base, adapter, merged = merge(model, lora, tmp_path)
+    assert causes_of(base, merged, adapter) == {"merged", "equal"}
+    ours = xckpt.open(base).ckpt.merge(adapter)
+    for tensor, expected in xckpt.open(merged).items():
+        np.testing.assert_allclose(ours[tensor], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_alpha", [True, False])
+def test_what_diffusers_fuses_of_kohya_is_verified(has_alpha: bool, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    unet = CASES["unet"].build()
+    encoder = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            hidden_size=32, intermediate_size=40, num_attention_heads=4, num_hidden_layers=2,
+            vocab_size=96,
+        )
+    )  # fmt: skip
+    pipeline = diffusers.StableDiffusionPipeline(
+        unet=unet, text_encoder=encoder, vae=CASES["vae"].build(), tokenizer=None,
+        scheduler=diffusers.DDIMScheduler(), safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False,
+    )  # fmt: skip
+    adapter = {}
+    for prefix, model in (("lora_unet", unet), ("lora_te", encoder)):
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and "att" in name:
+                is_whole = model is unet or name.startswith("text_model.")
+                path = name if is_whole else f"text_model.{name}"
+                key = f"{prefix}_{path.replace('.', '_')}"
+                out, inner = module.weight.shape
+                adapter[f"{key}.lora_down.weight"] = torch.randn(3, inner) * 0.1
+                adapter[f"{key}.lora_up.weight"] = torch.randn(out, 3) * 0.1
+                if has_alpha:
+                    adapter[f"{key}.alpha"] = torch.tensor(2.0)
+    parts = {"unet": unet, "text_encoder": encoder}
+    for name, part in parts.items():
+        part.save_pretrained(tmp_path / "base" / name)
+    pipeline.load_lora_weights(dict(adapter))
+    pipeline.fuse_lora(components=list(parts))
+    pipeline.unload_lora_weights()
+    for name, part in parts.items():
+        part.save_pretrained(tmp_path / "merged" / name)
+        base, merged = tmp_path / "base" / name, tmp_path / "merged" / name
+        assert causes_of(base, merged, adapter) == {"merged", "equal"}

@@ -1,0 +1,174 @@
+"""Arithmetic between checkpoints drops no tensor without a word."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.errors import CheckpointWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+Q = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(3)]
+UP = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(3)]
+HEAD = "lm_head.weight"
+ALL = [*Q, *UP, HEAD]
+
+
+def opened(path: Path, names: Collection[str], seed: int = 0, **options: Any) -> xr.Dataset:
+    rng = np.random.default_rng(seed)
+    tensors = {name: rng.normal(size=(4, 4)).astype("f4") for name in names}
+    xckpt.save(tensors, path)
+    return xckpt.open(path, **options)
+
+
+def warnings_of(ds: Any, path: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ds.ckpt.save(path, overwrite=True)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> xr.Dataset:
+    return opened(tmp_path / "base.safetensors", ALL)
+
+
+@pytest.fixture
+def some(tmp_path: Path) -> xr.Dataset:
+    """A checkpoint that lacks four of the tensors."""
+    return opened(tmp_path / "some.safetensors", Q, seed=1)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> xr.Dataset:
+    """A checkpoint that has all tensors."""
+    return opened(tmp_path / "tuned.safetensors", ALL, seed=2)
+
+
+def mean_by_function(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
+    options: Any = {"dask": "allowed", "dataset_join": "inner"}
+    ds: xr.Dataset = xr.apply_ufunc(lambda x, y: (x + y) / 2, a, b, **options)
+    return ds
+
+
+DERIVED: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], xr.Dataset]] = {
+    "sum": lambda base, some, _: base + some,
+    "reversed": lambda base, some, _: some + base,
+    "weights": lambda base, some, _: 0.3 * base + 0.7 * some,
+    "mean of three": lambda base, some, tuned: (base + some + tuned) / 3,
+    "task vector": lambda base, some, tuned: tuned + 0.5 * (base - some),
+    "map": lambda base, some, _: (base + some).map(lambda tensor: tensor * 2),
+    "function": lambda base, some, _: mean_by_function(base, some),
+    "where": lambda base, some, _: base.where(base > 0, 0) + some,
+    "type": lambda base, some, _: (base + some).astype("float64"),
+    "pickled": lambda base, some, _: pickle.loads(pickle.dumps(base + some)),
+    "merged": lambda base, some, _: xr.merge([base + some]),
+    "concatenated": lambda base, some, _: xr.concat([base + some, some], "copy").mean("copy"),
+    "renamed later": lambda base, some, _: (base + some).rename({Q[0]: "q"}),
+    "array in memory": lambda base, some, _: base + some.load(),
+}
+
+
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+def test_saving_warns_of_tensors_that_arithmetic_dropped(
+    derive: Callable[..., xr.Dataset],
+    base: xr.Dataset,
+    some: xr.Dataset,
+    tuned: xr.Dataset,
+    tmp_path: Path,
+) -> None:
+    ds = derive(base, some, tuned)
+    assert len(ds) == 3
+    (text, *others) = warnings_of(ds, tmp_path / "new.safetensors")
+    assert not others
+    assert "4 of 7 tensors of base.safetensors missing" in text
+    assert "base.ckpt.merge(other)" in text
+    for name in [*UP, HEAD]:
+        assert repr(name) in text
+    assert not any(repr(name) in text for name in Q)
+
+
+COMPLETE: dict[str, Callable[[xr.Dataset, xr.Dataset, xr.Dataset], Any]] = {
+    "all": lambda base, _, tuned: base + tuned,
+    "factor": lambda base, _, __: base.ckpt.find("*.q_proj.*") * 2,
+    "selected": lambda base, _, tuned: base.ckpt.find("*.q_proj.*") + tuned,
+    "selected before": lambda base, _, tuned: base[Q] + tuned[Q],
+    "selected after": lambda base, _, tuned: (base + tuned)[Q],
+    "assigned": lambda base, some, _: base.assign({name: base[name] + some[name] for name in some}),
+    "added again": lambda base, some, _: xr.merge([base + some, base[[*UP, HEAD]]]),
+    "another head": lambda base, some, _: base.drop_vars(HEAD).assign(
+        {"new": base[HEAD] + some[Q[0]]}
+    ),
+    "array": lambda base, _, __: base[Q] * xr.DataArray(np.ones(4, "f4"), dims=base[Q[0]].dims[:1]),
+    "one tensor": lambda base, some, _: base[Q[0]] + some[Q[0]],
+    "renamed": lambda base, _, tuned: (
+        base.rename({name: f"model.{name}" for name in ALL})
+        + tuned.rename({name: f"model.{name}" for name in ALL})
+    ),
+}
+
+
+@pytest.mark.parametrize("derive", COMPLETE.values(), ids=COMPLETE)
+def test_tensors_that_the_user_left_out_are_no_loss(
+    derive: Callable[..., Any],
+    base: xr.Dataset,
+    some: xr.Dataset,
+    tuned: xr.Dataset,
+    tmp_path: Path,
+) -> None:
+    assert warnings_of(derive(base, some, tuned), tmp_path / "new.safetensors") == []
+
+
+def test_tensors_that_were_not_opened_are_no_loss(some: xr.Dataset, tmp_path: Path) -> None:
+    base = opened(tmp_path / "base.safetensors", ALL, tensors="*.q_proj.*")
+    assert warnings_of(base + some, tmp_path / "new.safetensors") == []
+
+
+def test_both_sides_may_lack_tensors(base: xr.Dataset, tmp_path: Path) -> None:
+    other = opened(tmp_path / "other.safetensors", [*Q, "model.norm.weight"])
+    (text,) = warnings_of(base + other, tmp_path / "new.safetensors")
+    assert "4 of 7 tensors of base.safetensors missing" in text
+    assert "1 of 4 tensors of other.safetensors missing" in text
+
+
+def test_stacked_tensors_are_named_one_by_one(tmp_path: Path) -> None:
+    base = opened(tmp_path / "base.safetensors", ALL, stack=True)
+    other = opened(tmp_path / "some.safetensors", Q, stack=True)
+    (text,) = warnings_of(base + other, tmp_path / "new.safetensors")
+    assert "4 of 7 tensors of base.safetensors missing" in text
+    assert repr(UP[0]) in text
+
+
+def test_a_step_of_a_run_has_the_names_of_the_model(some: xr.Dataset, tmp_path: Path) -> None:
+    for step in (100, 200):
+        opened(tmp_path / f"step-{step}.safetensors", ALL, seed=step)
+    run = xckpt.open_steps(str(tmp_path / "step-*.safetensors"))
+    (text,) = warnings_of(run.sel(step=200, drop=True) + some, tmp_path / "new.safetensors")
+    assert "4 of 7 tensors" in text
+    assert repr(HEAD) in text
+    assert warnings_of(run.mean("step"), tmp_path / "mean.safetensors") == []
+
+
+def test_names_without_a_common_one_are_a_warning(base: xr.Dataset, tmp_path: Path) -> None:
+    other = opened(tmp_path / "other.safetensors", ["transformer.wte.weight"])
+    with pytest.warns(CheckpointWarning, match="no tensors; arithmetic keeps only those that both"):
+        (base + other).ckpt.save(tmp_path / "new.safetensors")
+
+
+def test_the_summary_of_a_result_names_the_loss(base: xr.Dataset, some: xr.Dataset) -> None:
+    assert "4 of 7 tensors of base.safetensors missing" in repr((base + some).ckpt)
+    assert "missing" not in repr((base + base).ckpt)
+
+
+def test_pickled_results_know_the_loss(base: xr.Dataset, some: xr.Dataset) -> None:
+    ds = pickle.loads(pickle.dumps(base + some))
+    assert "4 of 7 tensors" in repr(ds.ckpt)

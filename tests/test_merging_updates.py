@@ -1,0 +1,266 @@
+"""`ds.ckpt.merge` adds adapters and updates to a model, and keeps all its other tensors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.errors import CheckpointWarning, UnsupportedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+Q, K, FC, EMBED, CONV, BIAS, NORM = (
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.mlp.fc.weight",
+    "model.embed_tokens.weight",
+    "model.conv.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.norm.weight",
+)
+SHAPES = {
+    Q: (24, 16), K: (16, 16), FC: (16, 24), EMBED: (40, 16), CONV: (8, 4, 2, 2), BIAS: (24,),
+    NORM: (16,),
+}  # fmt: skip
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 6}
+
+
+def numbers(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).normal(scale=0.1, size=shape).astype("f4")
+
+
+def lora(base: str, rows: int, columns: int, rank: int = 4) -> dict[str, Array]:
+    module = f"base_model.model.{base.removesuffix('.weight')}"
+    return {
+        f"{module}.lora_A.weight": numbers(rank, columns, seed=1),
+        f"{module}.lora_B.weight": numbers(rows, rank, seed=2),
+    }
+
+
+def product(base: str, rows: int, columns: int) -> Array:
+    a, b = lora(base, rows, columns).values()
+    return b @ a
+
+
+@pytest.fixture
+def weights() -> dict[str, Array]:
+    return {name: numbers(*shape, seed=3) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def base(weights: dict[str, Array], tmp_path: Path) -> xr.Dataset:
+    xckpt.save(weights, tmp_path / "base.safetensors")
+    return xckpt.open(tmp_path / "base.safetensors")
+
+
+def adapter(folder: Path, tensors: dict[str, Array], **config: Any) -> Path:
+    folder.mkdir()
+    xckpt.save(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def saved(ds: Any, tmp_path: Path, name: str = "new.safetensors") -> dict[str, Array]:
+    ds.ckpt.save(tmp_path / name, overwrite=True)
+    opened = xckpt.open(tmp_path / name, decode=False)
+    return {str(name): variable.values for name, variable in opened.variables.items()}
+
+
+def assert_changed(
+    tensors: dict[str, Array], weights: dict[str, Array], changed: dict[str, Array]
+) -> None:
+    assert list(tensors) == list(weights)
+    for name, values in weights.items():
+        if name in changed:
+            np.testing.assert_allclose(tensors[name], changed[name], rtol=1e-5, atol=1e-7)
+        else:
+            assert tensors[name].tobytes() == values.tobytes()
+
+
+class TestAdapters:
+    def test_a_folder_is_merged_and_verified(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        folder = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        merged = base.ckpt.merge(folder)
+        assert all(isinstance(v.data, da.Array) for v in merged.variables.values())
+        tensors = saved(merged, tmp_path)
+        assert_changed(tensors, weights, {Q: weights[Q] + 1.5 * product(Q, 24, 16)})
+        check = xckpt.compare(
+            tmp_path / "base.safetensors", tmp_path / "new.safetensors", adapter=folder
+        )
+        assert "1 merged" in repr(check.ckpt)
+
+    def test_an_open_adapter_and_its_updates_give_the_same(
+        self, base: xr.Dataset, tmp_path: Path
+    ) -> None:
+        folder = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        opened = xckpt.open(folder)
+        expected = base.ckpt.merge(folder)
+        assert base.ckpt.merge(opened).identical(expected)
+        updates = opened.ckpt.updates()
+        np.testing.assert_allclose(base.ckpt.merge(updates)[Q], expected[Q], rtol=1e-6)
+
+    def test_the_scale_multiplies_the_stated_one(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        folder = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        half = base.ckpt.merge(folder, scale=0.5)[Q].values
+        np.testing.assert_allclose(half, weights[Q] + 0.75 * product(Q, 24, 16), rtol=1e-5)
+
+    def test_an_adapter_without_a_scale_needs_one(
+        self, base: xr.Dataset, weights: dict[str, Array]
+    ) -> None:
+        with pytest.raises(ValueError, match=r"alpha; pass merge\(\.\.\., scale="):
+            base.ckpt.merge(lora(Q, 24, 16))
+        merged = base.ckpt.merge(lora(Q, 24, 16), scale=2)[Q].values
+        np.testing.assert_allclose(merged, weights[Q] + 2 * product(Q, 24, 16), rtol=1e-5)
+
+    def test_dora_sets_the_norms(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        module = f"base_model.model.{Q.removesuffix('.weight')}"
+        magnitude = np.abs(numbers(24, seed=7)) + 1
+        tensors = lora(Q, 24, 16) | {f"{module}.lora_magnitude_vector": magnitude}
+        folder = adapter(tmp_path / "dora", tensors, use_dora=True)
+        merged = base.ckpt.merge(folder)
+        total = weights[Q] + 1.5 * product(Q, 24, 16)
+        expected = total * (magnitude / np.linalg.norm(total, axis=1))[:, None]
+        assert_changed(saved(merged, tmp_path), weights, {Q: expected})
+        with pytest.raises(ValueError, match="pass the adapter itself"):
+            base.ckpt.merge(xckpt.open(folder).ckpt.updates())
+
+    def test_convolutions_embeddings_and_saved_tensors(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        a, b = numbers(4, 4, 2, 2, seed=1), numbers(8, 4, seed=2)
+        ea, eb = numbers(4, 40, seed=1), numbers(16, 4, seed=2)
+        norm = numbers(16, seed=9)
+        tensors = {
+            "base_model.model.model.conv.lora_A.weight": a,
+            "base_model.model.model.conv.lora_B.weight": b[..., None, None],
+            "base_model.model.model.embed_tokens.lora_embedding_A": ea,
+            "base_model.model.model.embed_tokens.lora_embedding_B": eb,
+            "base_model.model.model.norm.weight": norm,
+        }
+        merged = base.ckpt.merge(adapter(tmp_path / "lora", tensors))
+        expected = {
+            CONV: weights[CONV] + 1.5 * np.einsum("or,rihw->oihw", b, a),
+            EMBED: weights[EMBED] + 1.5 * (eb @ ea).T,
+            NORM: norm,
+        }
+        assert_changed(saved(merged, tmp_path), weights, expected)
+
+    def test_linear_layers_with_inputs_first_are_turned(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        folder = adapter(tmp_path / "lora", lora(Q, 16, 24))
+        merged = base.ckpt.merge(folder)[Q].values
+        np.testing.assert_allclose(merged, weights[Q] + 1.5 * product(Q, 16, 24).T, rtol=1e-5)
+
+    def test_other_methods_are_named_and_nothing_is_merged(
+        self, base: xr.Dataset, tmp_path: Path
+    ) -> None:
+        tensors = {f"base_model.model.{Q[:-7]}.hada_w1_a": numbers(4, 4)} | lora(K, 16, 16)
+        with pytest.raises(UnsupportedError, match="LoHa"):
+            base.ckpt.merge(adapter(tmp_path / "loha", tensors))
+
+    def test_half_precision_is_written_as_it_was(
+        self, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        half = {name: values.astype(ml_dtypes.bfloat16) for name, values in weights.items()}
+        xckpt.save(half, tmp_path / "half.safetensors")
+        folder = adapter(tmp_path / "lora", lora(Q, 24, 16))
+        merged = xckpt.open(tmp_path / "half.safetensors").ckpt.merge(folder)
+        tensors = saved(merged, tmp_path)
+        assert {values.dtype for values in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+        expected = half[Q].astype("f4") + np.float32(1.5) * product(Q, 24, 16)
+        assert tensors[Q].tobytes() == expected.astype(ml_dtypes.bfloat16).tobytes()
+        paths = [tmp_path / f"{name}.safetensors" for name in ("half", "new")]
+        assert "1 merged" in repr(xckpt.compare(*paths, adapter=folder).ckpt)
+
+
+class TestUpdates:
+    def test_a_difference_is_a_task_vector(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        tuned = {name: numbers(*weights[name].shape, seed=5) for name in (Q, K)}
+        xckpt.save(tuned, tmp_path / "tuned.safetensors")
+        vector = xckpt.open(tmp_path / "tuned.safetensors") - base
+        merged = base.ckpt.merge(vector, scale=0.5)
+        half = np.float32(0.5)
+        expected = {n: weights[n] + (tuned[n] - weights[n]) * half for n in tuned}
+        assert_changed(saved(merged, tmp_path), weights, expected)
+
+    def test_a_mapping_of_arrays_is_added(
+        self, base: xr.Dataset, weights: dict[str, Array], tmp_path: Path
+    ) -> None:
+        update = numbers(24, 16, seed=8)
+        merged = base.ckpt.merge({Q: update})
+        assert_changed(saved(merged, tmp_path), weights, {Q: weights[Q] + update})
+
+    def test_another_model_is_not_added_by_mistake(self, base: xr.Dataset, tmp_path: Path) -> None:
+        message = r"no tensors of an adapter.*pass scale=1; \(a \+ b\) / 2 is the mean"
+        for other in (base, tmp_path / "base.safetensors"):
+            with pytest.raises(ValueError, match=message):
+                base.ckpt.merge(other)
+        doubled = base.ckpt.merge(base, scale=1)
+        np.testing.assert_array_equal(doubled[Q], 2 * base[Q])
+
+    def test_unknown_names_and_shapes_are_named(self, base: xr.Dataset) -> None:
+        with pytest.raises(ValueError, match="has none of the changed tensors: 'transformer'"):
+            base.ckpt.merge({"transformer": numbers(4, 4)})
+        with pytest.warns(CheckpointWarning, match="lacks tensors that are to be changed: 'xy'"):
+            merged = base.ckpt.merge({"xy": numbers(4), Q: numbers(24, 16)})
+        assert list(merged) == list(base)
+        with pytest.raises(ValueError, match=r"shape \[24, 16\], and its change the shape \[4\]"):
+            base.ckpt.merge({Q: numbers(4)})
+
+    def test_names_may_differ_by_a_prefix(
+        self, base: xr.Dataset, weights: dict[str, Array]
+    ) -> None:
+        update = numbers(24, 16, seed=8)
+        merged = base.ckpt.merge({Q.removeprefix("model."): update})
+        np.testing.assert_array_equal(merged[Q], weights[Q] + update)
+
+
+class TestObjects:
+    @pytest.mark.parametrize("kind", ["stack", "tree", "memory", "loaded", "selected"])
+    def test_of_all_kinds(
+        self, kind: str, weights: dict[str, Array], base: xr.Dataset, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "base.safetensors"
+        objects: dict[str, Any] = {
+            "stack": lambda: xckpt.open(path, stack=True),
+            "tree": lambda: xr.open_datatree(path, engine="safetensors"),
+            "memory": lambda: xckpt.open(weights),
+            "loaded": base.load,
+            "selected": lambda: base[[Q, K]],
+        }
+        obj = objects[kind]()
+        names = [Q, K] if kind == "selected" else list(weights)
+        merged = obj.ckpt.merge(adapter(tmp_path / "lora", lora(Q, 24, 16)))
+        assert type(merged) is type(obj)
+        tensors = saved(merged, tmp_path)
+        assert sorted(tensors) == sorted(names)
+        expected = weights[Q] + 1.5 * product(Q, 24, 16)
+        np.testing.assert_allclose(tensors[Q], expected, rtol=1e-5, atol=1e-7)
+        assert tensors[K].tobytes() == weights[K].tobytes()
+
+    def test_a_tied_tensor_stays_as_it_is(self, tmp_path: Path) -> None:
+        weight = numbers(8, 4)
+        state = {"model.embed.weight": weight, "lm_head.weight": weight}
+        merged = xckpt.open(state).ckpt.merge({"lm_head.weight": np.ones((8, 4), "f4")})
+        tensors = saved(merged, tmp_path)
+        np.testing.assert_array_equal(tensors["model.embed.weight"], weight)
+        np.testing.assert_array_equal(tensors["lm_head.weight"], weight + 1)
