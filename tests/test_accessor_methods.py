@@ -67,7 +67,9 @@ def test_methods_are_completed(ds: xr.Dataset) -> None:
 
 def test_statistics_by_a_method_are_those_of_the_function(ds: xr.Dataset) -> None:
     xr.testing.assert_identical(ds.ckpt.stats(), xckpt.stats(ds))
-    xr.testing.assert_identical(ds["h.0.w"].ckpt.histogram(3), xckpt.histogram(ds["h.0.w"], 3))
+    xr.testing.assert_identical(
+        ds["h.0.w"].ckpt.histogram(bins=3), xckpt.histogram(ds["h.0.w"], bins=3)
+    )
     with pytest.raises(TypeError, match="not this DataTree"):
         xr.DataTree(ds).ckpt.table()
     with pytest.raises(ValueError, match="not a result of stats"):

@@ -24,7 +24,7 @@ def test_findings_are_shown_after_they_are_computed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
     ds = xr.open_dataset(path, engine="ztensor")
     before, html = repr(ds.ckpt), ds.ckpt._repr_html_()
-    findings = ds.ckpt.findings(ds.ckpt.stats(progress=False))
+    findings = ds.ckpt.findings(stats=ds.ckpt.stats(progress=False))
     assert set(findings["rule"]) >= {"nan", "all_zero"}
     assert "nan" not in before
     assert "nan" in repr(ds.ckpt)
@@ -139,7 +139,7 @@ class TestDataArray:
         stats = array.ckpt.stats(progress=False)
         xr.testing.assert_identical(stats[name], ds.ckpt.stats(progress=False)[name])
         assert len(array.ckpt.findings()) == len(ds[[name]].ckpt.findings())
-        assert list(array.ckpt.histogram(5, progress=False)) == [name]
+        assert list(array.ckpt.histogram(bins=5, progress=False)) == [name]
         member = name.replace("layers.", "layers.1.")
         xr.testing.assert_identical(array.ckpt[member], ds.ckpt[member])
         assert array.ckpt.sel(layers=1)[name].ndim == array.ndim - 1
@@ -358,7 +358,7 @@ class TestResults:
         assert "not computed yet" in repr(xckpt.compare(*paths, compute=False).ckpt)
 
     def test_a_histogram(self, ds: xr.Dataset) -> None:
-        assert repr(ds.ckpt.histogram(5).ckpt) == "<Histogram>  20 tensors · 5 bins"
+        assert repr(ds.ckpt.histogram(bins=5).ckpt) == "<Histogram>  20 tensors · 5 bins"
 
     def test_groups(self, ds: xr.Dataset) -> None:
         groups = ds.ckpt.stats().ckpt.by("h")
@@ -366,10 +366,10 @@ class TestResults:
         assert head == "<Groups>  by h: 20 groups"
         assert titles.split()[:3] == ["tensors", "nan", "inf"]
         assert rows[3].split()[:3] == ["3", "1", "0"]
-        assert more == "… 10 more: .to_dataframe()"
+        assert more == "… 10 more: .ckpt.table()"
         pairs = ds.ckpt.stats().ckpt.by("h", "role")
         assert repr(pairs.ckpt).split("\n")[2].startswith("0 ")
-        counts = ds.ckpt.histogram(5).ckpt.by("h")
+        counts = ds.ckpt.histogram(bins=5).ckpt.by("h")
         assert repr(counts.ckpt) == "<Groups>  by h: 5 bins"
         assert "note" not in counts.attrs
         for part in (groups[["std"]], groups.isel(h=0), groups.sum()):

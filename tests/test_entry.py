@@ -102,14 +102,16 @@ def test_open_makes_no_more_requests_than_an_engine() -> None:
         assert len(web.requests) == 2 * with_engine
 
 
-def test_open_accepts_a_mapping_without_options() -> None:
+def test_open_accepts_a_mapping_and_selects_and_stacks_its_arrays() -> None:
     ds = xckpt.open(ARRAYS)
     np.testing.assert_array_equal(ds["h.0.w"], ARRAYS["h.0.w"])
+    xr.testing.assert_identical(xckpt.open(ARRAYS, stack=True), ds.ckpt.stack())
+    assert list(xckpt.open(ARRAYS, tensors="h.*", exclude="h.0.*")) == ["h.1.w"]
     assert ds.ckpt.stack()["h.w"].dims == ("h", "d3_1", "d3_2")
     assert xckpt.open(ds) is ds
     options: dict[str, Any]
-    for options in ({"stack": True}, {"engine": "npz"}, {"chunks": {}}):
-        with pytest.raises(TypeError, match=r"options are for files: use ds\.ckpt\.find"):
+    for options in ({"engine": "npz"}, {"chunks": {}}, {"decode": False}):
+        with pytest.raises(TypeError, match="a mapping is opened with tensors, exclude, only"):
             xckpt.open(ARRAYS, **options)
 
 

@@ -91,7 +91,7 @@ class TestSingleCheckpoint:
         self, suffix: str, model: xr.Dataset, report: Callable[..., str]
     ) -> None:
         text = report(model, suffix=suffix)
-        findings = model.ckpt.findings(model.ckpt.stats())
+        findings = model.ckpt.findings(stats=model.ckpt.stats())
         assert not findings.empty
         for rule in set(findings.rule):
             assert rule in text.replace("\\", "")

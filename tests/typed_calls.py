@@ -49,7 +49,7 @@ def converted(path: Path) -> None:
 def described(ds: xr.Dataset, tree: xr.DataTree, index: xckpt.Index) -> None:
     for obj in (ds, tree, index, ds["w"], "m.zt", Path("m.zt"), b"ZTEN1000"):
         assert_type(xckpt.stats(obj, quantiles=[0.5], dim="layers"), Dataset)
-    assert_type(xckpt.histogram(ds, np.linspace(-1, 1), "linear"), Dataset)
+    assert_type(xckpt.histogram(ds, "*.w", bins=np.linspace(-1, 1), scale="linear"), Dataset)
     assert_type(xckpt.compare(tree, "m.zt", names={"a": "b"}), Dataset)
     assert_type(xckpt.spectrum("m.zt", "*.w", minus=ds), Dataset)
     xckpt.compare({"w": np.zeros(3)}, "m.zt")
@@ -83,7 +83,7 @@ def chosen(ds: xr.Dataset, tree: xr.DataTree) -> None:
     assert_type(of_ds["w"], DataArray)
     assert_type(of_tree.stats(exact_quantiles=True), Dataset)
     assert_type(of_tree.compare("m.zt", tensors="*.w"), Dataset)
-    assert_type(of_ds.histogram(100, "symlog", cache=False), Dataset)
+    assert_type(of_ds.histogram(bins=100, scale="symlog", cache=False), Dataset)
     of_ds.save("m.zt", compute=False).compute()
     assert_type(of_ds.findings(), pd.DataFrame)
     of_ds.save("m.zt", overwite=True)  # type: ignore[call-arg]

@@ -8,18 +8,24 @@ from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from xckpt.datasets.options import OpenOptions
+from xckpt.options import ScanOptions, described, takes
+
 if TYPE_CHECKING:
     import os
-    import re
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
+    from typing import Unpack
 
+    from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
-    from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.typing import Dataset
 
 __all__ = ["hint_for", "open", "report"]
+
+# Options of mappings of arrays.
+_IN_MEMORY = ("tensors", "exclude", "only", "stack", "join")
 
 # Names that people try, by the call that does the work.
 _INSTEAD = {
@@ -48,7 +54,9 @@ def open(  # noqa: A001  as gzip.open and others
     path: OpenPath | Mapping[str, Any],
     engine: str | None = None,
     *,
-    tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None,
+    tensors: TensorFilter | None = None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
     drop_variables: str | Iterable[str] | None = None,
     dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None,
     stack: bool | str | Sequence[str] = False,
@@ -75,39 +83,6 @@ def open(  # noqa: A001  as gzip.open and others
         dict, becomes a Dataset in memory.
     engine : str, optional
         Name of the format; detected from the content by default.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to open: a glob of whole names, several globs, a regular expression to search for,
-        or a function from a name to a bool; all by default.
-    drop_variables : str or iterable of str, optional
-        Tensors to leave out, by their exact names.
-    dims : mapping of str to sequence of (str or None), or "size", optional
-        Names of axes, by globs of tensor names; the last match wins. "size" names all axes that the
-        file does not name after their sizes: ``d768``.
-    stack : bool, str or sequence of str, default False
-        Turn numbered modules into dimensions: all that the model repeats, or those with these
-        names.
-    join : {"exact", "outer"}, default "exact"
-        With `stack`: "outer" stacks all layers along one dimension, with NaN for missing members.
-    decode : bool, default True
-        Show half precision as float32 and quantised tensors as numbers; False shows stored types.
-    sparse : bool, default False
-        Keep sparse tensors as chunks of `sparse.COO`.
-    verify : bool, optional
-        Check the digests of all parts (True) or none (False); by default of compressed parts.
-    mmap : bool, default False
-        Map raw data of local files into memory. If another program truncates such a file, the
-        process ends with SIGBUS.
-    missing : {"warn", "raise"}, default "warn"
-        Warn of tensors that cannot be read, because a shard is missing or a file is damaged, or
-        raise the error of the first one.
-    join_ranks : bool or "auto", default "auto"
-        Join the files of tensor-parallel ranks into whole tensors. "auto" leaves them side by side,
-        with a warning, if it is not known how, and True raises an error.
-    structure : mapping of str to mapping, optional
-        Corrections of what tensors are, by globs of their names:
-        ``{"*.window": {"role": "constant"}}``.
-    storage_options : dict, optional
-        Credentials, time limits and other options of URLs.
     **options
         Options of ``xarray.open_dataset``, such as ``chunks``, and of a single format.
 
@@ -130,39 +105,26 @@ def open(  # noqa: A001  as gzip.open and others
     >>> ds["lm_head.weight"].std().compute()
     >>> xckpt.open("https://example.org/m.zt", stack=True)
     """
+    arguments = locals()
     import xarray as xr
 
     from xckpt import formats
     from xckpt.backend import DetectingBackend
     from xckpt.datasets.mappings import as_dataset
-    from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index
     from xckpt.opening import format_of
 
-    keywords: dict[str, Any] = {
-        "tensors": tensors,
-        "drop_variables": drop_variables,
-        "dims": dims,
-        "stack": stack,
-        "join": join,
-        "decode": decode,
-        "sparse": sparse,
-        "verify": verify,
-        "mmap": mmap,
-        "missing": missing,
-        "join_ranks": join_ranks,
-        "structure": structure,
-        "storage_options": storage_options,
-    }
+    keywords = {name: arguments[name] for name in OpenOptions.keywords()}
     source: Any = path  # xarray's annotation lacks lists
     if isinstance(path, Index):
         source, engine = path.source, engine or path.format
     elif isinstance(path, Mapping):
+        in_memory: dict[str, Any] = {name: keywords.pop(name) for name in _IN_MEMORY}
         if engine is not None or options or OpenOptions(**keywords) != OpenOptions():
-            text = "options are for files: use ds.ckpt.find and ds.ckpt.stack of the Dataset"
-            raise TypeError(f"{text} of a mapping")
-        in_memory: Dataset = as_dataset(path)
-        return in_memory
+            raise TypeError(
+                f"a mapping is opened with {', '.join(_IN_MEMORY)}; others are of files"
+            )
+        return _of_mapping(as_dataset(path), **in_memory)
     if isinstance(engine, str):
         formats.get(engine)  # its error suggests a name; xarray's would list all engines
     if engine is None and options.keys() - signature(xr.open_dataset).parameters.keys():
@@ -171,17 +133,33 @@ def open(  # noqa: A001  as gzip.open and others
     return cast("Dataset", ds)
 
 
+def _of_mapping(
+    ds: Dataset, *, stack: bool | str | Sequence[str], join: Any, **selection: Any
+) -> Dataset:
+    """Return the selected variables of a mapping, stacked if `stack` is not False."""
+    from xckpt.datasets.stacking import stack_modules
+    from xckpt.datasets.tensors import OpenTensors
+    from xckpt.labels import combined
+
+    chosen = combined(**selection, structures=lambda: [OpenTensors(ds).structure])
+    ds = ds if chosen is None else ds[OpenTensors(ds).select(chosen)]
+    return ds if stack is False else stack_modules(ds, stack, join)
+
+
+open.__doc__ = described(open.__doc__ or "", signature(open).parameters, OpenOptions.__doc__ or "")
+
+
+@takes(ScanOptions)
 def report(
     obj: Describable,
     path: str | os.PathLike[str],
     other: Describable | None = None,
     *,
+    tensors: TensorFilter | None = None,
     names: Renaming | Literal["auto"] | None = None,
     explain: bool = True,
     overwrite: bool = False,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[ScanOptions],
 ) -> None:
     """Write a report on a checkpoint, or on its differences from another one.
 
@@ -204,10 +182,6 @@ def report(
         Whether to search for the reasons of differences, which takes longer; see `compare`.
     overwrite : bool, default False
         Whether to replace an existing file.
-    progress, cache : optional
-        As for `stats`.
-    storage_options : dict, optional
-        Options for the storage of `obj`, `other` and `path`, if they are URLs.
 
     Raises
     ------
@@ -229,6 +203,7 @@ def report(
 
     from xckpt.errors import UnreadableWarning
 
+    storage_options = options.pop("storage_options")
     is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
     with warnings.catch_warnings():
         # Statistics and comparisons warn of tensors that cannot be read.
@@ -239,7 +214,7 @@ def report(
         other,
         overwrite=overwrite,
         storage_options=storage_options,
-        examining={"progress": progress, "cache": cache},
+        examining={"tensors": tensors, **options},
         comparing={"names": names, "explain": explain},
     )
 

@@ -157,15 +157,15 @@ def test_axes_are_checked_before_reading(unreadable: xr.Dataset) -> None:
             with pytest.raises(AttributeError, match="colr"):
                 draw(colr="red")
     wrong: list[dict[str, Any]]
-    wrong = [{"statistic": "stdd"}, {"names": "*.atn.w"}, {"x": "layer"}, {"hue": "expert"}]
+    wrong = [{"statistic": "stdd"}, {"tensors": "*.atn.w"}, {"x": "layer"}, {"hue": "expert"}]
     for arguments in wrong:
-        with pytest.raises(ValueError, match=r"there is no|no tensor is|none of 25 tensors"):
+        with pytest.raises(ValueError, match=r"there is no|matches none|none of 25 tensors"):
             plots.layers(**arguments)
     with pytest.raises(ValueError, match="similar names: 'std'"):
         plots.layers("stdd")
-    wrong = [{"bins": 0}, {"bins": [1, 0]}, {"scale": "log"}, {"names": "nothing"}]
+    wrong = [{"bins": 0}, {"bins": [1, 0]}, {"scale": "log"}, {"tensors": "nothing"}]
     for arguments in wrong:
-        with pytest.raises(ValueError, match=r"at least one bin|ascend|scale is|no tensor is"):
+        with pytest.raises(ValueError, match=r"at least one bin|ascend|scale is|matches none"):
             plots.histogram(**arguments)
     with pytest.raises(ValueError, match="similar names: 'rel_l2'"):
         plots.compare(unreadable, "rel_12")

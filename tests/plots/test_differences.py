@@ -59,7 +59,7 @@ def test_an_existing_comparison_is_reused(
 ) -> None:
     comparison = xckpt.compare(base, tuned)
     monkeypatch.setattr("xckpt.compare", None, raising=False)
-    assert len(Plots(base).compare(comparison, names="l.*").patches) == 2
+    assert len(Plots(base).compare(comparison, tensors="l.*").patches) == 2
     ax = Plots(base).layers("rel_l2", stats=comparison)
     (line,) = ax.get_lines()
     assert np.asarray(line.get_ydata())[:4] == pytest.approx([0, 0.5, 0, 0.01])

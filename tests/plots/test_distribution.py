@@ -174,7 +174,7 @@ def test_empty_bins_are_no_lines_at_the_bottom() -> None:
 
 
 def test_nothing_to_draw(flat: xr.Dataset) -> None:
-    with pytest.raises(ValueError, match="no tensor is called 'nothing'"):
+    with pytest.raises(ValueError, match="tensors='nothing' matches none of the"):
         Plots(flat).histogram("nothing")
     with pytest.raises(ValueError, match="the object has no tensors"):
         Plots(xr.Dataset()).histogram()

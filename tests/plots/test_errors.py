@@ -64,11 +64,11 @@ def test_a_comparison_draws_itself(base: xr.Dataset, rounded: xr.Dataset) -> Non
     comparison = xckpt.compare(base, rounded, dim=-1)
     for ax in (comparison.ckpt.plot.error(), Plots(base).error(comparison)):
         assert drawn(ax).shape == (LAYERS, 6)
-    axes = comparison.ckpt.plot.error(statistic="max_abs", names="layers.3.*")
+    axes = comparison.ckpt.plot.error(statistic="max_abs", tensors="layers.3.*")
     assert drawn(axes).argmax() == 2
-    stacked = xckpt.compare(base.ckpt.stack(), rounded, dim=-1).ckpt.plot.error(names="layers.*")
+    stacked = xckpt.compare(base.ckpt.stack(), rounded, dim=-1).ckpt.plot.error(tensors="layers.*")
     np.testing.assert_array_equal(
-        drawn(stacked), drawn(comparison.ckpt.plot.error(names="layers.*"))
+        drawn(stacked), drawn(comparison.ckpt.plot.error(tensors="layers.*"))
     )
 
 
@@ -136,11 +136,11 @@ def test_comparisons_that_cannot_be_drawn_are_errors(base: xr.Dataset, rounded: 
         Plots(base).error()
     with pytest.raises(ValueError, match="compare with dim=-1 for channels"):
         Plots(base).error(xckpt.compare(base, rounded))
-    with pytest.raises(ValueError, match="no tensor is called 'layer'"):
-        Plots(base).error(xckpt.compare(base, rounded, dim=-1), names="layer")
+    with pytest.raises(ValueError, match="tensors='layer' matches none of the"):
+        Plots(base).error(xckpt.compare(base, rounded, dim=-1), tensors="layer")
     with pytest.raises(ValueError, match="similar names: 'sqnr_db'"):
         Plots(base).error(rounded, "sqnr")
     with pytest.raises(ValueError, match="is in both with the same shape"):
-        Plots(base).error(rounded.drop_vars("norm")[["layers.0.q.weight"]], names="gone")
+        Plots(base).error(rounded.drop_vars("norm")[["layers.0.q.weight"]], tensors="gone")
     with pytest.raises(TypeError, match="one matplotlib"):
         Plots(base).error(rounded, ax=3)  # type: ignore[arg-type]

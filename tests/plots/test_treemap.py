@@ -103,7 +103,7 @@ def test_many_tensors_are_few_rectangles() -> None:
 
 
 def test_nothing_to_draw(flat: xr.Dataset) -> None:
-    with pytest.raises(ValueError, match="no tensor is called 'nothing'"):
+    with pytest.raises(ValueError, match="tensors='nothing' matches none of the"):
         Plots(flat).treemap("nothing")
     with pytest.raises(ValueError, match="all tensors are empty"):
         Plots(xr.Dataset({"w": ("x", np.zeros(0))})).treemap()

@@ -69,7 +69,7 @@ def test_urls_with_options(path: Path) -> None:
     )
     remote = xckpt.stats(url, storage_options=options)
     assert remote.drop_attrs().identical(xckpt.stats(path).drop_attrs())
-    assert xckpt.histogram(url, 5, storage_options=options).sizes["bin"] == 5
+    assert xckpt.histogram(url, bins=5, storage_options=options).sizes["bin"] == 5
     same = xckpt.compare(url, path, storage_options=options)
     assert set(same.ckpt.table()["status"]) == {"same"}
     with xr.open_dataset(path, engine="safetensors") as ds:

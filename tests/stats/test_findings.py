@@ -426,7 +426,7 @@ class TestIgnoredRules:
         assert xckpt.findings(path, ignore=ignore)["rule"].tolist() == remaining
         ds = xr.open_dataset(path, engine="safetensors", stack=True)
         st = xckpt.stats(ds, progress=False)
-        assert ds.ckpt.findings(st, ignore=ignore)["rule"].tolist() == remaining
+        assert ds.ckpt.findings(stats=st, ignore=ignore)["rule"].tolist() == remaining
 
     def test_an_unknown_rule_raises_before_reading(self) -> None:
         with pytest.raises(ValueError, match="unknown rule; similar names: 'dead_rows'"):

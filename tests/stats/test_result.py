@@ -88,7 +88,11 @@ def test_stacked_dimensions_stay(path: Path) -> None:
 def test_a_table_has_the_names_of_the_file(path: Path) -> None:
     flat, stacked = table(stats(path)), table(stats(opened(path, stack=True)))
     assert list(flat.index) == list(opened(path).data_vars)
-    assert list(flat.columns) == NAMES
+    main = ["nan", "inf", "mean", "std", "min", "max", "count"]  # as the result itself shows
+    assert list(flat.columns) == [*main, *(name for name in NAMES if name not in main)]
+    assert list(table(stats(path), columns=["std", "q0.5"])) == ["std", "q0.5"]
+    with pytest.raises(ValueError, match="no column 'stdd'; similar names: 'std'"):
+        table(stats(path), columns="stdd")
     assert flat["count"].dtype == np.int64
     pd.testing.assert_frame_equal(flat, stacked.loc[flat.index])
     selection = stats(opened(path, stack=True)).sel(layers=[2], statistic=["mean", "std"])

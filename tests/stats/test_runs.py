@@ -142,7 +142,7 @@ class TestPicture:
         from matplotlib import pyplot as plt
 
         ds = xckpt.open_steps(run(tmp_path, stop=500, jump=600))
-        ax = ds.ckpt.plot.steps()
+        ax = ds.ckpt.plot.steps(relative=False)
         shown: Any = ax.images[0].get_array()
         labels = [text.get_text() for text in ax.get_yticklabels()]
         assert labels == ["m", "m.layers.0", "m.layers.1", "m.layers.2"]
@@ -151,7 +151,7 @@ class TestPicture:
         assert shown[2, 4] == pytest.approx(np.linalg.norm(new.astype(np.float64) - old), rel=1e-6)
         assert shown.mask[0].tolist() == [False] * 4 + [True] * 4
         assert [text.get_text() for text in ax.get_xticklabels()][4] == "600"
-        ax = ds.ckpt.plot.steps("m.layers.1.*", relative=True)
+        ax = ds.ckpt.plot.steps("m.layers.1.*")
         relative = np.linalg.norm(new.astype(np.float64) - old) / np.linalg.norm(
             new.astype(np.float64)
         )
@@ -168,8 +168,9 @@ class TestPicture:
             tensors = {f"m.layers.{n}.w": rng.random((4, 4), np.float32) for n in range(20)}
             tensors["m.layers.7.w"] *= 1e6
             write(tmp_path / f"step-{step}.safetensors", tensors)
-        ax = xckpt.open_steps(str(tmp_path / "step-*.safetensors")).ckpt.plot.steps()
-        assert ax.images[0].get_clim()[1] < 10
+        ds = xckpt.open_steps(str(tmp_path / "step-*.safetensors"))
+        ax = ds.ckpt.plot.steps(relative=False)
+        assert ax.images[0].get_clim()[1] < 1e4
         notes = ax.texts[0].get_text()
         assert "x beyond the colours" in notes
         assert notes.count("at m.layers.7, step ") == 3
@@ -186,7 +187,7 @@ class TestPicture:
                 tensors[f"optimizer.state.{n}.step"] = np.array(step * 1000, np.float32)
             write(tmp_path / f"step-{step}.safetensors", tensors)
         ds = xckpt.open_steps(str(tmp_path / "step-*.safetensors"))
-        ax = ds.ckpt.plot.steps()
+        ax = ds.ckpt.plot.steps(relative=False)
         panels = {axes.get_title(): axes for axes in ax.figure.axes if axes.images}
         assert list(panels) == ["parameters: 3 tensors, 4 steps", "optimizer state: 3 tensors"]
         scales = [axes.images[0].get_clim() for axes in panels.values()]
@@ -196,6 +197,27 @@ class TestPicture:
         plot = ds.ckpt.plot.steps(ax=plt.subplots()[1])
         shown: Any = plot.images[0].get_array()
         assert shown.shape == (3, 3)
+        plt.close("all")
+
+    def test_colours_include_a_jump_and_have_few_readable_ticks(self, tmp_path: Path) -> None:
+        from matplotlib import pyplot as plt
+
+        rng = np.random.default_rng(0)
+        tensors = {f"m.layers.{n}.w": rng.normal(size=(8, 8)).astype("f4") for n in range(20)}
+        for step in range(1, 8):
+            for name, values in tensors.items():
+                size = 0.02 if (name, step) == ("m.layers.7.w", 5) else 0.001
+                tensors[name] = (values + size * rng.normal(size=(8, 8))).astype("f4")
+            write(tmp_path / f"step-{step}.safetensors", tensors)
+        ax = xckpt.open_steps(str(tmp_path / "step-*.safetensors")).ckpt.plot.steps()
+        drawn: Any = ax.images[0].get_array()
+        assert ax.images[0].get_clim()[1] == pytest.approx(drawn.max())
+        assert np.unravel_index(drawn.argmax(), drawn.shape) == (7, 3)
+        bar = ax.images[0].colorbar
+        assert bar is not None
+        labels = [text.get_text() for text in bar.ax.get_yticklabels()]
+        assert 2 <= len(labels) <= 5
+        assert all(float(label) > 0 for label in labels)
         plt.close("all")
 
     def test_needs_steps_and_tensors(self, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class TestElementTypes:
             lambda a, _: xckpt.stats(a, exact_quantiles=True),
             lambda a, _: xckpt.stats(a, channels=True),
             lambda a, _: xckpt.histogram(a),
-            lambda a, _: xckpt.histogram(a, [-1.0, 0.0, 1.0]),
+            lambda a, _: xckpt.histogram(a, bins=[-1.0, 0.0, 1.0]),
             xckpt.compare,
         ],
     )

@@ -26,7 +26,7 @@ ALLOWED = {
     },
     "texts for readers": {
         *("formatting.py", "notebook/documents.py", "notebook/text.py", "notebook/html.py"),
-        *("accessor/reporting.py", "accessor/forwarding.py", "backend.py"),
+        *("accessor/reporting.py", "options.py", "backend.py"),
     },
     "patterns that a user types, and names of dimensions": {
         *("labels/renaming.py", "labels/axes.py", "writing/fitting.py", "accessor/__init__.py"),

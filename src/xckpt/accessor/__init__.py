@@ -2,7 +2,7 @@
 
 Each method calls one function of the package with the open object; this room adds signatures and
 documentation, the widget of `explore`, and reports. It may import every room except `cli`. Read
-`forwarding` first: most methods are made by it.
+`xckpt.options` first: `Forwarded` makes the methods of functions of the package.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ import xarray as xr
 
 import xckpt
 from xckpt import formats
-from xckpt.accessor.forwarding import Forwarded
+from xckpt.errors import deprecated_name
 from xckpt.identity import base_id_text, stable_id
+from xckpt.options import Forwarded, SelectOptions, renamed, takes
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import pandas as pd
 
-    from xckpt.comparison.cells import Reduced
     from xckpt.datasets.adapters import Adapter
     from xckpt.datasets.losses import Loss
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
     from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
     from xckpt.plots import Plots
-    from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable
     from xckpt.statistics import ResultView
     from xckpt.typing import DataArray, Dataset
@@ -690,10 +688,14 @@ class CheckpointAccessor(Generic[Obj]):
 
         return select_modules(self._obj, modules, by_position=True)
 
+    @renamed("names", "tensors")
+    @takes(SelectOptions)
     def find(
         self,
-        names: TensorFilter | None = None,
+        tensors: TensorFilter | None = None,
         *,
+        exclude: TensorFilter | None = None,
+        only: Literal["weights"] | None = None,
         dtype: DtypeFilter | None = None,
         min_bytes: int | str = 0,
     ) -> Obj:
@@ -701,9 +703,6 @@ class CheckpointAccessor(Generic[Obj]):
 
         Parameters
         ----------
-        names : str, iterable of str, re.Pattern or callable, optional
-            Glob of whole names, several globs, regular expression to search for, or function from
-            a name to a bool. Names in a tree are those in the file, with dots.
         dtype : str or dtype, or a list of these, optional
             Stored element type: ``"bfloat16"`` or ``"bf16"``, ``numpy.float32``.
         min_bytes : int or str, default 0
@@ -733,141 +732,57 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from xckpt.datasets.tensors import find
 
-        return find(self._obj, names, dtype=dtype, min_bytes=min_bytes)
+        options: Any = {"exclude": exclude, "only": only, "dtype": dtype, "min_bytes": min_bytes}
+        return find(self._obj, tensors, **options)
 
     def _keep(
-        self, result: xr.Dataset, *, compute: bool = True, dim: object = None, **_: Any
+        self,
+        result: xr.Dataset,
+        tensors: TensorFilter | None = None,
+        *,
+        compute: bool = True,
+        dim: object = None,
+        exclude: object = None,
+        only: object = None,
+        **_: Any,
     ) -> None:
-        """Keep statistics of whole tensors for the summary and for plots."""
-        if compute and dim is None:
+        """Keep statistics of all whole tensors for the summary and for plots."""
+        if compute and all(option is None for option in (tensors, dim, exclude, only)):
             self._stats, self._findings = result, None
             self._described = self._arrays()
+
+    def _find_signs(
+        self, tensors: TensorFilter | None = None, *, stats: Any = None, **options: Any
+    ) -> pd.DataFrame:
+        """Return findings, and keep them with the statistics that they needed."""
+        if isinstance(tensors, xr.Dataset):
+            deprecated_name("findings(stats)", "findings(stats=...)", since="0.3")
+            tensors, stats = None, tensors
+        if stats is not None or self._is_result:
+            return xckpt.findings(self._obj, tensors, stats=stats, **options)
+        return self._examine(tensors, **options)[1]
 
     stats = Forwarded(lambda: xckpt.stats, without="storage_options", after=_keep)
     histogram = Forwarded(lambda: xckpt.histogram, without="storage_options")
     spectrum = Forwarded(lambda: xckpt.spectrum)
+    compare = Forwarded(lambda: xckpt.compare)
+    findings = Forwarded(lambda: xckpt.findings, without="storage_options", instead=_find_signs)
     table = Forwarded(lambda: xckpt.table)
     save = Forwarded(lambda: xckpt.save)
     manifest = Forwarded(lambda: xckpt.manifest, without="engine storage_options")
     report = Forwarded(lambda: xckpt.report)
 
-    def findings(
-        self,
-        stats: xr.Dataset | None = None,
-        *,
-        ignore: str | Iterable[str] | None = None,
-        progress: ProgressOption = None,
-        cache: bool = True,
-    ) -> pd.DataFrame:
-        """List signs of damage in tensors: NaN, dead channels, copied layers, ...
-
-        The summary shows them from then on.
-
-        Parameters
-        ----------
-        stats : xarray.Dataset, optional
-            Statistics of this object, from which findings follow without reading it. By default
-            the object itself if it has statistics; otherwise tensors are read in one pass, unless
-            their statistics are in the cache.
-        ignore : str or iterable of str, optional
-            Rules to leave out, such as ``"constant"``, or ``"dead_rows:*.delta"`` for tensors that
-            match a glob.
-        progress : bool or callable, optional
-            As for `xckpt.stats`.
-        cache : bool, default True
-            As for `stats`.
-
-        Returns
-        -------
-        pandas.DataFrame
-            Columns ``tensor, rule, value, severity, explanation``; see `xckpt.findings`.
-
-        Examples
-        --------
-        >>> ds.ckpt.findings(ignore="constant")
-        """
-        from xckpt.health import findings
-
-        if stats is None and isinstance(self._obj, xr.Dataset) and "statistic" in self._obj.dims:
-            stats = self._obj
-        if stats is not None:
-            return findings(stats, ignore=ignore)
-        return self._examine(ignore=ignore, progress=progress, cache=cache)[1]
-
-    def _examine(self, **options: Any) -> tuple[xr.Dataset, pd.DataFrame]:
-        """Return statistics and findings, and keep both for the summary."""
+    def _examine(
+        self, tensors: TensorFilter | None = None, **options: Any
+    ) -> tuple[xr.Dataset, pd.DataFrame]:
+        """Return statistics and findings, and keep both for the summary if they are of all."""
         from xckpt.health import examine
 
-        result, findings = examine(self._obj, **options)
-        self._keep(result)
-        self._findings = _as_findings(findings)
+        result, findings = examine(self._obj, tensors, **options)
+        self._keep(result, tensors, **options)
+        if self._stats is result:
+            self._findings = _as_findings(findings)
         return result, findings
-
-    def compare(
-        self,
-        other: Describable,
-        *,
-        names: Renaming | Literal["auto"] | None = None,
-        tensors: TensorFilter | None = None,
-        dim: Reduced | None = None,
-        codes: bool = False,
-        explain: bool = False,
-        adapter: Describable | None = None,
-        progress: ProgressOption = None,
-        compute: bool = True,
-        cache: bool = True,
-        storage_options: dict[str, Any] | None = None,
-    ) -> Dataset:
-        """Compare with another checkpoint, tensor by tensor.
-
-        Parameters
-        ----------
-        other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-            Other checkpoint, in any format and with any element types.
-        names : "auto", mapping, callable, or pair of a regular expression and its replacement
-            From the name of a tensor here to the name in `other`; ``"auto"`` pairs them by content
-            and by naming conventions of well-known projects, see `xckpt.compare`.
-        tensors : str, iterable of str, re.Pattern or callable, optional
-            Tensors to compare; all by default.
-        dim : str, int, iterable of these, or mapping of these to int, optional
-            Dimensions to reduce, for a value for each channel or block; see `xckpt.compare`.
-        codes : bool
-            Whether to examine codes and scales of quantised tensors in `other`: ``saturated``,
-            ``clipped``, ``gain_db``, ...; see `xckpt.compare`.
-        explain : bool
-            Whether to search for the reasons of differences; see `xckpt.compare`.
-        adapter : path, mapping, Index or xarray.Dataset, optional
-            Adapter that `other` should have merged into it; see `xckpt.compare`.
-        progress, compute, cache : optional
-            As for `stats`.
-        storage_options : dict, optional
-            Options for the storage of `other`, if it is a URL.
-
-        Returns
-        -------
-        xarray.Dataset
-            Its ``ckpt.table()`` is a table with the largest changes first.
-
-        Examples
-        --------
-        >>> ds.ckpt.compare("tuned.safetensors").ckpt.table()
-        """
-        from xckpt.comparison import compare
-
-        return compare(
-            self._given,
-            other,
-            names=names,
-            tensors=tensors,
-            dim=dim,
-            codes=codes,
-            explain=explain,
-            adapter=adapter,
-            progress=progress,
-            compute=compute,
-            cache=cache,
-            storage_options=storage_options,
-        )
 
     @property
     def names(self) -> dict[str, str]:
@@ -1266,7 +1181,7 @@ class CheckpointAccessor(Generic[Obj]):
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return the findings of the last statistics, None without statistics."""
         if self._findings is None and self._stats is not None:
-            self._findings = _as_findings(self.findings(self._stats))
+            self._findings = _as_findings(xckpt.findings(self._stats))
         return self._findings
 
 

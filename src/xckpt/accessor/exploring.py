@@ -125,7 +125,7 @@ def histogram(
         width = max(1, ceil((high - low + 1) / _BINS))
         count = ceil((high - low + 1) / width)
         bins = low - 0.5 + width * np.arange(count + 1.0)
-    result = counted(_dataset(tensors, [name]), bins, "linear", progress=report)
+    result = counted(_dataset(tensors, [name]), bins=bins, scale="linear", progress=report)
     left, right = (result[f"bin_{side}"].to_numpy() for side in ("left", "right"))
     return np.append(left, right[-1]), result.variables[0].to_numpy()
 

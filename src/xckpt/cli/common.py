@@ -20,6 +20,7 @@ import click
 from xckpt.errors import CheckpointError, CheckpointWarning, deprecated_name, shown
 from xckpt.formats import names
 from xckpt.formatting import columns, line_width, printable, shortened, wrapped
+from xckpt.options import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,18 +87,22 @@ class FileInput:
     """The options for reading a file: its format, a selection of tensors, storage options."""
 
     engine: str | None  # the format; None detects it from the content
-    tensors: tuple[str, ...]  # globs of names; empty for all tensors
     storage_options: dict[str, Any] | None  # for fsspec
+    tensors: tuple[str, ...] = ()  # globs of names; empty for all tensors
+    exclude: tuple[str, ...] = ()
+    only: str | None = None
 
     @property
-    def patterns(self) -> list[str] | None:
-        """Globs of names; None for all tensors."""
-        return list(self.tensors) or None
+    def selection(self) -> dict[str, Any]:
+        """The options of `xckpt.options.SelectOptions`."""
+        globs = list(self.tensors) or None
+        return {"tensors": globs, "exclude": list(self.exclude) or None, "only": self.only}
 
     def index(self, file: str, *, silent: bool = False) -> Index:
         """Return the index of a file with the selected tensors."""
-        from xckpt.labels.filters import select, suggest_filters
+        from xckpt.labels.filters import combined, select, suggest_filters, warn_of_exclusions
         from xckpt.opening import open_index
+        from xckpt.structure import structure_of
 
         source, index = open_index(
             file,
@@ -107,12 +112,14 @@ class FileInput:
             missing="ignore",
         )
         source.close()
-        if not self.tensors:
+        chosen = combined(**self.selection, structures=lambda: [structure_of(index)])
+        if chosen is None:
             return index
-        selected = {name: index.tensors[name] for name in select(index.tensors, self.patterns)}
+        warn_of_exclusions(index.tensors, chosen)
+        selected = {name: index.tensors[name] for name in select(index.tensors, chosen)}
         if not selected:
             hint = suggest_filters(index.tensors, list(self.tensors))
-            globs = " ".join(map(shown, self.tensors))
+            globs = " ".join(map(shown, self.tensors or ("*",)))
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
         return replace(index, tensors=selected)
 
@@ -126,7 +133,7 @@ class FileInput:
             return xr.open_dataset(
                 file,
                 engine=index.format,
-                tensors=self.patterns,
+                **self.selection,
                 storage_options=self.storage_options,
             )
 
@@ -152,8 +159,12 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
         "--tensors",
         multiple=True,
         metavar="GLOB",
-        help="Select tensors by name. May be repeated.",
+        help=f"{text_of('tensors')} May be repeated.",
     )
+    @click.option(
+        "--exclude", multiple=True, metavar="GLOB", help=f"{text_of('exclude')} May be repeated."
+    )
+    @click.option("--only", type=click.Choice(["weights"]), help=text_of("only"))
     @click.option(
         "--storage-option",
         "storage_options",
@@ -165,13 +176,13 @@ def reading_options_beside_output(command: Callable[..., Any]) -> Any:
     @wraps(command)
     def with_reading(
         engine: str | None,
-        tensors: tuple[str, ...],
         storage_options: dict[str, Any],
         old_storage_options: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> Any:
+        selection = {name: arguments.pop(name) for name in ("tensors", "exclude", "only")}
         options = {**(old_storage_options or {}), **storage_options}
-        return command(reading=FileInput(engine, tensors, options or None), **arguments)
+        return command(reading=FileInput(engine, options or None, **selection), **arguments)
 
     return with_reading
 

@@ -104,7 +104,8 @@ def info(
         print_text("\n".join([summary_of_roles(structure), *structure_lines(structure)]))
         return 0
     # A selection of tensors needs no note that they do not fill the file.
-    index = replace(index, nbytes=0) if reading.tensors else index
+    is_part = any(value is not None for value in reading.selection.values())
+    index = replace(index, nbytes=0) if is_part else index
     summary = index_summary(index, config)
     print_text(render(summary, most=None) if everything else render(summary))
     return 0
@@ -165,7 +166,7 @@ def steps(paths: tuple[str, ...], reading: FileInput, *, changes: bool, as_json:
         ds = open_steps(
             paths[0] if len(paths) == 1 else list(paths),
             reading.engine,
-            tensors=reading.patterns,
+            **reading.selection,
             storage_options=reading.storage_options,
         )
     summary: Any = ds.ckpt.summary("step", changes=changes)
@@ -290,7 +291,7 @@ def convert(
             new,
             to,
             source_engine=index.format,
-            tensors=reading.patterns,
+            **reading.selection,
             names=new_names,
             encoding=encoding,
             cast=cast,
@@ -388,7 +389,7 @@ def manifest(file: str, reading: FileInput) -> int:
         digest_lines = digests(
             file,
             reading.engine,
-            tensors=reading.patterns,
+            **reading.selection,
             storage_options=reading.storage_options,
             progress=is_terminal(),
         )
@@ -442,7 +443,7 @@ def verify(
                 report = check(
                     file,
                     reading.engine,
-                    tensors=reading.patterns,
+                    **reading.selection,
                     manifest=expected,
                     storage_options=reading.storage_options,
                     progress=is_terminal(),

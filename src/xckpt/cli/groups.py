@@ -43,8 +43,7 @@ def grouped_table(
     names = [name.strip() for name in keys.split(",")]
     with usage_errors():
         grouped = result.ckpt.by(*names, **options)
-    frame: pd.DataFrame = grouped.to_dataframe().reset_index()
-    frame = frame[frame["tensors"] > 0]
+    frame: pd.DataFrame = grouped.ckpt.table().reset_index()
     if sort in frame:
         frame = frame.sort_values(sort, ascending=ascending, kind="stable")
     frame.attrs = {"by": names, **grouped.attrs}

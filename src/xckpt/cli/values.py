@@ -290,7 +290,7 @@ def spectrum(
     index = reading.index(file)
     result = compute(
         reading.dataset(file, index),
-        reading.patterns,
+        **reading.selection,
         minus=None if minus is None else reading.dataset(minus),
         statistics=chosen,
         progress=is_terminal(),
@@ -406,14 +406,14 @@ def compare(
     chosen = _compared(columns, sort, codes=codes, explain=explain)
     if write_names is not None and os.path.lexists(write_names):  # before the pass
         raise click.UsageError(f"{write_names} already exists")
-    both = replace(reading, tensors=())
+    both = replace(reading, tensors=(), exclude=(), only=None)
     ours, theirs = both.dataset(a), both.dataset(b)
     with usage_errors():
         result = compute(
             ours,
             theirs,
             names=matching,
-            tensors=reading.patterns,
+            **reading.selection,
             dim=_lengths(dims) or None,
             codes=codes,
             explain=explain,

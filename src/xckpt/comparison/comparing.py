@@ -32,12 +32,14 @@ from xckpt.comparison.pairs import (
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels.filters import suggest_filters
+from xckpt.options import ScanOptions, renamed, takes
 from xckpt.progress import Progress
 from xckpt.scan.entries import (
     Described,
     all_entries,
     contents_of_all,
     deferred,
+    filter_of,
     laid,
     laid_out,
     warn_of_unreadable,
@@ -52,6 +54,7 @@ from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import Unpack
 
     from xckpt.arrays.streams import ChunkedZip, Zip
     from xckpt.comparison.cells import ChannelGrid, Reduced
@@ -68,20 +71,20 @@ if TYPE_CHECKING:
     _Input = tuple[Sequence[Match], tuple[int, ...], Any, ChannelGrid | None]
 
 
+@renamed("other", "b")
+@takes(ScanOptions)
 def compare(
     a: Describable,
     b: Describable,
     *,
-    names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
+    names: Renaming | Literal["auto"] | None = None,
     dim: Reduced | None = None,
     codes: bool = False,
     explain: bool = False,
     adapter: Describable | None = None,
-    progress: ProgressOption = None,
     compute: bool = True,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[ScanOptions],
 ) -> Dataset:
     """Compare the tensors of two checkpoints by name, in one pass over both.
 
@@ -91,16 +94,15 @@ def compare(
 
     Parameters
     ----------
-    a, b : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        Checkpoints to compare; `a` is the reference for relative differences. Two DataArrays are
-        compared with each other even if their names differ.
+    a : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        Checkpoint to compare, the reference for relative differences. Two DataArrays are compared
+        with each other even if their names differ.
+    b : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        The other checkpoint.
     names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
         Names in `b` for the names in `a`. A mapping can omit names that stay the same; a pair is
         applied as by `re.sub`. ``"auto"`` matches tensors without a namesake by their content,
         which reads them once more, and then by naming conventions: see Notes.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to compare: one or several globs of whole names, a regular expression to search
-        for, or a function from a name to a bool.
     dim : str, int, iterable of these, or mapping of these to int, optional
         Dimensions to reduce, by name or position (-1 is the last one). The result has one value
         for each position along the other dimensions: ``dim=-1`` gives one value for each output
@@ -122,15 +124,8 @@ def compare(
         ``adapter_config.json`` next to the file, or from tensors ``alpha``; without it, the scale
         that fits is used and named. Names of other libraries and formats lead to the tensors of
         `a` by their places in the model.
-    progress : bool or callable, optional
-        As for `stats`; counts the bytes of both checkpoints.
     compute : bool
         If False, return dask arrays, which run the pass when they are computed.
-    cache : bool
-        Keep the results for unchanged files in the user's cache, so that a second call reads
-        nothing; not with `dim`.
-    storage_options : dict, optional
-        Options for fsspec if `a` or `b` is a URL.
 
     Returns
     -------
@@ -248,6 +243,7 @@ def compare(
     if (codes or explain) and (dim is not None or not compute):
         keyword = "codes=True" if codes else "explain=True" if adapter is None else "adapter"
         raise ValueError(f"{keyword} needs whole tensors at once: leave out dim and compute=False")
+    storage_options, cache = options["storage_options"], options["cache"]
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         sides = all_entries(ours), all_entries(theirs)
@@ -257,8 +253,10 @@ def compare(
     if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
         both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
         names = dict(zip(*both, strict=False))
+    tensors = filter_of(tensors, options, ours, theirs)
+    attrs_of_sides = [ours.attrs, theirs.attrs]
     entries, rows, progress = matched(
-        *sides, names, tensors, progress=progress, attrs=[ours.attrs, theirs.attrs]
+        *sides, names, tensors, progress=options["progress"], attrs=attrs_of_sides
     )
     _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     inputs: list[_Input] = [

@@ -97,7 +97,7 @@ def list_arrays(
 ) -> Listing:
     """List the arrays that become variables, without making arrays for other tensors."""
     drop = options.dropped
-    chosen = select(index.tensors, options.tensors)
+    chosen = select(index.tensors, options.filter(index))
     if index.arrangement.order:
         is_chosen = set(chosen).__contains__
         chosen = [name for name in index.arrangement.order if is_chosen(name)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
+from xckpt.options import described, suggest_option
+
 if TYPE_CHECKING:
-    import re
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.arrays import ReadOptions
+    from xckpt.index import Index
+    from xckpt.labels import TensorFilter
 
 _SWITCHES = frozenset({"decode", "mmap", "sparse", "verify"})
 
@@ -24,9 +25,6 @@ class OpenOptions:
     ----------
     drop_variables : str or iterable of str, optional
         Tensors (or parts, ``name:part``) to omit, by their exact names.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to open: a glob of whole names, several globs, a regular expression to search for,
-        or a function from a name to a bool. All by default.
     dims : mapping of str to sequence of (str or None), or "size", optional
         Names of axes: a glob of tensor names to a name for each axis, None for the default name;
         the last match wins. For stacked tensors, a glob matches their names or the name of the
@@ -72,14 +70,14 @@ class OpenOptions:
         Corrections of what tensors are: a glob of tensor names to fields of
         `xckpt.structure.TensorInfo`, such as ``{"*.window": {"role": "constant"}}``; fields are
         ``role``, ``component``, ``module_type`` and ``slot``. The last match wins.
-    storage_options : dict, optional
-        Options for the storage of a URL.
     format_options : mapping
         Options of a single engine, by keyword.
     """
 
     drop_variables: str | Iterable[str] | None = None
-    tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None
+    tensors: TensorFilter | None = None
+    exclude: TensorFilter | None = None
+    only: Literal["weights"] | None = None
     dims: Mapping[str, Sequence[str | None]] | Literal["size"] | None = None
     stack: bool | str | Sequence[str] = False
     join: Literal["exact", "outer"] = "exact"
@@ -98,8 +96,11 @@ class OpenOptions:
             raise ValueError(f"missing={self.missing!r}: expected 'warn' or 'raise'")
         if not isinstance(self.join_ranks, bool) and self.join_ranks != "auto":
             raise ValueError(f"join_ranks={self.join_ranks!r}: expected True, False or 'auto'")
-        if isinstance(self.tensors, Iterator):  # several readers apply the filter
-            object.__setattr__(self, "tensors", tuple(self.tensors))
+        from xckpt.labels.filters import combined, once
+
+        for key in ("tensors", "exclude"):  # several readers apply the filters
+            object.__setattr__(self, key, once(getattr(self, key)))
+        combined(None, only=self.only)
 
     @property
     def reading(self) -> ReadOptions:
@@ -107,6 +108,13 @@ class OpenOptions:
         from xckpt.arrays import ReadOptions
 
         return ReadOptions(decode=self.decode, sparse=self.sparse, verify=self.verify)
+
+    def filter(self, index: Index) -> TensorFilter | None:
+        """Return the filter of `tensors`, `exclude` and `only` for the tensors of a file."""
+        from xckpt.labels import combined
+        from xckpt.structure import structure_of
+
+        return combined(self.tensors, self.exclude, self.only, lambda: [structure_of(index)])
 
     @property
     def dropped(self) -> set[str]:
@@ -136,10 +144,7 @@ class OpenOptions:
         allowed = (*cls.keywords(), *own)
         for keyword in keywords:
             if keyword not in allowed:
-                similar = get_close_matches(keyword, allowed, n=1)
-                hint = (
-                    f"did you mean {similar[0]!r}?" if similar else f"it has {', '.join(allowed)}"
-                )
+                hint = suggest_option(keyword, ("engine", *allowed))
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
         for keyword in _SWITCHES & shared.keys():
@@ -147,3 +152,6 @@ class OpenOptions:
             if not isinstance(value, bool) and not (value is None and keyword == "verify"):
                 raise TypeError(f"{keyword} is True or False, not {value!r}")
         return cls(**shared, format_options={k: v for k, v in keywords.items() if k in own})
+
+
+OpenOptions.__doc__ = described(OpenOptions.__doc__ or "", [f.name for f in fields(OpenOptions)])

@@ -29,8 +29,13 @@ from xckpt.datasets.stack_records import (
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
 from xckpt.errors import causes_of, warn
 from xckpt.index import paused_collector
-from xckpt.labels import TensorFilter, flat_name, select, tree_paths
-from xckpt.labels.filters import suggest_filters, suggest_names
+from xckpt.labels import TensorFilter, combined, flat_name, select, tree_paths
+from xckpt.labels.filters import (
+    select_members,
+    suggest_filters,
+    suggest_names,
+    warn_of_exclusions,
+)
 from xckpt.structure import Structure, structure_of
 from xckpt.structure.declared import facts_kept
 from xckpt.structure.facts import model_facts
@@ -306,9 +311,7 @@ class OpenTensors:
     def select(self, names: TensorFilter | None) -> list[str]:
         """Return the names of tensors that match, or whose stacked variable matches."""
         homes = self._listing.homes
-        tensors = dict.fromkeys([row.name for row in self.rows])
-        matches = set(select(tensors | dict.fromkeys(homes.values()), names))
-        return [name for name in tensors if name in matches or homes.get(name) in matches]
+        return select_members({row.name: homes.get(row.name, row.name) for row in self.rows}, names)
 
     def variables_of(self, names: Iterable[str]) -> set[str]:
         """Return the names of the variables of these tensors."""
@@ -536,8 +539,10 @@ def no_tensor(name: str, known: Collection[str]) -> str:
 
 def find(
     obj: Obj,
-    names: TensorFilter | None = None,
+    tensors: TensorFilter | None = None,
     *,
+    exclude: TensorFilter | None = None,
+    only: str | None = None,
     dtype: DtypeFilter | None = None,
     min_bytes: int | str = 0,
 ) -> Obj:
@@ -547,10 +552,17 @@ def find(
     dtypes = {_dtype(dtype) for dtype in given if dtype is not None}
     min_nbytes = parse_bytes(min_bytes)
     keys = {str(name): name for name in flat.variables}
-    matches = select(keys, names)
-    if not matches and keys and names is not None:
-        text = f"{names!r} matches none of the {len(keys)} variables{suggest_filters(keys, names)}"
-        warn(text)
+    chosen = combined(tensors, exclude)
+    matches = select(keys, chosen)
+    if not matches and keys and chosen is not None:
+        hint = suggest_filters(keys, chosen)
+        warn(f"{chosen!r} matches none of the {len(keys)} variables{hint}")
+    warn_of_exclusions(keys, chosen)
+    if only is not None:
+        opened = OpenTensors(obj)
+        of_model = combined(None, None, only, lambda: [opened.structure])
+        present = opened.variables_of(select([row.name for row in opened.rows], of_model))
+        matches = [name for name in matches if name in present]
     selected = {}
     for name in matches:
         variable = flat.variables[keys[name]]

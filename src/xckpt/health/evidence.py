@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from xckpt.statistics.tables import named_tensors, tensor_attributes, tensor_rows
+from xckpt.statistics.computing import stats
+from xckpt.statistics.tables import named_tensors, table, tensor_attributes, tensor_rows
 from xckpt.structure import PARAMETERS, Described, Role, Structure
 from xckpt.structure.numbering import split_leaf
 
@@ -98,6 +99,8 @@ class Evidence:
     cache: bool = True
     #: Types of the tensors of the checkpoint, for their roles in groups.
     origin: DescribedTensors | None = None
+    #: The object that the readers read; without it, statistics that are missing stay unknown.
+    subject: Any = None
     _computed: dict[Any, Any] = field(default_factory=dict)
     #: Elements of the largest tensor that a rule reads as a whole.
     most_elements: ClassVar[int] = 1 << 25
@@ -119,6 +122,12 @@ class Evidence:
             dtypes += [str(variable.attrs.get("dtype", ""))] * count
             shape = np.atleast_1d(variable.attrs.get("shape", ())).astype(int)
             shapes += [tuple(shape.tolist())] * count
+        counts = columns.get("count", np.zeros(len(names)))
+        if np.isnan(counts).any():  # members of stacks that were not selected
+            kept = np.flatnonzero(~np.isnan(counts)).tolist()
+            columns = {key: column[kept] for key, column in columns.items()}
+            names, dtypes = [names[n] for n in kept], [dtypes[n] for n in kept]
+            shapes = [shapes[n] for n in kept]
         has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
         origin = result.encoding.get("origin")
         steps = run if has_steps else None
@@ -128,6 +137,14 @@ class Evidence:
         if statistic not in self.columns:
             self.columns[statistic] = np.full(len(self.names), np.nan)
         return self.columns[statistic]
+
+    @cached_property
+    def norms_of_elements(self) -> Array:
+        """Norm of the elements of each tensor; computed if it was not."""
+        if "l2" not in self.columns and self.subject is not None:
+            frame = table(stats(self.subject, progress=self.progress, cache=self.cache))
+            self.columns["l2"] = frame["l2"].reindex(self.names).to_numpy(np.float64)
+        return self["l2"]
 
     # --- kinds of tensors ------------------------------------------------------------------------
 

@@ -15,17 +15,20 @@ from xckpt.formatting import printable
 from xckpt.health.evidence import Evidence
 from xckpt.health.rules import RULES
 from xckpt.index import paused_collector
-from xckpt.labels.filters import select, suggest_names
-from xckpt.scan.entries import contents_of, entries_of
-from xckpt.statistics.computing import QUANTILES, stats
+from xckpt.labels.filters import combined, select, select_or_raise, suggest_names
+from xckpt.options import ScanOptions, takes
+from xckpt.scan.entries import contents_of, entries_of, filter_of
+from xckpt.statistics.computing import QUANTILES
+from xckpt.statistics.computing import stats as compute_stats
 from xckpt.statistics.grouping import Merged, merge_columns, place_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Unpack
 
     from xckpt.datasets.tensors import DescribedTensors
     from xckpt.health.evidence import RuleFinding
-    from xckpt.progress import ProgressOption
+    from xckpt.labels import TensorFilter
     from xckpt.scan.entries import Describable
     from xckpt.statistics.group_sums import Groups
     from xckpt.typing import Dataset
@@ -123,13 +126,14 @@ class Findings(pd.DataFrame):
         return shown.assign(**{n: [printable(str(t)) for t in self[n]] for n in texts})
 
 
+@takes(ScanOptions)
 def findings(
     obj: Describable,
+    tensors: TensorFilter | None = None,
     *,
     ignore: str | Iterable[str] | None = None,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    stats: xr.Dataset | None = None,
+    **options: Unpack[ScanOptions],
 ) -> pd.DataFrame:
     """List tensors that look wrong or unusual, with explanations.
 
@@ -145,12 +149,8 @@ def findings(
     ignore : str or iterable of str, optional
         Rules to leave out: a rule such as ``"constant"``, or a rule, a colon and a glob of tensors,
         ``"dead_rows:*.delta"``; ``"*"`` stands for all rules.
-    progress : bool or callable, optional
-        See `stats`.
-    cache : bool
-        See `stats`.
-    storage_options : dict, optional
-        Options for fsspec, if `obj` is a URL.
+    stats : xarray.Dataset, optional
+        Result of `xckpt.stats` for `obj`, which is then not read. A result as `obj` also is.
 
     Returns
     -------
@@ -177,29 +177,33 @@ def findings(
     error model.layers.3.mlp.up_proj.weight 7 of 6,336 elements are NaN
     warning model.layers.2.self_attn.q_proj.bias all 48 elements are 0, unlike those of 5 siblings
     """
-    ignored = ignored_rules(ignore)
-    if isinstance(obj, xr.Dataset) and "statistic" in obj.dims:
-        return _judge(Evidence.of(obj), ignored)
-    return examine(
-        obj, ignore=ignore, progress=progress, cache=cache, storage_options=storage_options
-    )[1]
+    given: Any = obj if stats is None else stats
+    if isinstance(given, xr.Dataset) and "statistic" in given.dims:
+        evidence = Evidence.of(given)
+        known = [] if evidence.origin is None else [evidence.origin.structure]
+        chosen = combined(tensors, options["exclude"], options["only"], lambda: known)
+        return _judge(evidence, ignored_rules(ignore), chosen)
+    return examine(obj, tensors, ignore=ignore, **options)[1]
 
 
+@takes(ScanOptions)
 def examine(
     obj: Any,
+    tensors: TensorFilter | None = None,
     *,
     ignore: str | Iterable[str] | None = None,
     quantiles: Sequence[float] = QUANTILES,
     exact_quantiles: bool = False,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[ScanOptions],
 ) -> tuple[xr.Dataset, pd.DataFrame]:
     """Return the statistics of an object and its findings."""
     ignored = ignored_rules(ignore)
-    subject: Any = contents_of(obj, storage_options)  # opens the file once
-    result = stats(
+    progress, cache = options["progress"], options["cache"]
+    subject: Any = contents_of(obj, options["storage_options"])  # opens the file once
+    chosen = filter_of(tensors, options, subject)
+    result = compute_stats(
         subject,
+        chosen,
         quantiles=quantiles,
         exact_quantiles=exact_quantiles,
         channels=True,
@@ -207,20 +211,27 @@ def examine(
         cache=cache,
     )
     with paused_collector():
-        entries = entries_of(subject, silent=True)  # `stats` has warned
+        entries = entries_of(subject, chosen=chosen, silent=True)  # `stats` has warned
         readers = [reader for entry in entries for reader in entry.readers]
     run = run_dim(subject.coords)
     evidence = Evidence.of(result, run, readers=readers, progress=progress, cache=cache)
     return result, _judge(evidence, ignored)
 
 
-def _judge(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.DataFrame:
+def _judge(
+    evidence: Evidence,
+    ignored: Sequence[tuple[str, str | None]],
+    chosen: TensorFilter | None = None,
+) -> pd.DataFrame:
     """Apply all rules; return the sorted findings without the ignored ones."""
     missing = _REQUIRED - set(evidence.columns)
     if missing:
         raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
     with np.errstate(all="ignore"):
         results = [finding for rule in RULES.values() for finding in rule.findings(evidence)]
+    if chosen is not None:
+        names = set(select_or_raise(evidence.names, chosen))
+        results = [f for f in results if f.tensor in names]
     for rule, glob in ignored:
         names = {f.tensor for f in results if rule in {f.rule, "*"}}
         dropped = names if glob is None else set(select(names, glob))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,17 +69,29 @@ class StepChanges:
         #: Norm of the change; also divided by the norm at the later step.
         self.norm = by_measure["rmse"] * np.sqrt(by_measure["count"])
         self.relative = by_measure["rel_l2"]
-        self._structure = evidence.structure
+        self._evidence, self._structure = evidence, evidence.structure
         #: Role of each tensor.
         self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
 
     def relative_change(self, rows: Sequence[int]) -> Array:
         """Return the norm of the change of several tensors together, relative to their norm."""
-        # The norm is of the later step, and of the tensors that changed: others are not decoded.
+        # The norm is of the later step, and of all of the tensors, whether they changed or not.
         norm = joint_norm(self.norm[rows])
         with np.errstate(invalid="ignore", divide="ignore"):
-            size = joint_norm((self.norm / self.relative)[rows])
-            return np.where(norm == 0, 0.0, norm / size)
+            return np.where(norm == 0, 0.0, norm / joint_norm(self._sizes[rows]))
+
+    @cached_property
+    def _sizes(self) -> Array:
+        """Norm of each tensor at the later step of each change."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            sizes: Array = self.norm / self.relative
+        # Comparisons do not decode tensors with equal bytes.
+        unknown = ~np.isfinite(sizes) & self.same
+        if unknown.any():
+            norms = self._evidence.norms_of_elements
+            after = self.places[:, 1:]
+            sizes[unknown] = norms[after[unknown]]
+        return sizes
 
     def layer_of(self, row: int) -> str:
         """Return the name up to its first index, or the module of a name without one."""
@@ -107,7 +120,7 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     dtypes = [reader.kind.name for reader in readers]
     shapes = [tuple(reader.array.shape) for reader in readers]
     names = [reader.name for reader in readers]
-    evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers)
+    evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers, subject=subject)
     plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
     if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
         raise ValueError("the object has no steps to compare: open several with xckpt.open_steps")

@@ -8,13 +8,14 @@ it defines the words, indices and templates of names, which `grids` and `paths` 
 from __future__ import annotations
 
 from xckpt.labels.axes import AxisNamer, explicit_name
-from xckpt.labels.filters import TensorFilter, select, suggest_filters, suggest_names
+from xckpt.labels.filters import TensorFilter, combined, select, suggest_filters, suggest_names
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 
 __all__ = [
     "AxisNamer",
     "TensorFilter",
     "child_nodes",
+    "combined",
     "explicit_name",
     "flat_name",
     "select",

@@ -1,4 +1,4 @@
-"""Filters of tensors by name, from the keyword ``tensors=``.
+"""Filters of tensors by name and role, from ``tensors=``, ``exclude=`` and ``only=``.
 
 The suggestions at the end complete error messages about names and filters without a match.
 """
@@ -6,13 +6,17 @@ The suggestions at the end complete error messages about names and filters witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import translate
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import shown
+from xckpt.errors import shown, warn
+from xckpt.structure import OF_TRAINING, Role
+
+if TYPE_CHECKING:
+    from xckpt.structure import Structure
 
 #: A glob, several globs, a compiled regular expression, or a predicate of the name.
 TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
@@ -23,12 +27,88 @@ _MAX_COMPARED = 5000
 _SEPARATORS = re.compile(r"([./:*?\[\]!]+)")
 
 
+class Selection:
+    """A filter with exceptions: a predicate of names for `tensors`, `exclude` and `only`."""
+
+    def __init__(
+        self,
+        tensors: TensorFilter | None,
+        exclude: TensorFilter | None,
+        only: str | None,
+        structures: Callable[[], Iterable[Structure]],
+    ) -> None:
+        # Several structures describe the two sides of a comparison.
+        self.tensors = once(tensors)
+        self.exclude = once(exclude)
+        self._is_selected = _predicate("*" if tensors is None else self.tensors)
+        self._is_excluded = _predicate(() if exclude is None else self.exclude)
+        self._only = only
+        self.is_checked = False  # for exceptions without a match
+        self._omitted = _of_no_model(structures()) if only is not None else frozenset()
+
+    def __call__(self, name: str) -> bool:
+        """Return whether a name is selected."""
+        return bool(self._is_selected(name)) and not self.excludes(name)
+
+    def excludes(self, name: str) -> bool:
+        """Return whether a name is an exception."""
+        return name in self._omitted or bool(self._is_excluded(name))
+
+    def __repr__(self) -> str:
+        options = {"exclude": self.exclude, "only": self._only}
+        texts = [f"{key}={value!r}" for key, value in options.items() if value is not None]
+        return ", ".join([repr(self.tensors or "*"), *texts])
+
+
+def combined(
+    tensors: TensorFilter | None,
+    exclude: TensorFilter | None = None,
+    only: str | None = None,
+    structures: Callable[[], Iterable[Structure]] = lambda: (),
+) -> TensorFilter | None:
+    """Return one filter for the options of `xckpt.options.SelectOptions`."""
+    if only not in {None, "weights"}:
+        raise ValueError(f"only={only!r}: expected 'weights'; tensors={only!r} selects by name")
+    if exclude is None and only is None:
+        name_filter: TensorFilter | None = once(tensors)
+        return name_filter
+    return Selection(tensors, exclude, only, structures)
+
+
+def once(name_filter: TensorFilter | None) -> Any:
+    """Return a filter that can be applied several times."""
+    return tuple(name_filter) if isinstance(name_filter, Iterator) else name_filter
+
+
+def _of_no_model(structures: Iterable[Structure]) -> frozenset[str]:
+    """Return the names of averages, and of tensors that an optimizer or a training loop keeps."""
+    omitted = OF_TRAINING | {Role.AVERAGE}
+    return frozenset(n for s in structures for n, role in s.roles.items() if role in omitted)
+
+
 def select(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
     """Return the names that a filter matches, in their order; None matches all."""
     if name_filter is None:
         return list(names)
     matches = _predicate(name_filter)
     return [name for name in names if matches(name)]
+
+
+def select_members(homes: Mapping[str, str], name_filter: TensorFilter | None) -> list[str]:
+    """Return the tensors that a filter matches by their names or those of their variables.
+
+    `homes` has the variable of each tensor. Exceptions hold for both names.
+    """
+    name_filter = once(name_filter)
+    matches = set(select_or_raise(dict.fromkeys([*homes, *homes.values()]), name_filter))
+    if not isinstance(name_filter, Selection):
+        return [name for name, home in homes.items() if name in matches or home in matches]
+    excluded = {name for name in {*homes, *homes.values()} if name_filter.excludes(name)}
+    return [
+        name
+        for name, home in homes.items()
+        if (name in matches or home in matches) and excluded.isdisjoint((name, home))
+    ]
 
 
 def has_match(names: Iterable[str], name_filter: TensorFilter) -> bool:
@@ -61,7 +141,17 @@ def select_or_raise(names: Iterable[str], name_filter: TensorFilter | None) -> l
     selected = select(names, name_filter)
     if name_filter is not None and names and not selected:
         raise ValueError(no_match(names, name_filter))
+    warn_of_exclusions(names, name_filter)
     return selected
+
+
+def warn_of_exclusions(names: Collection[str], name_filter: TensorFilter | None) -> None:
+    """Warn if exceptions of a filter match nothing; this is usually a typo."""
+    if not isinstance(name_filter, Selection) or name_filter.is_checked:
+        return
+    name_filter.is_checked, exclude = True, name_filter.exclude
+    if exclude is not None and names and not has_match(names, exclude):
+        warn(no_match(names, exclude).replace("tensors=", "exclude=", 1))
 
 
 def no_match(names: Collection[str], name_filter: TensorFilter) -> str:
@@ -96,7 +186,9 @@ def suggest_names(names: Iterable[str], missing: str | Iterable[str]) -> str:
 
 def suggest_filters(names: Iterable[str], name_filter: TensorFilter) -> str:
     """Return the end of an error message: globs that do match, or similar names."""
-    if isinstance(name_filter, re.Pattern) or callable(name_filter):
+    if isinstance(name_filter, Selection) and name_filter.tensors is not None:
+        name_filter = "" if has_match(names, name_filter.tensors) else name_filter.tensors
+    if not name_filter or isinstance(name_filter, re.Pattern) or callable(name_filter):
         return ""
     globs = [name_filter] if isinstance(name_filter, str) else list(name_filter)
     candidates = list(islice(names, _MAX_COMPARED))

@@ -54,6 +54,9 @@ def advising(location: Location) -> Iterator[None]:
 
 
 def _hint(location: Location, error: Exception) -> str | None:
+    if isinstance(error, IsADirectoryError) and location.kind == "glob":
+        call = f"xckpt.open_steps({shown(_spelled(location.text))})"
+        return f"{call} opens folders as the steps of a run"
     if isinstance(error, IsADirectoryError):
         return _in_folder(location, error)
     if location.kind == "hub":

@@ -21,7 +21,8 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
     """Warn if `tensors` match nothing in any file of the call; return options for this file."""
     # A glob may match the name of a stack instead of a tensor.
     globs = [] if options.stack or not options.dims else list(options.dims)
-    filters = globs if options.tensors is None else [*globs, options.tensors]
+    selecting = [f for f in (options.tensors, options.exclude) if f is not None]
+    filters = [*globs, *selecting]
     absent = [pattern for pattern in filters if not has_match(index.tensors, pattern)]
     if not absent:
         return options
@@ -42,6 +43,9 @@ def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
         names += other_index.tensors
     if options.tensors in unmatched and names:
         warn(f"{index.source}: {no_match(names, options.tensors)}")
+    if options.exclude in unmatched and names:
+        text = no_match(names, options.exclude).replace("tensors=", "exclude=", 1)
+        warn(f"{index.source}: {text}")
     # A glob without a match raises a warning when axes are named: omit globs that match only
     # tensors of other files.
     dims = {

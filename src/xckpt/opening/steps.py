@@ -267,7 +267,7 @@ def _combined(
     dim, paths = new
     steps = list(paths)
     drop = options.dropped
-    names = [select(file.index.tensors, options.tensors) for file in opened]
+    names = [select(file.index.tensors, options.filter(file.index)) for file in opened]
     chosen = [
         {name: file.index.tensors[name] for name in file_names if name not in drop}
         for file, file_names in zip(opened, names, strict=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from xckpt.formatting import counted
-from xckpt.labels import select
+from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.short_names import apart, short_names
+from xckpt.options import documented, renamed
 from xckpt.plots.axes import (
     add_heading,
     label_rows,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from xckpt.comparison.cells import Reduced
     from xckpt.labels import TensorFilter
+    from xckpt.plots.series import Drawn
     from xckpt.structure.numbering import ParsedName
     from xckpt.typing import Array
 
@@ -45,30 +47,73 @@ _UNKNOWN, _EQUAL = "#e6007e", "#9e9e9e"
 _GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
 
 
+@renamed("names", "tensors")
+@documented
 @themed
 def draw_error(
-    obj: Any,
-    other: Any,
-    statistic: str,
-    names: TensorFilter | None,
+    source: Drawn,
+    /,
+    other: Any = None,
+    statistic: str = "sqnr_db",
+    tensors: TensorFilter | None = None,
     *,
-    dim: Reduced,
-    ax: Axes | None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    dim: Reduced = -1,
+    ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """Draw a statistic of each channel; see `xckpt.plots.Plots.error`."""
+    """Draw the error of each channel, with a row for each tensor, such as a layer.
+
+    Parameters
+    ----------
+    other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
+        Checkpoint to compare with, such as the quantised model; or the result of
+        `xckpt.compare` with `dim`. By default the object is such a result itself.
+    statistic : str, default "sqnr_db"
+        A statistic of `xckpt.compare`.
+    dim : str, int, iterable of these, or mapping of these to int, default -1
+        Dimensions to reduce, as for `xckpt.compare`; the others are channels.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.imshow`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, with channels along the columns. Tensors with fewer channels are stretched to
+        the full width. Many tensors are grouped in blocks whose names differ only in numbers.
+        If there is no room for all channels or tensors, the worst of several neighbours is
+        shown. Equal channels are grey; channels that are zero on one side only are pink.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    TypeError
+        If there is nothing to compare with.
+    ValueError
+        If no tensor matches or is in both, the statistic does not exist, or there is only one
+        value for each tensor.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.error("quantised.safetensors", tensors="*.q_proj.weight")
+    """
     from xckpt.comparison import MEASURES, compare
     from xckpt.statistics.grouping import structure_of_names
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])
-    result = obj if other is None else other
+    result = source.obj if other is None else other
     is_result = isinstance(result, xr.Dataset) and "statistic" in result.dims
     if other is None and not is_result:
         raise TypeError("plot.error() takes a checkpoint to compare with, or is of a comparison")
+    chosen = source.chosen(tensors, exclude, only)
     if not is_result:
-        result = compare(obj, other, tensors=names, dim=dim)
-    rows, left_out = _channels_of(result, statistic, names)
+        result = compare(source.obj, other, tensors=chosen, dim=dim)
+    rows, left_out = _channels_of(result, statistic, chosen)
     order = ascending(list(rows))
     rows = {name: rows[name] for name in np.array(list(rows), object)[order]}
     title, labels = short_names(list(rows))
@@ -161,14 +206,14 @@ def _by_series(
 
 
 def _channels_of(
-    result: xr.Dataset, statistic: str, names: TensorFilter | None
+    result: xr.Dataset, statistic: str, chosen: TensorFilter | None
 ) -> tuple[dict[str, Array], int]:
     """Return the values of the channels of tensors, and the number of tensors without values."""
     from xckpt.statistics import channel_values
 
     values = channel_values(result, statistic)
-    selected = {name: values[name] for name in select(values, names)}
-    require_any(selected, values, names)
+    selected = {name: values[name] for name in select_or_raise(values, chosen)}
+    require_any(selected)
     rows = {name: row for name, row in selected.items() if not np.isnan(row).all()}
     rows = {name: row for name, row in rows.items() if row.size > 1} or rows
     if not rows:

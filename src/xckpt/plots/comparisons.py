@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
-from xckpt.labels import select
+from xckpt.labels.filters import select_or_raise
+from xckpt.options import documented, renamed
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
 from xckpt.plots.series import codes_left_out, codes_of, require_any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
+    from xckpt.plots.series import Drawn
 
 _INCHES_PER_BAR = 0.26
 _WIDEST_NAME, _POINTS_PER_CHARACTER = 56, 5.0
@@ -33,18 +35,55 @@ _STATUS_WORDS = {
 }
 
 
+@renamed("names", "tensors")
+@documented
 @themed
 def draw_differences(
-    obj: Any,
+    source: Drawn,
+    /,
     other: Any,
-    statistic: str,
-    names: TensorFilter | None,
+    statistic: str = "rel_l2",
+    tensors: TensorFilter | None = None,
     *,
-    most: int,
-    ax: Axes | None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    most: int = 20,
+    ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """Draw the differences of tensors; see `xckpt.plots.Plots.compare`."""
+    """Draw how much the tensors of two checkpoints differ: a bar for each that changed.
+
+    Parameters
+    ----------
+    other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        Checkpoint to compare with, as for `xckpt.compare`; or the result of that function.
+    statistic : str, default "rel_l2"
+        A statistic of `xckpt.compare`.
+    most : int, default 20
+        The largest number of bars, for the tensors that changed most.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.barh`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, most changed first, logarithmic where the values span more than two powers of
+        ten. The title counts the tensors that are equal, or on one side only; if nothing
+        changed, a sentence replaces the bars.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    ValueError
+        If no tensor matches, the statistic does not exist, or `most` is not positive.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.compare("tuned.zt")
+    """
     from xckpt.comparison import MEASURES, compare
     from xckpt.statistics import table
 
@@ -52,20 +91,20 @@ def draw_differences(
     require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])
     if most < 1:
         raise ValueError(f"a picture has at least one bar, not {most}")
+    chosen = source.chosen(tensors, exclude, only)
     if isinstance(other, xr.Dataset) and "statistic" in other.dims:
         frame = table(other)
-        frame = frame.loc[select(frame.index, names)]
+        frame = frame.loc[select_or_raise(frame.index, chosen)]
     else:
-        frame = table(compare(obj, other, tensors=names))
-    tensors = OpenTensors(obj)
-    require_any(frame.index.tolist(), [row.name for row in tensors.rows], names)
+        frame = table(compare(source.obj, other, tensors=chosen))
+    require_any(frame.index)
     counts = Counter(frame["status"])
     parts = [
         f"{counts[status]:,} {words}" for status, words in _STATUS_WORDS.items() if counts[status]
     ]
     summary = f"{counted(len(frame), 'tensor')}: {', '.join(parts)}"
     changed = frame[frame["status"] == "changed"]
-    codes = codes_of(tensors)
+    codes = codes_of(OpenTensors(source.obj))
     is_code = changed.index.isin(list(codes))
     of_codes = " of codes" if is_code.size and is_code.all() else ""
     note = ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from xckpt.datasets.tensors import find
 from xckpt.formatting import counted
+from xckpt.options import documented, renamed
 from xckpt.plots.axes import (
     add_heading,
     add_legend,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
-    from xckpt.plots.series import Chosen, Series
+    from xckpt.plots.series import Chosen, Drawn, Series
     from xckpt.statistics.histograms import Distribution
 
 # More numbered lines than this are distinguished by a scale of colours instead of names.
@@ -67,18 +68,62 @@ class _Density(NamedTuple):
         return values
 
 
+@renamed("names", "tensors")
+@documented
 @themed
 def draw_histogram(
-    obj: Any,
-    names: TensorFilter | None,
+    source: Drawn,
+    /,
+    tensors: TensorFilter | None = None,
     *,
-    bins: int | Sequence[float] | None,
-    scale: Any,
-    log: bool,
-    ax: Axes | None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    bins: int | Sequence[float] | None = None,
+    scale: str = "linear",
+    log: bool = True,
+    ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """Draw the distribution of elements; see `xckpt.plots.Plots.histogram`."""
+    """Draw the distributions of the elements of tensors, as densities.
+
+    Up to twelve tensors have a line each; if they differ only by number, it determines the
+    colour. More tensors become bands of quantiles, one for each role as in `layers`. The tensor
+    with the largest spread has a labelled line as well, and with few roles also the one with
+    the smallest. Bins are at least as wide as the spacing of the stored element type.
+
+    Parameters
+    ----------
+    bins : int or sequence of float, optional
+        Number of bins from the smallest to the largest element of a line or band, or their
+        edges. By default at most 200, and fewer for small tensors; if a few outliers stretch
+        the range, as many again for all other elements.
+    scale : {"linear", "symlog"}
+        Scale of the values; ``"symlog"`` is logarithmic on both sides of zero.
+    log : bool, default True
+        Whether the axis of densities is logarithmic, which makes outliers visible.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.stairs`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, with ticks at the smallest and the largest element and at zero. A density is
+        the share of the finite elements of a tensor for each unit of the values, or for each
+        decade if these are logarithmic.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    ValueError
+        If no tensor matches, or an argument has an unknown value.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.histogram("*.q_proj.weight")
+    """
     from xckpt.statistics.histograms import require_bins
 
     require_drawable(ax, lambda trial: trial.stairs([1.0], [0.0, 1.0], **style))
@@ -86,23 +131,23 @@ def draw_histogram(
         require_bins(bins)
     if scale not in {"linear", "symlog"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
-    chosen = choose(obj, names)
-    tensors, notes = _read_distributions(obj, chosen)
-    axis = _Axis(tensors, bins, scale)
-    low, high = min(tensor.low for tensor in tensors), max(tensor.high for tensor in tensors)
+    chosen = choose(source.obj, source.chosen(tensors, exclude, only))
+    drawn, notes = _read_distributions(source.obj, chosen)
+    axis = _Axis(drawn, bins, scale)
+    low, high = min(tensor.low for tensor in drawn), max(tensor.high for tensor in drawn)
     parsed = chosen.parsed
-    parsed = {tensor.name: parsed[tensor.name] for tensor in tensors}
+    parsed = {tensor.name: parsed[tensor.name] for tensor in drawn}
     title, all_series = series_of(parsed, MOST_LINES, chosen.ndims)
-    by_name = {tensor.name: tensor for tensor in tensors}
+    by_name = {tensor.name: tensor for tensor in drawn}
     members = [[by_name[name] for name in series.names] for series in all_series]
-    is_banded = len(tensors) > MOST_LINES
-    ax = new_axes(ax, labels=2 * len(all_series) + _FEW_BANDS if is_banded else len(tensors))
+    is_banded = len(drawn) > MOST_LINES
+    ax = new_axes(ax, labels=2 * len(all_series) + _FEW_BANDS if is_banded else len(drawn))
     if is_banded:
         _draw_bands(ax, all_series, members, axis, style)
         bands = "5 to 95 %, and all" if len(all_series) <= _FEW_BANDS else "5 to 95 %"
         notes = [f"lines: medians; bands: {bands}", *notes]
     else:
-        title = _draw_lines(ax, all_series, tensors, axis, style) or title
+        title = _draw_lines(ax, all_series, drawn, axis, style) or title
     name_the_ends(ax, low, high, linthresh=axis.linthresh)
     ax.set_yscale("log" if log else "linear")
     positive = [density for density in axis.drawn if density > 0]
@@ -316,8 +361,44 @@ _MOST_BINS_OF_VALUES = 60
 
 
 @themed
-def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: Any) -> Axes:
-    """Draw singular values; see `xckpt.plots.Plots.spectrum`."""
+def draw_spectrum(
+    source: Drawn, /, name: str, *, minus: Any = None, ax: Axes | None = None, **style: Any
+) -> Axes:
+    """Draw the singular values of a matrix, and their density next to them.
+
+    The line in the density is a power law, fitted to the tail of their squares; a dotted line
+    marks the start of the tail.
+
+    Parameters
+    ----------
+    name : str
+        Name of a tensor in the file, also one that is stacked, or of a variable.
+    minus : path, Index, xarray.Dataset or xarray.DataTree, optional
+        Draw the singular values of the difference to this checkpoint, and the largest one
+        that rounding to the stored types explains.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure. The density is drawn at its right.
+    **style
+        Passed on to `matplotlib.axes.Axes.plot`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the values, which are logarithmic.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    KeyError
+        If the tensor does not exist, or is not a matrix.
+    ValueError
+        If all its elements are zeros, or some are not finite.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.spectrum("model.layers.0.mlp.up_proj.weight")
+    """
     from matplotlib import pyplot as plt
 
     from xckpt.datasets.tensors import OpenTensors
@@ -325,7 +406,7 @@ def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: 
     from xckpt.statistics.singular import power_law
 
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
-    result = spectrum(OpenTensors(obj)[name], name, minus=minus, values=True).variables[name]
+    result = spectrum(OpenTensors(source.obj)[name], name, minus=minus, values=True).variables[name]
     values = result.values[result.values > 0]
     if np.isnan(result.values).any():
         raise ValueError(f"{name!r} has elements that are NaN or infinite")

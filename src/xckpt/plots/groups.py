@@ -9,6 +9,7 @@ import xarray as xr
 
 from xckpt.formatting import counted
 from xckpt.notebook.short_names import short_names
+from xckpt.options import documented
 from xckpt.plots.axes import (
     add_heading,
     inches,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from xckpt.labels import TensorFilter
+    from xckpt.plots.series import Drawn
     from xckpt.typing import Array
 
 _INCHES_PER_ROW, _INCHES_PER_COLUMN, _FRAME = 0.2, 0.34, 2.2
@@ -39,22 +42,65 @@ _STRIDES = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 _INFINITE, _UNDEFINED = "#9e9e9e", "#e6007e"
 
 
+@documented
 @themed
 def draw_groups(
-    obj: Any,
-    statistic: str,
-    keys: Sequence[str],
-    *,
-    stats: xr.Dataset | None,
-    known: xr.Dataset | None,
-    ax: Axes | None,
+    source: Drawn,
+    /,
+    statistic: str = "std",
+    *keys: str,
+    tensors: TensorFilter | None = None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    stats: xr.Dataset | None = None,
+    ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """Draw a statistic of groups; see `xckpt.plots.Plots.by`."""
+    """Draw a statistic of groups of tensors as a heat map, such as layers against modules.
+
+    The object is a checkpoint, a result of `stats`, `compare` or `spectrum`, or groups from
+    ``.ckpt.by``, also those of findings. The colours do not span a few values far beyond the
+    others: these are marked with a cross, and the heading names them. They are logarithmic if
+    the values span more than two powers of ten, and have zero in the middle if there are
+    values of both signs.
+
+    Parameters
+    ----------
+    statistic : str, default "std"
+        A statistic of the result; of a checkpoint, one of `xckpt.stats` or `xckpt.spectrum`.
+    *keys : str
+        One or two keys, as for ``.ckpt.by``: rows, then columns. By default ``"layer"`` and
+        ``"module"``. Groups have their own.
+    stats : xarray.Dataset, optional
+        Result of `xckpt.stats` for a checkpoint; by default the last one, else computed or
+        taken from the cache.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.imshow`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, with labels at equal intervals. Cells without tensors are transparent, those
+        whose value is infinite grey, and undefined ones pink.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    ValueError
+        If there are more than two keys, no tensor has them, or the groups lack the statistic.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.by("kurtosis", "layer", "role")
+    >>> ds.ckpt.compare("tuned.zt").ckpt.plot.by("rel_l2")
+    """
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     if len(keys) > 2:
         raise ValueError(f"a picture has rows and columns, and no {len(keys)} keys")
-    grouped = _groups_of(obj, statistic, keys, known if stats is None else stats)
+    grouped = _groups_of(source, statistic, keys, stats, (tensors, exclude, only))
     values = grouped[statistic].to_numpy().astype(np.float64)
     labels = [grouped[key].to_numpy().tolist() for key in grouped[statistic].dims]
     names = [str(key) for key in grouped[statistic].dims]
@@ -86,13 +132,18 @@ def draw_groups(
 
 
 def _groups_of(
-    obj: Any, statistic: str, keys: Sequence[str], known: xr.Dataset | None
+    source: Drawn,
+    statistic: str,
+    keys: Sequence[str],
+    known: xr.Dataset | None,
+    selection: tuple[Any, Any, Any],
 ) -> xr.Dataset:
     """Return the groups to draw: the object itself, or a result by `keys`."""
     from xckpt.comparison.merging import compared_by
     from xckpt.statistics import OF_MATRICES, QUANTILES, spectrum, statistic_names, stats
     from xckpt.statistics.grouping import by
 
+    obj = source.obj
     if isinstance(obj, xr.Dataset) and "tensors" in obj and obj["tensors"].dims == tuple(obj.sizes):
         grouped = obj
         if keys:
@@ -101,11 +152,13 @@ def _groups_of(
         result = obj
         if not (isinstance(obj, xr.Dataset) and "statistic" in obj.dims):
             require_statistic(statistic, [*statistic_names(QUANTILES), *OF_MATRICES])
-            result = known
+            chosen = source.chosen(*selection)
+            is_whole = chosen is None and source.stats is not None
+            result = source.stats if known is None and is_whole else known
             if statistic in OF_MATRICES:
-                result = spectrum(obj)
+                result = spectrum(obj, chosen)
             elif result is None:
-                result = stats(obj)
+                result = stats(obj, chosen)
         merge = compared_by if "status" in result["statistic"].to_numpy() else by
         grouped = merge(result, keys or ("layer", "module"))
     if statistic not in grouped or statistic in grouped.coords:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
+    from xckpt.plots.series import Drawn
     from xckpt.typing import Array
 
 _MOST_ELEMENTS = 1 << 24
@@ -70,23 +71,74 @@ class Sample(NamedTuple):
 
 @themed
 def draw_heatmap(
-    obj: Any,
-    name: str,
+    source: Drawn,
+    /,
+    name: str | None = None,
     *,
-    size: tuple[int | str, int],
-    robust: bool,
-    known: xr.Dataset | None,
-    ax: Axes | None,
+    rows: int | Literal["all"] = 256,
+    columns: int = 256,
+    robust: bool = False,
+    ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """Draw the elements of a tensor; see `xckpt.plots.Plots.heatmap`."""
+    """Draw the elements of a tensor, a large one with as many blocks as there are pixels.
+
+    A large tensor is cut into `rows` x `columns` blocks. The middle row of each block is read,
+    and its element of largest magnitude is shown, so that outliers along a column are not
+    missed; one NaN in that row makes the block NaN. No other rows are read, and at most 2**24
+    elements: long rows are read in part. Tensors that are compressed, or sparse with
+    coordinates, are decoded whole, once. With ``rows="all"`` everything is read, chunk by
+    chunk, and a block shows the element of largest magnitude in all of its rows.
+
+    The heading states which rows and elements were read. If statistics were computed before, it
+    also has the numbers of NaN, infinities and rows of zeros in the whole tensor. Such rows are
+    marked at the right edge.
+
+    Parameters
+    ----------
+    name : str
+        Name of a tensor in the file, stacked or not, or of a variable. It can be omitted if
+        there is a single tensor.
+    rows : int or "all", default 256
+        The largest number of blocks along the rows; ``"all"`` reads all rows for 256 blocks.
+    columns : int, default 256
+        The largest number of blocks along the columns.
+    robust : bool, default False
+        Whether colours span the middle 98 % of the elements instead of all of them.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.imshow`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, with the indices of the tensor as ticks. A tensor of more than two axes has
+        its first axis along the rows and all others along the columns.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    KeyError
+        If the tensor does not exist.
+    ValueError
+        If it has no elements, or `rows` or `columns` is not positive, or there are several
+        tensors and no name.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.heatmap("model.layers.5.mlp.gate_proj.weight", robust=True)
+    """
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
-    rows, columns = size
-    if columns < 1 or (rows != "all" and (isinstance(rows, str) or rows < 1)):
+    height: Any = rows
+    if columns < 1 or (height != "all" and (isinstance(height, str) or height < 1)):
         raise ValueError(
-            f"a picture has at least one row, or 'all', and at least one column, not {size}"
+            "a picture has at least one row, or 'all', and at least one column, not "
+            f"{(rows, columns)}"
         )
-    tensors = OpenTensors(obj)
+    tensors = OpenTensors(source.obj)
+    name = tensors.only if name is None else name
     variable = tensors.variable(name)
     if not variable.size:
         raise ValueError(f"{shown(name)} has no elements")
@@ -115,7 +167,11 @@ def draw_heatmap(
         whole_numbers(axis)
         if length == 1:
             axis.set_ticks([])
-    notes = sample.describe(), _note_on_faults(tensors, name, known, sample), codes_drawn(scales)
+    notes = (
+        sample.describe(),
+        _note_on_faults(tensors, name, source.stats, sample),
+        codes_drawn(scales),
+    )
     add_heading(ax, name, *notes)
     return ax
 

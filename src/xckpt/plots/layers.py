@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from xckpt.datasets.tensors import find
 from xckpt.labels import suggest_names
+from xckpt.options import documented, renamed
 from xckpt.plots.axes import (
     Label,
     add_heading,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.plots.panels import Positions
+    from xckpt.plots.series import Drawn
     from xckpt.structure.numbering import ParsedName
 
 #: Values that span a larger factor than this get a logarithmic axis.
@@ -102,20 +104,74 @@ class _Panel(NamedTuple):
         return any(line.most > 1 for line in self.lines)
 
 
+@renamed("names", "tensors")
+@documented
 @themed
 def draw_layers(
-    obj: Any,
-    statistic: str,
-    names: TensorFilter | None,
+    source: Drawn,
+    /,
+    statistic: str = "std",
+    tensors: TensorFilter | None = None,
     *,
-    x: str | None,
-    hue: str | Callable[[str], Any] | None,
-    stats: xr.Dataset | None,
-    computed: xr.Dataset | None,
-    ax: Axes | None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    x: str | None = None,
+    hue: str | Callable[[str], Any] | None = None,
+    stats: xr.Dataset | None = None,
+    ax: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """Draw a statistic along numbered modules; see `xckpt.plots.Plots.layers`."""
+    """Draw a statistic along the numbered modules of a model, each kind in its own panel.
+
+    The tensors ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... make one line. Tensors numbered
+    twice, like experts in layers, make a line of the medians over the other numbers, a band
+    from the smallest to the largest value and, if they are eight or more, another band of the
+    middle 90 %. Labels name lines at their ends, and tensors at extremes and out of line.
+
+    Weights, gains of norms, biases and tensors of other roles are in different panels, and so
+    are modules with many lines: at most six panels of eight lines each. Beyond that, lines
+    whose names differ in one word are united, and then the smallest ones. With `ax`, there is a
+    single panel. Modules of several names that repeat the same tensors, such as the stages of a
+    ResNet or UNet, follow each other. Tensors without a number are not shown.
+
+    Parameters
+    ----------
+    statistic : str, default "std"
+        A statistic of `xckpt.stats`, or of `xckpt.spectrum`, which takes longer.
+    x : str, optional
+        Module whose numbers are on the axis; by default the outermost, usually the layers.
+    hue : str or callable, optional
+        Colours of lines: another numbered module, for one line for each of its numbers, or
+        bands if these are more than twelve; or a function of the name without numbers. Lines
+        are in one panel then. By default every line of a panel has its own colour.
+    stats : xarray.Dataset, optional
+        Result of `xckpt.stats` for this object, or of `xckpt.compare`; by default the last
+        result of ``ds.ckpt.stats()``, else computed or taken from the cache.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.plot`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the first panel, logarithmic where the values span more than two powers of
+        ten. ``ax.figure.axes`` has the axes of all panels.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    TypeError
+        If `ax` is not one Axes.
+    ValueError
+        If no tensor matches or has a number, or the statistic does not exist.
+
+    Examples
+    --------
+    >>> moe = xckpt.open("moe.zt")
+    >>> moe.ckpt.plot.layers("absmax", "*.experts.*", hue="experts")
+    """
     from xckpt.statistics import OF_MATRICES, QUANTILES, statistic_names
 
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
@@ -123,12 +179,12 @@ def draw_layers(
         require_statistic(statistic, (*statistic_names(QUANTILES), *OF_MATRICES))
     else:
         require_statistic(statistic, stats["statistic"].to_numpy().tolist())
-    chosen = choose(obj, names)
+    chosen = choose(source.obj, source.chosen(tensors, exclude, only))
     hue_module = hue if isinstance(hue, str) else None
     kind = hue if callable(hue) else None
     positions = _require_positions(chosen, x, hue_module)
     numbered = positions.names
-    column = _column(obj, statistic, stats, computed, chosen.tensors.variables_of(numbered))
+    column = _column(source, statistic, stats, chosen.tensors.variables_of(numbered))
     column = {numbered[name]: column[name] for name in numbered if name in column}
     rows = [row._replace(name=numbered[row.name]) for row in chosen.rows if row.name in numbered]
     rows = [row for row in rows if row.name in column]
@@ -213,25 +269,26 @@ def require_statistic(statistic: str, available: Collection[str]) -> None:
     """Raise if a statistic is not available; the message suggests similar names."""
     if statistic not in available:
         message = f"there is no statistic {statistic!r}, only {', '.join(available)}"
+        if set("*.[") & set(str(statistic)):
+            message = f"{statistic!r} is not a statistic: pass tensors={statistic!r}"
         raise ValueError(message + suggest_names(available, str(statistic)))
 
 
 def _column(
-    obj: Any,
+    source: Drawn,
     statistic: str,
     stats: xr.Dataset | None,
-    computed: xr.Dataset | None,
     variables: Collection[str],
 ) -> Mapping[str, float]:
     """Return the statistic of every tensor by its name in the file."""
-    # Without `stats`, take it from `computed`, an earlier result, or compute it for `variables`.
+    # Without `stats`, take it from an earlier result, or compute it for `variables`.
     from xckpt.statistics import OF_MATRICES, spectrum, table
     from xckpt.statistics import stats as compute
 
-    if stats is None and computed is not None and statistic in computed["statistic"].to_numpy():
-        stats = computed
+    if stats is None and source.stats is not None:
+        stats = source.stats if statistic in source.stats["statistic"].to_numpy() else None
     if stats is None:
-        tensors = find(obj, lambda name: name in variables)
+        tensors = find(source.obj, lambda name: name in variables)
         is_of_matrices = statistic in OF_MATRICES
         stats = spectrum(tensors, statistics=[statistic]) if is_of_matrices else compute(tensors)
     values = table(stats)[statistic]

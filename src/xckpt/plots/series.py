@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import counted
-from xckpt.labels import suggest_filters
+from xckpt.labels import combined
+from xckpt.labels.filters import Selection
 from xckpt.notebook.folding import families_of, fold, united
 from xckpt.notebook.short_names import apart, short_names
 from xckpt.structure import Role
@@ -24,6 +25,8 @@ from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    import xarray as xr
 
     from xckpt.labels import TensorFilter
     from xckpt.structure.numbering import ParsedName
@@ -76,14 +79,28 @@ class Chosen:
         return codes_drawn(next(iter(self.scales.values()), None))
 
 
+class Drawn(NamedTuple):
+    """The object of a picture, with its statistics if they were computed before."""
+
+    obj: Any
+    stats: xr.Dataset | None = None
+
+    def chosen(
+        self, tensors: TensorFilter | None, exclude: TensorFilter | None, only: str | None
+    ) -> TensorFilter | None:
+        """Return one filter for the options of `xckpt.options.SelectOptions`."""
+        return combined(tensors, exclude, only, lambda: [OpenTensors(self.obj).structure])
+
+
 def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     """Choose the tensors of a picture: by default the parameters; never codes next to weights."""
     tensors = OpenTensors(obj)
     selected = tensors.select(names)
-    require_any(selected, [row.name for row in tensors.rows], names)
+    require_any(selected)
     roles = tensors.structure.roles
     # Without names, parameters and their averages; counters and masks only if nothing else is left.
-    drawable = _DRAWN if names is not None else _BY_DEFAULT
+    is_default = (names.tensors if isinstance(names, Selection) else names) is None
+    drawable = _BY_DEFAULT if is_default else _DRAWN
     drawn = [name for name in selected if roles[name] in drawable] or selected
     left_out = Counter(roles[n].group for n in set(selected).difference(drawn))
     groups = ", ".join(f"{count:,} {group}" for group, count in sorted(left_out.items()))
@@ -96,14 +113,10 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     return Chosen(tensors, weights, {}, " · ".join(filter(None, (note, of_codes))), roles)
 
 
-def require_any(
-    chosen: Collection[str], present: Collection[str], names: TensorFilter | None
-) -> None:
-    """Raise if no tensor is selected."""
-    if not chosen and (names is None or not present):
+def require_any(chosen: Collection[str]) -> None:
+    """Raise if there is nothing to draw."""
+    if not len(chosen):
         raise ValueError("the object has no tensors")
-    if not chosen:
-        raise ValueError(f"no tensor is called {names!r}{suggest_filters(present, names or ())}")
 
 
 def codes_of(tensors: OpenTensors) -> dict[str, str]:

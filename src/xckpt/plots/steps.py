@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from xckpt.formatting import counted
 from xckpt.notebook.folding import ascending
+from xckpt.options import documented, renamed
 from xckpt.plots.axes import (
     add_heading,
     mark_beyond,
@@ -25,22 +26,67 @@ if TYPE_CHECKING:
 
     from xckpt.health.runs import StepChanges
     from xckpt.labels import TensorFilter
+    from xckpt.plots.series import Drawn
 
 _INCHES_PER_LAYER, _FRAME = 0.2, 0.9
 _TALLEST = 10.0
 _MOST_LAYERS = 40
+_LARGEST_JUMP = 1000.0  # that the colours include
+_MOST_TICKS = 5  # of a scale of colours
 _UNCHANGED = "#8886"
 
 
+@renamed("names", "tensors")
+@documented
 @themed
 def draw_steps(
-    obj: Any, names: TensorFilter | None, *, relative: bool, ax: Axes | None, **style: Any
+    source: Drawn,
+    /,
+    tensors: TensorFilter | None = None,
+    *,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    relative: bool = True,
+    ax: Axes | None = None,
+    **style: Any,
 ) -> Axes:
-    """Draw the change of each layer at each step; see `xckpt.plots.Plots.steps`."""
+    """Draw how much each layer changes from step to step of a training run.
+
+    Each step of a Dataset of `xckpt.open_steps` is compared with the step before. A row is a
+    numbered module, or a module without numbers. Parameters, buffers and the state of an
+    optimizer have panels with colour scales of their own; counters are left out. Axes in `ax`
+    show the first of these groups.
+
+    Parameters
+    ----------
+    relative : bool, default True
+        Whether to divide the norm of a change by the norm of all tensors of the layer at the later
+        step.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+    **style
+        Passed on to `matplotlib.axes.Axes.imshow`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, with logarithmic colours; unchanged layers are grey.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    ValueError
+        If the object does not have several steps, or no tensor matches.
+
+    Examples
+    --------
+    >>> xckpt.open_steps("run/step-*.zt").ckpt.plot.steps()
+    """
     from xckpt.health import changes_of
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
-    changes = changes_of(obj, names)
+    changes = changes_of(source.obj, source.chosen(tensors, exclude, only))
     groups = _group_rows(changes)
     if ax is not None:
         groups = dict([next(iter(groups.items()))])
@@ -94,7 +140,9 @@ def _draw_group(
     shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     if shown.count() and shown.max() > shown.min():
-        options["norm"] = LogNorm(*np.exp(near_limits(np.sort(np.log(shown.compressed())))))
+        # A jump is the most interesting change; neither tiny nor huge ones fill the scale.
+        low, high = np.exp(near_limits(np.sort(np.log(shown.compressed())))).tolist()
+        options["norm"] = LogNorm(low, min(float(shown.max()), _LARGEST_JUMP * high))
     image = ax.imshow(shown, **options | style)
     image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
     label = "norm of the change" + (", relative" if relative else "")
@@ -103,7 +151,12 @@ def _draw_group(
         return f"{names[row]}, {changes.dim} {changes.steps[column + 1]:,}"
 
     extend, notes = mark_beyond(ax, image, shown.filled(np.nan), place_text)
-    ax.figure.colorbar(image, ax=ax, extend=extend).set_label(label)
+    bar = ax.figure.colorbar(image, ax=ax, extend=extend)
+    bar.set_label(label)
+    if isinstance(image.norm, LogNorm):
+        ticks = np.geomspace(*image.get_clim(), _MOST_TICKS)
+        bar.set_ticks(ticks.tolist(), labels=[f"{tick:.2g}" for tick in ticks])
+        bar.minorticks_off()
     _label_ticks(ax.yaxis, [safe(name) for name in names])
     _label_ticks(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
     unchanged = int(np.count_nonzero(norms == 0))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.short_names import apart
+from xckpt.options import documented, renamed
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
 from xckpt.plots.series import require_any
 from xckpt.plots.theme import themed
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
+    from xckpt.plots.series import Drawn
     from xckpt.tensor_rows import Row
 
 _ANY = "*"
@@ -67,19 +69,55 @@ class _Module:
             self.children.setdefault(path[0], _Module(path[0])).add(row, path[1:])
 
 
+@renamed("names", "tensors")
+@documented
 @themed
-def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Axes:
-    """Draw tensors as boxes of their sizes; see `xckpt.plots.Plots.treemap`."""
+def draw_treemap(
+    source: Drawn,
+    /,
+    tensors: TensorFilter | None = None,
+    *,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw where the bytes of a checkpoint are: nested rectangles, like its modules.
+
+    Areas show stored bytes, colours show element types as in the summary. Modules that only
+    differ in their number are one rectangle, with ``*`` for the number. Rectangles without
+    room for a name have a number, which a list explains. No data are read.
+
+    Parameters
+    ----------
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default in a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes, without ticks.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    ValueError
+        If no tensor matches, or all of them are empty.
+
+    Examples
+    --------
+    >>> ds.ckpt.plot.treemap()
+    """
     require_drawable(ax)
     from matplotlib.patches import Patch
 
-    tensors = OpenTensors(obj)
-    rows = {row.name: row for row in tensors.rows}
-    chosen = tensors.select(names)
-    require_any(chosen, rows, names)
+    opened = OpenTensors(source.obj)
+    rows = {row.name: row for row in opened.rows}
+    chosen = opened.select(source.chosen(tensors, exclude, only))
+    require_any(chosen)
     root = _Module("")
     for name in chosen:
-        template = tensors.structure.siblings_key(name).template
+        template = opened.structure.siblings_key(name).template
         root.add(rows[name], [_ANY if piece is None else piece for piece in template])
     root = _collapse_chains(root)
     if not root.nbytes:

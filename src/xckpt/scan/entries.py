@@ -34,7 +34,7 @@ from xckpt.errors import (
     warn,
 )
 from xckpt.index import Index, paused_collector
-from xckpt.labels.filters import suggest_names
+from xckpt.labels.filters import combined, select_members, suggest_names
 from xckpt.registration import register_formatter
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.streams import ElementStream
+    from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.typing import Array, Dataset
 
@@ -91,13 +92,35 @@ def entries_of(
     dims: Collection[Hashable] | None = None,
     names: Collection[Hashable] | None = None,
     *,
+    chosen: TensorFilter | None = None,
     silent: bool = False,
 ) -> list[Described]:
     """List the variables of numbers with their tensors; warn about other and unreadable ones."""
     entries = all_entries(tensors, dims, names, silent=silent)
+    if chosen is not None:
+        entries = _selected(entries, chosen)
     if not silent:
         warn_of_unreadable(tensors, entries)
     return [entry for entry in entries if entry.is_readable]
+
+
+def _selected(entries: Sequence[Described], chosen: TensorFilter) -> list[Described]:
+    """Return the tensors that a filter matches; others of a stack become absent."""
+    homes = {r.name: str(entry.name) for entry in entries for r in entry.readers}
+    homes |= {str(entry.name): str(entry.name) for entry in entries if not entry.readers}
+    names = set(select_members(homes, chosen))
+    selected = []
+    for entry in entries:
+        mask = np.array([reader.name in names for reader in entry.readers], np.bool_)
+        if mask.all() and (len(mask) or str(entry.name) in names):
+            selected.append(entry)
+        elif mask.any():
+            gone = np.zeros(entry.shape, np.bool_) if entry.gone is None else entry.gone.copy()
+            gone[~gone] = ~mask
+            readers = tuple(compress(entry.readers, mask))
+            absent = np.zeros(entry.shape, np.int64) if entry.absent is None else entry.absent
+            selected.append(entry._replace(readers=readers, gone=gone, absent=absent))
+    return selected
 
 
 def warn_of_unreadable(tensors: OpenTensors, entries: Sequence[Described]) -> None:
@@ -130,7 +153,7 @@ def all_entries(
     chosen = tensors.variable_names if names is None else names
     if dims is not None:
         variables = tensors.variables
-        chosen = [name for name in variables if not set(dims).isdisjoint(variables[name].dims)]
+        chosen = [name for name in variables if _dims_among(dims, variables[name])]
         _require_dims(tensors, dims)
     entries = []
     left_out: dict[str, list[str]] = defaultdict(list)
@@ -141,7 +164,8 @@ def all_entries(
             entries.append(_unreadable(tensors, name, lazy))
             continue
         try:
-            entry = _entry(tensors, name, lazy, dims)
+            along = None if dims is None else _dims_among(dims, tensors.variables[name])
+            entry = _entry(tensors, name, lazy, along)
             if entry.gone is None or not entry.gone.all():
                 entries.append(entry)
         except TypeError as error:
@@ -152,10 +176,21 @@ def all_entries(
     return entries
 
 
+def _dims_among(dims: Collection[Hashable], variable: xr.Variable) -> set[Hashable]:
+    """Return the dimensions of a variable that are named, or have a position in its tensors."""
+    record = stack_of(variable)
+    of_tensor = [dim for dim in variable.dims if record is None or dim not in record.dims]
+    positions = {dim for dim in dims if isinstance(dim, int) and dim not in variable.dims}
+    at = {of_tensor[n] for n in positions if -len(of_tensor) <= n < len(of_tensor)}
+    return at.union(set(dims).intersection(variable.dims))
+
+
 def _require_dims(tensors: OpenTensors, dims: Collection[Hashable]) -> None:
     """Raise if a dimension belongs to no variable."""
     existing = {dim for variable in tensors.variables.values() for dim in variable.dims}
-    unknown = set(dims) - existing
+    deepest = max([variable.ndim for variable in tensors.variables.values()], default=0)
+    positions = [dim for dim in dims if isinstance(dim, int) and -deepest <= dim < deepest]
+    unknown = set(dims) - existing - set(positions)
     if unknown:
         dim = str(min(unknown, key=str))
         hint = suggest_names(sorted(map(str, existing)), dim)
@@ -281,6 +316,15 @@ def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
         rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
         rows[~gone.ravel()] = present
     return np.ascontiguousarray(rows.T).reshape(-1, *shape)
+
+
+def filter_of(
+    tensors: TensorFilter | None, options: Mapping[str, Any], *contents: OpenTensors
+) -> TensorFilter | None:
+    """Return one filter for the options of `xckpt.options.SelectOptions`, and for these objects."""
+    return combined(
+        tensors, options["exclude"], options["only"], lambda: [c.structure for c in contents]
+    )
 
 
 def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> OpenTensors:

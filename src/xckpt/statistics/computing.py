@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.index import paused_collector
+from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
-from xckpt.scan.entries import contents_of, deferred, entries_of, laid, laid_out
+from xckpt.scan.entries import contents_of, deferred, entries_of, filter_of, laid, laid_out
 from xckpt.scan.scanning import gather, load_cached
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.channel_sketches import (
@@ -33,10 +34,12 @@ from xckpt.statistics.rows import describe_rows
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+    from typing import Unpack
 
     import xarray as xr
 
     from xckpt.arrays.streams import ElementStream
+    from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
     from xckpt.scan.entries import Describable, Described
     from xckpt.structure import Structure
@@ -49,17 +52,17 @@ _CODES_AT_ONCE = 1 << 16
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 
+@takes(ScanOptions)
 def stats(
     obj: Describable,
+    tensors: TensorFilter | None = None,
     *,
     quantiles: Sequence[float] = QUANTILES,
     exact_quantiles: bool = False,
     channels: bool = False,
     dim: Hashable | Iterable[Hashable] | None = None,
-    progress: ProgressOption = None,
     compute: bool = True,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[ScanOptions],
 ) -> Dataset:
     """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
 
@@ -81,21 +84,11 @@ def stats(
     channels : bool
         Also compute statistics of rows and columns, such as ``dead_columns`` and
         ``outlier_columns``, in the same pass; `findings` needs them.
-    dim : hashable or iterable of hashable, optional
-        Dimensions to reduce; by default all but the dimensions along which tensors are stacked.
-        Variables without any of these dimensions are omitted.
-    progress : bool or callable, optional
-        Whether to show a progress bar; by default it appears after a moment in a terminal or
-        notebook. A function is called as ``f(done, total)``, with numbers of bytes: `done` never
-        decreases, and `total` grows if more passes are needed, as for exact quantiles.
+    dim : str, int, or iterable of these, optional
+        Dimensions to reduce, by name or position (-1 is the last one); by default all but the
+        dimensions along which tensors are stacked. Variables without any of them are omitted.
     compute : bool
         If False, return dask arrays, which run the pass when they are computed.
-    cache : bool
-        Keep the results for unchanged files in the user's cache, in the folder of
-        ``XCKPT_CACHE_DIR`` if that is set. A second call then reads nothing, and an interrupted
-        call resumes.
-    storage_options : dict, optional
-        Options for fsspec if `obj` is a URL.
 
     Returns
     -------
@@ -125,27 +118,28 @@ def stats(
     quantiles = _checked_quantiles(quantiles)
     if channels and dim is not None:
         raise ValueError("channels=True describes whole tensors: leave out dim=")
-    contents = contents_of(obj, storage_options)
+    contents = contents_of(obj, options["storage_options"])
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
-    options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
+    described = _StatsOptions(quantiles, exact_quantiles, channels, options["cache"])
+    progress = options["progress"]
     with paused_collector():
-        entries = entries_of(contents, dim)
+        entries = entries_of(contents, dim, chosen=filter_of(tensors, options, contents))
         attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
         if channels:
             _add_channels(entries, contents.structure)
     if compute:
-        values, dead_rows = _describe_all(entries, options, progress)
+        values, dead_rows = _describe_all(entries, described, progress)
         for attr, entry, dead in zip(attrs, entries, dead_rows, strict=True):
             if dead and None not in dead:
                 attr["dead_rows"] = dead if entry.dims else dead[0]
     else:
-        shapes = [(len(options.names), *entry.shape) for entry in entries]
-        find = partial(_statistics, options=options, progress=progress)
+        shapes = [(len(described.names), *entry.shape) for entry in entries]
+        find = partial(_statistics, options=described, progress=progress)
         values = deferred(find, entries, shapes)
     with paused_collector():
-        result = laid_out(options.names, entries, values, attrs, contents)
-        if compute and cache:
+        result = laid_out(described.names, entries, values, attrs, contents)
+        if compute and described.cache:
             readers = (reader for entry in entries for reader in entry.readers)
             result.encoding["counts"] = cached_tensors(readers)  # for quantiles of groups
         return result

@@ -201,6 +201,8 @@ def by(
     statistics = result["statistic"].to_numpy().tolist()
     if set(OF_MATRICES) & set(statistics):  # without those that are not decomposed
         has_values = np.logical_not(np.isnan(rows).all(axis=1))
+    elif "count" in statistics:  # without members of stacks that were not selected
+        has_values = np.logical_not(np.isnan(rows[:, statistics.index("count")]))
     places = place_tensors(names, keys, origin, has_values)
     columns: dict[str, Array] = extra(places.names) if extra else {}
     columns |= dict(zip(statistics, rows[places.rows].T, strict=True))

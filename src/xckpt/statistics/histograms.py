@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import xarray as xr
 
+from xckpt.errors import deprecated_name
 from xckpt.index import paused_collector
+from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
-from xckpt.scan.entries import contents_of, entries_of, laid
+from xckpt.scan.entries import contents_of, entries_of, filter_of, laid
 from xckpt.scan.scanning import gather
 from xckpt.scan.statistics_cache import rows_of
 from xckpt.statistics.counts import Sketch
@@ -20,12 +22,13 @@ from xckpt.statistics.describe import spectrum
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
+    from typing import Unpack
 
     from numpy.typing import ArrayLike
 
     from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ElementStream
-    from xckpt.progress import ProgressOption
+    from xckpt.labels import TensorFilter
     from xckpt.scan.entries import Describable, Described
     from xckpt.statistics.describe import Spectrum
     from xckpt.typing import Array, Dataset
@@ -103,14 +106,14 @@ def distributions(entries: Sequence[Described]) -> list[Distribution]:
     return results
 
 
+@takes(ScanOptions)
 def histogram(
     obj: Describable,
+    tensors: TensorFilter | None = None,
+    *,
     bins: int | ArrayLike = 100,
     scale: Literal["symlog", "linear"] = "symlog",
-    *,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[ScanOptions],
 ) -> Dataset:
     """Count the finite elements of every tensor in bins that all tensors share.
 
@@ -126,12 +129,6 @@ def histogram(
         Spacing of the edges: equal, or logarithmic on both sides of one bin around zero. The
         edges of that bin are a hundred-millionth of the largest magnitude, or the smallest
         magnitude if that is larger. Ignored if `bins` has the edges.
-    progress : bool or callable, optional
-        See `stats`.
-    cache : bool
-        See `stats`.
-    storage_options : dict, optional
-        See `stats`.
 
     Returns
     -------
@@ -162,14 +159,18 @@ def histogram(
     """
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
+    given: Any = tensors
+    if isinstance(given, int | np.ndarray):
+        deprecated_name("histogram(obj, bins)", "histogram(obj, bins=...)", since="0.3")
+        tensors, bins = None, given
     count_or_edges = require_bins(bins)
-    contents = contents_of(obj, storage_options)
+    contents, cache = contents_of(obj, options["storage_options"]), options["cache"]
     with paused_collector():
-        entries = entries_of(contents)
+        entries = entries_of(contents, chosen=filter_of(tensors, options, contents))
     readers = [reader for entry in entries for reader in entry.readers]
     # Packed, because sketches of thousands of tensors take too much memory.
     packed: dict[int, bytes] = {}
-    with Progress(progress, "histogram") as bar:
+    with Progress(options["progress"], "histogram") as bar:
 
         def scan(numbers: list[int]) -> list[list[float]]:
             def finish(number: int, sketch: Sketch) -> list[float]:

@@ -22,10 +22,16 @@ from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import select
-from xckpt.labels.filters import suggest_filters, suggest_names
+from xckpt.labels.filters import (
+    Selection,
+    suggest_filters,
+    suggest_names,
+    warn_of_exclusions,
+)
+from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
 from xckpt.scan.cluster import send_out
-from xckpt.scan.entries import contents_of_all, entries_of, laid, laid_out
+from xckpt.scan.entries import contents_of_all, entries_of, filter_of, laid, laid_out
 from xckpt.scan.statistics_cache import key_of, open_records
 from xckpt.statistics.singular import (
     FLOOR,
@@ -42,6 +48,7 @@ from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from typing import Unpack
 
     from xckpt.arrays.kinds import Kind
     from xckpt.arrays.streams import ElementStream
@@ -71,6 +78,7 @@ _WORTH_ESTIMATING = 2e10
 _OPERATIONS_OF_EIGENVALUES = 12
 
 
+@takes(ScanOptions)
 def spectrum(
     obj: Describable,
     tensors: TensorFilter | None = None,
@@ -78,24 +86,19 @@ def spectrum(
     minus: Describable | None = None,
     statistics: Iterable[str] | None = None,
     values: bool = False,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[ScanOptions],
 ) -> Dataset:
     """Compute the singular values of every matrix, and their statistics.
 
     A convolution counts as a matrix of ``out`` rows and ``in * kernel`` columns; each stacked
-    layer or expert is a matrix. The computation runs on this machine, or with one task for each
+    layer or expert is a matrix. Matrices of more than 2**27 elements, mostly embeddings, are left
+    out unless `tensors` names them. The computation runs on this machine, or with one task for each
     matrix on the cluster of an active `distributed.Client`.
 
     Parameters
     ----------
     obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         Tensors to describe. Quantised tensors are decoded.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to select: a glob of whole names, several globs, a regular expression that is
-        searched, or a function of the name. By default all matrices of up to 2**27 elements. Larger
-        matrices, mostly embeddings, must be named here.
     minus : as `obj`, optional
         Checkpoint to subtract: describe the differences to its tensors of the same names, such as
         the rank of the weights that fine-tuning added.
@@ -104,13 +107,6 @@ def spectrum(
         ``stable_rank`` alone need only a few passes of Lanczos's method if scipy is installed.
     values : bool
         Whether to return the singular values themselves, instead of statistics.
-    progress : bool or callable, optional
-        See `xckpt.stats`. The bar estimates the duration if it is long.
-    cache : bool
-        Whether to keep the singular values of unchanged files in the user's cache. A second call
-        then computes nothing, and an interrupted call resumes.
-    storage_options : dict, optional
-        Options for fsspec, if `obj` or `minus` is a URL.
 
     Returns
     -------
@@ -170,7 +166,7 @@ def spectrum(
             hint = suggest_names(STATISTICS, name) or f"; there are: {', '.join(STATISTICS)}"
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
     objects = [obj] if minus is None else [obj, minus]
-    contents, *subtracted = contents_of_all(objects, storage_options)
+    contents, *subtracted = contents_of_all(objects, options["storage_options"])
     names_of_matrices = [
         name
         for name, v in contents.variables.items()
@@ -178,9 +174,11 @@ def spectrum(
         if _has_matrices(v) or ("problem" in v.encoding and not v.dims)
     ]
     entries = entries_of(contents, names=names_of_matrices)
-    matrices = _select_matrices(entries, tensors, subtracted[0] if subtracted else None)
+    chosen = filter_of(tensors, options, contents)
+    matrices = _select_matrices(entries, chosen, subtracted[0] if subtracted else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
     is_quick = not values and set(names) <= _LANCZOS_STATISTICS and find_spec("scipy") is not None
+    progress, cache = options["progress"], options["cache"]
     decomposed = _decompose_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
     if values:
         return cast("Dataset", _values_dataset(entries, decomposed, contents))
@@ -213,11 +211,13 @@ def _select_matrices(
     names = select(sides, tensors)
     if tensors is not None and not names:
         raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
+    warn_of_exclusions(sides, tensors)
+    is_named = tensors.tensors is not None if isinstance(tensors, Selection) else bool(tensors)
     left_out: Counter[str] = Counter()
     matrices = {}
     for name in names:
         reader = sides[name].reader
-        if tensors is None and not factors.get(name) and prod(reader.array.shape) > LARGEST:
+        if not is_named and not factors.get(name) and prod(reader.array.shape) > LARGEST:
             left_out[f"have more than {LARGEST:,} elements (name them to have them done)"] += 1
         elif subtracted is None:
             array = factors.get(name) or reader.array

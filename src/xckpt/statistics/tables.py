@@ -9,11 +9,12 @@ import numpy as np
 from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
+from xckpt.labels.filters import suggest_names
 from xckpt.scan.entries import member_names
 from xckpt.statistics.definitions import STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Iterable, Iterator, Mapping
 
     import pandas as pd
     import xarray as xr
@@ -40,49 +41,100 @@ _PARTNERS = ("other_name", "matched_by")
 _IF_MISSING = dict.fromkeys(_PARTNERS, "") | {
     key: "" if key in EXPLANATION_TEXTS else np.nan for key in EXPLANATION_COLUMNS
 }
+#: Columns that views show, and that come first in tables.
+MAIN_COLUMNS = (
+    *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
+    *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
+)
 _WHOLE_NUMBERS = tuple(statistic.name for statistic in STATISTICS if statistic.whole)
 
 
-def table(result: xr.Dataset) -> pd.DataFrame:
-    """Lay statistics out as a table, with one row for each tensor.
+def table(result: xr.Dataset, columns: str | Iterable[str] | None = None) -> pd.DataFrame:
+    """Lay a result out as a table, with one row for each tensor or group.
 
     Parameters
     ----------
     result : xarray.Dataset
-        Result of `stats`, `spectrum` or `compare`, or a selection from it.
+        Result of `stats`, `spectrum`, `histogram` or `compare`, a selection from it, or its groups
+        by layer, role, ... (``result.ckpt.by("layer")``).
+    columns : str or iterable of str, optional
+        Columns to return; all by default.
 
     Returns
     -------
     pandas.DataFrame
-        One column for each statistic. The index ``tensor`` has the names of the tensors in the
-        file, stacked tensors included. The rows of a comparison are sorted by the size of the
-        change, largest first: tensors that cannot be compared, then tensors that differ by NaN or
-        infinities, then others by ``rel_l2``. A comparison with ``explain=True`` also has the
-        columns ``outcome``, ``cause``, ``explanation``, ``verified``, ``offset``, ``scale``,
-        ``rank``, ``heads`` and ``other_names``.
+        One column for each statistic, those that the result shows first; for a histogram, one for
+        the left edge of each bin. Groups have their keys as the index. Otherwise the index
+        ``tensor`` has the names of the tensors in the file, stacked tensors included. The rows of a
+        comparison are sorted by the size of the change, largest first: tensors that cannot be
+        compared, then tensors that differ by NaN or infinities, then others by ``rel_l2``. A
+        comparison with ``explain=True`` also has the columns ``outcome``, ``cause``,
+        ``explanation``, ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and
+        ``other_names``.
 
     Raises
     ------
     TypeError
         If `result` is not a Dataset.
     ValueError
-        If `result` is not a result of `stats`, `spectrum` or `compare`.
+        If `result` is not a result, or a column does not exist.
 
     Examples
     --------
     >>> xckpt.table(xckpt.stats("m.zt")).nlargest(3, "absmax")
     """
-    import pandas as pd
     import xarray as xr
 
     argument: Any = result
     if not isinstance(argument, xr.Dataset):
         text = "table() takes the result of stats() or compare(), not this"
         raise TypeError(f"{text} {type(argument).__name__}")
+    frame = _group_frame(result) if has_groups(result) else _frame(result)
+    order = [] if "affected" in frame else [name for name in MAIN_COLUMNS if name in frame]
+    order = ["tensors", *order] if "tensors" in frame else order
+    frame = frame[[*order, *(name for name in frame if name not in order)]]
+    if columns is None:
+        return frame
+    chosen = [columns] if isinstance(columns, str) else list(columns)
+    for column in chosen:
+        if column not in frame:
+            raise ValueError(
+                f"there is no column {column!r}{suggest_names(map(str, frame), column)}"
+            )
+    return frame[chosen]
+
+
+def has_groups(result: xr.Dataset) -> bool:
+    """Return whether a Dataset is a result of `by`; selections and reductions keep its encoding."""
+    dims = set(result.dims) - {"bin"}
+    has_counts = "bin" in result.dims or "tensors" in result
+    return bool(result.encoding.get("grouped")) and bool(dims) and has_counts
+
+
+def _group_frame(groups: xr.Dataset) -> pd.DataFrame:
+    """Return a row for each group that has tensors."""
+    if "bin" in groups.dims:
+        edges = groups["bin_left"].to_numpy()
+        counts = groups["count"].assign_coords(bin=edges).to_series().unstack("bin")  # noqa: PD010
+        frame: pd.DataFrame = counts[counts.sum(axis=1) > 0]
+        return frame
+    frame = groups.to_dataframe()
+    return frame[frame["tensors"] > 0]
+
+
+def _frame(result: xr.Dataset) -> pd.DataFrame:
+    """Return a row for each tensor."""
+    import pandas as pd
+
     with paused_collector():
         names, values = tensor_rows(result)
-        columns = result["statistic"].to_numpy().tolist()
+    if "bin" in result.dims:
+        edges = pd.Index(result["bin_left"].to_numpy(), name="bin")
+        return pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), edges)
+    columns = result["statistic"].to_numpy().tolist()
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
+    if "count" in columns and "status" not in columns:  # without members of stacks not selected
+        frame = frame[frame["count"].notna()]
     integers = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(integers, np.int64))
     attrs = {key for variable in result.variables.values() for key in variable.attrs}

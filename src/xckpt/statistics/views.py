@@ -10,7 +10,14 @@ from xckpt.notebook.changes import FEW_TENSORS, MOST_LINES, TensorChange, change
 from xckpt.notebook.html import sentences as sentences_html
 from xckpt.notebook.html import table as table_html
 from xckpt.notebook.short_names import apart
-from xckpt.statistics.tables import has_channels, named_tensors, table, tensor_names
+from xckpt.statistics.tables import (
+    MAIN_COLUMNS,
+    has_channels,
+    has_groups,
+    named_tensors,
+    table,
+    tensor_names,
+)
 from xckpt.upstream.xarray_variables import data_of
 
 if TYPE_CHECKING:
@@ -19,14 +26,9 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.changes import ChangeLine
 
-# Columns of the short text of a result; the last ones are left out of narrow lines.
-_SHOWN = (
-    *("status", "outcome", "cause", "nan", "inf", "rel_l2", "max_abs", "equal_fraction"),
-    *("mean", "std", "min", "max", "rmse", "cosine", "sqnr_db", "count"),
-)
 _MOST_ROWS, _MOST_COLUMNS = 10, 12
 _MOST_LINES = 6  # of a heading or a conclusion
-_TABLE, _FRAME = ".ckpt.table()", ".to_dataframe()"
+_TABLE = ".ckpt.table()"
 _INDENT = "  "
 
 
@@ -43,11 +45,7 @@ class ResultView(NamedTuple):
     @classmethod
     def of(cls, result: xr.Dataset) -> Self | None:
         """Return the view of a result; None for another Dataset."""
-        # Selections and reductions of groups keep the encoding.
-        has_groups = bool(set(result.dims) - {"bin"}) and (
-            "bin" in result.dims or "tensors" in result
-        )
-        if result.encoding.get("grouped") and has_groups:
+        if has_groups(result):
             return cls._of_groups(result)
         kind = _kind_of(result)
         if kind is None:
@@ -74,7 +72,8 @@ class ResultView(NamedTuple):
             more_lines = max(0, len(view._head_lines()) - 2)
             lines = comparison_lines(frame, MOST_LINES - more_lines)
             return view._replace(lines=tuple(lines))
-        columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
+        columns = [name for name in MAIN_COLUMNS if name in frame]
+        columns = columns or list(frame)[: len(MAIN_COLUMNS)]
         return cls(heading, conclusion, (), frame[columns], _TABLE)
 
     @classmethod
@@ -85,14 +84,11 @@ class ResultView(NamedTuple):
         heading = f"<{of}>  by {', '.join(map(printable, keys))}: {{}}"
         if "bin" in groups.dims:
             return cls(heading.format(f"{groups.sizes['bin']} bins"))
-        frame = groups.to_dataframe()
-        frame = frame[frame["tensors"] > 0]
+        frame = table(groups)
         frame.index = [
             " ".join(map(str, label if len(keys) > 1 else [label])) for label in frame.index
         ]
-        columns = ["tensors", *[name for name in _SHOWN if name in frame]]
-        columns += [name for name in frame if name not in columns]
-        return cls(heading.format(counted(len(frame), "group")), "", (), frame[columns], _FRAME)
+        return cls(heading.format(counted(len(frame), "group")), "", (), frame, _TABLE)
 
     def text(self) -> str:
         """Return the view as text."""

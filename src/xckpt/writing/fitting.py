@@ -90,10 +90,11 @@ class Changes:
 class Requests:
     """The user's storage options by glob of tensor names; ``encoding=`` of `xckpt.save`."""
 
-    def __init__(self, encoding: Mapping[str, Mapping[str, Any]] | None) -> None:
+    def __init__(self, encoding: Mapping[str, Mapping[str, Any]] | None, dtype: Any = None) -> None:
+        for_all = [] if dtype is None else [("*", {"dtype": dtype})]
         self._requests = [
             (glob, re.compile(translate(glob)).match, _parse_request(glob, options))
-            for glob, options in (encoding or {}).items()
+            for glob, options in [*for_all, *(encoding or {}).items()]
         ]
 
     def of(self, name: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Target(NamedTuple):
     path: str
     overwrite: bool
     storage_options: dict[str, Any] | None
+    has_config: bool = False  # in a file next to it, instead of an attribute
 
     def companion(self, name: str) -> str:
         """Return the path of another file of the same checkpoint."""

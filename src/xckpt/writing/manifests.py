@@ -31,6 +31,7 @@ import xarray as xr
 
 from xckpt.arrays.parts import part_readers
 from xckpt.datasets.mappings import as_dataset
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import (
     FormatError,
@@ -43,11 +44,13 @@ from xckpt.errors import (
 )
 from xckpt.formatting import counted
 from xckpt.index import Index, paused_collector
-from xckpt.labels.filters import select, select_or_raise
+from xckpt.labels.filters import combined, select, select_or_raise
 from xckpt.opening import open_index
+from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
 from xckpt.storage import new_file, open_source
 from xckpt.storage.source import sources_of
+from xckpt.structure import structure_of
 from xckpt.writing.contents import (
     KINDS,
     TensorDigest,
@@ -60,6 +63,8 @@ from xckpt.writing.fitting import Changes
 from xckpt.writing.gathering import listed
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from xckpt.errors import CheckpointError
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
@@ -275,13 +280,13 @@ def _short(value: Any) -> str:
 # --- making one ----------------------------------------------------------------------------------
 
 
+@takes(TransferOptions)
 def manifest(
     obj: OpenPath | Index | xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any],
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
-    progress: ProgressOption = None,
-    storage_options: dict[str, Any] | None = None,
+    **options: Unpack[TransferOptions],
 ) -> Manifest:
     """Digest the contents of all tensors, independent of format, order, sharding and byte order.
 
@@ -296,12 +301,6 @@ def manifest(
         its types.
     engine : str, optional
         Name of the format of a file; detected from the content by default.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to digest, as in ``xr.open_dataset(..., tensors=)``; all by default.
-    progress : bool or callable, optional
-        Progress bar, as in `xckpt.save`.
-    storage_options : dict, optional
-        Options for a URL, such as ``{"anon": True}``.
 
     Returns
     -------
@@ -334,22 +333,25 @@ def manifest(
     >>> xckpt.verify("base.zt", manifest="base.json").ok
     True
     """
+    storage_options, progress = options["storage_options"], options["progress"]
+    exceptions = options["exclude"], options["only"]
     obj = as_dataset(obj)
     if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
         if engine is not None or storage_options is not None:
             raise TypeError(
                 "engine and storage_options apply to a path or URL, not to an open object"
             )
-        changes = Changes()
+        changes, opened = Changes(), OpenTensors(obj)
+        chosen = combined(tensors, *exceptions, lambda: [opened.structure])
         tensors_of_obj = listed(obj, changes)[0]
         payloads = {tensor.name: tensor for tensor in tensors_of_obj}
-        lost = select(changes.lost, tensors)
+        lost = select(changes.lost, chosen)
         _warn_of_unreadable(
             str(obj.encoding.get("source", "")),
             {name: changes.lost[name] for name in lost},
             len(payloads),
         )
-        selected = [payloads[name] for name in select_or_raise(payloads, tensors)]
+        selected = [payloads[name] for name in select_or_raise(payloads, chosen)]
         return _hashed(list(chain.from_iterable(map(contents_of, selected))), progress)
     path: Any = obj
     if isinstance(obj, Index):
@@ -358,7 +360,8 @@ def manifest(
         path, engine, storage_options=storage_options, whole=False, missing="ignore"
     )
     with closing(source):
-        return manifest_of(source, index, select_or_raise(index.tensors, tensors), progress)
+        chosen = combined(tensors, *exceptions, lambda: [structure_of(index)])
+        return manifest_of(source, index, select_or_raise(index.tensors, chosen), progress)
 
 
 def manifest_of(

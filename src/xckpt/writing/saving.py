@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xarray as xr
 
@@ -30,16 +30,19 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
 from xckpt.formatting import binary_size, counted
 from xckpt.index import paused_collector
-from xckpt.labels.filters import select_or_raise
+from xckpt.labels.filters import combined, select_or_raise
 from xckpt.labels.renaming import new_names
 from xckpt.opening import open_index
 from xckpt.opening.names import INDEX_SUFFIX
+from xckpt.options import documented, suggest_option
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
+from xckpt.structure import structure_of
 from xckpt.writing.casting import holds
 from xckpt.writing.data import Gathered, lazy_dask_array, stored_payload
 from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
+from xckpt.writing.folders import FOLDER_FORMAT, InFolder, into_folder, is_folder
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Target, WriteJob
 from xckpt.writing.rehearsal import changed_attributes
@@ -67,15 +70,18 @@ __all__ = ["Conversion", "Recast", "append", "convert", "save", "writer_of"]
 # Options that all formats have.
 _OPTIONS = (
     *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "names", "verify", "source_engine", "skip_unreadable"),
+    *("tensors", "exclude", "only", "dtype", "names", "verify", "source_engine", "skip_unreadable"),
 )
 
 
+@into_folder
+@documented
 def save(
     obj: Writable,
     path: str | PathLike[str],
     engine: str | None = None,
     *,
+    dtype: str | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
     skip_unreadable: bool = False,
@@ -97,9 +103,13 @@ def save(
     obj : xarray.Dataset, xarray.DataTree, xarray.DataArray, or mapping of str to array
         Data to write. Variables become tensors, and so do coordinates with numbers.
     path : str or os.PathLike
-        The new file, a path or an fsspec URL.
+        The new file, a path or an fsspec URL; or a folder, ``"out/"``, which gets
+        ``model.safetensors``, and configuration and tokenizer of the source if they still hold.
     engine : str, optional
         Name of the format; inferred from the suffix of `path` by default.
+    dtype : str, optional
+        Element type of all tensors: ``"float32"``, ``"bf16"``, ... Short for ``encoding={"*":
+        {"dtype": ...}}``.
     encoding : mapping of str to mapping, optional
         Storage options by glob of tensor names: ``compression`` (``"zstd"``,
         ``"zstd-seekable"`` or None), ``level`` (1 to 22), ``digest`` (``"crc32c"``,
@@ -115,10 +125,6 @@ def save(
         False returns a `dask.delayed.Delayed` that writes when it is computed.
     overwrite : bool, default False
         Replace an existing file.
-    progress : bool or callable, optional
-        Progress bar or callback, as for `xckpt.stats`.
-    storage_options : dict, optional
-        Options of fsspec if `path` is a URL.
     **format_options
         Options of the format itself.
 
@@ -152,7 +158,7 @@ def save(
     """
     fitting = Fitting(
         writer_of(path, engine, format_options),
-        Requests(encoding),
+        Requests(encoding, dtype),
         cast,
         skip_unreadable=skip_unreadable,
     )
@@ -211,13 +217,18 @@ def _opened_as(obj: Any, format: str) -> Index | None:
     return index
 
 
+@into_folder
+@documented
 def convert(
     src: OpenPath,
     dst: str | PathLike[str],
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
+    exclude: TensorFilter | None = None,
+    only: Literal["weights"] | None = None,
     names: Renaming | None = None,
+    dtype: str | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
     skip_unreadable: bool = False,
@@ -240,16 +251,15 @@ def convert(
     src : str, os.PathLike, bytes or binary file object
         The checkpoint, as for `xckpt.read_index`.
     dst : str or os.PathLike
-        The new file, a path or an fsspec URL.
+        The new file, a path or an fsspec URL; or a folder, as for `xckpt.save`.
     engine : str, optional
         Name of the new format; inferred from the suffix of `dst` by default.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to write, by their old names, as for ``xr.open_dataset(..., tensors=)``; all by
-        default.
     names : mapping, callable, or pair of a regular expression and its replacement, optional
         New names by old names, such as ``result.ckpt.names`` of a comparison. A mapping may omit
         names that stay the same; a pair is used as by `re.sub`. Values of renamed tensors are
         copied as well.
+    dtype : str, optional
+        Element type of all tensors, as for `xckpt.save`.
     encoding : mapping of str to mapping, optional
         Storage options by glob of tensor names, as for `xckpt.save`.
     cast : {"exact", "allow", "never"}
@@ -259,14 +269,10 @@ def convert(
         that the format cannot store; a warning lists them. Otherwise they are an error.
     overwrite : bool, default False
         Replace an existing file.
-    progress : bool or callable, optional
-        Progress bar or callback, as for `xckpt.save`.
     verify : bool, optional
         Check the digests of the old file, unless False.
     source_engine : str, optional
         Name of the format of the old file; detected from the content by default.
-    storage_options : dict, optional
-        Options of fsspec for both files.
     **format_options
         Options of the new format itself.
 
@@ -305,7 +311,7 @@ def convert(
     """
     fitting = Fitting(
         writer_of(dst, engine, format_options),
-        Requests(encoding),
+        Requests(encoding, dtype),
         cast,
         skip_unreadable=skip_unreadable,
     )
@@ -317,7 +323,8 @@ def convert(
         with paused_collector():
             sources = sources_of(source, index.shards)
             renamed = new_names(index.tensors, names)
-            selected = _select_tensors(index, tensors, renamed)
+            chosen = combined(tensors, exclude, only, lambda: [structure_of(index)])
+            selected = _select_tensors(index, chosen, renamed)
             fitting.changes.lost = {t.name: t.problem for t in selected if t.problem is not None}
             selected = [tensor for tensor in selected if tensor.problem is None]
             fitting.require_readable(len(selected), source.name)
@@ -517,16 +524,18 @@ def writer_of(
     format_options: Mapping[str, Any] | None = None,
 ) -> formats.Format:
     """Return the format of a new file; raise `TypeError` for options that it does not have."""
-    writer = formats.writable(engine or _format_of(os.fspath(path)))
+    engine = engine or (FOLDER_FORMAT if is_folder(path) else _format_of(os.fspath(path)))
+    writer = formats.writable(engine)
     supported = tuple(writer.write_options)
     for option in format_options or {}:
         if option not in supported:
-            similar = get_close_matches(option, (*_OPTIONS, *supported), n=1)
-            hint = f"it has {', '.join(supported) or 'none'}"
-            if option in TENSOR_OPTIONS:
+            hint = suggest_option(option, (*supported, *_OPTIONS))
+            if option in {"tensors", "exclude", "only"}:
+                hint = f"select first: ds.ckpt.find({option}=...)"
+            elif option in TENSOR_OPTIONS:
                 hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
-            elif similar:
-                hint = f"did you mean {similar[0]!r}?"
+            elif "did you mean" not in hint:
+                hint = f"it has {', '.join(supported) or 'none'}"
             raise TypeError(f"format {writer.name!r} has no option {option!r} for writing; {hint}")
     return writer
 
@@ -536,7 +545,7 @@ def _target(
 ) -> Target:
     target = os.fspath(path)
     target = target if is_remote(target) else local_path(target)
-    return Target(target, overwrite, storage_options)
+    return Target(target, overwrite, storage_options, has_config=isinstance(path, InFolder))
 
 
 def _write_job(
@@ -555,6 +564,9 @@ def _write_job(
 ) -> WriteJob:
     """Return the job that writes a planned file, and warn of changes; nothing is written yet."""
     path, writer = target.path, fitting.writer
+    if target.has_config:
+        attrs = {key: gathered.attrs[key] for key in gathered.attrs if key != "config"}
+        gathered = gathered._replace(attrs=attrs)
     try:
         draft, payloads = fitting.draft(gathered, path)
         make_plan = writer.plan

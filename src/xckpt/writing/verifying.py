@@ -31,8 +31,9 @@ from xckpt.errors import (
     some,
 )
 from xckpt.formatting import counted
-from xckpt.labels.filters import select_or_raise
+from xckpt.labels.filters import combined, select_or_raise
 from xckpt.opening import open_index
+from xckpt.options import TransferOptions, takes
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
 from xckpt.structure import structure_of
@@ -44,6 +45,7 @@ from xckpt.writing.manifests import manifest as make_manifest
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import Unpack
 
     from pandas import DataFrame
 
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Part, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
-    from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
     from xckpt.writing.contents import TensorContent, TensorDigest
@@ -197,14 +198,14 @@ class Report:
         return "\n".join([*lines, *([f"  and {more:,} more"] if more > 0 else [])])
 
 
+@takes(TransferOptions)
 def verify(
     path: OpenPath,
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
     manifest: Manifest | str | os.PathLike[str] | None = None,
-    storage_options: dict[str, Any] | None = None,
-    progress: ProgressOption = None,
+    **options: Unpack[TransferOptions],
 ) -> Report:
     """Check a checkpoint: structure, extents, digests, compressed streams, sparse rules, shards.
 
@@ -218,16 +219,10 @@ def verify(
         The checkpoint, as in `xckpt.read_index`.
     engine : str, optional
         Name of the format; detected from the content by default.
-    tensors : str, iterable of str, re.Pattern or callable, optional
-        Tensors to check, as in ``xr.open_dataset(..., tensors=)``; all by default.
     manifest : Manifest, str or os.PathLike, optional
         Manifest of this checkpoint, or of another one that should have the same contents in any
         format; or its JSON file. Differences are errors: other elements or shapes, and tensors that
         are missing, renamed or extra. Equal elements of another type are a warning.
-    storage_options : dict, optional
-        Options for a URL, such as ``{"anon": True}``.
-    progress : bool or callable, optional
-        Progress bar, as in `xckpt.save`.
 
     Returns
     -------
@@ -250,6 +245,7 @@ def verify(
     >>> report.status, report.tensors, report.digests
     ('ok', 71, 74)
     """
+    storage_options, progress = options["storage_options"], options["progress"]
     if manifest is not None and not isinstance(manifest, Manifest):
         manifest = Manifest.read(manifest, storage_options=storage_options)
     try:
@@ -274,7 +270,9 @@ def verify(
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
-        selected = set(select_or_raise(names, tensors))
+        structures = lambda: [structure_of(index)]  # noqa: E731
+        chosen = combined(tensors, options["exclude"], options["only"], structures)
+        selected = set(select_or_raise(names, chosen))
         checked_tensors = [tensor for name, tensor in index.tensors.items() if name in selected]
         total = sum([tensor.nbytes for tensor in checked_tensors])
         compared = None if manifest is None else _Compared(manifest, selected)
