@@ -55,6 +55,7 @@ ATTRIBUTES = {
     "histogram": "ds.ckpt.histogram(bins=10)",
     "isel": "ds.ckpt.isel(h=0)",
     "manifest": "ds.ckpt.manifest()",
+    "merge": "ds.ckpt.merge({'embed': ds['embed'].values})",
     "modules": "ds.ckpt.modules()",
     "names": "ds.ckpt.compare('m.npz').ckpt.names",
     "param_key": "ds.ckpt.param_key('embed')",

@@ -88,6 +88,7 @@ def assert_the_same(reopened: xr.Dataset, saved: xr.Dataset) -> None:
 
 
 @with_room
+@pytest.mark.filterwarnings("ignore:.*it has no tensors")
 @settings(max_examples=8)
 @given(ds=datasets())
 def test_any_dataset_is_restored(engine: str, options: dict[str, Any], ds: xr.Dataset) -> None:

@@ -16,7 +16,6 @@ import xarray as xr
 
 import xckpt
 from xckpt import formats
-from xckpt.errors import deprecated_name
 from xckpt.identity import base_id_text, stable_id
 from xckpt.options import Forwarded, SelectOptions, renamed, takes
 from xckpt.upstream.xarray_variables import data_of
@@ -755,8 +754,7 @@ class CheckpointAccessor(Generic[Obj]):
         self, tensors: TensorFilter | None = None, *, stats: Any = None, **options: Any
     ) -> pd.DataFrame:
         """Return findings, and keep them with the statistics that they needed."""
-        if isinstance(tensors, xr.Dataset):
-            deprecated_name("findings(stats)", "findings(stats=...)", since="0.3")
+        if isinstance(tensors, xr.Dataset):  # statistics select no tensors
             tensors, stats = None, tensors
         if stats is not None or self._is_result:
             return xckpt.findings(self._obj, tensors, stats=stats, **options)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import xarray as xr
 
-from xckpt.errors import deprecated_name
 from xckpt.index import paused_collector
 from xckpt.options import ScanOptions, takes
 from xckpt.progress import Progress
@@ -160,8 +159,7 @@ def histogram(
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
     given: Any = tensors
-    if isinstance(given, int | np.ndarray):
-        deprecated_name("histogram(obj, bins)", "histogram(obj, bins=...)", since="0.3")
+    if isinstance(given, int | np.ndarray):  # numbers select no tensors
         tensors, bins = None, given
     count_or_edges = require_bins(bins)
     contents, cache = contents_of(obj, options["storage_options"]), options["cache"]

@@ -197,7 +197,8 @@ def _note_losses(obj: Any, changes: Changes) -> None:
     for loss in losses(tensors):
         for name in loss.names:
             changes.add(str(loss), name)
-    if isinstance(obj, xr.Dataset) and not obj.variables and not obj.attrs:
+    was_opened = "format" in obj.encoding
+    if isinstance(obj, xr.Dataset) and not (was_opened or obj.variables or obj.attrs):
         change = "it has no tensors; arithmetic keeps only those that both sides have"
         changes.add(change, "Dataset")
 
