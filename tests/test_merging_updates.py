@@ -264,3 +264,8 @@ class TestObjects:
         tensors = saved(merged, tmp_path)
         np.testing.assert_array_equal(tensors["model.embed.weight"], weight)
         np.testing.assert_array_equal(tensors["lm_head.weight"], weight + 1)
+
+
+def test_updates_of_names_without_a_module() -> None:
+    merged = xckpt.open({"embed": np.ones((2, 3), "f4")}).ckpt.merge({"embed": np.ones((2, 3))})
+    np.testing.assert_array_equal(merged["embed"], 2)

@@ -62,6 +62,10 @@ def _matches(
 ) -> tuple[dict[str, list[Adapter]], list[str]]:
     """Return the changes by the names of their tensors in the model, and those that it lacks."""
     names = [row.name for row in model.rows]
+    known = set(names)
+    # Updates have the names of tensors, and adapters those of modules.
+    matches = {a.base: [a] for a in adapters if a.kind == "update" and a.base in known}
+    adapters = [adapter for adapter in adapters if adapter.base not in matches]
     types = model_facts(changes.attrs).types
     pairs, missing = match_bases(adapters, model.structure, names, model.source, types)
     problems = {
@@ -74,7 +78,7 @@ def _matches(
         reasons = "; ".join(sorted(problems)[:_MOST_PROBLEMS])
         hint = "Merge the adapter into the model that it was trained on, and convert the result"
         raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter", hint=hint)
-    return {name: [a for a, _ in of_tensor] for name, of_tensor in pairs.items()}, missing
+    return matches | {name: [a for a, _ in pair] for name, pair in pairs.items()}, missing
 
 
 def _problem(counterpart: Counterpart) -> str:
