@@ -263,7 +263,7 @@ class Forwarded(Generic[P, R]):
         self._without = without.split()
         # Called with the accessor, the result and the arguments of the call.
         self._after = after
-        # Called with the accessor and the arguments, in place of the function.
+        # Called with the accessor and the arguments, instead of the function.
         self._instead = instead
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -62,7 +62,7 @@ _FLOAT32_STEP = 2.0**-23
 _FITTED = 0.05
 # Products of one element, by kind.
 _FACTORS = {"loha": 2, "lokr": 2}
-# Kinds of which a tensor can have one.
+# Kinds that exclude each other for a tensor.
 _WHOLE = {"saved", "rows"}
 _FORMULAS = {
     "lora": "a + {scale:.6g} * B @ A of rank {rank}",
@@ -189,7 +189,7 @@ class _Change:
         numbers = own_rows[rows]
         changed = numbers >= 0
         update = self._update(matrices, numbers[changed])
-        # Rows that the adapter leaves are multiplied by one, or have nothing added.
+        # Rows that the adapter leaves are multiplied by one, or have zero added.
         unchanged = 1.0 if self.part.adapter.kind == "ia3" else 0.0
         product: Array = np.full((len(numbers), update.shape[1]), unchanged)
         product[changed] = update

@@ -1,4 +1,4 @@
-"""Updates of adapters: what is added to the tensors of a base model, computed by rows.
+"""Updates of adapters, which are added to the tensors of a base model, computed by rows.
 
 The functions take arrays of numpy and of dask alike. An update is a matrix: a convolution has one
 row for each output.

@@ -34,7 +34,7 @@ Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 
 def merge(obj: Obj, changes: OpenTensors, adapters: Sequence[Adapter], scale: float | None) -> Obj:
-    """Return a model with an adapter, or with updates if there are no adapters, added to it."""
+    """Return a model with an adapter, or with updates if `adapters` is empty, added to it."""
     if not adapters:
         adapters, scale = _updates(changes, scale), 1.0 if scale is None else scale
     _require_supported(adapters, changes, scale)
@@ -63,7 +63,7 @@ def _matches(
     """Return the changes by the names of their tensors in the model, and those that it lacks."""
     names = [row.name for row in model.rows]
     known = set(names)
-    # Updates have the names of tensors, and adapters those of modules.
+    # Updates have the names of tensors, and adapters the names of modules.
     matches = {a.base: [a] for a in adapters if a.kind == "update" and a.base in known}
     adapters = [adapter for adapter in adapters if adapter.base not in matches]
     types = model_facts(changes.attrs).types
@@ -82,7 +82,7 @@ def _matches(
 
 
 def _problem(counterpart: Counterpart) -> str:
-    """Return why the rows of a tensor are not those of its adapter; empty if they are."""
+    """Return why a tensor and its adapter have different rows; empty if they have the same."""
     if counterpart.problem:
         return counterpart.problem
     if counterpart.is_permuted is not False:
@@ -178,7 +178,7 @@ class _Change:
 
 
 def _replaced(count: int, rows: Sequence[int]) -> list[int]:
-    """Return the positions of rows, some of which are replaced by those that follow the others."""
+    """Return the positions of rows, where those that follow replace some."""
     positions = list(range(count))
     for number, row in enumerate(rows):
         positions[row] = count + number

@@ -138,7 +138,7 @@ def _lazy(variable: xr.Variable) -> LazyVariable:
 
 
 def _with_same_names(first: xr.Variable, second: xr.Variable) -> tuple[xr.Variable, xr.Variable]:
-    """Give an axis without a name that of the other array of the same shape, by position."""
+    """Give an axis without a name the one in the other array of this shape, by position."""
     if set(first.dims) == set(second.dims):
         return first, second
     names = []

@@ -111,7 +111,7 @@ class AxisNamer:
         stack_dims: tuple[str, ...] = (),
         member: str = "",
     ) -> tuple[str, ...]:
-        """Return the names of a variable's axes; `suggested` has those of the file."""
+        """Return the names of a variable's axes; `suggested` has the names in the file."""
         # A stack begins with the axes `stack_dims`, and the user's globs also match the name of
         # its first `member`.
         chosen = self._chosen_names(variable, shape, stack_dims, member)

@@ -20,7 +20,7 @@ __all__ = ["model_document", "model_text"]
 
 _WIDEST_NAME, _WIDEST_DETAIL = 64, 40
 _MOST_COMPONENTS = 6
-# Classes of Keras that do not tell one model from another.
+# Classes of Keras that many models have.
 _GENERIC, _KIND = frozenset({"Sequential", "Functional"}), " model"
 # Share of the parameters with one type for it to be the type of the model.
 _NEARLY_ALL, _MOST = 0.99, 0.5

@@ -53,7 +53,7 @@ _FUSED = {
 # Slots with rows that rotary position embeddings turn, in the order of the library.
 _TURNED = frozenset({"attention.query", "attention.key", "attention.qkv"})
 _WHOLE_OF = {slot: whole for whole, slots in _FUSED.items() for slot in slots}
-# Slots that hold a tensor if the model has none in its own slot: a tied head, and Phi-3 in GGUF.
+# Slots that hold a tensor if its own slot is empty: a tied head, and Phi-3 in GGUF.
 _INSTEAD = {"output": "token_embedding", "ffn.gate_up": "ffn.up"}
 # Blocks of one stage of the UNet of Stable Diffusion in single files, the downsampling included.
 _USUAL_PERIOD = 3
@@ -104,7 +104,7 @@ class Counterpart(NamedTuple):
 
 
 def part_of_pipeline(words: Iterable[str]) -> str:
-    """Return the part of a pipeline that the words of a path state; empty if there is none."""
+    """Return the part of a pipeline that the words of a path state; empty without one."""
     words = list(words)
     if "conditioner" in words:  # Stable Diffusion XL in a single file
         return "text_encoder_2" if "1" in words[:4] else "text_encoder"
@@ -191,7 +191,7 @@ class Counterparts:
             tails.setdefault(path, []).append(number)
             if request.name != path and not request.is_flat:
                 tails.setdefault(request.name, []).append(number)
-            # Wrappers that only the requested name has; one word is no evidence.
+            # Wrappers that only the requested name has; one word proves too little.
             shortened = [path[n:] for n in _starts(path) if n and not request.is_flat]
             candidates[number] += [
                 _Candidate(end, "", path.removesuffix(end))

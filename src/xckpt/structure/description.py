@@ -1,4 +1,4 @@
-"""`describe_model`: what a checkpoint is, from what its file states and from its structure.
+"""`describe_model`: a checkpoint by the statements of its file and by its structure.
 
 A name counts only if the file states it: ``general.name`` of GGUF, ``modelspec.title``, a class in
 ``architectures``. A family that only names of tensors suggest is a resemblance, and says so. A
@@ -32,7 +32,7 @@ _CLASSES = ("_class_name", "class_name", "architecture", "arch")
 _UNNAMED = re.compile(r"(sequential|functional|model)(_[0-9]+)?")
 _MOST_STEPS = 1 << 53
 _LONGEST = 200
-# The name of a model on the Hub, and not a path on somebody's computer.
+# The name of a model on the Hub, and not a path on a computer.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
 _TOOLS = frozenset({"checkpoint", "output", "outputs", "model", "models", "None", "null"})
 # Components whose sizes describe the whole, best first.
@@ -49,7 +49,7 @@ _SIZES = ("embd", "head", "head_kv", "expert")
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What a checkpoint is; texts are unchanged from the file, so renderers must escape them."""
+    """Description of a checkpoint; renderers must escape texts, which the file may state."""
 
     #: Empty if nothing is known.
     kind: Kind = ""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def axes_of(index: Index) -> Mapping[str, Axes]:
     """Return the names of axes that the file does not state, but that follow from it.
 
-    They say what an axis is in its module: ``out``, ``in``, ``embd``. The same name can have
+    Names are those within a module: ``out``, ``in``, ``embd``. The same name can have
     another extent in another module.
     """
     return index.once(_axes_of)
@@ -37,8 +37,8 @@ def axes_of(index: Index) -> Mapping[str, Axes]:
 def dims_of(index: Index) -> Mapping[str, Axes]:
     """Return the names of `axes_of` for a Dataset of all modules.
 
-    A vector has the outputs of the weight next to it. That of another module, such as a norm, may
-    belong to the inputs, and has no name.
+    A vector has the outputs of the weight next to it. The vector of another module, such as a norm,
+    may belong to the inputs, and has no name.
     """
     return index.once(_dims_of)
 
@@ -91,7 +91,7 @@ def _infer(
         if name not in by_family:
             continue
         names = by_family[name]
-        # Sizes of the model outrank the family, which says more than "out" and "in".
+        # Sizes of the model outrank the family, which is more precise than "out" and "in".
         if facts.naming:
             by_facts[name] = tuple([a or b for a, b in zip(axes, names, strict=True)])
         elif _have_same_outputs(axes, family.describe(name)):

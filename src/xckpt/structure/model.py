@@ -532,7 +532,7 @@ def family_of_index(index: Index) -> Family | None:
 
 
 def _family(index: Index) -> Family | None:
-    # Roles that follow from facts tell the tensors of a model from those of its training.
+    # Roles that follow from facts separate the tensors of a model and of its training.
     declared = [tensor.declared for tensor in index.tensors.values()]
     if any(declared):
         return structure_of(index).models

@@ -242,7 +242,7 @@ class Family:
     def dims(self) -> dict[str, Axes]:
         """Names for the axes of the tensors that the family has.
 
-        They are those of the places, with the component before a size that differs by component.
+        Places have them, without the component before a size that differs by component.
         """
         # A model of 100,000 tensors has a few dozen kinds.
         axes: dict[Kind, Axes | None] = {}
