@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,19 @@ class TestLocalFiles:
     @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null"])
     def test_open_with_a_config_that_is_damaged(self, folder: Path, content: bytes) -> None:
         (folder / "config.json").write_bytes(content)
+        assert xckpt.read_index(folder / "model.safetensors").attrs == {}
+
+    def test_open_with_a_config_that_cannot_be_read(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stat = os.stat
+
+        def failing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+            if str(path).endswith("config.json"):
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return stat(path, *args, **options)
+
+        monkeypatch.setattr(os, "stat", failing)
         assert xckpt.read_index(folder / "model.safetensors").attrs == {}
 
     def test_behind_a_link_have_the_config_beside_the_link(self, folder: Path) -> None:

@@ -93,11 +93,13 @@ def configs_beside(location: Location, place: Location | Source) -> dict[str, An
     the only checkpoint in a folder.
     """
     if location.kind == "file":
-        folder = Path(location.path).parent
-        paths = {name: str(folder / name) for name in CONFIGS if (folder / name).is_file()}
-        if not paths or not (preference(location.file_name) or _is_alone(folder)):
-            return {}
-        return parsed({name: Location("file", path, path).open for name, path in paths.items()})
+        # The file opens without a config that cannot be read.
+        with suppress(OSError):
+            folder = Path(location.path).parent
+            paths = {name: str(folder / name) for name in CONFIGS if (folder / name).is_file()}
+            if paths and (preference(location.file_name) or _is_alone(folder)):
+                return parsed({n: Location("file", path, path).open for n, path in paths.items()})
+        return {}
     # Elsewhere, two requests would take longer than opening the file.
     if isinstance(place, Location) or not location.text.startswith(_IN_MEMORY):
         return {}
