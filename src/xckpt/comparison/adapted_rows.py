@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["AdaptedRows", "adapted_rows", "is_turned"]
+__all__ = ["AdaptedRows", "adapted_rows"]
 
 _FEWEST_ROWS_OF_HEAD, _MOST_HEADS = 4, 1024
 
@@ -46,16 +46,6 @@ class AdaptedRows:
     problem: str = ""
 
 
-def is_turned(adapter: Adapter, counterpart: Counterpart, ours: ElementStream) -> bool:
-    """Return whether a linear layer has the axes of the adapter in the other order."""
-    shape = tuple(ours.array.shape)
-    if not adapter.is_linear or len(shape) != 2:
-        return False
-    if shape[0] == shape[1] and counterpart.outputs is not None:
-        return adapter.out_axis != counterpart.outputs
-    return adapter.shape == shape[::-1] != shape
-
-
 def adapted_rows(
     adapter: Adapter,
     counterpart: Counterpart,
@@ -67,7 +57,7 @@ def adapted_rows(
     `readers` has the tensor of both sides, and `extents` the numbers of the rows of all tensors.
     """
     ours, theirs = readers
-    if is_turned(adapter, counterpart, ours):
+    if adapter.is_turned(tuple(ours.array.shape), counterpart):
         adapter = adapter.turned()
     # An embedding that was saved as a whole may have been resized.
     shape = tuple((theirs if adapter.kind == "saved" else ours).array.shape)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from xckpt.arrays.kinds import kind_of
-from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows, is_turned
+from xckpt.comparison.adapted_rows import AdaptedRows, adapted_rows
 from xckpt.comparison.explaining.outcome import Explanation
 from xckpt.comparison.explaining.rounding import FRACTION_BITS, spacing_of
 from xckpt.datasets.adapter_updates import matrices_of, update_rows
@@ -104,7 +104,12 @@ class Merges:
             if case.match.name in self.adapters
         ]
         # PEFT's config has one `fan_in_fan_out`, even for a model with linear layers of both kinds.
-        is_mixed = any(is_turned(*c, *both[:1]) for cs, both, _ in pairs if both for c in cs)
+        is_mixed = any(
+            adapter.is_turned(tuple(both[0].array.shape), counterpart)
+            for candidates, both, _ in pairs
+            if both
+            for adapter, counterpart in candidates
+        )
         for changes, readers, number in pairs:
             if readers is None:
                 continue

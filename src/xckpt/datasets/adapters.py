@@ -123,6 +123,14 @@ class Adapter:
         """Whether the adapter has factors, whose product is added."""
         return self.kind in {"lora", "dora", "loha", "lokr", "adalora"}
 
+    def is_turned(self, shape: tuple[int, ...], counterpart: Counterpart) -> bool:
+        """Return whether a linear layer has its axes in the other order, by its shape or family."""
+        if not self.is_linear or len(shape) != 2:
+            return False
+        if shape[0] == shape[1] and counterpart.outputs is not None:
+            return self.out_axis != counterpart.outputs
+        return self.shape == shape[::-1] != shape
+
     def turned(self) -> Adapter:
         """Return the adapter of a linear layer with the other order of axes."""
         left, right = self.tensors["left"], self.tensors["right"]

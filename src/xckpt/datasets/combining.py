@@ -61,13 +61,12 @@ def _matches(
     model: OpenTensors, adapters: Sequence[Adapter], changes: OpenTensors
 ) -> tuple[dict[str, list[Adapter]], list[str]]:
     """Return the changes by the names of their tensors in the model, and those that it lacks."""
-    names = [row.name for row in model.rows]
-    known = set(names)
+    shapes = {row.name: tuple(row.shape) for row in model.rows}
     # Updates have the names of tensors, and adapters the names of modules.
-    matches = {a.base: [a] for a in adapters if a.kind == "update" and a.base in known}
+    matches = {a.base: [a] for a in adapters if a.kind == "update" and a.base in shapes}
     adapters = [adapter for adapter in adapters if adapter.base not in matches]
     types = model_facts(changes.attrs).types
-    pairs, missing = match_bases(adapters, model.structure, names, model.source, types)
+    pairs, missing = match_bases(adapters, model.structure, shapes, model.source, types)
     problems = {
         f"{name}: {problem}"
         for name, of_tensor in pairs.items()
@@ -78,7 +77,9 @@ def _matches(
         reasons = "; ".join(sorted(problems)[:_MOST_PROBLEMS])
         hint = "Merge the adapter into the model that it was trained on, and convert the result"
         raise UnsupportedError(reasons, path=changes.source or None, rule="Adapter", hint=hint)
-    return matches | {name: [a for a, _ in pair] for name, pair in pairs.items()}, missing
+    for name, of_tensor in pairs.items():
+        matches[name] = [a.turned() if a.is_turned(shapes[name], c) else a for a, c in of_tensor]
+    return matches, missing
 
 
 def _problem(counterpart: Counterpart) -> str:
@@ -190,14 +191,12 @@ def _merged(name: str, variable: xr.Variable, changes: Sequence[_Change]) -> xr.
     shape, array = variable.shape, _wide(variable.data)
     for change in changes:
         adapter = change.adapter
-        if adapter.is_linear and adapter.shape == shape[::-1] != shape:
-            adapter = adapter.turned()
         if adapter.shape != shape and adapter.kind not in {"rows", "ia3"}:
             raise ValueError(
                 f"{shown(name)} has the shape {list(shape)}, and its change the shape "
                 f"{list(adapter.shape)}"
             )
-        array = _Change(adapter, change.tensors, change.scale).apply(array)
+        array = change.apply(array)
     array = _rounded(array, variable.encoding)
     encoding = {key: value for key, value in variable.encoding.items() if key != "shares"}
     return xr.Variable(variable.dims, array, variable.attrs, encoding)
