@@ -28,7 +28,7 @@ from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
 from xckpt.storage.source import ShardedSource, sources_of
-from xckpt.structure.dims import axes_of, dims_of
+from xckpt.structure.dims import axes_of, dims_of, with_stated
 from xckpt.upstream.xarray_trees import assemble_dataset
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     coord_dims = coords.dims(arrays)
     names = AxisNamer(options.dims, arrays.keys() - coord_dims)
     _claim(names, listing.arrays, coord_dims)
-    suggested = _suggested(index, {} if names.by_size else dims_of(index))
+    suggested = with_stated(index, {} if names.by_size else dims_of(index))
     stacks = {array.name: array.lazy for array in listing.arrays if array.stacked is not None}
     names.survey({**stacks, **index.tensors} if stacks else index.tensors, suggested)
     maker = VariableMaker.of(source, listing, options)
@@ -105,7 +105,7 @@ def make_groups(
     coords = _Coordinates(index.arrangement.coords, top)
     repeated = _repeated_below(places) if index.arrangement.coords else set()
     names = {"": top}
-    suggested = _suggested(index, {} if top.by_size else axes_of(index))
+    suggested = with_stated(index, {} if top.by_size else axes_of(index))
     members = _members(index, by_name)
     dropped: dict[str, list[str]] = {}
     marks = StackMarks()
@@ -175,14 +175,6 @@ def _members(index: Index, arrays: Mapping[str, Listed]) -> dict[str, dict[str, 
         tensor = index.tensors[name] if name in index.tensors else arrays[name].tensor
         members.setdefault(path, {})[leaf] = _Member(tensor.name, tensor.shape)
     return members
-
-
-def _suggested(
-    index: Index, inferred: Mapping[str, tuple[str | None, ...]]
-) -> Mapping[str, tuple[str | None, ...]]:
-    """Return the names of axes that the file states, and the inferred ones of other tensors."""
-    stated = {name: t.dims for name, t in index.tensors.items() if t.dims is not None}
-    return {**inferred, **stated} if stated else inferred
 
 
 def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:

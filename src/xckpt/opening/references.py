@@ -23,7 +23,7 @@ from xckpt.labels import AxisNamer, TensorFilter, select
 from xckpt.labels.filters import no_match
 from xckpt.opening import open_index
 from xckpt.storage.source import sources_of
-from xckpt.structure.dims import dims_of
+from xckpt.structure.dims import dims_of, with_stated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,8 +101,7 @@ def references(
         ".zattrs": _json(_plain(index.attrs)),
     }
     names = AxisNamer(dims, set(index.tensors))
-    stated = {name: tensor.dims for name, tensor in index.tensors.items() if tensor.dims}
-    suggested = {**({} if names.by_size else dims_of(index)), **stated}
+    suggested = with_stated(index, {} if names.by_size else dims_of(index))
     names.survey(index.tensors, suggested)
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}

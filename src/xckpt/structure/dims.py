@@ -43,6 +43,12 @@ def dims_of(index: Index) -> Mapping[str, Axes]:
     return index.once(_dims_of)
 
 
+def with_stated(index: Index, inferred: Mapping[str, Axes]) -> Mapping[str, Axes]:
+    """Return the names of axes that the file states, and the inferred ones of other tensors."""
+    stated = {name: t.dims for name, t in index.tensors.items() if t.dims is not None}
+    return {**inferred, **stated} if stated else inferred
+
+
 def infer_dims(shapes: Mapping[str, Shape], attrs: Mapping[Any, Any]) -> Mapping[str, Axes]:
     """Return the names of dimensions that follow from the names of tensors and from attributes."""
     from xckpt.structure.families import family_of
