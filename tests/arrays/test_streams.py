@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.arrays.streams import ArrayStream, ChunkedStream, Zip, of_array, whole_leaves
-from xckpt.arrays.trees import LEAF
+from xckpt.arrays.streams import LEAF, ArrayStream, ChunkedStream, Zip, of_array, whole_leaves
 
 VALUES = np.arange(1000)
 

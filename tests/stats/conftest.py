@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import dask
 import pytest
 
-from xckpt.scan import cuts, scanning
+from xckpt.scan import scanning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def kill_one(client: Any) -> Iterator[Callable[..., None]]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect how many elements are scanned."""
     counted: list[int] = []
-    original = cuts.scan_cuts
+    original = scanning.scan_cuts
 
     def counting(task: Any, *args: Any) -> list[Any]:
         counted.extend(cut.stop - cut.start for cut in task)

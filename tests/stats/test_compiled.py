@@ -13,7 +13,7 @@ import pytest
 
 from tests.stats.reference import sketch_of
 from xckpt.arrays.compiling import compiled
-from xckpt.arrays.trees import LEAF
+from xckpt.arrays.streams import LEAF
 from xckpt.statistics.counts import codes_of
 
 

@@ -26,6 +26,7 @@ from tests.stats.test_readers import GOLDEN, readable
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
 from xckpt.arrays.streams import (
+    LEAF,
     ArrayStream,
     SparseStream,
     SparseZip,
@@ -34,7 +35,6 @@ from xckpt.arrays.streams import (
     of_tensor,
     whole_leaves,
 )
-from xckpt.arrays.trees import LEAF
 from xckpt.comparison import MEASURES, compare
 from xckpt.comparison.comparing import compare_pairs
 from xckpt.comparison.measures import Comparison, measures_of
@@ -56,11 +56,11 @@ TYPES = (*FLOATS, *SMALL_INTEGERS, *LARGE_INTEGERS)
 def compare_readers(
     first: ElementStream, second: ElementStream, nbytes: int = 1 << 20, cuts: Sequence[int] = ()
 ) -> Comparison:
-    """Compare in this thread, in spans between cuts, the last one first."""
+    """Compare in this thread, in spans between cuts."""
     pair: Any = pickle.loads(pickle.dumps(pair_of(first, second)))
     total = Comparison(pair.kinds, pair.size)
     bounds = [0, *cuts, pair.size]
-    for start, stop in reversed(list(pairwise(bounds))):
+    for start, stop in pairwise(bounds):
         part = Comparison.begin(pair, None)
         for at, sides in whole_leaves(pair.blocks(start, stop, np.empty(nbytes, np.uint8))):
             part.update(at, *sides)
@@ -319,10 +319,10 @@ def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
     total = Comparison(pair.kinds, pair.size)
     bounds = pairwise(sorted([0, *cuts, len(a)]))
     blocks = ((start, (a[start:stop], b[start:stop])) for start, stop in bounds)
-    for start, sides in reversed(list(whole_leaves(blocks))):
+    for start, sides in whole_leaves(blocks):
         part = Comparison(pair.kinds, pair.size)
         part.update(start, *sides)
-        total.merge(part)
+        total.merge(part.close())
     assert measures(total) == measures(compare_readers(ArrayStream(a), ArrayStream(b)))
 
 

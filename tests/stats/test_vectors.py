@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 
 from xckpt import histogram, stats
-from xckpt.arrays.trees import LEAF
+from xckpt.arrays.streams import LEAF
 from xckpt.statistics import block_loops
 from xckpt.statistics.vector_kernel import LANES, ROWS
 

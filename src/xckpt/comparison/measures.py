@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xckpt.arrays.kinds import kind_named
-from xckpt.arrays.trees import LEAF, MergeTree, runs
+from xckpt.arrays.streams import LEAF
 from xckpt.comparison.pair_loops import SUMS, TINY, add_up, compare_floats, fold_sums
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.scan.accumulators import Accumulator
+from xckpt.scan.scanning import Accumulator, MergeTree, runs
 from xckpt.statistics.counts import prepared
 from xckpt.statistics.vector_kernel import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from xckpt.typing import Array
 
 #: Statistics of a comparison, in the order in which `measures` returns them.
@@ -41,6 +39,8 @@ PAIR_SUMS = ("finite", "differences", "first", "second", "products", "exponent")
 # Integers up to this are float64.
 _WHOLE = 1 << 53
 _LOWER_BITS = 0x7FF
+# Leaves whose sums are merged at once.
+_LEAVES_AT_ONCE = 1024
 
 #: The sums of the squares of the differences, of the squares of each side, and of the products, and
 #: the exponent of the power of two by which the elements were divided.
@@ -79,19 +79,31 @@ class Comparison(Accumulator):
 
     def update(self, start: int, *columns: Array) -> None:
         """Add pairs."""
-        self.count += len(columns[0])
-        if self._memory is None:
-            self._memory = _pair_memory(self.kinds)
-        if self._memory.dtype is None:
-            nodes = self._compare_others(*columns)
-        else:
-            nodes = self._compare_floats(self._memory, *columns)
-        for (level, number), node in _fold_leaves(start // LEAF, nodes):
-            self.tree.add(level, number, node)
+        count = len(columns[0])
+        self.count += count
+        memory = self._memory
+        if memory is None:
+            self._memory = memory = _pair_memory(self.kinds)
+            memory.leaves = 0
+            memory.tally[:] = 0.0
+        if memory.dtype is None:
+            self._fold(start // LEAF, self._compare_others(*columns))
+            return
+        leaves = -(-count // LEAF)
+        if memory.leaves + leaves > len(memory.nodes):
+            self._fold_pending(memory)
+            memory.make_room(leaves)
+        self._compare_floats(memory, *columns)
+        memory.leaves += leaves
+        memory.end = start // LEAF + leaves
 
     def close(self) -> Self:
-        """Add the pairs of zeros that the reader omitted."""
-        self._memory = None
+        """Add what is in the memory of this thread, and the zeros that the reader omitted."""
+        memory, self._memory = self._memory, None
+        if memory is not None and memory.dtype is not None:
+            self._fold_pending(memory)
+            equal, finite, nan, inf, largest = memory.tally.tolist()
+            self._count(equal, int(finite), nan, inf, largest)
         if self.omits_zeros:
             self.imply(self.size - self.count)
         return self
@@ -126,7 +138,7 @@ class Comparison(Accumulator):
         import msgpack
 
         counts = [str(getattr(self, name)) for name in _COUNTS]
-        nodes = [[*place, *node] for place, node in self.tree.nodes.items()]
+        nodes = [[*place, *node] for *place, node in self.tree.nodes]
         data: bytes = msgpack.packb([counts, self.largest, nodes])
         return data
 
@@ -140,21 +152,24 @@ class Comparison(Accumulator):
         for name, count in zip(_COUNTS, counts, strict=True):
             setattr(comparison, name, int(count))
         comparison.largest = largest
-        comparison.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in nodes}
+        comparison.tree.nodes = [(node[0], node[1], tuple(node[2:])) for node in nodes]
         return comparison
 
-    def _compare_floats(self, memory: _PairMemory, a: Array, b: Array) -> Array:
-        """Compare whole leaves of numbers that float64 holds; return the sums of each leaf."""
+    def _compare_floats(self, memory: _PairMemory, a: Array, b: Array) -> None:
+        """Compare whole leaves of numbers that float64 holds; their sums follow the others."""
         first, second = memory.side(0, a, self.kinds[0]), memory.side(1, b, self.kinds[1])
-        nodes = memory.nodes(-(-len(a) // LEAF))
-        rare = compare_floats(first, second, (nodes, *memory.out))
-        equal, finite, nan, inf, largest = memory.tally.tolist()
-        self._count(equal, int(finite), nan, inf, largest)
-        for number in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist() if rare else ():
-            x, y = (side[0][number * LEAF : (number + 1) * LEAF] for side in (first, second))
-            both_finite = np.isfinite(x) & np.isfinite(y)
-            nodes[number] = _scaled_sums(x[both_finite], y[both_finite])
-        return nodes
+        nodes = memory.nodes[memory.leaves :]
+        if compare_floats(first, second, (nodes, *memory.out)):
+            unknown = np.isnan(nodes[: -(-len(a) // LEAF), SUMS])
+            for number in np.flatnonzero(unknown).tolist():
+                x, y = (side[0][number * LEAF : (number + 1) * LEAF] for side in (first, second))
+                both_finite = np.isfinite(x) & np.isfinite(y)
+                nodes[number] = _scaled_sums(x[both_finite], y[both_finite])
+
+    def _fold_pending(self, memory: _PairMemory) -> None:
+        """Move the sums in the memory of this thread into the tree."""
+        self._fold(memory.end - memory.leaves, memory.nodes[: memory.leaves])
+        memory.leaves = 0
 
     def _compare_others(self, a: Array, b: Array) -> Array:
         """Compare complex numbers and integers of 64 bits; return the sums of each leaf."""
@@ -193,27 +208,24 @@ class Comparison(Accumulator):
         self._count(np.count_nonzero(equal), len(x), nan, inf, largest)
         return _sums(x.view(np.float64), y.view(np.float64), difference.view(np.float64))
 
+    def _fold(self, first: int, nodes: Array) -> None:
+        """Add the sums of consecutive leaves to the tree."""
+        is_scaled = np.count_nonzero(nodes[:, SUMS])
+        for level, number in runs(first, len(nodes)):
+            start = (number << level) - first
+            if is_scaled:
+                for leaf in range(start, start + (1 << level)):
+                    self.tree.add(0, first + leaf, tuple(nodes[leaf].tolist()))
+            else:
+                fold_sums(nodes[start:], 1 << level)
+                self.tree.add(level, number, tuple(nodes[start].tolist()))
+
     def _count(self, equal: Any, finite: int, nan: Any, inf: Any, largest: float) -> None:
         self.equal += int(equal)
         self.finite += int(finite)
         self.nan += int(nan)
         self.inf += int(inf)
         self.largest = max(self.largest, largest)
-
-
-def _fold_leaves(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
-    """Merge neighbouring leaves into the largest nodes of the tree; yield each with its place."""
-    is_scaled = np.count_nonzero(nodes[:, SUMS])
-    for level, number in runs(first, len(nodes)):
-        start = (number << level) - first
-        if not is_scaled:
-            fold_sums(nodes[start:], 1 << level)
-            yield (level, number), tuple(nodes[start].tolist())
-            continue
-        rows: list[Any] = list(map(tuple, nodes[start : start + (1 << level)].tolist()))
-        while len(rows) > 1:
-            rows = [_merge_sums(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
-        yield (level, number), rows[0]
 
 
 def _merge_sums(a: Sums, b: Sums) -> Sums:
@@ -240,24 +252,25 @@ class _PairMemory:
     def __init__(self, kinds: tuple[str, str]) -> None:
         #: The narrowest float that represents all values of both sides; None if no float does.
         self.dtype: np.dtype[Any] | None = None
+        # Numbers of pairs: equal, finite, different by a NaN, and by an infinity; the largest
+        # difference.
+        self.tally = np.zeros(5)
+        #: Sums of the leaves before the leaf `end`, of which there are `leaves`.
+        self.nodes = np.empty((_LEAVES_AT_ONCE, SUMS + 1))
+        self.leaves = self.end = 0
         if not all(ELEMENT_TYPES[name].fits_float64 for name in kinds):
             return
         is_narrow = all(name == "float32" or kind_named(name).exact for name in kinds)
         self.dtype = dtype = np.dtype("float32" if is_narrow else "float64")
         self.empty = np.empty(0, dtype), np.empty(0, np.uint16), np.empty(0, np.uint32)
         self.widened = np.empty(LEAF, dtype), np.empty(LEAF, dtype)
-        # Numbers of pairs: equal, finite, different by a NaN, and by an infinity; the largest
-        # difference.
-        self.tally = np.empty(5)
         sums = np.empty((SUMS + 1) * LANES)
         self.out = self.tally, np.empty(LEAF), np.empty((2, LEAF), dtype), sums
-        self._nodes = np.empty((0, SUMS + 1))
 
-    def nodes(self, leaves: int) -> Array:
-        """Return memory for the sums of some leaves."""
-        if len(self._nodes) < leaves:
-            self._nodes = np.empty((leaves, SUMS + 1))
-        return self._nodes[:leaves]
+    def make_room(self, leaves: int) -> None:
+        """Enlarge the memory if a block has more leaves."""
+        if len(self.nodes) < leaves:
+            self.nodes = np.empty((leaves, SUMS + 1))
 
     def side(self, number: int, values: Array, name: str) -> tuple[Array, ...]:
         """Return one side of a block as `compare_floats` takes it."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled
-from xckpt.arrays.trees import LEAF
+from xckpt.arrays.streams import LEAF
 from xckpt.statistics.vector_kernel import LANES
 
 #: Number of sums of a leaf of pairs: the squares of the differences, the squares of each side, and
@@ -166,12 +166,11 @@ def _floats(side: Any, start: Any, stop: Any) -> Any:
 
 @compiled
 def compare_floats(first: Any, second: Any, out: Any) -> Any:
-    """Compare a block of pairs of floats; `out` receives the sums of each leaf and the tallies.
+    """Compare a block of pairs of floats; `out` receives the sums of each leaf and tallies them.
 
     Returns the number of leaves whose squares leave the range of float64, which have NaN.
     """
     nodes, tally, difference, finite_pairs, sums = out
-    tally[:] = 0.0
     rare = 0
     size = max(first[0].size, first[1].size)
     for leaf in range((size + LEAF - 1) // LEAF):

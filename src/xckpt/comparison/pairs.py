@@ -26,7 +26,7 @@ from xckpt.arrays.streams import (
 )
 from xckpt.comparison.arrangements import Transposed, View, parts_of_view
 from xckpt.errors import is_damage
-from xckpt.scan.accumulators import Accumulator
+from xckpt.scan.scanning import Accumulator
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:

@@ -1,41 +1,48 @@
 """One pass over many tensors, on the threads of this machine or on a cluster.
 
-A task returns an accumulator for each of its cuts. Accumulators are merged by their position in
-the tensor, never by the time of their arrival. Values that an earlier pass cached are not read
-again.
+Streams are cut, and a task reads some cuts, each once, in the order of the file. It returns an
+`Accumulator` for each cut. Those of a tensor are merged in the order of its elements, whenever they
+arrive. Values that an earlier pass cached are not read again.
+
+What is added up in floating point consists of leaves of `LEAF` elements. Neighbours are merged as
+in a binary tree: a node covers ``2**level`` leaves and begins at a multiple of that number.
+Therefore results depend on the elements only, not on cuts, blocks, threads or workers.
 """
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 from uuid import uuid4
 
-from xckpt.arrays.streams import ChunkedStream, columns_of
+from xckpt.arrays.streams import ChunkedStream, columns_of, whole_leaves
+from xckpt.errors import CheckpointError, locating
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.scan.cluster import on_cluster, results_of, waiting_client
-from xckpt.scan.cuts import Cut, ranges_of, scan_cuts, tasks_of
 from xckpt.scan.statistics_cache import key_of, open_records
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES
+from xckpt.storage.source import empty_array
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from xckpt.arrays.streams import ElementStream
-    from xckpt.scan.accumulators import Accumulator
+    from xckpt.arrays.streams import Block, ElementStream
     from xckpt.scan.statistics_cache import Records
+    from xckpt.storage.prefetch import Range
     from xckpt.typing import Array
 
+#: Size of a block to read, in bytes; several leaves, so that compiled loops are called seldom.
+BLOCK_NBYTES = 4 << 20
 # Elements of a stretch of a long tensor, which has its own record: 1 GiB of float32; whole leaves.
 _STRETCH = 1 << 28
 # Whole leaves of every type, and a power of two of them: one node of the tree of moments. Larger
@@ -51,6 +58,13 @@ _FAR_TASK_NBYTES = 4 * IN_FLIGHT * REQUEST_NBYTES
 _MOST_CUTS = 256
 _MOST_FAR_CUTS = 4096
 _MANY = 64
+# Limits on small tensors of a local file that are read together: bytes between two of them, and
+# bytes of all.
+_LARGEST_GAP = 4096
+_TOGETHER_NBYTES = 1 << 20
+_ALIGNMENT = 64
+
+_thread = threading.local()
 
 
 def gather(
@@ -76,7 +90,7 @@ def gather(
         if shortcut is not None:
             missing = [n for n, stretches in enumerate(outcome.uncached) if stretches]
             for number, accumulator in shortcut(missing):
-                outcome.receive(number, 0, accumulator)
+                outcome.receive(number, 0, 0, accumulator)
                 outcome.uncached[number].clear()
         cuts = [
             Cut(number, position, readers[number], arguments and arguments[number], *bounds)
@@ -101,6 +115,97 @@ def load_cached(
     return outcome.results
 
 
+# --- accumulators --------------------------------------------------------------------------------
+
+
+class Accumulator:
+    """A partial result over a run of elements; it pickles, and is small once it is closed."""
+
+    #: Kind of the records in the cache; empty if results are not cached.
+    record = ""
+    #: Elements of a leaf; 1 if results do not depend on how elements are cut into runs.
+    leaf = 1
+    #: Number of elements.
+    count: int
+    tree: MergeTree[Any]
+
+    @classmethod
+    def begin(cls, stream: Any, argument: Any) -> Accumulator:
+        """Return an empty accumulator for a tensor; `argument` has options of this tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls, data: bytes, stream: Any) -> Accumulator:
+        """Return the accumulator from the bytes of `pack`."""
+        raise NotImplementedError
+
+    def pack(self) -> bytes:
+        """Return the accumulator as bytes, for the cache."""
+        raise NotImplementedError
+
+    def update(self, start: int, *columns: Array) -> None:
+        """Add the next elements, or pairs in two columns: whole leaves, but for the last."""
+        raise NotImplementedError
+
+    def close(self) -> Self:
+        """Release the memory of this thread after the last element."""
+        return self
+
+    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
+        """Add the zeros that a sparse tensor does not store, after its last stored element."""
+        self.count += zeros
+
+    def merge(self, other: Self) -> None:
+        """Add the accumulator of the elements that follow."""
+        self.count += other.count
+        for node in other.tree.nodes:
+            self.tree.add(*node)
+
+
+Node = TypeVar("Node")
+
+
+class MergeTree(Generic[Node]):
+    """The nodes of a binary tree so far, merged as far as possible; they are added in order."""
+
+    __slots__ = ("empty", "merged", "nodes")
+
+    def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
+        self.merged = merged
+        self.empty = empty
+        #: Nodes with their level and their number within the level.
+        self.nodes: list[tuple[int, int, Node]] = []
+
+    def add(self, level: int, number: int, node: Node) -> None:
+        """Add a node that follows the others, and merge it with its neighbours."""
+        nodes = self.nodes
+        while number & 1 and nodes and nodes[-1][:2] == (level, number - 1):
+            node = self.merged(nodes.pop()[2], node)
+            level, number = level + 1, number >> 1
+        nodes.append((level, number, node))
+
+    def total(self) -> Node:
+        """Return the merged value of all elements, once all leaves were added."""
+        total = self.empty
+        for _, _, node in reversed(self.nodes):
+            total = self.merged(node, total)
+        return total
+
+
+def runs(first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Cut a range of leaves into the largest nodes of the tree: their levels and numbers."""
+    while count:
+        level = count.bit_length() - 1
+        if first:
+            level = min(level, (first & -first).bit_length() - 1)
+        yield level, first >> level
+        first += 1 << level
+        count -= 1 << level
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
 class _Outcome:
     """Results of tensors as their accumulators arrive, and the stretches that must be read."""
 
@@ -121,8 +226,8 @@ class _Outcome:
         self.uncached: list[list[tuple[int, int]]] = []
         #: Accumulators of incomplete tensors, by number; of incomplete stretches, by number and
         #: position among the uncached ones.
-        self.wholes: dict[int, Accumulator] = {}
-        self.parts: dict[tuple[int, int], Accumulator | None] = {}
+        self.wholes: dict[int, _Joined] = {}
+        self.parts: dict[tuple[int, int], _Joined] = {}
 
     def plan_reads(self, *, stretched: bool) -> None:
         """Take cached accumulators, and list the stretches without one."""
@@ -137,25 +242,26 @@ class _Outcome:
             for bounds in stretches:
                 accumulator = self._cached(number, bounds)
                 if accumulator is not None:
-                    self._add(number, accumulator)
+                    self._add(number, bounds[0], accumulator)
                     continue
-                self.parts[number, len(self.uncached[-1])] = None
+                self.parts[number, len(self.uncached[-1])] = _Joined(bounds[0])
                 self.uncached[-1].append(bounds)
 
-    def receive(self, number: int, position: int, part: Accumulator) -> None:
-        """Take the accumulator of a part of a stretch."""
-        if (number, position) not in self.parts:
+    def receive(self, number: int, position: int, start: int, part: Accumulator) -> None:
+        """Take the accumulator of a part of a stretch, which begins at an element."""
+        joined = self.parts.get((number, position))
+        if joined is None:
             return  # another empty chunk of an empty tensor
-        total = _merged(self.parts[number, position], part)
-        start, stop = self.uncached[number][position]
-        if total.count < stop - start:
-            self.parts[number, position] = total
+        joined.add(start, part)
+        bounds = self.uncached[number][position]
+        total = joined.total
+        if total is None or joined.stop < bounds[1]:
             return
         del self.parts[number, position]
         records = self.records[number]
         if records is not None:
-            records.put(key_of(self.readers[number], (start, stop)), total.pack())
-        self._add(number, total)
+            records.put(key_of(self.readers[number], bounds), total.pack())
+        self._add(number, bounds[0], total)
 
     def _cached(self, number: int, bounds: tuple[int, int]) -> Accumulator | None:
         records, reader = self.records[number], self.readers[number]
@@ -167,27 +273,41 @@ class _Outcome:
         except LookupError:  # a sketch without channels
             return None
 
-    def _add(self, number: int, total: Accumulator) -> None:
+    def _add(self, number: int, start: int, part: Accumulator) -> None:
         """Take the accumulator of a stretch."""
         self.missing[number] -= 1
-        whole = _merged(self.wholes.pop(number, None), total)
+        joined = self.wholes.pop(number, None) or _Joined(0)
+        joined.add(start, part)
         if self.missing[number]:
-            self.wholes[number] = whole
+            self.wholes[number] = joined
         else:
-            self.results[number] = self.finish(number, whole)
+            self.results[number] = self.finish(number, joined.total)
 
 
-def _merged(total: Accumulator | None, part: Accumulator) -> Accumulator:
-    if total is None:
-        return part
-    total.merge(part)
-    return total
+class _Joined:
+    """The accumulator of a run of elements, to which those of its parts are added in order."""
+
+    def __init__(self, start: int) -> None:
+        #: The element up to which all parts have arrived.
+        self.stop = start
+        self.total: Accumulator | None = None
+        self._waiting: dict[int, Accumulator] = {}
+
+    def add(self, start: int, part: Accumulator) -> None:
+        """Add a part, unless it has to wait for the one before."""
+        self._waiting[start] = part
+        while (following := self._waiting.pop(self.stop, None)) is not None:
+            self.stop += following.count
+            if self.total is None:
+                self.total = following
+            else:
+                self.total.merge(following)
 
 
 def _scan(
     cuts: Sequence[Cut],
     operation: type[Accumulator],
-    receive: Callable[[int, int, Any], None],
+    receive: Callable[[int, int, int, Any], None],
     report: Callable[[int], None],
 ) -> None:
     client = waiting_client()
@@ -198,7 +318,7 @@ def _scan(
 
     def deliver_all(task: list[Cut], results: list[Any]) -> None:
         for cut, result in zip(task, results, strict=True):
-            receive(cut.number, cut.position, result)
+            receive(cut.number, cut.position, cut.start, result)
         report(sum(cut.nbytes for cut in task))
 
     if cluster_cuts:
@@ -241,6 +361,129 @@ def _run_on_threads(
                 deliver(running.pop(future), future.result())
             for task in islice(remaining, len(done)):
                 running[threads.submit(work, task)] = task
+
+
+# --- cuts and tasks ------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """Elements of a tensor that a task reads."""
+
+    #: Number of the tensor, and position of the stretch among its uncached ones.
+    number: int
+    position: int
+    reader: Any
+    argument: Any
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        nbytes: int = self.reader.share(self.start, self.stop)
+        return nbytes
+
+
+def tasks_of(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[list[Cut]]:
+    """Cut large tensors and join small ones to tasks, in the order of the file."""
+    # A cut of a large tensor has `piece` bytes, a task `target` bytes and at most `most` cuts.
+    task: list[Cut] = []
+    nbytes = 0
+    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.position)):
+        reader, stop = cut.reader, cut.stop
+        # Many small files share a task. The first tensors of a large file wait for its others.
+        if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:
+            yield task
+            task, nbytes = [], 0
+        for start, end in reader.cuts(cut.start, stop, piece):
+            is_part = end - start < stop - cut.start
+            task.append(cut._replace(start=start, stop=end) if is_part else cut)
+            nbytes += task[-1].nbytes
+            if nbytes >= target or len(task) >= most:
+                yield task
+                task, nbytes = [], 0
+    if task:
+        yield task
+
+
+def ranges_of(cuts: Iterable[Cut]) -> Iterator[Range]:
+    """Return the byte ranges of cuts, to read ahead."""
+    return chain.from_iterable(cut.reader.ranges(cut.start, cut.stop) for cut in cuts)
+
+
+def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[Any]:
+    """Return an accumulator for each cut of a task; end early once the event `stop` is set."""
+    if not hasattr(_thread, "buffer"):
+        _thread.buffer = empty_array(BLOCK_NBYTES)
+    accumulators: list[Any] = []
+    for group in _neighbours(task):
+        memory = _read_together(group) if len(group) > 1 else None
+        first = group[0].reader.place[1]
+        for cut in group:
+            blocks = None
+            if memory is not None:
+                start = cut.reader.place[1] - first
+                values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
+                blocks = [(0, (values,))] if cut.stop else []
+            accumulators.append(_scan_cut(cut, blocks, operation, stop))
+    return accumulators
+
+
+def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
+    """Group whole small tensors that are next to each other in a file; others are alone."""
+    group: list[Cut] = []
+    group_source, start, end = None, 0, 0
+    for cut in task:
+        source, offset = cut.reader.shared_source, cut.reader.place[1]
+        is_whole = source is not None and cut.stop - cut.start == cut.reader.size
+        is_next = is_whole and source is group_source and 0 <= offset - end <= _LARGEST_GAP
+        if group and not (is_next and offset + cut.reader.nbytes - start <= _TOGETHER_NBYTES):
+            yield group
+            group = []
+        if not group:
+            start = offset
+        group_source, end = source if is_whole else None, offset + cut.reader.nbytes
+        group.append(cut)
+    if group:
+        yield group
+
+
+def _read_together(group: list[Cut]) -> Array | None:
+    """Read small tensors at once, or return None, so that an error is raised for one tensor."""
+    reader = group[-1].reader
+    first = group[0].reader.place[1]
+    # Elements are aligned in memory if they are aligned in the file.
+    start = first % _ALIGNMENT
+    memory: Array = _thread.buffer[start : start + reader.place[1] + reader.nbytes - first]
+    with suppress(OSError, CheckpointError):
+        reader.shared_source.read_into([first], memory.data)
+        return memory
+    return None
+
+
+def _scan_cut(
+    cut: Cut,
+    blocks: Iterable[Block] | None,
+    operation: type[Accumulator],
+    stop: Any,
+) -> Accumulator:
+    """Return an accumulator for a cut; its blocks are read unless they are given."""
+    stream = cut.reader
+    accumulator = operation.begin(stream, cut.argument)
+    with locating(path=stream.place[0] or None, tensor=stream.name):
+        if blocks is None:
+            blocks = stream.blocks(cut.start, cut.stop, _thread.buffer)
+            if stream.step(_thread.buffer) % operation.leaf:
+                blocks = whole_leaves(blocks, operation.leaf)
+        update, is_stopped = accumulator.update, stop.is_set
+        for start, columns in blocks:
+            update(start, *columns)
+            if is_stopped():
+                break
+        accumulator.close()
+        if stream.sparse:
+            accumulator.imply(stream.size - accumulator.count, stream.row, stream.dead)
+        return accumulator
 
 
 # --- a cluster -----------------------------------------------------------------------------------
@@ -297,7 +540,7 @@ def _run_chunks(
     client: Any,
     cuts: Sequence[Cut],
     operation: type[Accumulator],
-    receive: Callable[[int, int, Any], None],
+    receive: Callable[[int, int, int, Any], None],
     report: Callable[[int], None],
 ) -> None:
     """Scan all chunks of dask arrays, in one run of a scheduler."""
@@ -308,7 +551,7 @@ def _run_chunks(
     for array in arrays:
         graph.update(array.__dask_graph__())
     token = f"xckpt-stats-{uuid4().hex}"
-    sizes = {}
+    places = {}
     for number, (cut, array) in enumerate(zip(cuts, arrays, strict=True)):
         reader = copy(cut.reader)
         reader.array = None  # the array holds the whole graph
@@ -317,13 +560,14 @@ def _run_chunks(
             key = (token, number, position)
             work = _ChunkTask(operation, reader, cut.argument, start)
             graph[key] = (work, (array.name, position))
-            sizes[key] = cut.reader.share(start, start + size)
+            places[key] = start, cut.reader.share(start, start + size)
             start += size
 
     def done(key: Any, result: Any, *_: Any) -> None:
-        if key in sizes:
-            receive(cuts[key[1]].number, 0, result)
-            report(sizes[key])
+        if key in places:
+            start, nbytes = places[key]
+            receive(cuts[key[1]].number, 0, start, result)
+            report(nbytes)
 
     if client is None:
         import dask.threaded
@@ -332,7 +576,7 @@ def _run_chunks(
 
         get = get_scheduler() or dask.threaded.get
         with Callback(posttask=done):
-            get(graph, list(sizes))
+            get(graph, list(places))
         return
-    for future, result in results_of(client, client.get(graph, list(sizes), sync=False)):
+    for future, result in results_of(client, client.get(graph, list(places), sync=False)):
         done(future.key, result)

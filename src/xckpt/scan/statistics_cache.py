@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from xckpt.typing import Array
 
 #: Increment this whenever results for the same bytes, or the packing of values, change.
-VERSION = 2
+VERSION = 3
 
 FOLDER = "statistics"
 

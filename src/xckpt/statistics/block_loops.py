@@ -11,6 +11,10 @@ The first use of a type has to compile its loops, and must not take long. Each f
 once more within each of its callers, so calls are nested only once, and functions with one caller
 are inlined. Each access to an array costs about a millisecond of compiling, each vectorised loop
 ten.
+
+References for merging moments: Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm
+for computing sample variances" (1979); Pébay, "Formulas for robust, one-pass parallel computation
+of covariances and arbitrary-order statistical moments" (SAND2008-6212), for the third and fourth.
 """
 
 # numba compiles min and max anew for each type, which takes longer than the rest of a loop.
@@ -18,13 +22,13 @@ ten.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
-from xckpt.arrays.trees import LEAF
-from xckpt.statistics import moments
+from xckpt.arrays.streams import LEAF
 from xckpt.statistics.vector_kernel import (
     LANES,
     ROWS,
@@ -44,12 +48,64 @@ _ONE = np.uint32(1)
 _STRIDE = 1024
 
 
-# numba compiles a cached function again when its own file changes, and ignores the files of the
-# functions that it calls. Touch this file after a change of `moments.merged` or `vector_kernel`.
-_merged = inlined(moments.merged)
-
-
 # --- moments --------------------------------------------------------------------------------------
+
+# numba compiles a cached function again when its own file changes, and ignores the files of the
+# functions that it calls. Touch this file after a change of `vector_kernel`.
+
+#: Number of elements; mean in two parts, because the difference of two large, nearly equal means
+#: would lose its digits; sums of the second to fourth powers of the distances from the mean; and
+#: exponent of the power of two by which the elements were divided.
+Moments = tuple[float, float, float, float, float, float, float]
+
+EMPTY: Moments = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """Return the moments of the concatenation of two sequences."""
+    na, ha, la, a2, a3, a4, scale = a
+    nb, hb, lb, b2, b3, b4, scale_b = b
+    if na == 0.0:
+        return b
+    if nb == 0.0:
+        return a
+    if scale != scale_b and ha == la == a2 == 0.0:
+        scale = scale_b  # zeros fit any power of two
+    elif scale != scale_b and not hb == lb == b2 == 0.0:
+        f = math.ldexp(1.0, -int(abs(scale - scale_b)))
+        if scale < scale_b:
+            ha, la, a2, a3, a4 = ha * f, la * f, a2 * f * f, a3 * f * f * f, a4 * f * f * f * f
+            scale = scale_b
+        else:
+            hb, lb, b2, b3, b4 = hb * f, lb * f, b2 * f * f, b3 * f * f * f, b4 * f * f * f * f
+    return *merged(na, ha, la, a2, a3, a4, nb, hb, lb, b2, b3, b4), scale
+
+
+def merged(  # noqa: PLR0917
+    na: float, ha: float, la: float, a2: float, a3: float, a4: float,
+    nb: float, hb: float, lb: float, b2: float, b3: float, b4: float,
+) -> tuple[float, float, float, float, float, float]:  # fmt: skip
+    """Return the moments of two sequences that are not empty and have the same power of two."""
+    n = na + nb
+    ra, rb = na / n, nb / n
+    delta = (hb - ha) + (lb - la)
+    step = delta * delta * ra * rb
+    lower = la + delta * rb
+    high = ha + lower
+    low = lower - (high - ha)
+    m2 = a2 + b2 + step * n
+    m3 = a3 + b3 + step * delta * (na - nb) + 3.0 * delta * (ra * b2 - rb * a2)
+    m4 = (
+        a4
+        + b4
+        + step * delta * delta * n * (ra * ra - ra * rb + rb * rb)
+        + 6.0 * delta * delta * (ra * ra * b2 + rb * rb * a2)
+        + 4.0 * delta * (ra * b3 - rb * a3)
+    )
+    return n, high, low, m2, m3, m4
+
+
+_merged = inlined(merged)
 
 
 @inlined
@@ -99,7 +155,7 @@ def _center(x: Any, is_constant: Any, sums: Any) -> Any:
 
 @inlined
 def _describe(x: Any, center: Any, sums: Any, node: Any) -> None:
-    """Write `moments.Moments`, from the powers of distances from `center` in whole groups."""
+    """Write `Moments`, from the powers of distances from `center` in whole groups."""
     size = x.size
     last = size // (ROWS * LANES) * ROWS * LANES
     for i in range(last, size):
@@ -350,7 +406,7 @@ def largest_of_channels(  # noqa: PLR0917
 @compiled
 def fold(nodes: Any, count: Any) -> None:
     """Merge neighbours until the first row of `nodes` has the node of all."""
-    # `count` is a power of two. All nodes have elements, and the same scale; see `moments.merge`.
+    # `count` is a power of two. All nodes have elements, and the same scale; see `merge`.
     while count > 1:
         count //= 2
         for i in range(count):

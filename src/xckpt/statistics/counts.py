@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from xckpt.arrays.kinds import kind_named
-from xckpt.arrays.trees import LEAF, MergeTree, runs
-from xckpt.scan.accumulators import BLOCK_NBYTES, Accumulator
+from xckpt.arrays.streams import LEAF
+from xckpt.scan.scanning import BLOCK_NBYTES, Accumulator, MergeTree, runs
 from xckpt.statistics import block_loops
-from xckpt.statistics.block_loops import PAGE
-from xckpt.statistics.moments import EMPTY, Moments, merge
+from xckpt.statistics.block_loops import EMPTY, PAGE, Moments, merge
 from xckpt.statistics.vector_kernel import LANES, WIDTH
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ SHORTEST_ROW = 2
 
 # The counters of a table have 32 bits.
 _MOST_PENDING = 1 << 31
+# Leaves whose moments are merged at once.
+_LEAVES_AT_ONCE = 1024
 
 _thread = threading.local()
 
@@ -54,7 +56,8 @@ class Sketch(Accumulator):
         self.rows = Rows(row if row >= SHORTEST_ROW else 0)
         self._dense: Array | None = None
         self._tables: Tables | None = None
-        self._pending = 0
+        # Elements in the counters of the tables, and the leaf after those whose moments are there.
+        self._pending = self._end = 0
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Sketch:  # noqa: ARG003
@@ -76,39 +79,50 @@ class Sketch(Accumulator):
 
     def update(self, start: int, *columns: Array) -> None:
         """Add elements."""
-        if self._tables is None:
-            self._tables = _tables(self.kind)
-            self._tables.reset()
-        values, most = prepared(columns[0], self.kind), self._tables.most
+        tables = self._tables
+        if tables is None:
+            self._tables = tables = _tables(self.kind)
+            tables.reset()
+        values, most = prepared(columns[0], self.kind), tables.most
         if len(values) <= most:
-            self._add_block(self._tables, start, values)
+            self._add_block(tables, start, values)
             return
         for offset in range(0, len(values), most):
-            self._add_block(self._tables, start + offset, values[offset : offset + most])
+            self._add_block(tables, start + offset, values[offset : offset + most])
 
     def _add_block(self, tables: Tables, start: int, values: Array) -> None:
-        tables.count(values)
         size = len(values)
         self.count += size
         self._pending += size
         if self._pending > _MOST_PENDING:
             self._drain(tables)
-        leaves = -(-size // LEAF)
-        if not self.kind.exact:
-            first = start // LEAF
-            for level, number in runs(first, leaves):
-                nodes = tables.nodes[(number << level) - first :]
-                if level and tables.rare:
-                    for position, node in enumerate(nodes[: 1 << level].tolist()):
-                        self.tree.add(0, (number << level) + position, tuple(node))
-                    continue
-                if level:
-                    block_loops.fold(nodes, 1 << level)
-                self.tree.add(level, number, tuple(nodes[0].tolist()))
+        if self.kind.exact:
+            tables.count(values)
+        else:
+            first, leaves = start // LEAF, -(-size // LEAF)
+            if tables.leaves + leaves > _LEAVES_AT_ONCE:
+                self._fold(tables, first)
+            if tables.describe(values):  # other powers of two than those of their neighbours
+                nodes = tables.nodes[tables.leaves : tables.leaves + leaves].tolist()
+                self._fold(tables, first)
+                for number, node in enumerate(nodes, first):
+                    self.tree.add(0, number, tuple(node))
+            else:
+                tables.leaves += leaves
+                self._end = first + leaves
         if tables.zeros[-1]:
-            self._add_zeros(tables, start, values, tables.zeros[:leaves])
+            self._add_zeros(tables, start, values, tables.zeros[: -(-size // LEAF)])
         elif self.rows.length:
             self.rows.add(start, size)
+
+    def _fold(self, tables: Tables, end: int) -> None:
+        """Move the moments of the leaves before a leaf into the tree."""
+        count, tables.leaves = tables.leaves, 0
+        first = end - count
+        for level, number in runs(first, count):
+            nodes = tables.nodes[(number << level) - first :]
+            block_loops.fold(nodes, 1 << level)
+            self.tree.add(level, number, tuple(nodes[0].tolist()))
 
     def _add_zeros(self, tables: Tables, start: int, values: Array, zeros: Array) -> None:
         """Count zeros of floats, which share a code with tiny elements, and rows of zeros."""
@@ -146,6 +160,7 @@ class Sketch(Accumulator):
         self.counted()
         if self.kind.exact:
             return self
+        self._fold(tables, self._end)
         low, high = tables.extremes
         tally = tables.tally.tolist()
         if self.kind.integer:
@@ -185,8 +200,8 @@ class Sketch(Accumulator):
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.low is not None and other.high is not None:
-            self.low = other.low if self.low is None else min(self.low, other.low)
-            self.high = other.high if self.high is None else max(self.high, other.high)
+            self.low = other.low if self.low is None else min(self.low, other.low, key=_order)
+            self.high = other.high if self.high is None else max(self.high, other.high, key=_order)
 
     def merge(self, other: Sketch) -> None:
         """Add the sketch of other elements of the same tensor."""
@@ -208,13 +223,13 @@ class Sketch(Accumulator):
         steps[1:] -= codes[:-1]
         return {name: getattr(self, name) for name in ("count", *_SUMS)} | {
             "row": self.rows.length,
-            "dead": self.rows.dead,
+            "zeros": self.rows.zeros,
             "kind": self.kind.name,
             "codes": _pack_integers(steps, (1 << self.kind.code_bits) - 1),
             "counts": _pack_integers(counts, self.count),
             "extremes": [self.low, self.high],
-            "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
-            "open": [[row, *state] for row, state in self.rows.open.items()],
+            "nodes": [[*place, *node] for *place, node in self.tree.nodes],
+            "cut": list(self.rows.cut.items()),
         }
 
     @classmethod
@@ -233,14 +248,19 @@ class Sketch(Accumulator):
         self.codes = np.cumsum(_unpack_integers(fields["codes"]), dtype=np.uint32)
         self.counts = _unpack_integers(fields["counts"]).astype(np.int64)
         self.low, self.high = fields["extremes"]
-        self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
-        self.rows = Rows(fields["row"], fields["dead"])
-        self.rows.open = {row: (count, alive) for row, count, alive in fields["open"]}
+        self.tree.nodes = [(node[0], node[1], tuple(node[2:])) for node in fields["nodes"]]
+        self.rows = Rows(fields["row"], fields["zeros"])
+        self.rows.cut = dict(fields["cut"])
 
 
 # Fields that are added up.
 _SUMS = ("nan", "inf", "zero", "negative_zero", "total", "implied")
 _WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+def _order(extreme: float) -> tuple[float, float]:
+    """Return a key that puts the negative zero before the other one, as the loops do."""
+    return extreme, math.copysign(1.0, extreme)
 
 
 def _pack_integers(numbers: Array, largest: int) -> bytes:
@@ -255,46 +275,42 @@ def _unpack_integers(data: bytes) -> Array:
 
 
 class Rows:
-    """A counter of rows of zeros, which keeps incomplete rows until their other parts are added."""
+    """A counter of rows of zeros."""
 
-    __slots__ = ("dead", "length", "open")
+    __slots__ = ("cut", "length", "zeros")
 
-    def __init__(self, length: int, dead: int = 0) -> None:
+    def __init__(self, length: int, zeros: int = 0) -> None:
         #: Elements in a row; 0 if rows are not counted.
         self.length = length
-        self.dead = dead
-        #: Incomplete rows, by number: elements so far, and whether one of them is not zero.
-        self.open: dict[int, tuple[int, bool]] = {}
+        #: Rows of zeros that are whole in a block.
+        self.zeros = zeros
+        #: Rows that blocks cut, by number: whether an element so far is not zero.
+        self.cut: dict[int, bool] = {}
+
+    @property
+    def dead(self) -> int:
+        """Number of rows of zeros, once all elements were added."""
+        return self.zeros + list(self.cut.values()).count(False)
 
     def add(self, start: int, count: int, alive: Array | None = None) -> None:
-        """Add a run of elements; `alive` has whether rows have a nonzero element, None if all."""
+        """Add a block; `alive` has whether its rows have a nonzero element, None if all have."""
         length, stop = self.length, start + count
         first, skipped = start // length, start % length
-        last, cut = stop // length, stop % length
-        if first == last:
-            self._add_part(first, count, alive=alive is None or bool(alive[0]))
-            return
-        if skipped:
-            self._add_part(first, length - skipped, alive=alive is None or bool(alive[0]))
-        if cut:
-            self._add_part(last, cut, alive=alive is None or bool(alive[-1]))
+        last, end = stop // length, stop % length
+        if skipped or first == last:
+            self.cut[first] = alive is None or bool(alive[0]) or self.cut.get(first, False)
+        if end:
+            self.cut[last] = alive is None or bool(alive[-1]) or self.cut.get(last, False)
         if alive is not None:
-            complete = alive[skipped > 0 : last - first]
-            self.dead += len(complete) - int(np.count_nonzero(complete))
+            whole = alive[skipped > 0 : last - first]
+            self.zeros += len(whole) - int(np.count_nonzero(whole))
 
     def merge(self, other: Rows) -> None:
         """Add the rows of other elements of the same tensor."""
         self.length = self.length or other.length
-        self.dead += other.dead
-        for row, (count, alive) in other.open.items():
-            self._add_part(row, count, alive=alive)
-
-    def _add_part(self, row: int, count: int, *, alive: bool) -> None:
-        previous, was_alive = self.open.pop(row, (0, False))
-        if previous + count < self.length:
-            self.open[row] = (previous + count, alive or was_alive)
-        elif not (alive or was_alive):
-            self.dead += 1
+        self.zeros += other.zeros
+        for row, alive in other.cut.items():
+            self.cut[row] = alive or self.cut.get(row, False)
 
 
 class Tables:
@@ -303,6 +319,8 @@ class Tables:
     def __init__(self, kind: Kind, nbytes: int) -> None:
         self.kind = kind
         leaves = -(-nbytes // kind.itemsize // LEAF)
+        #: Leaves whose moments are in `nodes`.
+        self.leaves = 0
         #: Largest number of elements of a block.
         self.most = nbytes // kind.itemsize // LEAF * LEAF
         counters = np.zeros((2, 1 << kind.code_bits), np.uint32)
@@ -325,7 +343,7 @@ class Tables:
         self.extremes = np.zeros(2, np.int64)
         if kind.exact:
             return
-        self.nodes = np.zeros((leaves, 7))
+        self.nodes = np.zeros((_LEAVES_AT_ONCE + leaves, 7))
         self.signed = np.dtype(f"i{kind.itemsize}")
         key_type = kind.dtype if kind.integer else self.signed
         self.extremes = np.zeros(2, key_type)
@@ -335,10 +353,11 @@ class Tables:
         memory = np.empty(5 * LANES)
         start = -memory.__array_interface__["data"][0] // memory.itemsize % WIDTH
         sums = memory[start : start + 4 * LANES]
-        self.out: tuple[Array, ...] = (self.zeros, self.nodes, self.extremes, sums)
+        #: Arrays that the loops write to besides the moments.
+        self.out: tuple[Array, ...] = (self.extremes, sums)
         if kind.integer:
             self.wide = np.empty(leaves * LEAF)
-            self.out = (self.nodes, self.extremes, self.tally, np.empty(LEAF), sums)
+            self.out = (self.extremes, self.tally, np.empty(LEAF), sums)
             return
         # Patterns of the least and the largest magnitude that the loops can describe: all finite
         # ones, or those whose fourth powers stay in the range of float64.
@@ -356,33 +375,34 @@ class Tables:
             for counters in self.counted:
                 counters[:] = 0
         self.tally[:] = 0
+        self.leaves = 0
         if not self.kind.exact:
             self.extremes[:] = self.widest
 
     def count(self, values: Array) -> None:
-        """Run the compiled loops over a block."""
+        """Count a block of elements of an exact kind."""
         self.used = True
-        kind = self.kind
-        self.rare = 0
-        if kind.exact:
-            block_loops.count_codes(values, self.of_codes, self.counted, self.zeros)
-            if not kind.has_zero:
-                self.zeros[:] = 0
-        elif kind.integer:
+        block_loops.count_codes(values, self.of_codes, self.counted, self.zeros)
+        if not self.kind.has_zero:
+            self.zeros[:] = 0
+
+    def describe(self, values: Array) -> int:
+        """Count a block, write its moments after those of others, and return the rare leaves."""
+        self.used = True
+        nodes = self.nodes[self.leaves :]
+        if self.kind.integer:
             wide = self.wide[: len(values)]
             wide[:] = values
             patterns = wide.view(np.uint64)
             block_loops.count_codes(patterns, self.of_codes, self.counted, self.zeros)
-            block_loops.describe_integers(values, self.out)
-        else:
-            self.rare = self._describe(values, self.limits, self.counted, self.out)
-        if self.rare:
-            for leaf in np.flatnonzero(self.nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
-                self.nodes[leaf] = self._describe_rare(values[leaf * LEAF : (leaf + 1) * LEAF])
-
-    def _describe(self, values: Array, limits: Any, counted: Any, out: Any) -> int:
+            block_loops.describe_integers(values, (nodes, *self.out))
+            return 0
         patterns = values.view(self.kind.unsigned)
-        rare: int = block_loops.describe_floats(values, patterns, limits, counted, out)
+        out = (self.zeros, nodes, *self.out)
+        rare: int = block_loops.describe_floats(values, patterns, self.limits, self.counted, out)
+        if rare:
+            for leaf in np.flatnonzero(nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
+                nodes[leaf] = self._describe_rare(values[leaf * LEAF : (leaf + 1) * LEAF])
         return rare
 
     def _describe_rare(self, values: Array) -> Array:
@@ -392,9 +412,10 @@ class Tables:
         self.tally[:2] += nan, len(values) - len(finite) - nan
         node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(2, np.int64)
         sums = self.out[-1]
+        bits, limits = self.kind.unsigned, self.uncounted_limits
         out = (zeros, node, self.extremes, sums)
-        if not len(finite) or not self._describe(
-            finite, self.uncounted_limits, self.uncounted, out
+        if not len(finite) or not block_loops.describe_floats(
+            finite, finite.view(bits), limits, self.uncounted, out
         ):
             return node
         # Exponents in steps of 256, so that most leaves share one and merge without scaling.
@@ -403,7 +424,7 @@ class Tables:
         first = -exponent // 2
         scaled = finite * 2.0**first * 2.0 ** (-exponent - first)
         out = (zeros, node, self.extremes.copy(), sums)
-        self._describe(scaled, self.uncounted_limits, self.uncounted, out)
+        block_loops.describe_floats(scaled, scaled.view(bits), limits, self.uncounted, out)
         node[0, 6] = exponent
         return node
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from xckpt.scan.accumulators import Accumulator
-from xckpt.scan.scanning import gather
+from xckpt.scan.scanning import Accumulator, gather
 from xckpt.statistics import block_loops
 from xckpt.statistics.counts import codes_of, prepared
 from xckpt.statistics.describe import rank, spectrum

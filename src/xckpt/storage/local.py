@@ -33,6 +33,7 @@ _READ_NBYTES = 64 << 20
 # Part of a long read that is worth a thread, and the size of a huge page.
 _SHARE_NBYTES = 16 << 20
 _HUGE_PAGE = 2 << 20
+_HAS_PREADV = hasattr(os, "preadv")
 # Size of one request for read-ahead.
 _READAHEAD_NBYTES = 256 << 10
 # The overhead of a read is about the time to copy this many bytes.
@@ -156,7 +157,7 @@ class OpenFile:
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return the number of bytes read."""
-        if hasattr(os, "preadv"):
+        if _HAS_PREADV:
             nbytes = len(memory)
             if nbytes <= _READ_NBYTES and os.preadv(self.fileno, [memory], offset) == nbytes:
                 return nbytes
@@ -262,14 +263,17 @@ class LocalSource(Source):
     def blocks_in(self, memory: memoryview, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Read a range of bytes block by block into given memory; see `Source.blocks_in`."""
         self.check_range(offset, nbytes)
-        descriptor, end, size = self.descriptor(), offset + nbytes, len(memory)
+        read_into, end, size = self.descriptor().read_into, offset + nbytes, len(memory)
+        announced = offset
         for start in range(offset, end, size):
             if start + size > end:
                 size = end - start
                 memory = memory[:size]
-            is_being_read(self.name, size)
+            if start >= announced:
+                announced = min(end, start + max(size, _SHARE_NBYTES))
+                is_being_read(self.name, announced - start)
             try:
-                is_filled = descriptor.read_into(memory, start) == size
+                is_filled = read_into(memory, start) == size
             except OSError:
                 is_filled = False
             if not is_filled:  # another read finds out why

@@ -24,8 +24,7 @@ import numpy as np
 from xckpt.arrays.compiling import compiled
 from xckpt.comparison.measures import as_floats
 from xckpt.comparison.pairs import in_c_order
-from xckpt.scan.accumulators import Accumulator
-from xckpt.scan.scanning import gather
+from xckpt.scan.scanning import Accumulator, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.streams import ChunkedZip, columns_of, whole_leaves
-from xckpt.arrays.trees import LEAF
+from xckpt.arrays.streams import LEAF, ChunkedZip, columns_of, whole_leaves
 from xckpt.comparison.arrangements import parts_of_view
 from xckpt.comparison.explaining.causes import LIKELY, Elementwise, SampledPairs
 from xckpt.comparison.explaining.quantised_causes import (
@@ -23,8 +22,7 @@ from xckpt.comparison.explaining.quantised_causes import (
 from xckpt.comparison.explaining.quantisers import graded
 from xckpt.comparison.measures import as_floats
 from xckpt.comparison.pairs import pair_of, reader_of_view
-from xckpt.scan.accumulators import Accumulator
-from xckpt.scan.scanning import gather
+from xckpt.scan.scanning import Accumulator, gather
 from xckpt.storage.limits import cpu_count
 from xckpt.threads import Threads
 
