@@ -79,16 +79,21 @@ def test_without_workers_a_warning_says_what_is_missing(tmp_path: Path) -> None:
     assert spectrum["w"].sel(statistic="rank") == 1
 
 
-def test_spectra_of_small_matrices_are_the_same_to_the_bit(
+def test_spectra_are_the_same_to_the_bit_on_any_number_of_cores(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     rng = np.random.default_rng(0)
-    tensors = {f"w{n}": rng.normal(size=(100 + n, 380)).astype("f4") for n in range(8)}
+    shapes = [(100, 380), (700, 600), (600, 1100)]
+    tensors = {f"w{n}": rng.normal(size=shape).astype("f4") for n, shape in enumerate(shapes)}
     xckpt.save(tensors, tmp_path / "m.zt")
-    on_threads = xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False)
+    results = []
+    for cores in (1, 2, 8):  # 8: several threads for each matrix
+        with dask.config.set(num_workers=cores):
+            results.append(xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False))
     request.getfixturevalue("client")
-    on_cluster = xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False)
-    xr.testing.assert_identical(on_threads, on_cluster)
+    results.append(xckpt.spectrum(tmp_path / "m.zt", cache=False, progress=False))
+    for result in results[1:]:
+        xr.testing.assert_identical(result, results[0])
 
 
 class TestPlaces:

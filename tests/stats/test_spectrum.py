@@ -446,9 +446,9 @@ class TestCache:
             xckpt.spectrum(path, progress=interrupting)
         count = []
 
-        def counting(blocks: Any) -> Any:
+        def counting(blocks: Any, *args: Any) -> Any:
             count.append(blocks)
-            return singular_values(blocks)
+            return singular_values(blocks, *args)
 
         monkeypatch.setattr(spectra, "singular_values", counting)
         xckpt.spectrum(path, progress=False)

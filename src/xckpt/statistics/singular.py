@@ -8,9 +8,12 @@ hidden values, where the largest value is smaller and hides less.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from xckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +54,8 @@ _EPSILON = float(np.finfo(np.float64).eps)
 # Largest error of an eigenvalue, in roundings of the largest eigenvalue.
 _ROUNDINGS = 60
 _HIDDEN = _ROUNDINGS * _EPSILON / (2 * _ACCURACY)
+# Columns whose products are summed up at once.
+_PANEL = 512
 # Range of a sum of squares that has neither overflowed nor lost precision.
 _SQUARES = 1e-200, 1e300
 # With fewer columns, computing all values takes no longer.
@@ -62,41 +67,32 @@ _FRACTION_OF_HALF = 10
 _FEWEST_IN_TAIL = 2
 
 
-def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
+def singular_values(blocks: Callable[[], Iterable[Array]], threads: int = 1) -> Array:
     """Return all singular values of a matrix, largest first; NaN for values below the floor."""
     # `blocks` returns an iterator over blocks of rows, and is called for each pass. The matrix has
     # at least as many rows as columns. All values are NaN if any element is not finite.
     scale = 1.0
-    gram = _gram(blocks, scale)
+    gram = _gram(blocks, scale, threads)
     if not _SQUARES[0] < np.trace(gram).real < _SQUARES[1]:
         scale = max((float(np.abs(block).max(initial=0)) for block in blocks()), default=0.0)
         if scale == 0 or not np.isfinite(scale):
             return np.full(len(gram), scale * 0)
-        gram = _gram(blocks, scale)
+        gram = _gram(blocks, scale, threads)
     values = np.full(len(gram), np.nan)
     basis: Array | None = None
     done = 0
-    linalg = _scipy_linalg() if len(gram) else None
     while True:
-        squares: Array = (
-            np.linalg.eigvalsh(gram)
-            if linalg is None
-            else linalg.eigh(gram, eigvals_only=True, driver="evr", check_finite=False)
-        )[::-1]
+        # scipy would hold the interpreter's lock for as long as it computes.
+        squares: Array = np.linalg.eigvalsh(gram)[::-1]
         largest = squares[0] if basis is None else values[0] ** 2
         count = int(np.count_nonzero(squares > max(_HIDDEN * squares[0], FLOOR**2 * largest)))
         values[done : done + count] = np.sqrt(squares[:count])
         done += count
         if not count or done == len(values):
             return values * scale
-        hidden = len(gram) - count
-        directions: Array = (
-            np.linalg.eigh(gram)[1][:, :hidden]
-            if linalg is None
-            else linalg.eigh(gram, subset_by_index=[0, hidden - 1], driver="evr")[1]
-        )
+        directions: Array = np.linalg.eigh(gram)[1][:, : len(gram) - count]
         basis = directions if basis is None else basis @ directions
-        gram = _gram(blocks, scale, basis)
+        gram = _gram(blocks, scale, threads, basis)
 
 
 def values_of_product(left: Array, right: Array, scale: float) -> Array:
@@ -115,40 +111,36 @@ def values_of_product(left: Array, right: Array, scale: float) -> Array:
     return values
 
 
-def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | None = None) -> Array:
+def _gram(
+    blocks: Callable[[], Iterable[Array]], scale: float, threads: int, basis: Array | None = None
+) -> Array:
     """Return the sum of the outer products of the rows; only the lower triangle is valid."""
     total: Array | None = None
-    for block in blocks():
-        rows = _wide(block)
-        if scale != 1:
-            rows /= scale
-        if basis is not None:
-            rows = rows @ basis
-        linalg = None if rows.dtype.kind == "c" else _scipy_linalg()
-        if linalg is None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                # numpy recognises the same array on both sides, and computes half.
-                product = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
-            total = product if total is None else np.add(total, product, out=total)
-            continue
-        if total is None:
-            total = np.zeros((rows.shape[1],) * 2, order="F")
-        # Update one triangle in place; numpy would copy the other one element by element.
-        is_c = rows.flags.c_contiguous
-        matrix = rows.T if is_c else rows
-        total = linalg.blas.dsyrk(
-            1.0, matrix, beta=1.0, c=total, trans=int(not is_c), lower=1, overwrite_c=1
-        )
+    with Threads(threads, "xckpt-products") as pool:
+        for block in blocks():
+            rows = _wide(block)
+            if scale != 1:
+                rows /= scale
+            if basis is not None:
+                rows = rows @ basis
+            if total is None:
+                total = np.zeros((rows.shape[1],) * 2, rows.dtype)
+            # Panels have one size, so that sums are the same on any number of threads.
+            add = partial(_add_products, total, rows)
+            firsts = range(0, rows.shape[1], _PANEL)
+            for future in [pool.submit(add, first) for first in firsts] if threads > 1 else ():
+                future.result()
+            for first in firsts if threads == 1 else ():
+                add(first)
     return np.zeros((0, 0)) if total is None else total
 
 
-def _scipy_linalg() -> Any:
-    """Return `scipy.linalg`, which takes less time than numpy; None if it is not installed."""
-    try:
-        from scipy import linalg  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    return linalg
+def _add_products(total: Array, rows: Array, first: int) -> None:
+    """Add the products of some columns with these and all later ones."""
+    panel = rows[:, first : first + _PANEL]
+    with np.errstate(over="ignore", invalid="ignore"):
+        target = total[first:, first : first + _PANEL]
+        np.add(target, rows[:, first:].conj().T @ panel, out=target)
 
 
 def describe_largest(blocks: Callable[[], Iterable[Array]], columns: int) -> list[float]:

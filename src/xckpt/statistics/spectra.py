@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from concurrent.futures import as_completed
+from collections import Counter, deque
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ import xarray as xr
 
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.kinds import kind_of
-from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values
+from xckpt.arrays.lazy import LazyArray, SlicedArray, dense_values, flat_blocks
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.datasets.adapter_updates import Factors, factors_in
 from xckpt.datasets.stack_records import stack_of
@@ -43,7 +43,7 @@ from xckpt.statistics.singular import (
     values_of_product,
 )
 from xckpt.storage import reading_ahead
-from xckpt.storage.limits import cpu_count
+from xckpt.storage.limits import available_nbytes, cpu_count
 from xckpt.threads import Threads
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ LARGEST = 1 << 27
 _BLOCK_NBYTES = 32 << 20
 # Wide matrices up to this size are read at once, because a column is scattered over the file.
 _WHOLE_NBYTES = 256 << 20
-# BLAS gains nothing from threads for smaller matrices, so several are decomposed in parallel.
-_SMALL_SIDE = 384
+# Memory for the matrices that are decomposed at the same time.
+_MOST_NBYTES = 4 << 30
 # These statistics need only a few passes with vectors.
 _LANCZOS_STATISTICS = {"spectral_norm", "frobenius", "stable_rank"}
 # Side of the matrix product that measures the speed of this machine.
@@ -321,42 +321,66 @@ class Matrix:
         is_double = self.kind.name == "float64" or self.array.dtype == np.complex128
         return float(np.finfo(np.float64 if is_double else np.float32).eps)
 
+    @property
+    def working_nbytes(self) -> int:
+        """Memory that the decomposition takes, about: inner products, vectors, blocks of rows."""
+        least = min(self.shape)
+        return 3 * 8 * least**2 + 3 * _BLOCK_NBYTES + (self.nbytes if self._is_read_at_once else 0)
+
+    @property
+    def _is_read_at_once(self) -> bool:
+        rows, columns = self.shape
+        if columns > rows:
+            return self.nbytes <= _WHOLE_NBYTES or len(self.array.shape) > 2
+        return rows <= self._rows_at_once
+
+    @property
+    def _rows_at_once(self) -> int:
+        """Number of rows in a block, or of columns of a wide matrix."""
+        return max(64, _BLOCK_NBYTES // (8 * min(self.shape)))
+
     def blocks(self, noise: RoundingNoise | None = None) -> Callable[[], Iterator[Array]]:
         """Return a function that yields blocks of rows, or of transposed columns if wide."""
         # The first pass over a difference adds both sides to `noise`.
         rows, columns = self.shape
-        long, short = max(self.shape), min(self.shape)
-        step = max(64, _BLOCK_NBYTES // (8 * short))
-        is_wide = columns > rows
-        is_difference = isinstance(self.array, _Difference)
-        sides = list(self.array.arrays) if is_difference else [self.array]
-        key = (slice(None),) * len(self.array.shape)
-        is_cheap = self.nbytes <= _WHOLE_NBYTES if is_wide else long <= step
-        if is_cheap or (is_wide and len(key) > 2):
+        array = self.array
+        sides: list[Any] = list(array.arrays) if isinstance(array, _Difference) else [array]
+        if self._is_read_at_once:
+            key = (slice(None),) * len(array.shape)
             sides = [in_memory(side[key]).reshape(self.shape) for side in sides]
-            key = key[:2]
+        if columns > rows:
+            sides = [_Turned(side) for side in sides]
+        width = min(rows, columns)
 
-        def read_side(side: Any, part: slice) -> Array:
-            if is_wide:
-                return in_memory(side[:, part]).T
-            return in_memory(side[part, *key[1:]]).reshape(-1, columns)
+        def read_side(side: Any) -> Iterator[Array]:
+            nbytes = self._rows_at_once * width * side.dtype.itemsize
+            for _, values in flat_blocks(side, 0, rows * columns, nbytes, whole_rows=True):
+                yield values.reshape(-1, width)
 
         def read() -> Iterator[Array]:
-            for start in range(0, long, step):
-                part = slice(start, min(start + step, long))
-                blocks = [read_side(side, part) for side in sides]
-                if not is_difference:
+            for blocks in zip(*map(read_side, sides), strict=True):
+                if not isinstance(array, _Difference):
                     yield blocks[0]
                     continue
                 if noise is not None and not noise.is_complete:
                     noise.add(blocks)
-                difference = blocks[0].astype(self.array.dtype)
-                difference -= blocks[1].astype(self.array.dtype)
+                difference = blocks[0].astype(array.dtype)
+                difference -= blocks[1].astype(array.dtype)
                 yield difference
             if noise is not None:
                 noise.is_complete = True
 
         return read
+
+
+class _Turned:
+    """A matrix whose columns are read as rows."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape, self.dtype = array, array.shape[::-1], array.dtype
+
+    def __getitem__(self, key: tuple[slice]) -> Array:
+        return in_memory(self.array[:, key[0]]).T
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +390,8 @@ class _Decomposed:
     noise: float | None = None
 
 
-def _decompose(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
-    """Decompose one matrix."""
+def _decompose(matrix: Matrix, *, is_quick: bool, threads: int = 1) -> _Decomposed:
+    """Decompose one matrix; the threads share the work on inner products."""
     with locating(tensor=matrix.name):
         if isinstance(matrix.array, Factors):
             parts = matrix.array
@@ -375,14 +399,14 @@ def _decompose(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
         if is_quick:
             return _Decomposed(describe_largest(matrix.blocks(), min(matrix.shape)))
         if not isinstance(matrix.array, _Difference):
-            return _describe(matrix, singular_values(matrix.blocks()), None)
+            return _describe(matrix, singular_values(matrix.blocks(), threads), None)
         noise = RoundingNoise(matrix.array.kinds)
-        values = singular_values(matrix.blocks(noise))
+        values = singular_values(matrix.blocks(noise), threads)
         return _describe(matrix, values, noise.floor())
 
 
 def _decompose_alone(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
-    """Decompose a matrix on one thread of BLAS, as small matrices are without a cluster."""
+    """Decompose a matrix on one thread of BLAS, as without a cluster."""
     with blas_threads(1):
         return _decompose(matrix, is_quick=is_quick)
 
@@ -423,24 +447,37 @@ def _decompose_all(
                     file.put(key_of(matrix), numbers.astype("<f8").tobytes())
                 bar.advance(matrix.nbytes)
 
-            find = partial(_decompose, is_quick=is_quick)
             on_worker = partial(_decompose_alone, is_quick=is_quick)
-            local_matrices = send_out(missing, on_worker, deliver, lambda matrix: matrix.array)
-            large = [matrix for matrix in local_matrices if min(matrix.shape) >= _SMALL_SIDE]
-            small = [matrix for matrix in local_matrices if min(matrix.shape) < _SMALL_SIDE]
-            with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
-                for matrix in large:
-                    deliver(matrix, find(matrix))
-            # Stop reading ahead before the threads, so that none waits for a cancelled read.
-            with (
-                Threads(cpu_count(), "xckpt-spectrum") as threads,
-                reading_ahead(_ranges(small)),
-                blas_threads(1),
-            ):
-                futures = {threads.submit(find, matrix): matrix for matrix in small}
-                for future in as_completed(futures):
-                    deliver(futures[future], future.result())
+            remaining = send_out(missing, on_worker, deliver, lambda matrix: matrix.array)
+            _decompose_on_threads(remaining, deliver, is_quick=is_quick)
     return results
+
+
+def _decompose_on_threads(
+    matrices: Sequence[Matrix], deliver: Callable[[Matrix, _Decomposed], None], *, is_quick: bool
+) -> None:
+    """Decompose matrices on the threads of this machine, in bounded memory."""
+    # The bits of a result depend on the number of threads of BLAS, so that each matrix has one.
+    cores = cpu_count()
+    threads_each = max(1, cores // max(1, len(matrices)))
+    most = min(_MOST_NBYTES, (available_nbytes() or _MOST_NBYTES) // 2)
+    waiting, running = deque(matrices), dict[Any, Matrix]()
+    # Stop reading ahead before the threads, so that none waits for a cancelled read.
+    with (
+        Threads(cores, "xckpt-spectrum") as threads,
+        reading_ahead(_ranges(matrices)),
+        blas_threads(1),
+    ):
+        while waiting or running:
+            while waiting and len(running) < cores:
+                nbytes = sum(matrix.working_nbytes for matrix in (*running.values(), waiting[0]))
+                if running and nbytes > most:
+                    break
+                matrix = waiting.popleft()
+                future = threads.submit(_decompose, matrix, is_quick=is_quick, threads=threads_each)
+                running[future] = matrix
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                deliver(running.pop(future), future.result())
 
 
 def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
@@ -462,10 +499,11 @@ def _estimate(matrices: Sequence[Matrix]) -> str:
     if operations < _WORTH_ESTIMATING:
         return ""
     square = np.ones((_BENCHMARK_SIDE, _BENCHMARK_SIDE))
-    square @ square  # the first product starts threads
-    start = time.perf_counter()
-    square @ square.T.copy()
-    seconds = operations * (time.perf_counter() - start) / _BENCHMARK_SIDE**3
+    with blas_threads(1):
+        start = time.perf_counter()
+        square @ square.T.copy()
+        seconds = operations * (time.perf_counter() - start) / _BENCHMARK_SIDE**3
+    seconds /= min(cpu_count(), len(matrices))
     duration = f"{seconds / 60:.0f} min" if seconds > 90 else f"{max(seconds, 1):.0f} s"
     return f" (about {duration})"
 
