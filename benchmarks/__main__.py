@@ -34,6 +34,7 @@ NAMES = (
     "explorer",
     "cluster",
     "lock",
+    "cores",
     "scale",
 )
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")
